@@ -1,0 +1,72 @@
+# `make demo` and `make test` are all the set-up there is: both install first, and both are quick when nothing changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+TORCH := $(shell grep '^torch==' constraints.txt)
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help install demo test slow lint docs clean
+
+help:
+	@echo "make demo     install, run the main job on embedded data, print the table, write the report"
+	@echo "make test     install, run the tests (the slow ones left out)"
+	@echo "make slow     install, run the slow tests"
+	@echo "make lint     install, ruff check, ruff format --check, mypy"
+	@echo "make docs     install, build the documentation into site/"
+	@echo "make install  create $(VENV) and install everfed with what the demo needs"
+	@echo "make clean    remove $(VENV), site/ and the caches"
+	@echo "PYTHON=...    which Python 3.11 or 3.12 to create $(VENV) with (now: $(PYTHON))"
+
+install: $(RUN_STAMP)
+
+demo: $(RUN_STAMP)
+	$(BIN)/everfed demo
+
+test: $(DEV_STAMP)
+	$(PYTEST)
+
+slow: $(DEV_STAMP)
+	$(PYTEST) -m slow
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict --site-dir site
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The check runs where an environment is about to be made, so that an existing one needs no system Python.
+# torch comes first and alone: with it in place no later requirement makes pip fetch another, larger build.
+# hatchling comes from the constraints too, hence no isolated build of everfed below.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null || { \
+	  echo "everfed needs Python 3.11 or 3.12, but '$(PYTHON) --version' says '$$($(PYTHON) --version 2>&1 | tail -n 1)': name another with make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-torch: constraints.txt | $(BIN)/python
+	$(PIP) -c constraints.txt $(TORCH)
+	$(PIP) -c constraints.txt hatchling
+	@touch $@
+
+$(RUN_STAMP): $(VENV)/.installed-torch pyproject.toml
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[ui,plots]'
+	@touch $@
+
+$(DEV_STAMP): $(VENV)/.installed-torch pyproject.toml
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[all,dev]'
+	@touch $(RUN_STAMP) $@
+
+$(DOCS_STAMP): $(VENV)/.installed-torch pyproject.toml
+	$(PIP) -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
