@@ -1,0 +1,27 @@
+"""What every test shares: one thread, repeatable properties, and the folder of data sets where there is one."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Bit-exactness holds at one intra-op thread, so that is what the tests run at.
+torch.set_num_threads(1)
+
+# Derandomised: a red run is red again for whoever looks into it. No deadline: shared machines are slow at times.
+settings.register_profile("everfed", derandomize=True, deadline=None, database=None)
+settings.load_profile("everfed")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder that EVERFED_DATA names; a test that asks for it skips where the variable is not set."""
+    named = os.environ.get("EVERFED_DATA")
+    if not named:
+        pytest.skip("EVERFED_DATA is not set: it names the folder of data sets")
+    folder = Path(named)
+    if not folder.is_dir():
+        pytest.fail(f"EVERFED_DATA names {folder}, which is not a folder")
+    return folder
