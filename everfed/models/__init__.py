@@ -1,0 +1,59 @@
+"""Networks by name, or a user's own as `package.module:Name`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from everfed.core import random
+from everfed.models.cnn import MLP, McMahanCNN, SmallCNN
+from everfed.models.resnet import ResNet18
+from everfed.naming import load_object
+
+MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
+    "mlp": (MLP, "flatten and hidden ReLU layers; option hidden = [100, 100]"),
+    "small-cnn": (SmallCNN, "the 21,840-parameter CNN of FedGP's code; option dropout = 0.5"),
+    "mcmahan-cnn": (McMahanCNN, "the 1,663,370-parameter CNN of the FedAvg paper"),
+    "resnet18": (ResNet18, "ResNet-18 with a 3x3 stem for small images"),
+}
+
+
+class ModelError(ValueError):
+    """A model that cannot be built; says which key is wrong and what is allowed."""
+
+
+def build(
+    kind: str,
+    input_shape: tuple[int, ...],
+    classes: int,
+    seed: int,
+    options: dict[str, Any] | None = None,
+    channels_last: bool = False,
+) -> nn.Module:
+    """A freshly initialised network; the same seed gives the same weights on every machine.
+
+    kind: a name of MODELS, or `package.module:Name`, called with (input_shape, classes, **options).
+    """
+    factory = _factory(kind)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in (options or {}).items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(random.key(seed, "model"))
+        try:
+            module = factory(input_shape, classes, **options)
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"model.kind = {kind!r} cannot be built from its options: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"model.kind = {kind!r} did not build a torch.nn.Module but {type(module).__name__}")
+    return module.to(memory_format=torch.channels_last) if channels_last else module
+
+
+def _factory(kind: str) -> Callable[..., nn.Module]:
+    if kind in MODELS:
+        return MODELS[kind][0]
+    if ":" not in kind:
+        raise ModelError(f"model.kind must be one of {', '.join(MODELS)} or package.module:Name; got {kind!r}")
+    factory: Callable[..., nn.Module] = load_object(kind, "model.kind")
+    return factory

@@ -1,0 +1,127 @@
+"""run_client: the one function that every engine calls, in this process or at the other end of a network.
+
+A pure function: same arguments, same bits. What a client remembers between calls is its state {part: slots}; the slots
+under "client" are the protocol's own (own weights between synchronisations, local statistics, kept moments).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from everfed.core.context import Context
+from everfed.core.data import Data
+from everfed.core.fit import Fitted
+from everfed.core.message import MODEL
+from everfed.core.method import Method
+from everfed.core.part import Model, State
+from everfed.core.phase import EVALUATE, TRAIN, Phase
+from everfed.core.score import score_tasks
+from everfed.core.tree import Tree
+
+OWN = "client"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client sends back. values: {part: {key: value}}; samples: its weight; loss: sum of its step losses."""
+
+    values: dict[str, Tree]
+    samples: int = 0
+    steps: int = 0
+    loss: Tensor | float | None = None
+
+
+def new_state(method: Method, ctx: Context) -> State:
+    """The state of a client that was never called."""
+    slots = {part.name: part.client_slots(ctx) for part in method.parts}
+    return {OWN: {}, **{name: tree for name, tree in slots.items() if tree}}
+
+
+def run_client(
+    method: Method, phase: Phase, state: State, message: dict[str, Tree] | None, data: Data, ctx: Context
+) -> tuple[State, Reply]:
+    """One phase on one client.
+
+    message: None in a round in which nothing is sent; the client then goes on from its own weights and the last message
+    it got. A client without data does not train and sends nothing.
+    """
+    if message is None:
+        message = state[OWN]["message"]
+        model: Model = state[OWN][MODEL]
+    else:
+        model = _with_local_statistics(message[MODEL], state, ctx)
+    if phase.name == TRAIN:
+        return _train(method, state, message, model, data, ctx)
+    if phase.name == EVALUATE:
+        return state, _evaluate(method, state, message, model, ctx)
+    own, values = method.part(phase.owner).run(state, phase.name, {**message, MODEL: model}, data, ctx)
+    return ({**state, phase.owner: own} if own else state), Reply({phase.owner: values} if values else {}, len(data))
+
+
+def _train(
+    method: Method, state: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
+) -> tuple[State, Reply]:
+    received = message[MODEL]["params"]
+    for part in method.parts:
+        own, model = part.receive(state, message, model, ctx)
+        state = {**state, part.name: own} if own else state
+        data = part.dataset(state, data, ctx)
+    if len(data) == 0:
+        return state, Reply({})
+    moments = state[OWN].get("moments")
+    fitted = ctx.train.fit(ctx, method.parts, model, received, state, message, data, moments=moments)
+    return _reply(method, fitted, message, data, ctx)
+
+
+def _reply(
+    method: Method, fitted: Fitted, message: dict[str, Tree], data: Data, ctx: Context
+) -> tuple[State, Reply]:
+    state = {**fitted.state, OWN: _remember(fitted, message, ctx)}
+    values: dict[str, Tree] = {}
+    for part in method.parts:
+        own, extra = part.reply(state, fitted, data, ctx)
+        state = {**state, part.name: own} if own else state
+        if part.aggregates:
+            extra = {**part.upload(fitted.model, message, ctx), **extra}
+        if extra:
+            values[part.name] = extra
+    if not synchronises(ctx):
+        values = {}
+    return state, Reply(values, fitted.samples, fitted.steps, fitted.loss)
+
+
+def synchronises(ctx: Context) -> bool:
+    """Is the model sent to the server after this round?"""
+    return (ctx.round + 1) % ctx.options.sync_every == 0
+
+
+def _remember(fitted: Fitted, message: dict[str, Tree], ctx: Context) -> Tree:
+    """The protocol's own slots after training."""
+    own: Tree = {}
+    if not synchronises(ctx):
+        own[MODEL] = dict(fitted.model)
+        own["message"] = message
+    if ctx.options.batchnorm == "local":
+        own["stats"] = fitted.model["stats"]
+        own["counters"] = fitted.model["counters"]
+    if ctx.options.optimizer.state == "kept":
+        own["moments"] = fitted.moments
+    return own
+
+
+def _with_local_statistics(model: Model, state: State, ctx: Context) -> Model:
+    if ctx.options.batchnorm == "local" and "stats" in state[OWN]:
+        return {**model, "stats": state[OWN]["stats"], "counters": state[OWN]["counters"]}
+    return model
+
+
+def _evaluate(method: Method, state: State, message: dict[str, Tree], model: Model, ctx: Context) -> Reply:
+    """Score this client's personalised model on the tasks the server asks for."""
+    for part in method.parts:
+        model = part.personalise(state, message, model, ctx)
+    asked = message[EVALUATE]
+    tasks = [int(task) for task in str(asked["tasks"]).split(",")]
+    counts = score_tasks(ctx.train, model, tasks, int(asked["seen"]), str(asked["split"]))
+    return Reply({EVALUATE: {"counts": counts}})

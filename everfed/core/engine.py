@@ -1,0 +1,42 @@
+"""What the runner asks of an engine. Thin on purpose: a simulator, a process pool and a network all fit behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from everfed.core.client import Reply
+from everfed.core.message import Message
+from everfed.core.part import Model
+from everfed.core.phase import Phase
+from everfed.core.world import Moment
+
+
+class ClientError(RuntimeError):
+    """A call on a client failed; says which client, in which phase, and why."""
+
+    def __init__(self, client: int, phase: str, round_index: int, cause: BaseException | str) -> None:
+        super().__init__(f"client {client} failed in phase {phase!r} of round {round_index}: {cause}")
+        self.client, self.phase, self.round, self.cause = client, phase, round_index, cause
+
+
+class Engine(Protocol):
+    """Runs clients. Keeps their state (through a store), never the server's."""
+
+    name: str
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        """Run `phase` on `clients` and yield their replies in ascending client order. Raises ClientError."""
+
+    def evaluate(self, model: Model, tasks: Sequence[int], seen: int, split: str) -> Tensor:
+        """(len(tasks), 4) counts of the shared model, as `score_tasks`."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for the result's environment: device, precision, workers, peak memory."""
+
+    def close(self) -> None:
+        """Release workers and devices."""

@@ -1,0 +1,226 @@
+"""Local training as a function: a model, data and parts in, a model and the parts' slots out.
+
+`Trainer` is what an engine gives to its clients. This one runs every step as it comes and is the reference; an engine
+may run the same steps in another way (captured, say) by overriding `_steps` and `_gradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from everfed.core import schedule as scheduling
+from everfed.core.context import Context
+from everfed.core.data import Data
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import Model, Part, State, Tables, overrides
+from everfed.core.replica import Replica
+from everfed.core.schedule import Schedule
+from everfed.core.step import Step, train_step
+from everfed.core.stream import Stream
+from everfed.core.tree import Tree, clone, map_tensors
+
+_CORE = "core"  # the schedule's own tables, beside those of the parts
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What local training produced. loss: 0-d tensor, the sum of the step losses (read it once, after the phase)."""
+
+    model: Model
+    state: State
+    moments: dict[str, Tensor]
+    loss: Tensor
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One local training, fully decided: everything the steps need."""
+
+    ctx: Context
+    parts: Sequence[Part]
+    model: Model
+    received: Tensor
+    state: State
+    message: dict[str, Tree]
+    data: Data
+    schedule: Schedule
+    plans: dict[str, Tables]
+    optimizer: Optimizer
+    moments: dict[str, Tensor]
+    rate: float
+    seed: int  # of dropout
+
+
+class Trainer:
+    """Local training on one device, one client at a time."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        build_module: Callable[[], torch.nn.Module],
+        device: torch.device | str = "cpu",
+        precision: str = "fp32",
+    ) -> None:
+        self.stream = stream
+        self.device = torch.device(device)
+        self.precision = precision
+        self.replica = Replica(build_module(), self.device)
+        self._loss = getattr(stream, "loss", functional.cross_entropy)
+
+    # what parts and clients call ---------------------------------------------------------------------------------
+    def fit(
+        self,
+        ctx: Context,
+        parts: Sequence[Part],
+        model: Model,
+        received: Tensor,
+        state: State,
+        message: dict[str, Tree],
+        data: Data,
+        *,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        optimizer: Optimizer | None = None,
+        moments: dict[str, Tensor] | None = None,
+        tag: str = "train",
+    ) -> Fitted:
+        """Train `model` on `data` under `parts`. None of the inputs is changed."""
+        options = ctx.options
+        schedule = scheduling.minibatches(
+            data.ids,
+            options.local_epochs if epochs is None else epochs,
+            batch_size or options.batch_size,
+            ctx.rng(f"{tag}/order"),
+            options.drop_last,
+        )
+        state, plans = self._plan(ctx, parts, state, schedule, tag)
+        optimizer = optimizer or options.optimizer
+        job = Job(
+            ctx,
+            parts,
+            model,
+            received,
+            {k: on_device(v, self.device) for k, v in private(parts, state).items()},
+            {k: on_device(v, self.device) for k, v in message.items()},
+            data,
+            schedule,
+            plans,
+            optimizer,
+            clone(moments) if moments else optimizer.init(model["params"].to(self.device)),
+            ctx.rate,
+            ctx.key(f"{tag}/dropout"),
+        )
+        return self._steps(job)
+
+    def gradient(self, ctx: Context, model: Model, x: Tensor, y: Tensor, *, mode: str = "train", tag: str) -> Tensor:
+        """(P,) gradient of the mean task loss on (x, y), samples in storage form, at `model`; nothing is changed."""
+        self.replica.load(model)
+        self.replica.generator.manual_seed(ctx.key(f"{tag}/dropout"))
+        self.replica.module.train(mode == "train")
+        step = Step(ctx, self.replica, self.forward, self.task_loss(ctx), {}, {}, model["params"])
+        return step.grad(step.task_loss(self.forward(x.to(self.device)), y.to(self.device)))
+
+    def outputs(self, model: Model, x: Tensor, batch_size: int = 1000) -> Tensor:
+        """(n, ...) network outputs in eval mode, float32, without gradients."""
+        self.replica.load(model)
+        self.replica.module.eval()
+        with torch.no_grad():
+            chunks = [self.forward(part.to(self.device)).float() for part in x.split(batch_size)]
+        return torch.cat(chunks) if chunks else torch.zeros((0, self.stream.classes), device=self.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Storage form -> network outputs, in the replica's mode and the engine's precision."""
+        inputs = self.stream.inputs(x)
+        if self.precision == "bf16":
+            with torch.autocast(self.device.type, torch.bfloat16):
+                outputs: Tensor = self.replica.module(inputs)
+            return outputs.float()
+        result: Tensor = self.replica.module(inputs)
+        return result
+
+    def task_loss(self, ctx: Context) -> Callable[[Tensor, Tensor], Tensor]:
+        """The stream's loss, restricted to the logits that `train.logits` allows."""
+        if ctx.allowed_labels is None:
+            return self._loss  # type: ignore[no-any-return]
+        mask = torch.full((self.stream.classes,), -torch.inf)
+        mask[list(ctx.allowed_labels)] = 0.0
+        mask = mask.to(self.device)
+        return lambda outputs, y: self._loss(outputs + mask, y)
+
+    # how it is done ----------------------------------------------------------------------------------------------
+    def _plan(
+        self, ctx: Context, parts: Sequence[Part], state: State, schedule: Schedule, tag: str
+    ) -> tuple[State, dict[str, Tables]]:
+        """Every discrete draw of the parts, on the host, in part order."""
+        plans: dict[str, Tables] = {_CORE: {"rows": schedule.rows}}
+        count = int(schedule.rows.lengths.sum())
+        draws = self.stream.draw_augmentation(ctx.rng(f"{tag}/augment"), count)
+        if draws is not None:
+            cuts = np.cumsum(schedule.rows.lengths)[:-1]
+            plans[_CORE]["augment"] = scheduling.Table.of(np.split(draws, cuts))
+        for part in parts:
+            slots, tables = part.plan(state, schedule, plans, ctx)
+            if slots:
+                state = {**state, part.name: slots}
+            plans[part.name] = tables
+        return state, plans
+
+    def _steps(self, job: Job) -> Fitted:
+        replica = self.replica
+        replica.load(job.model)
+        replica.generator.manual_seed(job.seed)
+        replica.module.train()
+        step = Step(
+            job.ctx, replica, self.forward, self.task_loss(job.ctx), job.state, job.message, job.received.to(self.device)
+        )
+        tables = upload(job.plans, self.device)
+        x, y = job.data.x.to(self.device), job.data.y.to(self.device)
+        rate = torch.tensor(job.rate, device=self.device)
+        total = torch.zeros((), device=self.device)
+        for index in range(job.schedule.steps):
+            rows = {part: {k: t[index, : length(job.plans, part, k, index)] for k, t in own.items()}
+                    for part, own in tables.items()}  # fmt: skip
+            self.load_batch(step, x, y, rows)
+            total += train_step(step, job.parts, job.optimizer, job.moments, rate)
+        return Fitted(replica.model(), job.state, job.moments, total, len(job.data), job.schedule.steps)
+
+    def load_batch(self, step: Step, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
+        """Gather a minibatch from the client's data and augment it, on the device."""
+        core = rows[_CORE]
+        batch = x.index_select(0, core["rows"])
+        if "augment" in core:
+            batch = self.stream.augment(batch, core["augment"])
+        step.begin(batch, y.index_select(0, core["rows"]), rows)
+
+
+def upload(plans: Mapping[str, Tables], device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """The tables of all parts as tensors (steps, width, ...) on `device`."""
+    return {
+        part: {name: torch.from_numpy(table.values).to(device, non_blocking=True) for name, table in own.items()}
+        for part, own in plans.items()
+    }
+
+
+def length(plans: Mapping[str, Tables], part: str, name: str, step: int) -> int:
+    """How much of a table's row is filled in `step`."""
+    return int(plans[part][name].lengths[step])
+
+
+def on_device(slots: Tree, device: torch.device) -> Tree:
+    """The slots on `device`; the sub-tree "host" stays where it is."""
+    moved = map_tensors(lambda tensor: tensor.to(device), {k: v for k, v in slots.items() if k != "host"})
+    return {**moved, "host": slots["host"]} if "host" in slots else moved
+
+
+def private(parts: Sequence[Part], state: State) -> State:
+    """Copies of the slots that steps change in place, so that training changes nothing it was given."""
+    changing = {part.name for part in parts if overrides(part, "after")}
+    return {name: clone(slots) if name in changing else slots for name, slots in state.items()}

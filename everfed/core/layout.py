@@ -1,0 +1,113 @@
+"""A model's trainable parameters as one vector, its statistics as a second, its counters as a third.
+
+The module keeps views into these vectors, so a gradient is a vector, an aggregate is a vector, and loading a model is one
+copy. Each parameter keeps its own memory order (channels-last weights stay channels-last inside the vector).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One named slice of a vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    size: int
+
+    def view(self, vector: Tensor) -> Tensor:
+        """This entry of `vector`, shaped; shares memory."""
+        return torch.as_strided(vector, self.shape, self.stride, vector.storage_offset() + self.start)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """A tensor of this entry's shape, as the 1-D slice of the vector it stands for."""
+        return tensor.as_strided((self.size,), (1,)) if tensor.stride() == self.stride else self._reorder(tensor)
+
+    def _reorder(self, tensor: Tensor) -> Tensor:
+        order = sorted(range(len(self.shape)), key=lambda axis: (-self.stride[axis], -self.shape[axis]))
+        return tensor.permute(order).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every tensor of a model lies. Built once per model; the same for every client, engine and checkpoint."""
+
+    params: tuple[Entry, ...]
+    stats: tuple[Entry, ...]  # float buffers: BatchNorm's running mean and variance
+    counters: tuple[Entry, ...]  # integer buffers: BatchNorm's num_batches_tracked
+
+    @staticmethod
+    def of(module: nn.Module) -> Layout:
+        trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        if any(p.dtype != torch.float32 for _, p in trainable):
+            raise ValueError("trainable parameters must be float32; lower precision is an engine option")
+        buffers = list(module.named_buffers())
+        return Layout(
+            tuple(_entries(trainable)),
+            tuple(_entries([(n, b) for n, b in buffers if b.is_floating_point()])),
+            tuple(_entries([(n, b) for n, b in buffers if not b.is_floating_point()])),
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of trainable parameters, P."""
+        return sum(entry.size for entry in self.params)
+
+    def param(self, name: str) -> Entry:
+        for entry in self.params:
+            if entry.name == name:
+                return entry
+        raise KeyError(f"no parameter {name!r}; the model has {', '.join(e.name for e in self.params)}")
+
+    def read(self, module: nn.Module) -> dict[str, Tensor]:
+        """The model's vectors, copied: params (P,), stats (S,), counters (C,)."""
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        return {
+            "params": _gather(self.params, tensors, torch.float32),
+            "stats": _gather(self.stats, tensors, torch.float32),
+            "counters": _gather(self.counters, tensors, torch.int64),
+        }
+
+    def bind(self, module: nn.Module, params: Tensor, stats: Tensor, counters: Tensor) -> None:
+        """Make the module's parameters and buffers views of the vectors."""
+        parameters = dict(module.named_parameters())
+        for entry in self.params:
+            parameters[entry.name].data = entry.view(params)
+        for entries, vector in ((self.stats, stats), (self.counters, counters)):
+            for entry in entries:
+                owner, _, leaf = entry.name.rpartition(".")
+                module.get_submodule(owner)._buffers[leaf] = entry.view(vector)
+
+    def flatten_gradient(self, grads: tuple[Tensor, ...]) -> Tensor:
+        """Per-parameter gradients, in `params` order -> one vector (P,)."""
+        return torch.cat([entry.flat(grad) for entry, grad in zip(self.params, grads, strict=True)])
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a parameter vector by name."""
+        return {entry.name: entry.view(vector) for entry in self.params}
+
+
+def _entries(tensors: list[tuple[str, Tensor]]) -> Iterator[Entry]:
+    start = 0
+    for name, tensor in tensors:
+        stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape).stride()
+        yield Entry(name, tuple(tensor.shape), tuple(stride), start, tensor.numel())
+        start += tensor.numel()
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _gather(entries: tuple[Entry, ...], tensors: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    if not entries:
+        return torch.zeros(0, dtype=dtype)
+    return torch.cat([entry.flat(tensors[entry.name].detach()) for entry in entries]).to(dtype).clone()

@@ -1,0 +1,113 @@
+"""compose(*parts): a method, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from everfed.core.part import BOUNDARIES, HISTORY, TASK_ID, CompositionError, Part
+from everfed.core.phase import TRAIN, Cohort, Phase, Position
+from everfed.core.reduce import Reducer
+from everfed.core.stream import Stream
+
+_STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY})
+
+
+@dataclass(frozen=True)
+class Method:
+    """Parts in order. Build one with `compose`."""
+
+    name: str
+    parts: tuple[Part, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def aggregator(self) -> Part:
+        return next(part for part in self.parts if part.aggregates)
+
+    @property
+    def personal(self) -> bool:
+        """Are models scored on the clients?"""
+        return any(part.personal for part in self.parts)
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
+
+    def needs(self, what: str) -> bool:
+        return any(what in part.needs for part in self.parts)
+
+    def phases(self, position: Position) -> tuple[Phase, ...]:
+        """The parts' own phases at `position`, in part order."""
+        return tuple(phase for part in self.parts for phase in part.phases() if phase.position is position)
+
+    def train_phase(self) -> Phase:
+        return Phase(TRAIN, owner=self.aggregator.name)
+
+    def reducers(self, phase: Phase) -> dict[str, dict[str, Reducer]]:
+        """{part: {reply key: reducer}} of a phase."""
+        if phase.name == TRAIN:
+            return {part.name: dict(part.reducers()) for part in self.parts}
+        return {phase.owner: dict(phase.reduce)}
+
+    def reveals(self) -> dict[str, list[str]]:
+        """Phases whose replies the server sees one by one, with the parts that ask for it (no secure aggregation)."""
+        phases = [self.train_phase(), *self.phases(Position.BEFORE), *self.phases(Position.AFTER)]
+        seen = {
+            phase.name: [p for p, keys in self.reducers(phase).items() if any(not r.secure for r in keys.values())]
+            for phase in phases
+        }
+        return {phase: parts for phase, parts in seen.items() if parts}
+
+    def fit_stream(self, stream: Stream) -> None:
+        """Refuse a stream that hides what a part needs."""
+        for part in self.parts:
+            hidden = []
+            if not stream.boundaries and (
+                BOUNDARIES in part.needs or any(phase.when.needs_boundaries for phase in part.phases())
+            ):
+                hidden.append("when a task begins or ends")
+            if not stream.task_ids and TASK_ID in part.needs:
+                hidden.append("which task a client is in")
+            if hidden:
+                raise CompositionError(
+                    f"method {self.name!r}: part {part.name!r} must know {' and '.join(hidden)}, "
+                    f"but stream {stream.name!r} does not tell; choose another method or a stream with boundaries"
+                )
+
+
+def compose(*parts: Part, name: str = "", optimizer_kind: str = "sgd") -> Method:
+    """A method from parts, in the order in which their hooks run. Raises CompositionError when they do not fit."""
+    _check_names(parts)
+    aggregators = [part.name for part in parts if part.aggregates]
+    if len(aggregators) != 1:
+        raise CompositionError(f"exactly one part must own aggregation (such as FedAvg); got {aggregators or 'none'}")
+    warnings: list[str] = []
+    for part in parts:
+        _check_needs(part, parts)
+        _check_phases(part)
+        warnings.extend(part.check(parts, optimizer_kind))
+    return Method(name or "+".join(part.name for part in parts), tuple(parts), tuple(warnings))
+
+
+def _check_names(parts: tuple[Part, ...]) -> None:
+    twice = [name for name, count in Counter(part.name for part in parts).items() if count > 1]
+    if twice:
+        raise CompositionError(f"parts appear more than once: {', '.join(twice)}")
+    nameless = [type(part).__name__ for part in parts if not part.name or "/" in part.name]
+    if nameless:
+        raise CompositionError(f"parts need a name without '/': {', '.join(nameless)}")
+
+
+def _check_needs(part: Part, parts: tuple[Part, ...]) -> None:
+    present = {other.name for other in parts}
+    for need in part.needs - _STREAM_NEEDS:
+        if need not in present:
+            raise CompositionError(f"part {part.name!r} needs part {need!r}; this method has {', '.join(sorted(present))}")
+
+
+def _check_phases(part: Part) -> None:
+    for phase in part.phases():
+        if phase.owner != part.name:
+            raise CompositionError(f"phase {phase.name!r} of part {part.name!r} must name it as its owner")
+        if phase.name == TRAIN or (phase.cohort is Cohort.SERVER and phase.reduce):
+            raise CompositionError(f"part {part.name!r}: phase {phase.name!r} is not a legal phase of a part")

@@ -1,0 +1,153 @@
+"""A part: one idea of a method, as hyper-parameters and hooks. A method is a composition of parts.
+
+A part is a frozen dataclass without state. Its state lives in named slots (trees) that the engine keeps, pages to disk,
+checkpoints and sends; hooks receive it and return it. Every hook is optional.
+
+Hooks outside the training step are pure functions. `client` is the whole client state {part: slots} and `server` the
+whole server state {part: slots, "model": vectors}, to read; what a hook returns replaces the part's own slots only.
+
+Hooks inside the training step may be captured and replayed on a GPU: static shapes, no host synchronisation, no branch on
+data. Discrete draws are made ahead, in `plan`, and arrive as integer rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from everfed.core.data import Data
+from everfed.core.message import Message
+from everfed.core.phase import Phase
+from everfed.core.reduce import Reducer
+from everfed.core.schedule import Schedule, Table
+from everfed.core.tree import Tree
+
+if TYPE_CHECKING:
+    from everfed.core.context import Context
+    from everfed.core.fit import Fitted
+    from everfed.core.step import Batch, Step
+
+State = dict[str, Tree]  # part -> slots
+Model = dict[str, Tensor]  # params, stats, counters
+Tables = dict[str, Table]
+
+# what `needs` may name beside other parts
+BOUNDARIES = "boundaries"  # must know when a task begins or ends
+TASK_ID = "task_id"  # must know which task it is in
+HISTORY = "history"  # reads the data of earlier tasks (an upper bound, not a method for real clients)
+
+
+class CompositionError(ValueError):
+    """Parts that do not fit together, or not on this stream."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Base of all parts. `name` is the namespace of its slots, its messages and its options."""
+
+    name: ClassVar[str] = ""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    capturable: ClassVar[bool] = True  # may its step hooks be captured in a CUDA graph?
+    aggregates: ClassVar[bool] = False  # does it own aggregation? Exactly one part of a method does
+    personal: ClassVar[bool] = False  # are its models scored on the clients, personalised?
+
+    def options(self) -> dict[str, Any]:
+        """Hyper-parameters by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+        """Refuse a composition by raising CompositionError; return warnings about a doubtful one."""
+        return ()
+
+    # state ------------------------------------------------------------------------------------------------------
+    def server_slots(self, ctx: Context) -> Tree:
+        """The server's slots before the first round."""
+        return {}
+
+    def client_slots(self, ctx: Context) -> Tree:
+        """A client's slots before it is first called."""
+        return {}
+
+    # protocol ---------------------------------------------------------------------------------------------------
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases this part adds to a round."""
+        return ()
+
+    def reducers(self) -> Mapping[str, Reducer]:
+        """How the values this part adds to the `train` reply are reduced."""
+        return {}
+
+    # on the server ----------------------------------------------------------------------------------------------
+    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+        """What clients receive in `phase` ("train", or one of its own)."""
+        return {}
+
+    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+        """The part's server slots after `phase`; `reduced` holds its own reply values, reduced."""
+        return server.get(self.name, {})
+
+    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
+        """The new shared model (the aggregating part only)."""
+        raise CompositionError(f"part {self.name!r} does not aggregate")
+
+    def done(self, server: State, phase: str, ctx: Context) -> bool:
+        """Ends a repeated phase before its last repeat."""
+        return False
+
+    # on the client, around training ------------------------------------------------------------------------------
+    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+        """First contact with a round; may change the model that training starts from."""
+        return client.get(self.name, {}), model
+
+    def dataset(self, client: State, data: Data, ctx: Context) -> Data:
+        """What is trained on."""
+        return data
+
+    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """One of the part's own phases on a client: (slots, reply)."""
+        raise CompositionError(f"part {self.name!r} declares phase {phase!r} but has no run()")
+
+    def upload(self, model: Model, message: dict[str, Tree], ctx: Context) -> Tree:
+        """What a client sends of its trained model (the aggregating part only)."""
+        raise CompositionError(f"part {self.name!r} does not aggregate")
+
+    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """After training: (slots, extra values of the `train` reply)."""
+        return client.get(self.name, {}), {}
+
+    def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
+        """The model this client is scored with, for parts with personalised models."""
+        return model
+
+    # on the client, inside a training step -----------------------------------------------------------------------
+    def plan(
+        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
+    ) -> tuple[Tree, Tables]:
+        """On the host, before the first step: (slots, integer rows for every step). `plans`: of the parts before it."""
+        return client.get(self.name, {}), {}
+
+    def batches(self, step: Step) -> dict[str, Batch]:
+        """Replayed or generated samples: joined (one forward with the real batch) or separate (a forward of their own)."""
+        return {}
+
+    def loss(self, step: Step) -> Tensor | None:
+        """A term of the objective."""
+        return None
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        """A rule on the flat gradient (P,)."""
+        return gradient
+
+    def after(self, step: Step) -> None:
+        """After the optimiser: update own slots in place."""
+
+
+def overrides(part: Part, hook: str) -> bool:
+    """Does the part define `hook` itself?"""
+    return getattr(type(part), hook) is not getattr(Part, hook)
+
+
+__all__ = ["BOUNDARIES", "HISTORY", "TASK_ID", "CompositionError", "Message", "Model", "Part", "State", "Tables"]

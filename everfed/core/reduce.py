@@ -1,0 +1,122 @@
+"""How many replies become one value, one reply at a time.
+
+Sums are kept in float64, so a result hardly depends on how replies are grouped (over ranks, say); replies are added in
+client order, so it does not depend on who finished first. An absent reply is legal: a mean is (sum, weight).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Reducing(ABC):
+    """A reduction under way."""
+
+    @abstractmethod
+    def add(self, client: int, value: Any, weight: float) -> None: ...
+
+    @abstractmethod
+    def result(self) -> Any:
+        """The reduced value, or None when no reply carried one."""
+
+
+class Reducer(ABC):
+    """A way to reduce; `secure` says whether the server may learn nothing but the result (secure aggregation)."""
+
+    secure: bool = False
+
+    @abstractmethod
+    def start(self) -> Reducing: ...
+
+
+class _Total(Reducing):
+    """Weighted sum in float64 (integers stay exact)."""
+
+    def __init__(self, mean: bool, weighted: bool) -> None:
+        self.mean = mean
+        self.weighted = weighted
+        self.total: Tensor | float | None = None
+        self.weight = 0.0
+        self.dtype: torch.dtype | None = None
+
+    def add(self, client: int, value: Any, weight: float) -> None:
+        factor = weight if self.weighted else 1.0
+        if isinstance(value, Tensor):
+            self.dtype = value.dtype
+            term = value.to(torch.float64, copy=True).mul_(factor)
+            self.total = term if self.total is None else self.total.add_(term)  # type: ignore[union-attr]
+        else:
+            self.total = float(value) * factor + (self.total or 0.0)
+        self.weight += factor
+
+    def result(self) -> Any:
+        if self.total is None or self.weight == 0.0:
+            return None
+        value = self.total / self.weight if self.mean else self.total
+        if not isinstance(value, Tensor) or self.dtype is None:
+            return value
+        return value.to(self.dtype) if self.dtype.is_floating_point else value.round().to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Mean(Reducer):
+    """Mean over the clients that replied; `weighted` weighs them by their number of samples."""
+
+    weighted: bool = False
+    secure = True
+
+    def start(self) -> Reducing:
+        return _Total(mean=True, weighted=self.weighted)
+
+
+@dataclass(frozen=True)
+class Sum(Reducer):
+    """Sum over the clients that replied."""
+
+    secure = True
+
+    def start(self) -> Reducing:
+        return _Total(mean=False, weighted=False)
+
+
+class _Collected(Reducing):
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+
+    def add(self, client: int, value: Any, weight: float) -> None:
+        self.values[client] = value
+
+    def result(self) -> dict[int, Any] | None:
+        return self.values or None
+
+
+@dataclass(frozen=True)
+class Collect(Reducer):
+    """Every reply by itself, {client: value}. The server sees each client's value."""
+
+    def start(self) -> Reducing:
+        return _Collected()
+
+
+class Reduction:
+    """All reducers of one phase: {part: {key: reducer}} fed with replies {part: {key: value}}."""
+
+    def __init__(self, reducers: dict[str, dict[str, Reducer]]) -> None:
+        self.under_way = {part: {k: r.start() for k, r in keys.items()} for part, keys in reducers.items()}
+
+    def add(self, client: int, reply: dict[str, dict[str, Any]], weight: float) -> None:
+        for part, values in reply.items():
+            for name, value in values.items():
+                if value is None:
+                    continue
+                if name not in self.under_way.get(part, {}):
+                    raise KeyError(f"part {part!r} replied {name!r} but declares no reducer for it")
+                self.under_way[part][name].add(client, value, weight)
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        return {part: {k: r.result() for k, r in keys.items()} for part, keys in self.under_way.items()}

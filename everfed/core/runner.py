@@ -1,0 +1,313 @@
+"""The only round loop.
+
+A round is an agenda of phases: those before aggregation, `train`, those after, evaluation. After every phase the run is in
+a state that can be saved, so a run resumes in the middle of a round, and in the middle of a long phase of the server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everfed.core.engine import ClientError, Engine
+from everfed.core.message import MODEL, Message, Once, Traffic, payload_bytes, versions
+from everfed.core.part import Model, State
+from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
+from everfed.core.reduce import Reduction, Sum
+from everfed.core.stream import RoundPlan
+from everfed.core.tree import Tree
+from everfed.core.world import Moment, World
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """logits: the rule that result.json reports; every: also score the tasks seen so far every so many rounds (0: only
+    at task ends); zero_shot: fill the matrix above its diagonal too; split: "test" or "validation"."""
+
+    logits: str = "full"
+    every: int = 0
+    zero_shot: bool = False
+    split: str = "test"
+
+
+@dataclass
+class RunState:
+    """Everything the server side of a run needs to go on: position, slots, what was measured."""
+
+    server: State
+    round: int = 0
+    position: int = 0  # in the round's agenda
+    repeat: int = 0  # of the phase at that position
+    version: int = 0  # of the shared model
+    held: dict[int, dict[str, int | str]] = field(default_factory=dict)  # what each client holds of `Once` payloads
+    traffic: Traffic = field(default_factory=Traffic)
+    rows: dict[int, list[list[int] | None]] = field(default_factory=dict)  # task -> counts per task, at its end
+    curves: list[dict[str, Any]] = field(default_factory=list)
+    samples: int = 0
+    seconds: float = 0.0
+
+    @property
+    def model(self) -> Model:
+        return self.server[MODEL]
+
+    def to_tree(self) -> Tree:
+        plain = {
+            "round": self.round,
+            "position": self.position,
+            "repeat": self.repeat,
+            "version": self.version,
+            "held": self.held,
+            "up": self.traffic.up,
+            "down": self.traffic.down,
+            "rows": self.rows,
+            "curves": self.curves,
+            "samples": self.samples,
+            "seconds": self.seconds,
+        }
+        return {"server": self.server, "plain": json.dumps(plain)}
+
+    @staticmethod
+    def from_tree(tree: Tree) -> RunState:
+        plain = json.loads(tree["plain"])
+        state = RunState(tree["server"])
+        for name in ("round", "position", "repeat", "version", "curves", "samples", "seconds"):
+            setattr(state, name, plain[name])
+        state.held = {int(client): held for client, held in plain["held"].items()}
+        state.rows = {int(task): row for task, row in plain["rows"].items()}
+        state.traffic.up.update(plain["up"])
+        state.traffic.down.update(plain["down"])
+        return state
+
+
+class Diverged(RuntimeError):
+    """A loss is no longer finite."""
+
+
+class Runner:
+    """Drives a world through an engine, from a state to the stream's end."""
+
+    def __init__(
+        self,
+        world: World,
+        engine: Engine,
+        model: Model,
+        evaluation: EvalOptions,
+        notify: Callable[[Event], None] = lambda event: None,
+        save: Callable[[RunState, bool], None] = lambda state, task_end: None,
+        state: RunState | None = None,
+    ) -> None:
+        self.world, self.engine, self.evaluation = world, engine, evaluation
+        self.notify, self.save = notify, save
+        self.state = state or RunState(self._first_server_state(model))
+        self._plans: dict[int, RoundPlan] = {}
+
+    def run(self) -> RunState:
+        """To the end of the stream; `save` is offered the state after every phase."""
+        while self.state.round < self.world.stream.rounds:
+            self._round()
+        return self.state
+
+    def _first_server_state(self, model: Model) -> State:
+        ctx = self.world.server("init")
+        slots = {part.name: part.server_slots(ctx) for part in self.world.method.parts}
+        return {MODEL: dict(model), **{name: tree for name, tree in slots.items() if tree}}
+
+    # rounds ------------------------------------------------------------------------------------------------------
+    def _round(self) -> None:
+        state, plan = self.state, self._plan(self.state.round)
+        agenda = list(self._agenda(state.round, plan))
+        while state.position < len(agenda):
+            phase = agenda[state.position]
+            started = time.monotonic()
+            finished = self._phase(phase, Moment(state.round, plan, state.repeat))
+            state.seconds += time.monotonic() - started
+            last = finished and state.position + 1 == len(agenda)
+            state.repeat = 0 if finished else state.repeat + 1
+            state.position += finished
+            if last:
+                state.round, state.position = state.round + 1, 0
+            self.save(state, last and plan.evaluate)
+            if last:
+                return
+
+    def _plan(self, index: int) -> RoundPlan:
+        """The stream's plan; between synchronisations the participants stay those of the last synchronised round."""
+        plan = self.world.stream.round(index)
+        block = index - index % self.world.options.sync_every
+        if block == index:
+            return plan
+        first = self.world.stream.round(block).participants
+        return RoundPlan(plan.task, first, plan.tasks, plan.begins, plan.ends, plan.evaluate, plan.notes)
+
+    def _agenda(self, index: int, plan: RoundPlan) -> Iterator[Phase]:
+        method, every = self.world.method, self.world.options.sync_every
+        if index % every == 0:
+            yield from (p for p in method.phases(Position.BEFORE) if p.when.due(index, plan))
+        yield method.train_phase()
+        if (index + 1) % every == 0:
+            yield from (p for p in method.phases(Position.AFTER) if p.when.due(index, plan))
+            if plan.evaluate or (self.evaluation.every and (index + 1) % self.evaluation.every == 0):
+                yield Phase(EVALUATE, cohort=Cohort.ALL if self.world.personal else Cohort.SERVER)
+
+    # phases ------------------------------------------------------------------------------------------------------
+    def _phase(self, phase: Phase, moment: Moment) -> bool:
+        """Run one repeat of a phase; True when the phase is finished."""
+        if phase.name == EVALUATE:
+            self._evaluate(phase, moment)
+            return True
+        if phase.name == TRAIN:
+            self._train(phase, moment)
+            return True
+        ctx = self.world.server(phase.name, moment)
+        reduced = self._exchange(phase, moment, self._message(phase, moment)).get(phase.owner, {})
+        part = self.world.method.part(phase.owner)
+        self._set_slots(phase.owner, part.update(self.state.server, phase.name, reduced, ctx))
+        return moment.repeat + 1 >= phase.repeat or part.done(self.state.server, phase.name, ctx)
+
+    def _train(self, phase: Phase, moment: Moment) -> None:
+        every = self.world.options.sync_every
+        message = self._message(phase, moment) if moment.round % every == 0 else None
+        reduced = self._exchange(phase, moment, message)
+        if (moment.round + 1) % every:
+            return
+        method, ctx = self.world.method, self.world.server(TRAIN, moment)
+        self.state.server = {
+            **self.state.server,
+            MODEL: method.aggregator.aggregate(self.state.server, reduced[method.aggregator.name], ctx),
+        }
+        self.state.version += 1
+        for part in method.parts:
+            self._set_slots(part.name, part.update(self.state.server, TRAIN, reduced.get(part.name, {}), ctx))
+
+    def _set_slots(self, part: str, slots: Tree) -> None:
+        if slots:
+            self.state.server = {**self.state.server, part: slots}
+
+    def _message(self, phase: Phase, moment: Moment) -> Message:
+        """The model and what the parts broadcast; each version of the model reaches a client once."""
+        method, ctx = self.world.method, self.world.server(phase.name, moment)
+        message: Message = {MODEL: {k: Once(self.state.version, v) for k, v in self.state.model.items()}}
+        if self.world.options.batchnorm == "local":
+            message[MODEL] |= {k: Once(0, self.state.model[k]) for k in ("stats", "counters")}
+        for part in method.parts:
+            if phase.name == TRAIN or part.name == phase.owner:
+                values = part.broadcast(self.state.server, phase.name, ctx)
+                if values:
+                    message[part.name] = values
+        return message
+
+    def _exchange(self, phase: Phase, moment: Moment, message: Message | None) -> dict[str, dict[str, Any]]:
+        """Send, wait, reduce in client order, and account for it."""
+        started = time.monotonic()
+        clients = phase.clients(moment.plan)
+        reduction = Reduction(self.world.method.reducers(phase))
+        losses: list[tuple[int, Tensor | float, int]] = []
+        before = Traffic(self.state.traffic.up.copy(), self.state.traffic.down.copy())
+        replied = []
+        if clients:
+            self._account_down(clients, message)
+            for client, reply in self.engine.exchange(phase, clients, message, moment):
+                reduction.add(client, reply.values, float(reply.samples))
+                self.state.traffic.received(reply.values)
+                if reply.steps:
+                    losses.append((client, 0.0 if reply.loss is None else reply.loss, reply.steps))
+                    self.state.samples += reply.samples * self.world.options.local_epochs
+                    replied.append(client)
+        self._report(phase, moment, clients, replied, losses, before, time.monotonic() - started)
+        return reduction.result()
+
+    def _account_down(self, clients: tuple[int, ...], message: Message | None) -> None:
+        if message is None:
+            return
+        name, new = self.world.method.aggregator.name, versions(message)
+        for client in clients:
+            sizes = payload_bytes(message, self.state.held.get(client, {}))
+            sizes[name] = sizes.get(name, 0) + sizes.pop(MODEL)
+            self.state.traffic.sent(sizes)
+            self.state.held[client] = self.state.held.get(client, {}) | new
+
+    def _report(
+        self,
+        phase: Phase,
+        moment: Moment,
+        clients: tuple[int, ...],
+        replied: list[int],
+        losses: list[tuple[int, Tensor | float, int]],
+        before: Traffic,
+        seconds: float,
+    ) -> None:
+        event: Event = {
+            "event": "phase",
+            "round": moment.round,
+            "task": moment.plan.task,
+            "phase": phase.name,
+            "repeat": moment.repeat,
+            "clients": list(clients) if len(clients) <= 100 else len(clients),
+            "bytes_up": sum((self.state.traffic.up - before.up).values()),
+            "bytes_down": sum((self.state.traffic.down - before.down).values()),
+            "seconds": seconds,
+        }
+        if losses:
+            event["loss"] = self._mean_loss(phase, moment, losses)
+            event["trained"] = len(replied)
+        self.notify(event)
+
+    def _mean_loss(self, phase: Phase, moment: Moment, losses: list[tuple[int, Tensor | float, int]]) -> float:
+        """Mean over clients of their mean step loss; reads the device once. Raises Diverged."""
+        sums = torch.stack([torch.as_tensor(loss).detach().cpu() for _, loss, _ in losses]).double()
+        steps = torch.tensor([n for _, _, n in losses], dtype=torch.float64)
+        bad = [client for (client, _, _), value in zip(losses, sums.tolist(), strict=True) if value - value != 0.0]
+        if bad:
+            raise Diverged(
+                f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {moment.round} "
+                f"({len(bad)} of {len(losses)} clients); lower train.optimizer.lr or the method's weights"
+            )
+        return float((sums / steps).mean())
+
+    # evaluation --------------------------------------------------------------------------------------------------
+    def _evaluate(self, phase: Phase, moment: Moment) -> None:
+        seen = moment.plan.task + 1
+        at_end = moment.plan.evaluate
+        tasks = list(range(self.world.stream.tasks if self.evaluation.zero_shot and at_end else seen))
+        counts = self._counts(phase, moment, tasks, seen).tolist()
+        if at_end:
+            missing = [None] * (self.world.stream.tasks - len(tasks))
+            self.state.rows[moment.plan.task] = [*counts, *missing]
+        column = 1 + ("full", "seen", "task").index(self.evaluation.logits)
+        accuracies = [row[column] / row[0] if row[0] else None for row in counts]
+        self.state.curves.append({"round": moment.round, "task": moment.plan.task, "accuracy": accuracies})
+        known = [a for a in accuracies[:seen] if a is not None]
+        self.notify(
+            {
+                "event": "evaluation",
+                "round": moment.round,
+                "task": moment.plan.task,
+                "task_end": at_end,
+                "accuracy": accuracies,
+                "acc": sum(known) / len(known) if known else None,
+            }
+        )
+
+    def _counts(self, phase: Phase, moment: Moment, tasks: list[int], seen: int) -> Tensor:
+        if not self.world.personal:
+            return self.engine.evaluate(self.state.model, tasks, seen, self.evaluation.split)
+        asked = {"tasks": ",".join(map(str, tasks)), "seen": seen, "split": self.evaluation.split}
+        message: Message = {MODEL: {k: Once(self.state.version, v) for k, v in self.state.model.items()}, EVALUATE: asked}
+        total = Sum().start()
+        clients = phase.clients(moment.plan)
+        self._account_down(clients, message)
+        for client, reply in self.engine.exchange(phase, clients, message, moment):
+            total.add(client, reply.values[EVALUATE]["counts"], 1.0)
+        counts: Tensor = total.result()
+        return counts
+
+
+__all__ = ["ClientError", "Diverged", "EvalOptions", "Event", "RunState", "Runner"]

@@ -1,0 +1,119 @@
+"""One training step, as the parts see it and as every engine runs it.
+
+`train_step` is the only place where losses are added, gradients taken and rules applied. It uses tensors of shapes known
+from the schedule, and never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from everfed.core.context import Context
+from everfed.core.layout import Layout
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import Part, State
+from everfed.core.replica import Replica
+from everfed.core.tree import Tree
+
+
+@dataclass
+class Batch:
+    """Samples a part brings into a step. joined: forwarded together with the real batch and part of the task loss;
+    otherwise forwarded alone, and the part's own `loss` says what to do with `outputs`."""
+
+    x: Tensor
+    y: Tensor
+    joined: bool = False
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    outputs: Tensor | None = None
+
+
+class Step:
+    """The state of local training at one step. Built once per local training; `load` moves it to the next step."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        replica: Replica,
+        forward: Callable[[Tensor], Tensor],
+        task_loss: Callable[[Tensor, Tensor], Tensor],
+        state: State,
+        message: dict[str, Tree],
+        received: Tensor,
+    ) -> None:
+        self.ctx = ctx
+        self.replica = replica
+        self.forward = forward
+        self.task_loss = task_loss
+        self.state = state
+        self.message = message
+        self.received = received  # (P,) the model the server sent last
+        self.rows: dict[str, dict[str, Tensor]] = {}
+        self.x: Tensor = received
+        self.y: Tensor = received
+        self.outputs: Tensor = received  # of the real batch
+        self.batches: dict[str, Batch] = {}
+
+    @property
+    def params(self) -> Tensor:
+        """(P,) the live parameter vector; autograd does not see it, the module's parameters are views of it."""
+        return self.replica.params
+
+    @property
+    def layout(self) -> Layout:
+        return self.replica.layout
+
+    def begin(self, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
+        """Take the next minibatch and the parts' planned rows."""
+        self.x, self.y, self.rows = x, y, rows
+        self.batches = {}
+
+    def grad(self, loss: Tensor) -> Tensor:
+        """(P,) gradient of `loss` with respect to the trainable parameters; zeros where it does not depend on them."""
+        grads = torch.autograd.grad(loss, self.replica.trainable, materialize_grads=True)
+        return self.layout.flatten_gradient(grads)
+
+    def task_gradient(self, x: Tensor, y: Tensor) -> Tensor:
+        """(P,) gradient of the task loss on other samples at the current parameters (A-GEM's second gradient)."""
+        with torch.enable_grad():
+            return self.grad(self.task_loss(self.forward(x), y))
+
+
+def train_step(
+    step: Step, parts: Sequence[Part], optimizer: Optimizer, moments: dict[str, Tensor], rate: Tensor
+) -> Tensor:
+    """Forward, loss terms, backward, gradient rules, optimiser, the parts' own updates. Returns the loss, detached."""
+    for part in parts:
+        step.batches.update(part.batches(step))
+    loss = _task_term(step)
+    for batch in step.batches.values():
+        if not batch.joined:
+            batch.outputs = step.forward(batch.x)
+    for part in parts:
+        term = part.loss(step)
+        loss = loss if term is None else loss + term
+    gradient = step.grad(loss)
+    with torch.no_grad():
+        for part in parts:
+            gradient = part.gradient(step, gradient)
+        optimizer.apply(step.params, gradient, moments, rate)
+        for part in parts:
+            part.after(step)
+    return loss.detach()
+
+
+def _task_term(step: Step) -> Tensor:
+    """The task loss: the mean over the real batch and every joined one, in a single forward."""
+    joined = [batch for batch in step.batches.values() if batch.joined]
+    if not joined:
+        step.outputs = step.forward(step.x)
+        return step.task_loss(step.outputs, step.y)
+    outputs = step.forward(torch.cat([step.x, *(batch.x for batch in joined)]))
+    step.outputs, *rest = outputs.split([len(step.x), *(len(batch.x) for batch in joined)])
+    for batch, part_outputs in zip(joined, rest, strict=True):
+        batch.outputs = part_outputs
+    return step.task_loss(outputs, torch.cat([step.y, *(batch.y for batch in joined)]))

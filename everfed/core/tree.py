@@ -1,0 +1,126 @@
+"""Named tensors: nested dicts of tensors and plain scalars, their sizes and their bytes.
+
+Everything that crosses a process, a wire or a disk is a tree. Bytes are safetensors with the structure in the header:
+no code is ever executed when a tree is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+Leaf = Tensor | int | float | bool | str | None
+Tree = dict[str, Any]  # str -> Leaf | Tree
+
+_TENSOR = "tensor"
+
+
+class TreeError(ValueError):
+    """Bytes that are not a tree, or a value a tree cannot hold."""
+
+
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+    """Every leaf with its path, in insertion order; paths are joined by '/'."""
+    for key, value in tree.items():
+        path = f"{prefix}/{key}" if prefix else key
+        if isinstance(value, dict):
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """A new tree with `function` applied to every tensor; other leaves are kept."""
+    return {
+        key: map_tensors(function, value)
+        if isinstance(value, dict)
+        else function(value)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in tree.items()
+    }
+
+
+def clone(tree: Tree) -> Tree:
+    """A deep copy: no tensor of it shares memory with the original."""
+    return map_tensors(lambda tensor: tensor.detach().clone(), tree)
+
+
+def tensor_bytes(tree: Tree) -> int:
+    """Payload bytes: numel x itemsize of every tensor. Scalars travel in the header and are not counted."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def equal(a: Tree, b: Tree) -> bool:
+    """Same structure, same dtypes and shapes, same bits (NaN equals NaN)."""
+    if a.keys() != b.keys():
+        return False
+    return all(_equal_leaf(a[key], b[key]) for key in a)
+
+
+def _equal_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return equal(a, b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        left, right = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        return bool(torch.equal(left, right))
+    return type(a) is type(b) and bool(a == b)
+
+
+def to_bytes(tree: Tree) -> bytes:
+    """Serialise. The structure (with scalars in place) goes into the header, the tensors into the body."""
+    tensors: dict[str, Tensor] = {}
+    structure = _skeleton(tree, "", tensors)
+    return safetensors.torch.save(tensors, metadata={"tree": json.dumps(structure)})
+
+
+def from_bytes(data: bytes) -> Tree:
+    """Inverse of `to_bytes`; tensors arrive on the CPU and own their memory."""
+    try:
+        tensors = safetensors.torch.load(data)
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        structure = json.loads(header["__metadata__"]["tree"])
+        return _fill(structure, tensors)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise TreeError(f"not a tree in safetensors format: {error}") from error
+
+
+def _skeleton(tree: Tree, prefix: str, tensors: dict[str, Tensor]) -> Tree:
+    structure: Tree = {}
+    for key, value in tree.items():
+        path = f"{prefix}/{key}"
+        if isinstance(value, dict):
+            structure[key] = _skeleton(value, path, tensors)
+        elif isinstance(value, Tensor):
+            # safetensors refuses tensors that share memory, so each gets its own
+            tensors[path] = value.detach().cpu().contiguous().clone()
+            structure[key] = {"$": _TENSOR, "at": path}
+        elif value is None or isinstance(value, bool | int | float | str):
+            structure[key] = {"$": "scalar", "is": value}
+        else:
+            raise TreeError(f"{path}: a tree holds tensors, numbers, strings and None, not {type(value).__name__}")
+    return structure
+
+
+def _fill(structure: Any, tensors: dict[str, Tensor]) -> Tree:
+    if not isinstance(structure, dict):
+        raise TreeError("a tree is a mapping")
+    tree: Tree = {}
+    for key, value in structure.items():
+        kind = value.get("$")
+        if kind is None or isinstance(kind, dict):
+            tree[key] = _fill(value, tensors)
+        elif kind == _TENSOR:
+            tree[key] = tensors[value["at"]]
+        else:
+            tree[key] = value["is"]
+    return tree

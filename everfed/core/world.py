@@ -1,0 +1,89 @@
+"""Everything a call on a client needs to know of the run, the same in every process that runs clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from everfed.core.context import Context, Facts, TrainOptions
+from everfed.core.data import Data
+from everfed.core.fit import Trainer
+from everfed.core.method import Method
+from everfed.core.part import HISTORY
+from everfed.core.phase import EVALUATE, Phase
+from everfed.core.stream import RoundPlan, Stream
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where in the run a phase is: round, repeat of the phase, and the round's plan."""
+
+    round: int
+    plan: RoundPlan
+    repeat: int = 0
+
+
+@dataclass(frozen=True)
+class World:
+    """Method, stream and options of a run."""
+
+    method: Method
+    stream: Stream
+    facts: Facts
+    options: TrainOptions
+    seed: int
+
+    @property
+    def personal(self) -> bool:
+        """Are models scored on the clients, because parts or statistics of them never leave?"""
+        return self.method.personal or (self.options.batchnorm == "local" and bool(self.facts.layout.stats))
+
+    def server(self, phase: str, moment: Moment | None = None) -> Context:
+        """The context of a server hook."""
+        if moment is None:
+            return Context(self.seed, self.facts, self.options, phase=phase)
+        return Context(self.seed, self.facts, self.options, moment.round, phase, moment.repeat)
+
+    def client(self, client: int, phase: Phase, moment: Moment, trainer: Trainer) -> Context:
+        """The context of a call on a client."""
+        task = moment.plan.tasks.get(client)
+        visible = self.stream.task_ids or self.stream.boundaries
+        return Context(
+            self.seed,
+            self.facts,
+            self.options,
+            moment.round,
+            phase.name,
+            moment.repeat,
+            client,
+            current_task=task if visible else None,
+            rate=self.options.optimizer.rate(moment.round % self.facts.rounds_per_task, self.facts.rounds_per_task),
+            trainer=trainer,
+            past=self._past(client, task),
+            allowed_labels=self._allowed(task),
+        )
+
+    def data(self, client: int, phase: Phase, moment: Moment) -> Data:
+        """What the client sees now."""
+        task = moment.plan.tasks.get(client)
+        if task is None or phase.name == EVALUATE:
+            return _no_data(self.stream)
+        return self.stream.data(client, task)
+
+    def _past(self, client: int, task: int | None) -> Callable[[], list[Data]] | None:
+        if task is None or not self.method.needs(HISTORY):
+            return None
+        return lambda: [self.stream.data(client, earlier) for earlier in range(task)]
+
+    def _allowed(self, task: int | None) -> tuple[int, ...] | None:
+        if self.options.logits == "full" or task is None:
+            return None
+        tasks = (task,) if self.options.logits == "task" else range(task + 1)
+        return tuple(sorted({label for t in tasks for label in self.stream.labels(t)}))
+
+
+def _no_data(stream: Stream) -> Data:
+    return stream.test(0).take(np.zeros(0, dtype=np.int64))
+

@@ -1,0 +1,63 @@
+"""One client after the other, in this process: the reference that every other engine must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everfed.core.client import Reply
+from everfed.core.engine import ClientError
+from everfed.core.fit import Trainer
+from everfed.core.message import Message
+from everfed.core.part import Model
+from everfed.core.phase import Phase
+from everfed.core.score import score_tasks
+from everfed.core.world import Moment, World
+from everfed.engines.base import BuildModule, ClientStore, call
+
+
+class Eager:
+    """Debuggers work, memory is one model and one client's data, results are exact."""
+
+    name = "eager"
+
+    def __init__(
+        self,
+        world: World,
+        store: ClientStore,
+        build_module: BuildModule,
+        device: str = "cpu",
+        precision: str = "fp32",
+    ) -> None:
+        self.world, self.store = world, store
+        self.trainer = Trainer(world.stream, build_module, device, precision)
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        for client in clients:
+            try:
+                state, reply = call(
+                    self.world, self.trainer, phase, client, self.store.get(client), message, moment
+                )
+            except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+                raise ClientError(client, phase.name, moment.round, error) from error
+            self.store.put(client, state)
+            yield client, reply
+
+    def evaluate(self, model: Model, tasks: Sequence[int], seen: int, split: str) -> Tensor:
+        return score_tasks(self.trainer, model, tasks, seen, split)
+
+    def describe(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"engine": self.name, "device": str(self.trainer.device), "threads": torch.get_num_threads()}
+        facts["precision"] = self.trainer.precision
+        if self.trainer.device.type == "cuda":
+            facts["device_name"] = torch.cuda.get_device_name(self.trainer.device)
+            facts["peak_device_bytes"] = torch.cuda.max_memory_allocated(self.trainer.device)
+        return facts
+
+    def close(self) -> None:
+        """Nothing to release."""

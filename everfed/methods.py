@@ -1,0 +1,129 @@
+"""Methods by name: presets of parts, `fedgp+...` on top of any of them, and a user's own parts.
+
+    build("fedgp+der", {"memory": {"size": 200}, "der": {"weight": 0.5}})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from everfed.core.method import Method, compose
+from everfed.core.part import CompositionError, Part
+from everfed.naming import load_object
+from everfed.parts.agem import AGEM
+from everfed.parts.average import FedAvg
+from everfed.parts.curvature import FedCurv
+from everfed.parts.der import DER, DERPlusPlus
+from everfed.parts.fedgp import FedGP
+from everfed.parts.ideal import Ideal
+from everfed.parts.memory import Memory
+from everfed.parts.proximal import FedProx
+from everfed.parts.replay import Replay
+
+PartFactory = Callable[..., Part]
+
+
+class MethodError(CompositionError):
+    """A method that cannot be built; says which key is wrong and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Part classes in order, and one line about them. fixed: options that the preset sets, {part: {option: value}}."""
+
+    about: str
+    parts: tuple[type[Part], ...]
+    fixed: Mapping[str, Mapping[str, Any]]
+
+
+def _preset(about: str, *parts: type[Part], **fixed: Mapping[str, Any]) -> Preset:
+    return Preset(about, parts, fixed)
+
+
+_KEEP_LOGITS: dict[str, Any] = {"memory": {"logits": True}}
+
+PRESETS: dict[str, Preset] = {
+    "fedavg": _preset("federated averaging, the lower bound", FedAvg),
+    "fedprox": _preset("averaging with a proximal term", FedAvg, FedProx),
+    "fedcurv": _preset("averaging with a Fisher penalty towards the other clients", FedAvg, FedCurv),
+    "er": _preset("experience replay from a reservoir", FedAvg, Memory, Replay),
+    "der": _preset("dark experience replay: stored logits", FedAvg, Memory, DER, **_KEEP_LOGITS),
+    "der++": _preset("DER with replayed labels", FedAvg, Memory, DERPlusPlus, **_KEEP_LOGITS),
+    "agem": _preset("gradients projected on the client's own buffer", FedAvg, Memory, AGEM),
+    "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
+}
+_WITHOUT_FEDGP = ("ideal",)  # the upper bound keeps no buffer
+
+
+def names() -> dict[str, str]:
+    """Every preset with one line about it, `fedgp` variants included."""
+    listed = {name: preset.about for name, preset in PRESETS.items()}
+    listed["fedgp"] = "averaging with gradients projected on the global buffer gradient"
+    for name, preset in PRESETS.items():
+        if name not in ("fedavg", *_WITHOUT_FEDGP):
+            listed[f"fedgp+{name}"] = f"{preset.about}, with FedGP on top"
+    return listed
+
+
+def build(
+    name: str = "",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    parts: list[str | Mapping[str, Any]] | None = None,
+    optimizer_kind: str = "sgd",
+) -> Method:
+    """A method from a preset's name, or from a list of parts: part names, or tables {part = NAME, option = value, ...};
+    a part may be named `package.module:Name`. `options` are by part: {"memory": {"size": 200}}."""
+    if parts:
+        chosen = [_named(entry) for entry in parts]
+    else:
+        preset = _find(name)
+        chosen = [(cls, dict(preset.fixed.get(cls.name, {}))) for cls in preset.parts]
+    given = {key: dict(value) for key, value in (options or {}).items()}
+    built = [_construct(factory, {**own, **given.pop(factory.name, {})}) for factory, own in chosen]
+    if given:
+        known = ", ".join(part.name for part in built)
+        raise MethodError(f"method.{next(iter(given))} names no part of this method; it has {known}")
+    return compose(*built, name=name, optimizer_kind=optimizer_kind)
+
+
+def part_classes() -> dict[str, type[Part]]:
+    """Every part that ships with everfed, by name."""
+    found = {cls.name: cls for preset in PRESETS.values() for cls in preset.parts}
+    return {**found, FedGP.name: FedGP}
+
+
+def _find(name: str) -> Preset:
+    if name in PRESETS:
+        return PRESETS[name]
+    base = "fedavg" if name == "fedgp" else name.removeprefix("fedgp+")
+    if (name == "fedgp" or name.startswith("fedgp+")) and base in PRESETS and base not in _WITHOUT_FEDGP:
+        preset = PRESETS[base]
+        buffer = () if Memory in preset.parts else (Memory,)
+        return Preset(preset.about, (*preset.parts, *buffer, FedGP), preset.fixed)
+    raise MethodError(f"method.name must be one of {', '.join(names())}; got {name!r}")
+
+
+def _named(entry: str | Mapping[str, Any]) -> tuple[type[Part], dict[str, Any]]:
+    options = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "part"}
+    name = entry if isinstance(entry, str) else entry.get("part", "")
+    if ":" in name:
+        cls = load_object(name, "method.parts")
+    else:
+        cls = part_classes().get(name)
+    if not (isinstance(cls, type) and issubclass(cls, Part)):
+        allowed = ", ".join(part_classes())
+        raise MethodError(f"method.parts: {name!r} is not a part; use one of {allowed} or package.module:Name")
+    return cls, options
+
+
+def _construct(cls: type[Part], options: dict[str, Any]) -> Part:
+    allowed = [field.name for field in fields(cls)]
+    for key in options:
+        if key not in allowed:
+            raise MethodError(f"method.{cls.name}.{key} is not an option; {cls.name} has {', '.join(allowed) or 'none'}")
+    try:
+        return cls(**options)
+    except (TypeError, ValueError) as error:
+        raise MethodError(f"method.{cls.name}.{error}") from error

@@ -1,0 +1,82 @@
+"""Small networks for small images: an MLP and the two CNNs of the FedGP and FedAvg papers."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from everfed.core.dropout import Dropout
+
+
+class MLP(nn.Module):
+    """Flatten, hidden layers with ReLU, one linear head."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int, hidden: tuple[int, ...] = (100, 100)) -> None:
+        super().__init__()
+        widths = [math.prod(input_shape), *hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for wide, narrow in zip(widths, widths[1:], strict=False):
+            layers += [nn.Linear(wide, narrow), nn.ReLU()]
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))  # type: ignore[no-any-return]
+
+
+class SmallCNN(nn.Module):
+    """The network of FedGP's code: 5x5 conv 10, pool, 5x5 conv 20 with channel dropout, pool, dense 50, dropout, dense.
+
+    21,840 parameters on 28x28 grey images with 10 classes. Smaller images are convolved with padding.
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int, dropout: float = 0.5) -> None:
+        super().__init__()
+        channels, side, pad = _image(input_shape)
+        self.conv1 = nn.Conv2d(channels, 10, 5, padding=pad)
+        self.conv2 = nn.Conv2d(10, 20, 5, padding=pad)
+        self.drop2 = Dropout(dropout, channels=True)
+        self.dense = nn.Linear(20 * _after_two_pools(side, 5, pad) ** 2, 50)
+        self.drop = Dropout(dropout)
+        self.head = nn.Linear(50, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(functional.max_pool2d(self.conv1(x), 2))
+        x = functional.relu(functional.max_pool2d(self.drop2(self.conv2(x)), 2))
+        return self.head(self.drop(functional.relu(self.dense(x.flatten(1)))))  # type: ignore[no-any-return]
+
+
+class McMahanCNN(nn.Module):
+    """The CNN of the FedAvg paper: 5x5 conv 32, pool, 5x5 conv 64, pool, dense 512, dense.
+
+    1,663,370 parameters on 28x28 grey images with 10 classes (convolutions keep the size).
+    """
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        channels, side, _ = _image(input_shape)
+        self.conv1 = nn.Conv2d(channels, 32, 5, padding=2)
+        self.conv2 = nn.Conv2d(32, 64, 5, padding=2)
+        self.dense = nn.Linear(64 * (side // 4) ** 2, 512)
+        self.head = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
+        return self.head(functional.relu(self.dense(x.flatten(1))))  # type: ignore[no-any-return]
+
+
+def _image(input_shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(channels, side, padding): square images only; below 16 pixels unpadded 5x5 convolutions would leave nothing."""
+    if len(input_shape) != 3 or input_shape[1] != input_shape[2] or input_shape[1] < 4:
+        raise ValueError(f"a CNN needs square images (channels, side, side) of at least 4 pixels; got {input_shape}")
+    channels, side, _ = input_shape
+    return channels, side, 0 if side >= 16 else 2
+
+
+def _after_two_pools(side: int, kernel: int, pad: int) -> int:
+    for _ in range(2):
+        side = (side + 2 * pad - kernel + 1) // 2
+    return side

@@ -1,0 +1,30 @@
+"""A user's own code, named in a recipe as `package.module:Name`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class NameProblem(ValueError):
+    """`package.module:Name` that does not lead to an object."""
+
+
+def load_object(name: str, key: str) -> Any:
+    """The object called `name`; `key` is the recipe key that holds it. The current folder is searched too."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise NameProblem(f"{key} must look like package.module:Name; got {name!r}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise NameProblem(f"{key} = {name!r}: module {module_name!r} cannot be imported: {error}") from error
+    if not hasattr(module, attribute):
+        public = ", ".join(n for n in dir(module) if not n.startswith("_"))
+        raise NameProblem(f"{key} = {name!r}: module {module_name!r} has no {attribute!r}; it has {public}")
+    return getattr(module, attribute)

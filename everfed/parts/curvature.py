@@ -1,0 +1,76 @@
+"""FedCurv: stay where the other clients' Fisher information says it matters (Shoham et al., 2019).
+
+Round r, client j minimises L_j(w) + lambda * sum_{s != j} (w - w_s)^T diag(I_s) (w - w_s), with w_s and I_s from the
+previous round. Clients send u_s = diag(I_s) and v_s = u_s * w_s; the server returns the sums U and V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from everfed.core.context import Context
+from everfed.core.data import Data
+from everfed.core.fit import Fitted
+from everfed.core.part import Part, State
+from everfed.core.reduce import Reducer, Sum
+from everfed.core.step import Step
+from everfed.core.tree import Tree
+from everfed.parts.fisher import FISHER_KINDS, diagonal_fisher
+
+
+@dataclass(frozen=True)
+class FedCurv(Part):
+    """weight: lambda; sums over clients, so its strength grows with their number. fisher: "sample" squares the gradient of
+    each sample, "batch" that of minibatch means (common in public code, smaller by about the batch size)."""
+
+    weight: float = 1.0
+    fisher: str = "sample"
+    fisher_samples: int = 500
+
+    name: ClassVar[str] = "fedcurv"
+
+    def __post_init__(self) -> None:
+        if not self.weight >= 0:
+            raise ValueError(f"weight must be at least 0; got {self.weight}")
+        if self.fisher not in FISHER_KINDS:
+            raise ValueError(f"fisher must be one of {', '.join(FISHER_KINDS)}; got {self.fisher!r}")
+        if self.fisher_samples < 1:
+            raise ValueError(f"fisher_samples must be at least 1; got {self.fisher_samples}")
+
+    def reducers(self) -> Mapping[str, Reducer]:
+        return {"u": Sum(), "v": Sum()}
+
+    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+        return dict(server.get(self.name, {}))
+
+    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+        if reduced.get("u") is None:
+            return server.get(self.name, {})
+        return {"u": reduced["u"], "v": reduced["v"]}
+
+    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        chosen = ctx.rng("fisher").permutation(len(data))[: self.fisher_samples]
+        u = diagonal_fisher(ctx, fitted.model, data.take(chosen), self.fisher)
+        own = {"u": u, "v": u * fitted.model["params"]}
+        return own, dict(own)
+
+    def receive(self, client: State, message: dict[str, Tree], model: Any, ctx: Context) -> tuple[Tree, Any]:
+        """U_j = U - u_j and V_j = V - v_j, out of place: the sums are shared by all clients of a round."""
+        own, sums = client.get(self.name, {}), message.get(self.name)
+        if not sums:
+            return own, model
+        zero = torch.zeros_like(sums["u"])
+        others = {f"{k}_others": sums[k] - own.get(k, zero).to(zero.device) for k in ("u", "v")}
+        return {**own, **others}, model
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        own = step.state.get(self.name, {})
+        if "u_others" not in own or self.weight == 0:
+            return gradient
+        penalty = own["u_others"] * step.params - own["v_others"]
+        return gradient.add(penalty, alpha=2.0 * self.weight)

@@ -1,0 +1,33 @@
+"""The projection that FedGP and A-GEM share: remove from a gradient what conflicts with a reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TINY = 1e-30  # |reference|^2 at or below this counts as zero
+
+
+def project(gradient: Tensor, reference: Tensor | None) -> Tensor:
+    """`gradient` when <gradient, reference> >= 0 or there is no reference, else its part orthogonal to `reference`.
+
+    Both are (P,) gradients, ascent directions of a loss. The branch is arithmetic, so that no device has to be asked: the
+    coefficient is zero unless there is a conflict. The scalar products are taken in float64 for long vectors.
+    """
+    if reference is None:
+        return gradient
+    s, q = _dot(gradient, reference), _dot(reference, reference)
+    coefficient = torch.where((s < 0) & (q > _TINY), s / q, torch.zeros_like(s))
+    # g - (s/q) ref; subtracting an exact zero leaves g as it was, bit for bit
+    return torch.addcmul(gradient, reference, coefficient.to(gradient.dtype), value=-1.0)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(dtype=torch.float64) if a.numel() > 1_000_000 else torch.dot(a, b)
+
+
+def check_finite(reference: Tensor, what: str) -> Tensor:
+    """Refuse a reference that would silently poison training."""
+    if not bool(torch.isfinite(reference).all()):
+        raise FloatingPointError(f"{what} is not finite")
+    return reference
