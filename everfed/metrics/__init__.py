@@ -1,0 +1,153 @@
+"""Metrics: pure functions on plain numbers, and on tensors only where logits come in.
+
+Glossary. a[t,i] is the accuracy on task i after task t, a fraction in [0, 1]; T tasks were learned. docs/metrics.md
+has the formulas, and which paper uses which. What cannot be computed is None, never NaN.
+
+From the accuracy matrix (`matrix`)
+    acc_t                          mean of row t over the tasks learned (macro); result.json: acc
+    acc_t_micro                    the same, weighted by test samples; acc_micro
+    average_incremental_accuracy   mean of acc_t over t; acc_avg_incremental, acc_avg_incremental_micro
+    learning_accuracy              mean of the diagonal
+    forgetting                     best accuracy since a task was learned, less the final one (FedGP, restricted)
+    forgetting_standard            the usual definition: the same number
+    forgetting_clipped             no task counts less than 0 (FedGP's code; compare its tables with this one)
+    forgetting_full                the maximum also runs over rows before a task was learned (FedGP, STAMP as printed)
+    forgetting_mfcl_code           accuracy right after learning, less the final one, divided by T (MFCL's code)
+    bwt, fwt                       backward and forward transfer
+    over_time                      any of these after task 1, 2, ..., T
+    summary                        all of them, for result.json
+
+From the accuracies after every round (`convergence`)
+    task_curve                     accuracy over the tasks learned, round by round
+    rounds_to_best                 CoR; also rounds_to_best_per_task and rounds_to_best_sum
+    delta                          relative gain in accuracy less relative growth in rounds, %
+    acc_last_rounds                final accuracy averaged over the last rounds (FedSSI's A(f))
+    learning_accuracy_best         learning accuracy with each task's best round
+
+From perplexities (`language`)
+    perplexity, all_period_perplexity, rcp, forgetting_factor, forgetting_factor_relative, language_summary
+
+From logits (`scoring`)
+    hits, correct_counts, counts_by_task, accuracies_from_counts, class_mask, task_masks, label_rank
+    RULES                          full: all classes may answer; seen: those seen so far; task: those of the task
+
+Over seeds and against the papers (`statistics`, `acceptance`)
+    mean_and_deviation             population deviation (ddof = 0)
+    paired_difference              mean difference over the same seeds, with a t-interval
+    cell_tolerance, cell_reproduced, sign_disagreements, experiment_reproduced, never_compared
+
+Agreement, selection, cost (`alignment`, `selection`, `cost`)
+    mean_pairwise_cosine           spatial and temporal angles
+    local_global_gap               accuracy lost by aggregation
+    selection_objective, optimal_objective, objective_ratio
+    payload_bytes, amortised_bytes, cost_ratio, first_and_later
+"""
+
+from everfed.metrics.acceptance import (
+    cell_reproduced,
+    cell_tolerance,
+    experiment_reproduced,
+    never_compared,
+    sign_disagreements,
+)
+from everfed.metrics.alignment import local_global_gap, mean_pairwise_cosine
+from everfed.metrics.convergence import (
+    acc_last_rounds,
+    delta,
+    learning_accuracy_best,
+    rounds_to_best,
+    rounds_to_best_per_task,
+    rounds_to_best_sum,
+    task_curve,
+)
+from everfed.metrics.cost import amortised_bytes, cost_ratio, first_and_later, payload_bytes
+from everfed.metrics.language import (
+    all_period_perplexity,
+    forgetting_factor,
+    forgetting_factor_relative,
+    perplexity,
+    rcp,
+)
+from everfed.metrics.language import summary as language_summary
+from everfed.metrics.matrix import (
+    acc_t,
+    acc_t_micro,
+    average_incremental_accuracy,
+    bwt,
+    forgetting,
+    forgetting_clipped,
+    forgetting_full,
+    forgetting_mfcl_code,
+    forgetting_standard,
+    fwt,
+    learning_accuracy,
+    over_time,
+    summary,
+)
+from everfed.metrics.scoring import (
+    RULES,
+    accuracies_from_counts,
+    class_mask,
+    correct_counts,
+    counts_by_task,
+    hits,
+    label_rank,
+    task_masks,
+)
+from everfed.metrics.selection import objective_ratio, optimal_objective, selection_objective
+from everfed.metrics.statistics import PairedDifference, Spread, mean_and_deviation, paired_difference
+
+__all__ = [
+    "RULES",
+    "PairedDifference",
+    "Spread",
+    "acc_last_rounds",
+    "acc_t",
+    "acc_t_micro",
+    "accuracies_from_counts",
+    "all_period_perplexity",
+    "amortised_bytes",
+    "average_incremental_accuracy",
+    "bwt",
+    "cell_reproduced",
+    "cell_tolerance",
+    "class_mask",
+    "correct_counts",
+    "cost_ratio",
+    "counts_by_task",
+    "delta",
+    "experiment_reproduced",
+    "first_and_later",
+    "forgetting",
+    "forgetting_clipped",
+    "forgetting_factor",
+    "forgetting_factor_relative",
+    "forgetting_full",
+    "forgetting_mfcl_code",
+    "forgetting_standard",
+    "fwt",
+    "hits",
+    "label_rank",
+    "language_summary",
+    "learning_accuracy",
+    "learning_accuracy_best",
+    "local_global_gap",
+    "mean_and_deviation",
+    "mean_pairwise_cosine",
+    "never_compared",
+    "objective_ratio",
+    "optimal_objective",
+    "over_time",
+    "paired_difference",
+    "payload_bytes",
+    "perplexity",
+    "rcp",
+    "rounds_to_best",
+    "rounds_to_best_per_task",
+    "rounds_to_best_sum",
+    "selection_objective",
+    "sign_disagreements",
+    "summary",
+    "task_curve",
+    "task_masks",
+]
