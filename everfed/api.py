@@ -1,0 +1,155 @@
+"""The library's front door: run a recipe, resume a run, load what it left. Light to import; torch comes when needed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everfed.recipe import Recipe, read, scaled, to_toml
+from everfed.store.run import RunError, RunFolder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from everfed.core.stream import Stream
+
+Observer = Callable[[dict[str, Any]], None]
+CHECKPOINT_EVERY = 5.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. data: the content of result.json."""
+
+    folder: Path
+    data: dict[str, Any]
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        metrics: dict[str, float | None] = self.data["metrics"]
+        return metrics
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A finished run with its trained model, in eval mode."""
+
+    model: nn.Module
+    result: dict[str, Any]
+    recipe: Recipe
+
+
+def default_folder(recipe: Recipe) -> Path:
+    """runs/<recipe>-<method>-<seed>."""
+    method = recipe.method.name or "parts"
+    return Path("runs") / f"{recipe.name.replace('/', '-')}-{method}-{recipe.seed}"
+
+
+def check(recipe: Recipe, data_dir: str | Path | None = None, scale: float = 1.0) -> None:
+    """Raise what `run` would refuse, without running anything."""
+    from everfed.session import assemble
+
+    assemble(scaled(recipe, scale), _text(data_dir), scale)
+
+
+def run(
+    recipe: Recipe | dict[str, Any] | str | Path,
+    out: str | Path | None = None,
+    *,
+    data_dir: str | Path | None = None,
+    scale: float = 1.0,
+    stream: Stream | None = None,
+    observers: Sequence[Observer] = (),
+    checkpoint_every: float = CHECKPOINT_EVERY,
+) -> Result:
+    """Run a recipe (a Recipe, a dict, a path or a shipped name) and leave a run folder behind.
+
+    stream: a stream of your own (from `everfed.streams.from_arrays`, say) instead of the recipe's; such a run cannot be
+    resumed from the command line, only with `resume(folder, stream=...)`.
+    """
+    recipe = _as_recipe(recipe)
+    path = Path(out) if out is not None else default_folder(recipe)
+    existed = path.exists()
+    # the folder comes first, so that a run killed at any later moment can be resumed
+    settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
+    folder = RunFolder.create(path, to_toml(recipe), settings)
+    try:
+        with _locked(folder):
+            from everfed.session import assemble
+
+            assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream)
+    except BaseException:
+        if not existed:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return _execute(folder, assembly, observers, checkpoint_every)
+
+
+def resume(
+    folder: str | Path,
+    *,
+    stream: Stream | None = None,
+    observers: Sequence[Observer] = (),
+    checkpoint_every: float = CHECKPOINT_EVERY,
+) -> Result:
+    """Go on with a run from its newest checkpoint. A finished run is returned as it is."""
+    opened = RunFolder.open(Path(folder))
+    data = opened.read_result()
+    if data is not None:
+        return Result(opened.path, data)
+    return _execute(opened, _reassemble(opened, stream), observers, checkpoint_every)
+
+
+def load(folder: str | Path, *, stream: Stream | None = None) -> LoadedRun:
+    """The trained model and the results of a finished run."""
+    from everfed.session import load_module
+
+    opened = RunFolder.open(Path(folder))
+    data = opened.read_result()
+    if data is None:
+        raise RunError(f"{folder} is not finished; go on with `everfed resume {folder}`")
+    assembly = _reassemble(opened, stream)
+    return LoadedRun(load_module(opened, assembly), data, assembly.recipe)
+
+
+def _reassemble(folder: RunFolder, stream: Stream | None) -> Any:
+    from everfed.session import assemble
+
+    settings, recipe = folder.read_settings(), read(folder.recipe)
+    if settings.get("own_stream") and stream is None:
+        raise RunError(f"{folder.path} ran on a stream made in Python; pass the same stream again")
+    scale = float(settings.get("scale", 1.0))
+    return assemble(scaled(recipe, scale), settings.get("data_dir"), scale, stream)
+
+
+def _execute(folder: RunFolder, assembly: Any, observers: Sequence[Observer], checkpoint_every: float) -> Result:
+    from everfed.session import execute
+
+    with _locked(folder):
+        return Result(folder.path, execute(assembly, folder, observers, checkpoint_every))
+
+
+def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    return Recipe.model_validate(recipe) if isinstance(recipe, dict) else read(recipe)
+
+
+def _text(data_dir: str | Path | None) -> str | None:
+    return None if data_dir is None else str(data_dir)
+
+
+@contextlib.contextmanager
+def _locked(folder: RunFolder) -> Iterator[None]:
+    """One process per run; the lock goes with the process, however it ends."""
+    with open(folder.path / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(f"{folder.path} is being run by another process") from error
+        yield

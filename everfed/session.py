@@ -1,0 +1,248 @@
+"""From a recipe to a run: builds the stream, the model, the method and the engine, and drives the runner."""
+
+from __future__ import annotations
+
+import platform
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+
+import everfed
+from everfed import engines, methods, models, streams
+from everfed.core.context import Facts, TrainOptions
+from everfed.core.layout import Layout
+from everfed.core.method import Method
+from everfed.core.optimizer import Optimizer
+from everfed.core.runner import EvalOptions, Event, Runner, RunState
+from everfed.core.stream import Stream
+from everfed.core.world import World
+from everfed.metrics import matrix as accuracy_matrix
+from everfed.metrics.scoring import RULES
+from everfed.recipe import Recipe, TrainSection
+from everfed.store.checkpoint import Checkpoints, latest
+from everfed.store.clients import ClientStore
+from everfed.store.files import write_atomic
+from everfed.store.run import EVENTS, EventLog, RunFolder
+
+Observer = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The pieces of a run, checked against each other. `build_module` makes the model with its first weights."""
+
+    recipe: Recipe
+    stream: Stream
+    method: Method
+    build_module: Callable[[], nn.Module]
+
+    def world(self) -> World:
+        train = self.recipe.train
+        return World(self.method, self.stream, self._facts(), _train_options(train, self.recipe), self.recipe.seed)
+
+    def _facts(self) -> Facts:
+        stream = self.stream
+        return Facts(
+            classes=stream.classes,
+            input_shape=stream.input_shape,
+            clients=stream.clients,
+            tasks=stream.tasks,
+            rounds=stream.rounds,
+            rounds_per_task=self.recipe.train.rounds_per_task,
+            layout=Layout.of(self.build_module()),
+            blank=stream.test(0).take(np.zeros(0, dtype=np.int64)),
+            boundaries=stream.boundaries,
+            task_ids=stream.task_ids,
+        )
+
+
+def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, stream: Stream | None = None) -> Assembly:
+    """Build and check everything. Raises the user's errors: unknown keys, a method that does not fit, missing data."""
+    method = build_method(recipe)
+    options = recipe.stream.model_dump()
+    seed = int(options.get("seed") or recipe.seed)
+    if stream is None:
+        stream = streams.build(options, seed, recipe.train.rounds_per_task, data_dir, scale)
+    method.fit_stream(stream)
+    kind = recipe.model.kind
+    extra = dict(recipe.model.model_extra or {})
+    channels_last = engines.memory_format(recipe.engine) == "channels-last"
+
+    def build_module() -> nn.Module:
+        return models.build(kind, stream.input_shape, stream.classes, recipe.seed, extra, channels_last)
+
+    build_module()
+    return Assembly(recipe, stream, method, build_module)
+
+
+def build_method(recipe: Recipe) -> Method:
+    """The recipe's method; `method.weighting` is an option of whichever part aggregates."""
+    section = recipe.method
+    options = {name: dict(value) if isinstance(value, dict) else value for name, value in (section.model_extra or {}).items()}
+    for name, value in options.items():
+        if not isinstance(value, dict):
+            raise methods.MethodError(f"method.{name} must be a table with the options of part {name!r}; got {value!r}")
+    if section.weighting != "uniform":
+        options.setdefault("fedavg", {}).setdefault("weighting", section.weighting)
+    return methods.build(section.name, options, section.parts, recipe.train.optimizer.kind)
+
+
+def _train_options(train: TrainSection, recipe: Recipe) -> TrainOptions:
+    return TrainOptions(
+        local_epochs=train.local_epochs,
+        batch_size=train.batch_size,
+        optimizer=Optimizer(**train.optimizer.model_dump()),
+        sync_every=train.sync_every,
+        logits=train.logits,
+        drop_last=train.drop_last,
+        batchnorm=recipe.model.batchnorm,
+    )
+
+
+def execute(assembly: Assembly, folder: RunFolder, observers: Sequence[Observer], checkpoint_every: float) -> dict[str, Any]:
+    """Run, or go on from the newest checkpoint, to the end; returns what result.json holds."""
+    recipe = assembly.recipe
+    torch.set_num_threads(1)  # results are exact only at one thread; engines use the cores in other ways
+    store = ClientStore(folder.clients, int(recipe.engine.state_memory * 2**30))
+    log = EventLog(folder.path / EVENTS)
+    notify = _fan_out([log, *observers])
+    world = assembly.world()
+    engine = engines.build(recipe.engine, world, store, assembly.build_module, notify)
+    try:
+        checkpoints = Checkpoints(folder.checkpoint, store, checkpoint_every)
+        state = latest(folder.checkpoint, store)
+        _announce(notify, assembly, state)
+        runner = Runner(
+            world,
+            engine,
+            world.facts.layout.read(assembly.build_module()),
+            EvalOptions(**recipe.eval.model_dump()),
+            notify,
+            _saver(checkpoints, notify),
+            state,
+        )
+        final = runner.run()
+        checkpoints.wait()
+        result = _result(assembly, final, engine.describe(), store)
+        _save_model(folder, assembly, final)
+        folder.write_result(result)
+        notify({"event": "end", "metrics": result["metrics"], "seconds": final.seconds})
+        return result
+    except BaseException as error:
+        notify({"event": "fault", "message": f"{type(error).__name__}: {error}"})
+        raise
+    finally:
+        engine.close()
+        log.close()
+
+
+def _fan_out(observers: Sequence[Observer]) -> Observer:
+    def notify(event: Event) -> None:
+        for observer in observers:
+            observer(event)
+
+    return notify
+
+
+def _saver(checkpoints: Checkpoints, notify: Observer) -> Callable[[RunState, bool], None]:
+    def save(state: RunState, task_end: bool) -> None:
+        if checkpoints.offer(state, task_end):
+            notify({"event": "checkpoint", "round": state.round})
+
+    return save
+
+
+def _announce(notify: Observer, assembly: Assembly, state: RunState | None) -> None:
+    stream = assembly.stream
+    if state is not None:
+        notify({"event": "resume", "round": state.round})
+    notify(
+        {
+            "event": "start",
+            "method": assembly.method.name,
+            "recipe": assembly.recipe.name,
+            "seed": assembly.recipe.seed,
+            "rounds": stream.rounds,
+            "tasks": stream.tasks,
+            "clients": stream.clients,
+            "round": state.round if state else 0,
+        }
+    )
+    for warning in assembly.method.warnings:
+        notify({"event": "warning", "message": warning})
+
+
+def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], store: ClientStore) -> dict[str, Any]:
+    """result.json: a stable interface; accuracies are fractions."""
+    recipe, stream = assembly.recipe, assembly.stream
+    n_test = [row[0] for row in _last_full_row(state) if row is not None]
+    by_logits = {rule: _scores(state, column, n_test) for column, rule in enumerate(RULES, start=1)}
+    chosen = by_logits[recipe.eval.logits]
+    return {
+        "everfed": everfed.__version__,
+        "method": assembly.method.name,
+        "recipe": recipe.name,
+        "stream": stream.describe(),
+        "seed": recipe.seed,
+        "score": stream.score,
+        "logits": recipe.eval.logits,
+        "evaluated": "personalised" if assembly.world().personal else "global",
+        "split": recipe.eval.split,
+        "n_test": n_test,
+        "accuracy_matrix": chosen["accuracy_matrix"],
+        "metrics": chosen["metrics"],
+        "by_logits": by_logits,
+        "curves": state.curves,
+        "cost": {
+            "rounds": state.round,
+            "seconds": state.seconds,
+            **state.traffic.as_dict(),
+            "client_state_bytes": store.bytes(),
+            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "samples": state.samples,
+        },
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "cores": engines.cores(),
+            **environment,
+        },
+    }
+
+
+def _last_full_row(state: RunState) -> list[list[int] | None]:
+    return state.rows[max(state.rows)] if state.rows else []
+
+
+def _scores(state: RunState, column: int, n_test: list[int]) -> dict[str, Any]:
+    rows = [
+        [row[column] / row[0] if row and row[0] else None for row in state.rows[task]] for task in sorted(state.rows)
+    ]
+    return {"accuracy_matrix": rows, "metrics": accuracy_matrix.summary(rows, n_test=n_test)}
+
+
+def _save_model(folder: RunFolder, assembly: Assembly, state: RunState) -> None:
+    """The trained model by parameter name, as any PyTorch user expects it."""
+    module = assembly.build_module()
+    layout = Layout.of(module)
+    layout.bind(module, *(state.model[key].cpu() for key in ("params", "stats", "counters")))
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in module.state_dict().items()}
+    write_atomic(folder.model, safetensors.torch.save(tensors))
+
+
+def load_module(folder: RunFolder, assembly: Assembly) -> nn.Module:
+    """The trained model of a finished run, in eval mode."""
+    module = assembly.build_module()
+    module.load_state_dict(safetensors.torch.load(folder.model.read_bytes()))
+    return module.eval()
+
+
+__all__ = ["Assembly", "assemble", "execute", "load_module"]
