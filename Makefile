@@ -33,7 +33,7 @@ test: $(DEV_STAMP)
 	$(PYTEST)
 
 slow: $(DEV_STAMP)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --timeout 3600
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
