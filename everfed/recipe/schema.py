@@ -1,33 +1,50 @@
-"""A recipe: everything that defines a run, as validated data."""
+"""What a recipe may say: everything that defines a run, as validated data."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Logits = Literal["full", "seen", "task"]
+# Strict: 1 is not true and "32" is not 32. A value that TOML cannot hold, or that no run can use, is refused.
+_CONFIG = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Section(BaseModel):
     """A table of the recipe; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(**_CONFIG, extra="forbid")
 
 
-class StreamSection(BaseModel):
+class OpenSection(BaseModel):
+    """A table whose further keys are checked by what they configure, which alone knows them."""
+
+    model_config = ConfigDict(**_CONFIG, extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_toml_has_it(cls, table: Any) -> Any:
+        """Lists for tuples and no empty values, so that a recipe made in Python equals the one read back."""
+        return plain(table)
+
+
+def plain(value: Any) -> Any:
+    """The same value in dicts and lists, without keys that hold None."""
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items() if entry is not None}
+    return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+class StreamSection(OpenSection):
     """[stream]: the keys are checked by `everfed.streams.build`, which knows the scenarios."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     dataset: str = "digits"
     scenario: str = "domain-incremental"
 
 
-class ModelSection(BaseModel):
+class ModelSection(OpenSection):
     """[model]: kind, and the model's own options beside it."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     kind: str = "small-cnn"
     batchnorm: Literal["mean", "local"] = "mean"
@@ -78,19 +95,30 @@ class EvalSection(Section):
     split: Literal["test", "validation"] = "test"
 
 
-class MethodSection(BaseModel):
-    """[method]: a preset's name or a list of parts; any other table holds the options of the part it names."""
+class MethodSection(OpenSection):
+    """[method]: a preset's name or a list of parts; any other table holds the options of the part it names.
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    defaults: options by part that serve whichever method is chosen, where it has that part.
+    """
 
     name: str = ""
-    parts: list[str | dict[str, Any]] | None = None
+    parts: list[Any] | None = None
     weighting: Literal["uniform", "samples"] = "uniform"
+    defaults: dict[str, dict[str, Any]] = {}
+
+    @field_validator("parts")
+    @classmethod
+    def _names_or_tables(cls, parts: list[Any] | None) -> list[Any] | None:
+        for entry in parts or ():
+            named = isinstance(entry, str) or (isinstance(entry, dict) and isinstance(entry.get("part"), str))
+            if not named:
+                raise ValueError(f"an entry is a part's name or a table with part = NAME; got {entry!r}")
+        return parts
 
     @model_validator(mode="after")
     def _named_or_composed(self) -> MethodSection:
         if not self.name and not self.parts:
-            raise ValueError("method needs a name (see `everfed list methods`) or a list of parts")
+            raise ValueError("needs a name (see `everfed list methods`) or a list of parts")
         return self
 
 
@@ -107,10 +135,17 @@ class EngineSection(Section):
     state_memory: float = Field(2.0, gt=0)  # GiB of client state kept in memory; the rest is paged to disk
 
 
+class CompareSection(Section):
+    """[compare]: what `everfed compare RECIPE` compares when the command line does not say."""
+
+    methods: list[str] = Field(min_length=1)
+    seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
+
+
 class Recipe(Section):
     """A whole recipe. `seed` drives the run; the stream may have its own (stream.seed)."""
 
-    name: str = "recipe"
+    name: str = Field("recipe", min_length=1)
     seed: int = Field(0, ge=0)
     stream: StreamSection = StreamSection()
     model: ModelSection = ModelSection()
@@ -118,3 +153,4 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     method: MethodSection
     engine: EngineSection = EngineSection()
+    compare: CompareSection | None = None

@@ -1,0 +1,40 @@
+"""A recipe: everything that defines a run, as validated data. Light to import."""
+
+from __future__ import annotations
+
+from everfed.recipe.places import Places
+from everfed.recipe.reading import Reading, from_table, parse_set, parse_value, read, read_placed
+from everfed.recipe.schema import (
+    CompareSection,
+    EngineSection,
+    EvalSection,
+    MethodSection,
+    ModelSection,
+    OptimizerSection,
+    Recipe,
+    StreamSection,
+    TrainSection,
+)
+from everfed.recipe.settling import scaled, settled, to_toml
+
+__all__ = [
+    "CompareSection",
+    "EngineSection",
+    "EvalSection",
+    "MethodSection",
+    "ModelSection",
+    "OptimizerSection",
+    "Places",
+    "Reading",
+    "Recipe",
+    "StreamSection",
+    "TrainSection",
+    "from_table",
+    "parse_set",
+    "parse_value",
+    "read",
+    "read_placed",
+    "scaled",
+    "settled",
+    "to_toml",
+]
