@@ -1,0 +1,1 @@
+"""What test files share: a toy stream, a bench that runs any method on it, and an engine of bytes."""

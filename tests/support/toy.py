@@ -1,0 +1,306 @@
+"""A tiny stream and a bench that runs any method on it, so that a test states only what it is about.
+
+    outcome = Bench("fedgp+der").run()
+    outcome.params                     # (P,) the shared model at the end
+    outcome.clients[0]["memory"]       # client 0's slots
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everfed import methods, models
+from everfed.core.client import new_state
+from everfed.core.context import Context, Facts, TrainOptions
+from everfed.core.data import Data
+from everfed.core.engine import Engine
+from everfed.core.fit import Trainer
+from everfed.core.layout import Layout
+from everfed.core.method import Method
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import Model, State
+from everfed.core.phase import Phase
+from everfed.core.runner import EvalOptions, Event, Runner, RunState
+from everfed.core.stream import RoundPlan
+from everfed.core.world import Moment, World
+from everfed.engines.eager import Eager
+from everfed.store.clients import ClientStore
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Noisy class prototypes as 4 x 4 images, shifted by one pixel per task (domain-incremental).
+
+    sizes: samples of single (client, task) pairs, where they are not `samples`. cohorts: who takes part in a round, where
+    it is not everybody. only: the classes a client sees. augmented: adds a drawn integer to every image.
+    """
+
+    clients: int = 3
+    tasks: int = 2
+    rounds_per_task: int = 2
+    samples: int = 12
+    classes: int = 4
+    sizes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    cohorts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    only: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    augmented: bool = False
+    boundaries: bool = True
+    task_ids: bool = True
+    name: str = "toy"
+    score: str = "accuracy"
+
+    @property
+    def rounds(self) -> int:
+        return self.tasks * self.rounds_per_task
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return (1, 4, 4)
+
+    def round(self, index: int) -> RoundPlan:
+        task, inside = divmod(index, self.rounds_per_task)
+        everybody, last = tuple(range(self.clients)), inside == self.rounds_per_task - 1
+        return RoundPlan(
+            task,
+            self.cohorts.get(index, everybody),
+            {client: task for client in everybody},
+            begins=everybody if inside == 0 else (),
+            ends=everybody if last else (),
+            evaluate=last,
+        )
+
+    def data(self, client: int, task: int) -> Data:
+        count = self.sizes.get((client, task), self.samples)
+        return self._draw(np.random.default_rng([client, task]), count, task, self.only.get(client))
+
+    def test(self, task: int, split: str = "test") -> Data:
+        return self._draw(np.random.default_rng([1000, task, split == "test"]), 40, task, None)
+
+    def labels(self, task: int) -> tuple[int, ...]:
+        return tuple(range(self.classes))
+
+    def inputs(self, x: Tensor) -> Tensor:
+        return x.float() / 255.0
+
+    def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
+        return rng.integers(0, 30, (count, 1)) if self.augmented else None
+
+    def augment(self, x: Tensor, draws: Tensor) -> Tensor:
+        return x + draws.to(x.dtype).reshape(-1, 1, 1, 1)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def _draw(self, rng: np.random.Generator, count: int, task: int, only: tuple[int, ...] | None) -> Data:
+        labels = rng.choice(only or range(self.classes), count) if count else np.zeros(0, dtype=np.int64)
+        prototypes = np.random.default_rng(7).integers(0, 150, (self.classes, 4, 4))
+        images = np.roll(prototypes[labels], task, axis=2) + rng.integers(0, 70, (count, 4, 4))
+        return Data(
+            torch.from_numpy(images.astype(np.uint8)).unsqueeze(1),
+            torch.from_numpy(labels.astype(np.int64)),
+            np.arange(count, dtype=np.int64) + 10_000 * task,
+        )
+
+
+@dataclass(frozen=True)
+class Given(Toy):
+    """A stream of float arrays named in the test, {(client, task): (x, y)}, with a loss of the test's own."""
+
+    table: Mapping[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    objective: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(next(iter(self.table.values()))[0].shape[1:])
+
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return self.objective
+
+    def data(self, client: int, task: int) -> Data:
+        x, y = self.table[client, task]
+        return Data(x, y, np.arange(len(x), dtype=np.int64) + 10_000 * task)
+
+    def test(self, task: int, split: str = "test") -> Data:
+        return self.data(0, task)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Norm(nn.Module):
+    """A network with BatchNorm over 4 x 4 maps and a dropout layer of torch's own."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(input_shape[0], 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Linear(48, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(torch.relu(self.norm(self.conv(x))).flatten(1)))  # type: ignore[no-any-return]
+
+
+class Linear(nn.Module):
+    """One linear map without a bias, its weights zero at first: the simplest thing with a closed form."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(int(np.prod(input_shape)), classes, bias=False)
+        nn.init.zeros_(self.map.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x.flatten(1))  # type: ignore[no-any-return]
+
+
+def mean_square(outputs: Tensor, y: Tensor) -> Tensor:
+    """Half the mean squared error of a single output."""
+    return 0.5 * (outputs.squeeze(1) - y).square().mean()
+
+
+def small_memory(name: str, size: int = 8) -> dict[str, dict[str, Any]]:
+    """Options of preset `name` that make a buffer (where it has one) fill up within a toy task."""
+    has_memory = any(part.name == "memory" for part in methods.build(name).parts)
+    return {"memory": {"size": size}} if has_memory else {}
+
+
+@dataclass
+class Outcome:
+    """A run at its end (or where it was stopped), with what its clients remember and what was reported."""
+
+    state: RunState
+    store: ClientStore
+    events: list[Event]
+
+    @property
+    def params(self) -> Tensor:
+        return self.state.model["params"]
+
+    @property
+    def clients(self) -> dict[int, State]:
+        return {client: self.store.get(client) or {} for client in self.store.clients()}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Stream, method, network and options of a toy run. Everything it hands out is freshly built.
+
+    method: a preset's name, or a function that composes a method. options: of the preset's parts; by default a buffer of
+    8 samples. module: (input_shape, classes) -> network; by default an MLP with one hidden layer of 8.
+    """
+
+    method: str | Callable[[], Method] = "fedavg"
+    options: Options | None = None
+    stream: Toy = field(default_factory=Toy)
+    train: TrainOptions = TrainOptions(2, 5, Optimizer(lr=0.1))
+    module: Callable[[tuple[int, ...], int], nn.Module] | None = None
+    seed: int = 0
+    evaluation: EvalOptions = EvalOptions()
+
+    def change(self, **fields: Any) -> Bench:
+        """A copy with some fields changed."""
+        return replace(self, **fields)
+
+    def build_method(self) -> Method:
+        if not isinstance(self.method, str):
+            return self.method()
+        options = small_memory(self.method) if self.options is None else self.options
+        return methods.build(self.method, options)
+
+    def build_module(self) -> nn.Module:
+        shape, classes = self.stream.input_shape, self.stream.classes
+        if self.module is None:
+            return models.build("mlp", shape, classes, self.seed, {"hidden": [8]})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.module(shape, classes)
+
+    def layout(self) -> Layout:
+        return Layout.of(self.build_module(), self.build_method().is_personal)
+
+    def model(self) -> Model:
+        """The shared model before the first round."""
+        layout = self.layout()
+        vectors = layout.read(self.build_module())
+        return {**vectors, "params": vectors["params"][: layout.shared]}
+
+    def world(self) -> World:
+        stream, layout, method = self.stream, self.layout(), self.build_method()
+        facts = Facts(
+            classes=stream.classes,
+            input_shape=stream.input_shape,
+            clients=stream.clients,
+            tasks=stream.tasks,
+            rounds=stream.rounds,
+            rounds_per_task=stream.rounds_per_task,
+            layout=layout,
+            blank=stream.test(0).take(np.zeros(0, dtype=np.int64)),
+            personal=layout.read(self.build_module())["params"][layout.shared :],
+            boundaries=stream.boundaries,
+            task_ids=stream.task_ids,
+        )
+        return World(method, stream, facts, self.train, self.seed)
+
+    def trainer(self) -> Trainer:
+        return Eager(self.world(), ClientStore(), self.build_module).trainer
+
+    def context(self, client: int = 0, round_index: int = 0, phase: str = "train") -> Context:
+        """What a hook on `client` is given in a round."""
+        moment = Moment(round_index, self.stream.round(round_index))
+        return self.world().client(client, Phase(phase), moment, self.trainer())
+
+    def new_client(self, client: int = 0) -> State:
+        """The state of a client that was never called."""
+        return new_state(self.build_method(), self.context(client))
+
+    def eager(self, world: World, store: ClientStore) -> Engine:
+        return Eager(world, store, self.build_module)
+
+    def run(
+        self,
+        engine: Callable[[World, ClientStore], Engine] | None = None,
+        *,
+        state: RunState | None = None,
+        store: ClientStore | None = None,
+        rounds: int | None = None,
+    ) -> Outcome:
+        """Run to the end of the stream, or until `rounds` rounds are over; from `state` and `store` when given."""
+        world, store = self.world(), store or ClientStore()
+        events: list[Event] = []
+        runner = Runner(
+            world,
+            (engine or self.eager)(world, store),
+            self.model(),
+            self.evaluation,
+            notify=events.append,
+            save=lambda reached, task_end: _pause_after(rounds, reached),
+            state=state,
+        )
+        try:
+            runner.run()
+        except Paused:
+            pass
+        return Outcome(runner.state, store, events)
+
+
+class Paused(Exception):
+    """A run was stopped where the test wanted it to stop."""
+
+
+def _pause_after(rounds: int | None, reached: RunState) -> None:
+    if rounds is not None and reached.round >= rounds:
+        raise Paused
+
+
+def comparable(state: RunState) -> dict[str, Any]:
+    """The run's state as a tree, without the time it took."""
+    return replace(state, seconds=0.0).to_tree()

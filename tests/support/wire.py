@@ -1,0 +1,115 @@
+"""An engine of bytes: nothing reaches a client, and nothing comes back, except as serialised trees.
+
+Every call gets a freshly built method, network, trainer and stream, and clients run in descending order. So whatever a part
+keeps on itself, shares by reference or draws in the order of its clients shows up as a difference from `eager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from everfed.core.client import Reply
+from everfed.core.message import Message, Once
+from everfed.core.part import Model, State
+from everfed.core.phase import Phase
+from everfed.core.runner import Runner, RunState
+from everfed.core.score import score_tasks
+from everfed.core.tree import Tree, from_bytes, to_bytes
+from everfed.core.world import Moment
+from everfed.engines.base import call
+from everfed.store.clients import ClientStore
+from tests.support.toy import Bench, Outcome, Paused
+
+
+def crossed(tree: Tree) -> Tree:
+    """What arrives when `tree` is sent."""
+    return from_bytes(to_bytes(tree))
+
+
+def message_to_tree(message: Message) -> Tree:
+    """{part: {key: {"value", and "version" of a `Once`}}}."""
+    return {part: {key: _packed(value) for key, value in values.items()} for part, values in message.items()}
+
+
+def message_from_tree(tree: Tree) -> Message:
+    return {part: {key: _unpacked(packed) for key, packed in values.items()} for part, values in tree.items()}
+
+
+def _packed(value: Any) -> Tree:
+    return {"value": value.value, "version": value.version} if isinstance(value, Once) else {"value": value}
+
+
+def _unpacked(packed: Tree) -> Any:
+    return Once(packed["version"], packed["value"]) if "version" in packed else packed["value"]
+
+
+def reply_to_tree(reply: Reply) -> Tree:
+    return {"values": reply.values, "samples": reply.samples, "steps": reply.steps, "loss": reply.loss}
+
+
+def reply_from_tree(tree: Tree) -> Reply:
+    return Reply(tree["values"], tree["samples"], tree["steps"], tree["loss"])
+
+
+class Wire:
+    """Clients behind bytes. `states` holds each client's state as it would lie on its disk."""
+
+    name = "wire"
+
+    def __init__(self, bench: Bench, states: dict[int, bytes]) -> None:
+        self.bench, self.states = bench, states
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        sent = None if message is None else to_bytes(message_to_tree(message))
+        replies = {client: self._call(phase, client, sent, moment) for client in reversed(clients)}
+        for client in clients:
+            yield client, reply_from_tree(from_bytes(replies[client]))
+
+    def _call(self, phase: Phase, client: int, sent: bytes | None, moment: Moment) -> bytes:
+        message = None if sent is None else message_from_tree(from_bytes(sent))
+        state: State | None = from_bytes(self.states[client]) if client in self.states else None
+        state, reply = call(self.bench.world(), self.bench.trainer(), phase, client, state, message, moment)
+        self.states[client] = to_bytes(state)
+        return to_bytes(reply_to_tree(reply))
+
+    def evaluate(self, model: Model, tasks: Sequence[int], seen: int, split: str) -> Tensor:
+        return score_tasks(self.bench.trainer(), crossed(dict(model)), tasks, seen, split)
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": self.name}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def run_over_wire(bench: Bench) -> Outcome:
+    """A run whose server, too, is rebuilt from bytes after every phase."""
+    states: dict[int, bytes] = {}
+    events: list[Any] = []
+    state: RunState | None = None
+    while state is None or state.round < bench.stream.rounds:
+        state = _one_phase(bench, states, events, state)
+    store = ClientStore()
+    for client, data in sorted(states.items()):
+        store.put(client, from_bytes(data))
+    return Outcome(state, store, events)
+
+
+def _one_phase(bench: Bench, states: dict[int, bytes], events: list[Any], state: RunState | None) -> RunState:
+    runner = Runner(
+        bench.world(), Wire(bench, states), bench.model(), bench.evaluation, events.append, _stop, state=state
+    )
+    try:
+        runner.run()
+    except Paused:
+        pass
+    return RunState.from_tree(crossed(runner.state.to_tree()))
+
+
+def _stop(state: RunState, task_end: bool) -> None:
+    raise Paused
