@@ -1,6 +1,6 @@
 """Methods by name: presets of parts, `fedgp+...` on top of any of them, and a user's own parts.
 
-    build("fedgp+der", {"memory": {"size": 200}, "der": {"weight": 0.5}})
+build("fedgp+der", {"memory": {"size": 200}, "der": {"weight": 0.5}})
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _construct(cls: type[Part], options: dict[str, Any]) -> Part:
     allowed = [field.name for field in fields(cls)]
     for key in options:
         if key not in allowed:
-            raise MethodError(f"method.{cls.name}.{key} is not an option; {cls.name} has {', '.join(allowed) or 'none'}")
+            raise MethodError(f"method.{cls.name}.{key} is not an option; it has {', '.join(allowed) or 'none'}")
     try:
         return cls(**options)
     except (TypeError, ValueError) as error:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import platform
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,17 @@ from torch import nn
 import everfed
 from everfed import engines, methods, models, streams
 from everfed.core.context import Facts, TrainOptions
+from everfed.core.extras import attach
 from everfed.core.layout import Layout
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
+from everfed.core.part import Model
 from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.stream import Stream
 from everfed.core.world import World
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scoring import RULES
-from everfed.recipe import Recipe, TrainSection
+from everfed.recipe import Recipe
 from everfed.store.checkpoint import Checkpoints, latest
 from everfed.store.clients import ClientStore
 from everfed.store.files import write_atomic
@@ -36,31 +37,26 @@ Observer = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Assembly:
-    """The pieces of a run, checked against each other. `build_module` makes the model with its first weights."""
+    """The pieces of a run, checked against each other. `build_module` makes the model with its first weights, the extra
+    parameters of the method's parts included."""
 
     recipe: Recipe
-    stream: Stream
-    method: Method
+    world: World
     build_module: Callable[[], nn.Module]
 
-    def world(self) -> World:
-        train = self.recipe.train
-        return World(self.method, self.stream, self._facts(), _train_options(train, self.recipe), self.recipe.seed)
+    @property
+    def stream(self) -> Stream:
+        return self.world.stream
 
-    def _facts(self) -> Facts:
-        stream = self.stream
-        return Facts(
-            classes=stream.classes,
-            input_shape=stream.input_shape,
-            clients=stream.clients,
-            tasks=stream.tasks,
-            rounds=stream.rounds,
-            rounds_per_task=self.recipe.train.rounds_per_task,
-            layout=Layout.of(self.build_module()),
-            blank=stream.test(0).take(np.zeros(0, dtype=np.int64)),
-            boundaries=stream.boundaries,
-            task_ids=stream.task_ids,
-        )
+    @property
+    def method(self) -> Method:
+        return self.world.method
+
+    def first_model(self) -> Model:
+        """The shared model before the first round."""
+        layout = self.world.facts.layout
+        model = layout.read(self.build_module())
+        return {**model, "params": model["params"][: layout.shared].clone()}
 
 
 def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, stream: Stream | None = None) -> Assembly:
@@ -75,26 +71,51 @@ def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, st
     extra = dict(recipe.model.model_extra or {})
     channels_last = engines.memory_format(recipe.engine) == "channels-last"
 
-    def build_module() -> nn.Module:
+    def bare_module() -> nn.Module:
         return models.build(kind, stream.input_shape, stream.classes, recipe.seed, extra, channels_last)
 
-    build_module()
-    return Assembly(recipe, stream, method, build_module)
+    world = World(method, stream, _facts(recipe, stream, bare_module()), _train_options(recipe), recipe.seed)
+
+    def build_module() -> nn.Module:
+        return attach(bare_module(), method.parts, world.server("init"))
+
+    module = build_module()
+    layout = Layout.of(module, method.is_personal)
+    facts = replace(world.facts, layout=layout, personal=layout.read(module)["params"][layout.shared :].clone())
+    return Assembly(recipe, replace(world, facts=facts), build_module)
+
+
+def _facts(recipe: Recipe, stream: Stream, module: nn.Module) -> Facts:
+    return Facts(
+        classes=stream.classes,
+        input_shape=stream.input_shape,
+        clients=stream.clients,
+        tasks=stream.tasks,
+        rounds=stream.rounds,
+        rounds_per_task=recipe.train.rounds_per_task,
+        layout=Layout.of(module),
+        blank=stream.test(0).take(np.zeros(0, dtype=np.int64)),
+        personal=torch.zeros(0),
+        boundaries=stream.boundaries,
+        task_ids=stream.task_ids,
+    )
 
 
 def build_method(recipe: Recipe) -> Method:
     """The recipe's method; `method.weighting` is an option of whichever part aggregates."""
     section = recipe.method
-    options = {name: dict(value) if isinstance(value, dict) else value for name, value in (section.model_extra or {}).items()}
-    for name, value in options.items():
+    options: dict[str, dict[str, Any]] = {}
+    for name, value in (section.model_extra or {}).items():
         if not isinstance(value, dict):
             raise methods.MethodError(f"method.{name} must be a table with the options of part {name!r}; got {value!r}")
+        options[name] = dict(value)
     if section.weighting != "uniform":
         options.setdefault("fedavg", {}).setdefault("weighting", section.weighting)
     return methods.build(section.name, options, section.parts, recipe.train.optimizer.kind)
 
 
-def _train_options(train: TrainSection, recipe: Recipe) -> TrainOptions:
+def _train_options(recipe: Recipe) -> TrainOptions:
+    train = recipe.train
     return TrainOptions(
         local_epochs=train.local_epochs,
         batch_size=train.batch_size,
@@ -106,14 +127,16 @@ def _train_options(train: TrainSection, recipe: Recipe) -> TrainOptions:
     )
 
 
-def execute(assembly: Assembly, folder: RunFolder, observers: Sequence[Observer], checkpoint_every: float) -> dict[str, Any]:
+def execute(
+    assembly: Assembly, folder: RunFolder, observers: Sequence[Observer], checkpoint_every: float
+) -> dict[str, Any]:
     """Run, or go on from the newest checkpoint, to the end; returns what result.json holds."""
     recipe = assembly.recipe
     torch.set_num_threads(1)  # results are exact only at one thread; engines use the cores in other ways
     store = ClientStore(folder.clients, int(recipe.engine.state_memory * 2**30))
     log = EventLog(folder.path / EVENTS)
     notify = _fan_out([log, *observers])
-    world = assembly.world()
+    world = assembly.world
     engine = engines.build(recipe.engine, world, store, assembly.build_module, notify)
     try:
         checkpoints = Checkpoints(folder.checkpoint, store, checkpoint_every)
@@ -122,7 +145,7 @@ def execute(assembly: Assembly, folder: RunFolder, observers: Sequence[Observer]
         runner = Runner(
             world,
             engine,
-            world.facts.layout.read(assembly.build_module()),
+            assembly.first_model(),
             EvalOptions(**recipe.eval.model_dump()),
             notify,
             _saver(checkpoints, notify),
@@ -193,7 +216,7 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
         "seed": recipe.seed,
         "score": stream.score,
         "logits": recipe.eval.logits,
-        "evaluated": "personalised" if assembly.world().personal else "global",
+        "evaluated": "personalised" if assembly.world.personal else "global",
         "split": recipe.eval.split,
         "n_test": n_test,
         "accuracy_matrix": chosen["accuracy_matrix"],
@@ -230,10 +253,10 @@ def _scores(state: RunState, column: int, n_test: list[int]) -> dict[str, Any]:
 
 
 def _save_model(folder: RunFolder, assembly: Assembly, state: RunState) -> None:
-    """The trained model by parameter name, as any PyTorch user expects it."""
-    module = assembly.build_module()
-    layout = Layout.of(module)
-    layout.bind(module, *(state.model[key].cpu() for key in ("params", "stats", "counters")))
+    """The trained model by parameter name, as any PyTorch user expects it; personal parameters as at the beginning."""
+    module, facts = assembly.build_module(), assembly.world.facts
+    params = torch.cat([state.model["params"].cpu(), facts.personal])
+    facts.layout.bind(module, params, *(state.model[key].cpu() for key in ("stats", "counters")))
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in module.state_dict().items()}
     write_atomic(folder.model, safetensors.torch.save(tensors))
 

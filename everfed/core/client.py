@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from everfed.core.context import Context
@@ -51,7 +52,7 @@ def run_client(
         message = state[OWN]["message"]
         model: Model = state[OWN][MODEL]
     else:
-        model = _with_local_statistics(message[MODEL], state, ctx)
+        model = _whole(message[MODEL], state, ctx)
     if phase.name == TRAIN:
         return _train(method, state, message, model, data, ctx)
     if phase.name == EVALUATE:
@@ -63,7 +64,7 @@ def run_client(
 def _train(
     method: Method, state: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
 ) -> tuple[State, Reply]:
-    received = message[MODEL]["params"]
+    received = _whole(message[MODEL], state, ctx)["params"]
     for part in method.parts:
         own, model = part.receive(state, message, model, ctx)
         state = {**state, part.name: own} if own else state
@@ -75,16 +76,14 @@ def _train(
     return _reply(method, fitted, message, data, ctx)
 
 
-def _reply(
-    method: Method, fitted: Fitted, message: dict[str, Tree], data: Data, ctx: Context
-) -> tuple[State, Reply]:
+def _reply(method: Method, fitted: Fitted, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[State, Reply]:
     state = {**fitted.state, OWN: _remember(fitted, message, ctx)}
     values: dict[str, Tree] = {}
     for part in method.parts:
         own, extra = part.reply(state, fitted, data, ctx)
         state = {**state, part.name: own} if own else state
         if part.aggregates:
-            extra = {**part.upload(fitted.model, message, ctx), **extra}
+            extra = {**part.upload(_shared(fitted.model, ctx), message, ctx), **extra}
         if extra:
             values[part.name] = extra
     if not synchronises(ctx):
@@ -103,6 +102,8 @@ def _remember(fitted: Fitted, message: dict[str, Tree], ctx: Context) -> Tree:
     if not synchronises(ctx):
         own[MODEL] = dict(fitted.model)
         own["message"] = message
+    if ctx.facts.layout.shared < ctx.facts.layout.size:
+        own["personal"] = fitted.model["params"][ctx.facts.layout.shared :].clone()
     if ctx.options.batchnorm == "local":
         own["stats"] = fitted.model["stats"]
         own["counters"] = fitted.model["counters"]
@@ -111,10 +112,21 @@ def _remember(fitted: Fitted, message: dict[str, Tree], ctx: Context) -> Tree:
     return own
 
 
-def _with_local_statistics(model: Model, state: State, ctx: Context) -> Model:
-    if ctx.options.batchnorm == "local" and "stats" in state[OWN]:
-        return {**model, "stats": state[OWN]["stats"], "counters": state[OWN]["counters"]}
+def _whole(model: Model, state: State, ctx: Context) -> Model:
+    """The received model with what is the client's own: personal parameters, local statistics."""
+    own, layout = state[OWN], ctx.facts.layout
+    if layout.shared < layout.size:
+        personal = own.get("personal", ctx.facts.personal).to(model["params"].device)
+        model = {**model, "params": torch.cat([model["params"], personal])}
+    if ctx.options.batchnorm == "local" and "stats" in own:
+        model = {**model, "stats": own["stats"], "counters": own["counters"]}
     return model
+
+
+def _shared(model: Model, ctx: Context) -> Model:
+    """What of a client's model may be sent."""
+    layout = ctx.facts.layout
+    return {**model, "params": model["params"][: layout.shared]} if layout.shared < layout.size else model
 
 
 def _evaluate(method: Method, state: State, message: dict[str, Tree], model: Model, ctx: Context) -> Reply:
@@ -123,5 +135,5 @@ def _evaluate(method: Method, state: State, message: dict[str, Tree], model: Mod
         model = part.personalise(state, message, model, ctx)
     asked = message[EVALUATE]
     tasks = [int(task) for task in str(asked["tasks"]).split(",")]
-    counts = score_tasks(ctx.train, model, tasks, int(asked["seen"]), str(asked["split"]))
+    counts = score_tasks(ctx.train, model, tasks, int(asked["seen"]), str(asked["split"]), state, message)
     return Reply({EVALUATE: {"counts": counts}})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from everfed.core import random
 from everfed.core.data import Data
@@ -33,6 +34,7 @@ class Facts:
     rounds_per_task: int
     layout: Layout
     blank: Data  # no samples, but the stored form of one: types and shapes
+    personal: Tensor  # first values of the personal parameters, the tail of a parameter vector
     boundaries: bool = True
     task_ids: bool = True
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from everfed.core import schedule as scheduling
 from everfed.core.context import Context
 from everfed.core.data import Data
+from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model, Part, State, Tables, overrides
 from everfed.core.replica import Replica
@@ -65,15 +66,18 @@ class Trainer:
     def __init__(
         self,
         stream: Stream,
+        layout: Layout,
         build_module: Callable[[], torch.nn.Module],
         device: torch.device | str = "cpu",
         precision: str = "fp32",
+        forward_part: Part | None = None,
     ) -> None:
         self.stream = stream
         self.device = torch.device(device)
         self.precision = precision
-        self.replica = Replica(build_module(), self.device)
-        self._loss = getattr(stream, "loss", functional.cross_entropy)
+        self.forward_part = forward_part
+        self.replica = Replica(build_module(), layout, self.device)
+        self._loss: Callable[[Tensor, Tensor], Tensor] = getattr(stream, "loss", functional.cross_entropy)
 
     # what parts and clients call ---------------------------------------------------------------------------------
     def fit(
@@ -125,31 +129,45 @@ class Trainer:
         self.replica.load(model)
         self.replica.generator.manual_seed(ctx.key(f"{tag}/dropout"))
         self.replica.module.train(mode == "train")
-        step = Step(ctx, self.replica, self.forward, self.task_loss(ctx), {}, {}, model["params"])
-        return step.grad(step.task_loss(self.forward(x.to(self.device)), y.to(self.device)))
+        loss = self.task_loss(ctx)(self.forward(x.to(self.device)), y.to(self.device))
+        grads = torch.autograd.grad(loss, self.replica.trainable, materialize_grads=True)
+        return self.replica.layout.flatten_gradient(grads)
 
-    def outputs(self, model: Model, x: Tensor, batch_size: int = 1000) -> Tensor:
+    def outputs(
+        self,
+        model: Model,
+        x: Tensor,
+        state: State | None = None,
+        message: dict[str, Tree] | None = None,
+        batch_size: int = 1000,
+    ) -> Tensor:
         """(n, ...) network outputs in eval mode, float32, without gradients."""
         self.replica.load(model)
         self.replica.module.eval()
+        state = {k: on_device(v, self.device) for k, v in (state or {}).items()}
         with torch.no_grad():
-            chunks = [self.forward(part.to(self.device)).float() for part in x.split(batch_size)]
+            chunks = [self.forward(part.to(self.device), state, message).float() for part in x.split(batch_size)]
         return torch.cat(chunks) if chunks else torch.zeros((0, self.stream.classes), device=self.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, state: State | None = None, message: dict[str, Tree] | None = None) -> Tensor:
         """Storage form -> network outputs, in the replica's mode and the engine's precision."""
         inputs = self.stream.inputs(x)
         if self.precision == "bf16":
             with torch.autocast(self.device.type, torch.bfloat16):
-                outputs: Tensor = self.replica.module(inputs)
-            return outputs.float()
-        result: Tensor = self.replica.module(inputs)
-        return result
+                return self._network(inputs, state or {}, message or {}).float()
+        return self._network(inputs, state or {}, message or {})
+
+    def _network(self, inputs: Tensor, state: State, message: dict[str, Tree]) -> Tensor:
+        part = self.forward_part
+        if part is None:
+            outputs: Tensor = self.replica.module(inputs)
+            return outputs
+        return part.forward(self.replica.module, inputs, state.get(part.name, {}), message.get(part.name, {}))
 
     def task_loss(self, ctx: Context) -> Callable[[Tensor, Tensor], Tensor]:
         """The stream's loss, restricted to the logits that `train.logits` allows."""
         if ctx.allowed_labels is None:
-            return self._loss  # type: ignore[no-any-return]
+            return self._loss
         mask = torch.full((self.stream.classes,), -torch.inf)
         mask[list(ctx.allowed_labels)] = 0.0
         mask = mask.to(self.device)
@@ -178,9 +196,7 @@ class Trainer:
         replica.load(job.model)
         replica.generator.manual_seed(job.seed)
         replica.module.train()
-        step = Step(
-            job.ctx, replica, self.forward, self.task_loss(job.ctx), job.state, job.message, job.received.to(self.device)
-        )
+        step = self.new_step(job)
         tables = upload(job.plans, self.device)
         x, y = job.data.x.to(self.device), job.data.y.to(self.device)
         rate = torch.tensor(job.rate, device=self.device)
@@ -191,6 +207,13 @@ class Trainer:
             self.load_batch(step, x, y, rows)
             total += train_step(step, job.parts, job.optimizer, job.moments, rate)
         return Fitted(replica.model(), job.state, job.moments, total, len(job.data), job.schedule.steps)
+
+    def new_step(self, job: Job) -> Step:
+        def forward(x: Tensor) -> Tensor:
+            return self.forward(x, job.state, job.message)
+
+        received = job.received.to(self.device)
+        return Step(job.ctx, self.replica, forward, self.task_loss(job.ctx), job.state, job.message, received)
 
     def load_batch(self, step: Step, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
         """Gather a minibatch from the client's data and augment it, on the device."""

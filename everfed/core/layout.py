@@ -1,12 +1,12 @@
 """A model's trainable parameters as one vector, its statistics as a second, its counters as a third.
 
-The module keeps views into these vectors, so a gradient is a vector, an aggregate is a vector, and loading a model is one
-copy. Each parameter keeps its own memory order (channels-last weights stay channels-last inside the vector).
+The module keeps views into these vectors, so a gradient is a vector, an aggregate is a vector, and loading a model is
+one copy. Each parameter keeps its own memory order (channels-last weights stay channels-last inside the vector).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,13 +40,16 @@ class Entry:
 class Layout:
     """Where every tensor of a model lies. Built once per model; the same for every client, engine and checkpoint."""
 
-    params: tuple[Entry, ...]
+    params: tuple[Entry, ...]  # the shared ones first, then those that never leave a client
     stats: tuple[Entry, ...]  # float buffers: BatchNorm's running mean and variance
     counters: tuple[Entry, ...]  # integer buffers: BatchNorm's num_batches_tracked
+    shared: int  # the first `shared` numbers of a parameter vector are shared, the rest is personal
 
     @staticmethod
-    def of(module: nn.Module) -> Layout:
+    def of(module: nn.Module, personal: Callable[[str], bool] = lambda name: False) -> Layout:
+        """The layout of `module`; parameters whose name is `personal` come last in the vector."""
         trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        trainable.sort(key=lambda named: personal(named[0]))  # stable: keeps the module's order otherwise
         if any(p.dtype != torch.float32 for _, p in trainable):
             raise ValueError("trainable parameters must be float32; lower precision is an engine option")
         buffers = list(module.named_buffers())
@@ -54,6 +57,7 @@ class Layout:
             tuple(_entries(trainable)),
             tuple(_entries([(n, b) for n, b in buffers if b.is_floating_point()])),
             tuple(_entries([(n, b) for n, b in buffers if not b.is_floating_point()])),
+            sum(p.numel() for n, p in trainable if not personal(n)),
         )
 
     @property
@@ -95,7 +99,7 @@ class Layout:
         return {entry.name: entry.view(vector) for entry in self.params}
 
 
-def _entries(tensors: list[tuple[str, Tensor]]) -> Iterator[Entry]:
+def _entries(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[Entry]:
     start = 0
     for name, tensor in tensors:
         stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape).stride()

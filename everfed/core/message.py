@@ -1,7 +1,7 @@
 """What crosses between server and client, and what it costs.
 
-A message is {part: tree}. A value wrapped in `Once` is sent to a client only while the client does not hold that version
-already: a frozen generator, a knowledge base, the model itself when an earlier phase brought it.
+A message is {part: tree}. A value wrapped in `Once` is sent to a client only while the client does not hold that
+version already: a frozen generator, a knowledge base, the model itself when an earlier phase brought it.
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from everfed.core.part import BOUNDARIES, HISTORY, TASK_ID, CompositionError, Part
+from everfed.core.part import BOUNDARIES, HISTORY, TASK_ID, CompositionError, Part, overrides
 from everfed.core.phase import TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reducer
 from everfed.core.stream import Stream
 
+PERSONAL = "extras.personal/"  # where personal extra parameters are registered on a module
+_ONE_OWNER = ("objective", "forward")
 _STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY})
 
 
@@ -29,6 +31,14 @@ class Method:
     def personal(self) -> bool:
         """Are models scored on the clients?"""
         return any(part.personal for part in self.parts)
+
+    def owner(self, hook: str) -> Part | None:
+        """The one part that defines `hook`, for hooks that at most one part may define."""
+        return next((part for part in self.parts if overrides(part, hook)), None)
+
+    def is_personal(self, parameter: str) -> bool:
+        """Does this parameter stay on the client?"""
+        return parameter.startswith(PERSONAL) or any(part.is_personal(parameter) for part in self.parts)
 
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
@@ -81,6 +91,10 @@ def compose(*parts: Part, name: str = "", optimizer_kind: str = "sgd") -> Method
     aggregators = [part.name for part in parts if part.aggregates]
     if len(aggregators) != 1:
         raise CompositionError(f"exactly one part must own aggregation (such as FedAvg); got {aggregators or 'none'}")
+    for hook in _ONE_OWNER:
+        owners = [part.name for part in parts if overrides(part, hook)]
+        if len(owners) > 1:
+            raise CompositionError(f"only one part may define {hook}(); got {', '.join(owners)}")
     warnings: list[str] = []
     for part in parts:
         _check_needs(part, parts)
@@ -102,7 +116,7 @@ def _check_needs(part: Part, parts: tuple[Part, ...]) -> None:
     present = {other.name for other in parts}
     for need in part.needs - _STREAM_NEEDS:
         if need not in present:
-            raise CompositionError(f"part {part.name!r} needs part {need!r}; this method has {', '.join(sorted(present))}")
+            raise CompositionError(f"part {part.name!r} needs part {need!r}; there are {', '.join(sorted(present))}")
 
 
 def _check_phases(part: Part) -> None:

@@ -47,7 +47,7 @@ class Optimizer:
         if self.schedule == "linear":
             return self.lr * (1.0 - index / rounds)
         if self.schedule == "exponential":
-            return self.lr * (self.lr_end / self.lr) ** (index / max(rounds - 1, 1))
+            return float(self.lr * (self.lr_end / self.lr) ** (index / max(rounds - 1, 1)))
         return self.lr
 
     def init(self, params: Tensor) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ checkpoints and sends; hooks receive it and return it. Every hook is optional.
 Hooks outside the training step are pure functions. `client` is the whole client state {part: slots} and `server` the
 whole server state {part: slots, "model": vectors}, to read; what a hook returns replaces the part's own slots only.
 
-Hooks inside the training step may be captured and replayed on a GPU: static shapes, no host synchronisation, no branch on
-data. Discrete draws are made ahead, in `plan`, and arrive as integer rows.
+Hooks inside the training step may be captured and replayed on a GPU: static shapes, no host synchronisation, no branch
+on data. Discrete draws are made ahead, in `plan`, and arrive as integer rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from everfed.core.data import Data
 from everfed.core.message import Message
@@ -122,19 +122,40 @@ class Part:
         """The model this client is scored with, for parts with personalised models."""
         return model
 
+    # what is trained ---------------------------------------------------------------------------------------------
+    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
+        """Trainable tensors beside the model's own, with their first values; shared like the model."""
+        return {}
+
+    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
+        """The same, but each client keeps its own: they are never sent."""
+        return {}
+
+    def is_personal(self, parameter: str) -> bool:
+        """Does this parameter of the model itself (a head, say) stay on the client?"""
+        return False
+
+    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
+        """A changed forward pass, in training and when scored; x are network inputs, `own` the part's client slots.
+        The part's extra parameters are `module.extras[part][name]`. At most one part of a method changes it."""
+        outputs: Tensor = module(x)
+        return outputs
+
     # on the client, inside a training step -----------------------------------------------------------------------
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Tree, Tables]:
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         """On the host, before the first step: (slots, integer rows for every step). `plans`: of the parts before it."""
         return client.get(self.name, {}), {}
 
     def batches(self, step: Step) -> dict[str, Batch]:
-        """Replayed or generated samples: joined (one forward with the real batch) or separate (a forward of their own)."""
+        """Replayed or generated samples: joined (one forward with the real batch) or separate (their own forward)."""
         return {}
 
+    def objective(self, step: Step) -> Tensor:
+        """The base objective, instead of the stream's task loss on the real and joined samples; at most one part."""
+        return step.task_loss(step.all_outputs, step.all_y)
+
     def loss(self, step: Step) -> Tensor | None:
-        """A term of the objective."""
+        """A term added to the objective."""
         return None
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Random numbers keyed by what they are for, never by when they are drawn.
 
-Each draw comes from a generator named by (seed, round, phase, client, tag), so the order in which clients run, the engine
-that runs them and the other parts of a method cannot change it.
+Each draw comes from a generator named by (seed, round, phase, client, tag), so the order in which clients run, the
+engine that runs them and the other parts of a method cannot change it.
 """
 
 from __future__ import annotations

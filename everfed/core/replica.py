@@ -13,16 +13,17 @@ from everfed.core.part import Model
 class Replica:
     """Module, its vectors and its dropout generator on one device. Reused for client after client."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, device: torch.device) -> None:
         self.device = device
         self.generator = torch.Generator(device)
-        self.layout = Layout.of(module)
+        self.layout = layout
         vectors = self.layout.read(module)
         self.module = module.to(device)
         self.params, self.stats, self.counters = (vectors[k].to(device) for k in ("params", "stats", "counters"))
         self.layout.bind(self.module, self.params, self.stats, self.counters)
         adopt(self.module, self.generator)
-        self.trainable: list[Tensor] = [p for p in self.module.parameters() if p.requires_grad]
+        named = dict(self.module.named_parameters())
+        self.trainable: list[Tensor] = [named[entry.name] for entry in layout.params]
 
     def load(self, model: Model) -> None:
         """Copy a model's vectors in; the module sees them at once."""

@@ -1,7 +1,7 @@
 """The only round loop.
 
-A round is an agenda of phases: those before aggregation, `train`, those after, evaluation. After every phase the run is in
-a state that can be saved, so a run resumes in the middle of a round, and in the middle of a long phase of the server.
+A round is an agenda of phases: those before aggregation, `train`, those after, evaluation. After every phase the run is
+in a state that can be saved, so a run resumes in the middle of a round, and of a long phase of the server.
 """
 
 from __future__ import annotations
@@ -192,16 +192,21 @@ class Runner:
             self.state.server = {**self.state.server, part: slots}
 
     def _message(self, phase: Phase, moment: Moment) -> Message:
-        """The model and what the parts broadcast; each version of the model reaches a client once."""
+        """The model and what the parts broadcast."""
         method, ctx = self.world.method, self.world.server(phase.name, moment)
-        message: Message = {MODEL: {k: Once(self.state.version, v) for k, v in self.state.model.items()}}
-        if self.world.options.batchnorm == "local":
-            message[MODEL] |= {k: Once(0, self.state.model[k]) for k in ("stats", "counters")}
+        message = self._model_message()
         for part in method.parts:
             if phase.name == TRAIN or part.name == phase.owner:
                 values = part.broadcast(self.state.server, phase.name, ctx)
                 if values:
                     message[part.name] = values
+        return message
+
+    def _model_message(self) -> Message:
+        """Each version reaches a client once; local statistics are sent at the beginning only."""
+        message: Message = {MODEL: {k: Once(self.state.version, v) for k, v in self.state.model.items()}}
+        if self.world.options.batchnorm == "local":
+            message[MODEL] |= {k: Once(0, self.state.model[k]) for k in ("stats", "counters")}
         return message
 
     def _exchange(self, phase: Phase, moment: Moment, message: Message | None) -> dict[str, dict[str, Any]]:
@@ -300,7 +305,7 @@ class Runner:
         if not self.world.personal:
             return self.engine.evaluate(self.state.model, tasks, seen, self.evaluation.split)
         asked = {"tasks": ",".join(map(str, tasks)), "seen": seen, "split": self.evaluation.split}
-        message: Message = {MODEL: {k: Once(self.state.version, v) for k, v in self.state.model.items()}, EVALUATE: asked}
+        message: Message = {**self._model_message(), EVALUATE: asked}
         total = Sum().start()
         clients = phase.clients(moment.plan)
         self._account_down(clients, message)

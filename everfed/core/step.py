@@ -1,7 +1,7 @@
 """One training step, as the parts see it and as every engine runs it.
 
-`train_step` is the only place where losses are added, gradients taken and rules applied. It uses tensors of shapes known
-from the schedule, and never waits for the device.
+`train_step` is the only place where losses are added, gradients taken and rules applied. It uses tensors of shapes
+known from the schedule, and never waits for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from everfed.core.context import Context
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Part, State
+from everfed.core.part import Part, State, overrides
 from everfed.core.replica import Replica
 from everfed.core.tree import Tree
 
@@ -56,6 +56,8 @@ class Step:
         self.x: Tensor = received
         self.y: Tensor = received
         self.outputs: Tensor = received  # of the real batch
+        self.all_outputs: Tensor = received  # of the real batch and the joined ones
+        self.all_y: Tensor = received
         self.batches: dict[str, Batch] = {}
 
     @property
@@ -89,10 +91,8 @@ def train_step(
     """Forward, loss terms, backward, gradient rules, optimiser, the parts' own updates. Returns the loss, detached."""
     for part in parts:
         step.batches.update(part.batches(step))
-    loss = _task_term(step)
-    for batch in step.batches.values():
-        if not batch.joined:
-            batch.outputs = step.forward(batch.x)
+    _forward(step)
+    loss = _objective(step, parts)
     for part in parts:
         term = part.loss(step)
         loss = loss if term is None else loss + term
@@ -106,14 +106,25 @@ def train_step(
     return loss.detach()
 
 
-def _task_term(step: Step) -> Tensor:
-    """The task loss: the mean over the real batch and every joined one, in a single forward."""
+def _forward(step: Step) -> None:
+    """One forward for the real batch and the joined ones together, one for each separate batch."""
     joined = [batch for batch in step.batches.values() if batch.joined]
-    if not joined:
-        step.outputs = step.forward(step.x)
-        return step.task_loss(step.outputs, step.y)
-    outputs = step.forward(torch.cat([step.x, *(batch.x for batch in joined)]))
-    step.outputs, *rest = outputs.split([len(step.x), *(len(batch.x) for batch in joined)])
-    for batch, part_outputs in zip(joined, rest, strict=True):
-        batch.outputs = part_outputs
-    return step.task_loss(outputs, torch.cat([step.y, *(batch.y for batch in joined)]))
+    if joined:
+        step.all_outputs = step.forward(torch.cat([step.x, *(batch.x for batch in joined)]))
+        step.all_y = torch.cat([step.y, *(batch.y for batch in joined)])
+        step.outputs, *rest = step.all_outputs.split([len(step.x), *(len(batch.x) for batch in joined)])
+        for batch, outputs in zip(joined, rest, strict=True):
+            batch.outputs = outputs
+    else:
+        step.outputs = step.all_outputs = step.forward(step.x)
+        step.all_y = step.y
+    for batch in step.batches.values():
+        if not batch.joined:
+            batch.outputs = step.forward(batch.x)
+
+
+def _objective(step: Step, parts: Sequence[Part]) -> Tensor:
+    for part in parts:
+        if overrides(part, "objective"):
+            return part.objective(step)
+    return step.task_loss(step.all_outputs, step.all_y)

@@ -38,7 +38,9 @@ class World:
     @property
     def personal(self) -> bool:
         """Are models scored on the clients, because parts or statistics of them never leave?"""
-        return self.method.personal or (self.options.batchnorm == "local" and bool(self.facts.layout.stats))
+        layout = self.facts.layout
+        local_statistics = self.options.batchnorm == "local" and bool(layout.stats)
+        return self.method.personal or local_statistics or layout.shared < layout.size
 
     def server(self, phase: str, moment: Moment | None = None) -> Context:
         """The context of a server hook."""
@@ -86,4 +88,3 @@ class World:
 
 def _no_data(stream: Stream) -> Data:
     return stream.test(0).take(np.zeros(0, dtype=np.int64))
-

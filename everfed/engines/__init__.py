@@ -41,7 +41,7 @@ def device(section: EngineSection) -> torch.device:
 
 
 def memory_format(section: EngineSection) -> str:
-    """"channels-last" or "contiguous": channels-last is what GPUs want."""
+    """ "channels-last" or "contiguous": channels-last is what GPUs want."""
     if section.memory_format == "auto":
         return "channels-last" if device(section).type == "cuda" else "contiguous"
     return section.memory_format

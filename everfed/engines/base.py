@@ -19,7 +19,13 @@ BuildModule = Callable[[], torch.nn.Module]
 
 
 def call(
-    world: World, trainer: Trainer, phase: Phase, client: int, state: State | None, message: Message | None, moment: Moment
+    world: World,
+    trainer: Trainer,
+    phase: Phase,
+    client: int,
+    state: State | None,
+    message: Message | None,
+    moment: Moment,
 ) -> tuple[State, Reply]:
     """Run `phase` on one client, wherever this is."""
     ctx = world.client(client, phase, moment, trainer)

@@ -33,16 +33,15 @@ class Eager:
         precision: str = "fp32",
     ) -> None:
         self.world, self.store = world, store
-        self.trainer = Trainer(world.stream, build_module, device, precision)
+        forward_part = world.method.owner("forward")
+        self.trainer = Trainer(world.stream, world.facts.layout, build_module, device, precision, forward_part)
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply]]:
         for client in clients:
             try:
-                state, reply = call(
-                    self.world, self.trainer, phase, client, self.store.get(client), message, moment
-                )
+                state, reply = call(self.world, self.trainer, phase, client, self.store.get(client), message, moment)
             except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
                 raise ClientError(client, phase.name, moment.round, error) from error
             self.store.put(client, state)
@@ -52,7 +51,11 @@ class Eager:
         return score_tasks(self.trainer, model, tasks, seen, split)
 
     def describe(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"engine": self.name, "device": str(self.trainer.device), "threads": torch.get_num_threads()}
+        facts: dict[str, Any] = {
+            "engine": self.name,
+            "device": str(self.trainer.device),
+            "threads": torch.get_num_threads(),
+        }
         facts["precision"] = self.trainer.precision
         if self.trainer.device.type == "cuda":
             facts["device_name"] = torch.cuda.get_device_name(self.trainer.device)

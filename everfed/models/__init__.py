@@ -47,7 +47,7 @@ def build(
             raise ModelError(f"model.kind = {kind!r} cannot be built from its options: {error}") from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"model.kind = {kind!r} did not build a torch.nn.Module but {type(module).__name__}")
-    return module.to(memory_format=torch.channels_last) if channels_last else module
+    return module.to(memory_format=torch.channels_last) if channels_last else module  # type: ignore[call-overload,no-any-return]
 
 
 def _factory(kind: str) -> Callable[..., nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from torch import Tensor, nn
@@ -17,13 +18,13 @@ class MLP(nn.Module):
         super().__init__()
         widths = [math.prod(input_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
-        for wide, narrow in zip(widths, widths[1:], strict=False):
+        for wide, narrow in itertools.pairwise(widths):
             layers += [nn.Linear(wide, narrow), nn.ReLU()]
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))  # type: ignore[no-any-return]
+        return self.head(self.features(x))
 
 
 class SmallCNN(nn.Module):
@@ -45,7 +46,7 @@ class SmallCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = functional.relu(functional.max_pool2d(self.conv1(x), 2))
         x = functional.relu(functional.max_pool2d(self.drop2(self.conv2(x)), 2))
-        return self.head(self.drop(functional.relu(self.dense(x.flatten(1)))))  # type: ignore[no-any-return]
+        return self.head(self.drop(functional.relu(self.dense(x.flatten(1)))))
 
 
 class McMahanCNN(nn.Module):
@@ -65,7 +66,7 @@ class McMahanCNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
         x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
-        return self.head(functional.relu(self.dense(x.flatten(1))))  # type: ignore[no-any-return]
+        return self.head(functional.relu(self.dense(x.flatten(1))))
 
 
 def _image(input_shape: tuple[int, ...]) -> tuple[int, int, int]:

@@ -1,6 +1,8 @@
-"""ResNet-18 for small images: a 3x3 stem with 64 channels and no max-pool (He et al., 2016; the usual CIFAR variant)."""
+"""ResNet-18 for small images: a 3x3 stem with 64 channels, no max-pool (He et al., 2016; the usual CIFAR variant)."""
 
 from __future__ import annotations
+
+import itertools
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -37,7 +39,7 @@ class ResNet18(nn.Module):
         self.blocks = nn.Sequential(
             *(
                 block
-                for i, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False))
+                for i, (inputs, outputs) in enumerate(itertools.pairwise(widths))
                 for block in (BasicBlock(inputs, outputs, 1 if i == 0 else 2), BasicBlock(outputs, outputs, 1))
             )
         )
@@ -49,4 +51,4 @@ class ResNet18(nn.Module):
         return functional.adaptive_avg_pool2d(x, 1).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))  # type: ignore[no-any-return]
+        return self.head(self.features(x))

@@ -1,7 +1,7 @@
 """A-GEM: a step may not, to first order, increase the loss on a replayed minibatch (Chaudhry et al., 2019).
 
-g_b is the gradient on a minibatch from memory at the current weights; when <g, g_b> < 0 the conflicting part of g is removed.
-The memory is the reservoir and includes the current task, as in FedGP.
+g_b is the gradient on a minibatch from memory at the current weights; when <g, g_b> < 0 the conflicting part of g is
+removed. The memory is the reservoir and includes the current task, as in FedGP.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class AGEM(Part):
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1; got {self.batch}")
 
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Tree, Tables]:
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from everfed.parts.fisher import FISHER_KINDS, diagonal_fisher
 
 @dataclass(frozen=True)
 class FedCurv(Part):
-    """weight: lambda; sums over clients, so its strength grows with their number. fisher: "sample" squares the gradient of
-    each sample, "batch" that of minibatch means (common in public code, smaller by about the batch size)."""
+    """weight: lambda; sums over clients, so its strength grows with their number. fisher: "sample" squares the gradient
+    of each sample, "batch" that of minibatch means (common in public code, smaller by about the batch size)."""
 
     weight: float = 1.0
     fisher: str = "sample"

@@ -45,9 +45,7 @@ class DER(Part):
             raise CompositionError(f"part {self.name!r} needs the stored outputs: set memory.logits = true")
         return ()
 
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Tree, Tables]:
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
     def batches(self, step: Step) -> dict[str, Batch]:
@@ -74,9 +72,7 @@ class DERPlusPlus(DER):
         if not self.label_weight >= 0:
             raise ValueError(f"label_weight must be at least 0; got {self.label_weight}")
 
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Tree, Tables]:
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         own, tables = super().plan(client, schedule, plans, ctx)
         return own, {**tables, "labelled": memory.replay_rows(plans, self.batch, ctx.rng(f"{self.name}/labelled"))}
 

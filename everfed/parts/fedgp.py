@@ -1,7 +1,7 @@
 """FedGP: buffer-based gradient projection (Dai et al., 2023; later Fed-A-GEM).
 
-After every aggregation each client sends the gradient of the loss on samples of its buffer, taken at the aggregated model.
-Their mean is the global reference g_ref; in the next round every local gradient g is projected when it conflicts:
+After every aggregation each client sends the gradient of the loss on samples of its buffer, taken at the aggregated
+model. Their mean is the global reference g_ref; in the next round every local gradient g is projected on conflict:
 
     g~ = g - (<g, g_ref> / <g_ref, g_ref>) g_ref   if <g, g_ref> < 0, else g        (Eq. 4)
 
@@ -51,15 +51,15 @@ class FedGP(Part):
         if later:
             raise CompositionError(f"fedgp must be the last gradient rule; move {', '.join(later)} before it")
         if optimizer_kind != "sgd":
-            return (f"fedgp with optimizer {optimizer_kind!r}: the update, unlike the gradient, may oppose the reference",)
+            return (
+                f"fedgp with optimizer {optimizer_kind!r}: the update, unlike the gradient, may oppose the reference",
+            )
         return ()
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase("reference", owner=self.name, reduce={"gradient": Mean()}),)
 
-    def run(
-        self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context
-    ) -> tuple[Tree, Tree]:
+    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
         """ComputeBufferGrad (Algorithm 3): labels, not logits, and the plain task loss."""
         own = client[memory.NAME]
         filled = memory.filled(own, own["x"].shape[0] - 1)

@@ -1,4 +1,4 @@
-"""Ideal (Oracle): in task t a client trains on all its data of tasks 1..t. An upper bound, not a method for real clients."""
+"""Ideal (Oracle): in task t a client trains on all its data of tasks 1..t. An upper bound."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Memory: the one replay buffer of a client, shared by every part that replays.
 
-Filled by reservoir sampling over the client's whole life (Vitter, 1985; FedGP, Algorithm 4 corrected): after n offers every
-offered sample is in the buffer with probability min(1, B/n). The counter n is never reset.
+Filled by reservoir sampling over the client's whole life (Vitter, 1985; FedGP, Algorithm 4 corrected): after n offers
+every offered sample is in the buffer with probability min(1, B/n). The counter n is never reset.
 
 Which sample goes into which row is decided on the host before training (`plan`); the step only scatters.
 """
@@ -53,9 +53,7 @@ class Memory(Part):
             slots["logits"] = torch.zeros((self.size + 1, ctx.facts.classes), device=device)
         return slots
 
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Tree, Tables]:
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         own = client[NAME]
         offered, seen = self._offers(own["host"]["seen"].numpy(), schedule)
         rng, n = ctx.rng("reservoir"), int(own["host"]["n"])
@@ -100,8 +98,8 @@ class Memory(Part):
 def reservoir_rows(fresh: np.ndarray, n: int, size: int, rng: np.random.Generator) -> np.ndarray:
     """Buffer row for each sample of a minibatch; row `size` is the spare one that takes what is not kept.
 
-    fresh: (b,) bool, the samples that are offered. n: offers before this minibatch. Of several samples that draw the same
-    row the last one is kept, as if they had come one by one.
+    fresh: (b,) bool, the samples that are offered. n: offers before this minibatch. Of several samples that draw the
+    same row the last one is kept, as if they had come one by one.
     """
     rows = np.full(len(fresh), size, dtype=np.int64)
     offered = np.flatnonzero(fresh)

@@ -11,8 +11,8 @@ _TINY = 1e-30  # |reference|^2 at or below this counts as zero
 def project(gradient: Tensor, reference: Tensor | None) -> Tensor:
     """`gradient` when <gradient, reference> >= 0 or there is no reference, else its part orthogonal to `reference`.
 
-    Both are (P,) gradients, ascent directions of a loss. The branch is arithmetic, so that no device has to be asked: the
-    coefficient is zero unless there is a conflict. The scalar products are taken in float64 for long vectors.
+    Both are (P,) gradients, ascent directions of a loss. The branch is arithmetic, so that no device has to be asked:
+    the coefficient is zero unless there is a conflict. Scalar products of long vectors are summed in float64.
     """
     if reference is None:
         return gradient

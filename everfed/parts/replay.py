@@ -1,7 +1,7 @@
 """ER: train on the current minibatch joined with one from memory (Chaudhry et al., 2019; Riemer et al., 2019).
 
-Each step draws from the buffer without replacement and takes the mean cross-entropy over all samples in one forward pass,
-so the replayed share is b_r / (b + b_r).
+Each step draws from the buffer without replacement and takes the mean cross-entropy over all samples in one forward
+pass, so the replayed share is b_r / (b + b_r).
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
+
+from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.part import Part, State, Tables
@@ -31,9 +33,7 @@ class Replay(Part):
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1; got {self.batch}")
 
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Tree, Tables]:
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
     def batches(self, step: Step) -> dict[str, Batch]:
@@ -45,7 +45,8 @@ def drawn(step: Step, name: str, joined: bool = False, rows: str = "rows") -> di
     index = step.rows[name][rows]
     if len(index) == 0:
         return {}
-    stored = {key: step.state[memory.NAME][key].index_select(0, index) for key in ("x", "y", "logits")
-              if key in step.state[memory.NAME]}  # fmt: skip
+    slots: dict[str, Tensor] = step.state[memory.NAME]
+    x, y = (slots[key].index_select(0, index) for key in ("x", "y"))
+    extra = {"logits": slots["logits"].index_select(0, index)} if "logits" in slots else {}
     key = name if rows == "rows" else f"{name}/{rows}"
-    return {key: Batch(stored.pop("x"), stored.pop("y"), joined, stored)}
+    return {key: Batch(x, y, joined, extra)}

@@ -120,8 +120,8 @@ def latest(folder: Path, store: ClientStore) -> RunState | None:
         return RunState.from_tree(run)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"checkpoint {path} cannot be read ({error}); nothing was changed. Restore the folder from a copy, or start "
-            "the run again in another folder"
+            f"checkpoint {path} cannot be read ({error}); nothing was changed. Restore the folder from a copy, "
+            "or start the run again in another folder"
         ) from error
 
 

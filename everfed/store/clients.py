@@ -1,7 +1,8 @@
 """Client state that may outgrow memory: hot states in memory under a budget, the rest on disk, versioned.
 
-Every state that reaches the disk is a file of its own, named by client and version, and is never rewritten. A checkpoint
-is then a list of versions: the same files serve paging and resuming, and a checkpoint costs what changed since the last.
+Every state that reaches the disk is a file of its own, named by client and version, and is never rewritten. A
+checkpoint is then a list of versions: the same files serve paging and resuming, and a checkpoint costs what changed
+since the last.
 """
 
 from __future__ import annotations

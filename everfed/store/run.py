@@ -108,7 +108,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         _end_half_line(path)
-        self._file = open(path, "a", buffering=1)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
     def __call__(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
