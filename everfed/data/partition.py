@@ -1,0 +1,290 @@
+"""Who gets what: ways to divide a label column among clients.
+
+Every function is `(labels, clients, rng, **options) -> parts`: `labels` (n,) integers, `parts[k]` the ascending
+positions that client k holds. No position is given twice; all but `pathological` give every position away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from everfed.data.errors import PartitionError
+
+Parts = list[np.ndarray]
+
+# A Dirichlet draw that leaves a client short is repeated; after this many the request is called impossible.
+DRAWS = 1000
+# Populations up to this size are reported client by client, larger ones by their distribution.
+DETAIL = 100
+
+
+def iid(labels: np.ndarray, clients: int, rng: np.random.Generator, *, min_samples: int = 1) -> Parts:
+    """Uniformly at random; sizes differ by one at most."""
+    _require_whole("min_samples", min_samples, least=0)
+    _require_samples(labels, clients, min_samples)
+    owner = np.empty(len(labels), np.int64)
+    owner[rng.permutation(len(labels))] = _even_owners(np.arange(clients), len(labels))
+    return _by_owner(owner, clients)
+
+
+def shards(labels: np.ndarray, clients: int, rng: np.random.Generator, *, per_client: int = 2) -> Parts:
+    """Sort by label, cut `per_client * clients` equal shards, deal `per_client` to each client (FedGP's code).
+
+    Shards straddle class borders, so a client may hold more than `per_client` labels.
+    """
+    _require_whole("per_client", per_client)
+    _require_samples(labels, clients, per_client)
+    cuts = np.array_split(np.argsort(labels, kind="stable"), per_client * clients)
+    dealt = rng.permutation(len(cuts)).reshape(clients, per_client)
+    return [np.sort(np.concatenate([cuts[s] for s in row])) for row in dealt]
+
+
+def exact_labels(labels: np.ndarray, clients: int, rng: np.random.Generator, *, per_client: int = 2) -> Parts:
+    """Exactly `per_client` labels for every client, every label held by equally many clients (or one more)."""
+    _require_whole("per_client", per_client)
+    classes = np.unique(labels)
+    _require_classes("per_client", per_client, classes)
+    if clients * per_client < len(classes):
+        raise PartitionError(
+            f"clients * per_client = {clients * per_client} leaves some of {len(classes)} labels to nobody; "
+            f"per_client must be at least {-(-len(classes) // clients)}"
+        )
+    return _share_classes(labels, classes, _even_hands(len(classes), clients, per_client, rng), clients, rng)
+
+
+def dirichlet(
+    labels: np.ndarray,
+    clients: int,
+    rng: np.random.Generator,
+    *,
+    alpha: float,
+    balance: bool = False,
+    min_samples: int = 1,
+) -> Parts:
+    """Each class is shared out in proportions p ~ Dir(alpha * 1_K).
+
+    balance: clients that already hold n/K samples get no more of later classes (FedGP's code).
+    min_samples: the whole draw is repeated until every client has as many; 0 allows clients without data.
+    """
+    _require_positive("alpha", alpha)
+    _require_bool("balance", balance)
+    _require_whole("min_samples", min_samples, least=0)
+    _require_samples(labels, clients, min_samples)
+    for _ in range(DRAWS):
+        owner = _dirichlet_owners(labels, clients, rng, alpha, balance)
+        if np.bincount(owner, minlength=clients).min() >= min_samples:
+            return _by_owner(owner, clients)
+    raise PartitionError(
+        f"no Dirichlet draw in {DRAWS} gave each of {clients} clients min_samples = {min_samples} of {len(labels)} "
+        f"samples at alpha = {alpha}; raise alpha, lower min_samples (0 allows empty clients) or use fewer clients"
+    )
+
+
+def pathological(labels: np.ndarray, clients: int, rng: np.random.Generator, *, classes_per_client: int) -> Parts:
+    """`classes_per_client` classes for every client: class k mod C for client k, the others at random.
+
+    A class is shared evenly by those who hold it. With fewer clients than classes, a class nobody holds is left out.
+    """
+    _require_whole("classes_per_client", classes_per_client)
+    classes = np.unique(labels)
+    _require_classes("classes_per_client", classes_per_client, classes)
+    rank = rng.random((clients, len(classes)))
+    rank[np.arange(clients), np.arange(clients) % len(classes)] = -1.0  # its own class comes first
+    held = np.argsort(rank, axis=1)[:, :classes_per_client]
+    return _share_classes(labels, classes, held, clients, rng)
+
+
+KINDS: Mapping[str, Callable[..., Parts]] = {
+    "iid": iid,
+    "shards": shards,
+    "exact-labels": exact_labels,
+    "dirichlet": dirichlet,
+    "pathological": pathological,
+}
+FLWR_PREFIX = "flwr:"
+
+
+def partition(kind: str, labels: np.ndarray, clients: int, rng: np.random.Generator, **options: Any) -> Parts:
+    """The partition `kind` names, with its own options; `flwr:Name` is a partitioner of flwr-datasets."""
+    _require_whole("clients", clients)
+    if len(labels) == 0:
+        raise PartitionError(f"there is no sample to divide among {clients} clients")
+    if kind.startswith(FLWR_PREFIX):
+        from everfed.data.flwr_partition import flwr_partition
+
+        return flwr_partition(kind.removeprefix(FLWR_PREFIX), labels, clients, rng, **options)
+    check_options(kind, options)
+    return KINDS[kind](labels, clients, rng, **options)
+
+
+def check_options(kind: str, options: Mapping[str, Any]) -> None:
+    """Refuse an unknown kind, an unknown option and a missing one, before any label is at hand."""
+    if kind.startswith(FLWR_PREFIX):
+        return  # its options are checked against the partitioner's own signature
+    if kind not in KINDS:
+        raise PartitionError(f"unknown kind {kind!r}; allowed: {', '.join(KINDS)}, {FLWR_PREFIX}<PartitionerName>")
+    accepted = option_names(kind)
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise PartitionError(f"{kind!r} has no option {unknown[0]!r}; allowed: {', '.join(accepted)}")
+    missing = [name for name, required in accepted.items() if required and name not in options]
+    if missing:
+        raise PartitionError(f"{kind!r} needs the option {missing[0]!r}")
+
+
+def option_names(kind: str) -> dict[str, bool]:
+    """The options of a kind, each with whether it must be given."""
+    parameters = inspect.signature(KINDS[kind]).parameters.values()
+    return {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def who_got_what(labels: np.ndarray, parts: Sequence[np.ndarray]) -> dict[str, Any]:
+    """A JSON-ready report: samples and classes per client; client by client up to `DETAIL` clients.
+
+    `hash` identifies the division, so that two runs can be told to have used the same one.
+    """
+    classes, column = np.unique(labels, return_inverse=True)
+    counts = _counts(column, parts, len(classes))
+    sizes = counts.sum(axis=1)
+    report: dict[str, Any] = {
+        "clients": len(parts),
+        "samples": int(sizes.sum()),
+        "unassigned": len(labels) - int(sizes.sum()),
+        "samples_per_client": {
+            "min": int(sizes.min()),
+            "median": float(np.median(sizes)),
+            "mean": float(sizes.mean()),
+            "max": int(sizes.max()),
+        },
+        "clients_without_data": int((sizes == 0).sum()),
+        "clients_by_number_of_classes": _histogram((counts > 0).sum(axis=1)),
+        "labels": classes.tolist(),
+        "samples_per_class": counts.sum(axis=0).tolist(),
+        "hash": _fingerprint(parts, len(labels)),
+    }
+    if len(parts) <= DETAIL:
+        report["table"] = counts.tolist()  # rows are clients, columns are `labels`
+    return report
+
+
+def _counts(column: np.ndarray, parts: Sequence[np.ndarray], classes: int) -> np.ndarray:
+    """(clients, classes) samples held."""
+    owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+    held = column[np.concatenate(parts)]
+    return np.bincount(owner * classes + held, minlength=len(parts) * classes).reshape(len(parts), classes)
+
+
+def _histogram(values: np.ndarray) -> dict[str, int]:
+    found, times = np.unique(values, return_counts=True)
+    return {str(v): int(t) for v, t in zip(found, times, strict=True)}
+
+
+def _fingerprint(parts: Sequence[np.ndarray], samples: int) -> str:
+    owner = np.full(samples, -1, dtype="<i8")
+    owner[np.concatenate(parts)] = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+    return hashlib.sha256(owner.tobytes()).hexdigest()[:16]
+
+
+def _by_owner(owner: np.ndarray, clients: int) -> Parts:
+    """Positions grouped by owner, ascending within each; owner -1 means nobody."""
+    order = np.argsort(owner, kind="stable")
+    ends = np.searchsorted(owner[order], np.arange(clients + 1))
+    return [order[a:b] for a, b in pairwise(ends)]
+
+
+def _even_owners(holders: np.ndarray, count: int) -> np.ndarray:
+    """(count,) owners: `holders` in runs whose lengths differ by one at most, the longer runs first."""
+    size, extra = divmod(count, len(holders))
+    return np.repeat(holders, size + (np.arange(len(holders)) < extra))
+
+
+def _dirichlet_owners(
+    labels: np.ndarray, clients: int, rng: np.random.Generator, alpha: float, balance: bool
+) -> np.ndarray:
+    """One draw: the owner of every sample."""
+    owner = np.empty(len(labels), np.int64)
+    held = np.zeros(clients, np.int64)
+    for c in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == c))
+        p = rng.dirichlet(np.full(clients, float(alpha)))
+        if balance:
+            p = _only_open(p, held * clients < len(labels))
+        # Divided by its own last entry, the sum ends at 1 exactly: a closed last client gets no rounding remainder.
+        sums = np.cumsum(p)
+        share = np.diff((sums / sums[-1] * len(members)).astype(np.int64), prepend=0)
+        owner[members] = np.repeat(np.arange(clients), share)
+        held += share
+    return owner
+
+
+def _only_open(p: np.ndarray, is_open: np.ndarray) -> np.ndarray:
+    """Proportions with nothing for closed clients; someone is always open while samples remain."""
+    p = np.where(is_open, p, 0.0)
+    # At a tiny alpha all mass can lie on closed clients: the open ones then share evenly.
+    return p / p.sum() if p.sum() > 0 else is_open / is_open.sum()
+
+
+def _even_hands(classes: int, clients: int, per_client: int, rng: np.random.Generator) -> np.ndarray:
+    """(clients, per_client) distinct classes per row, every class dealt equally often (or once more).
+
+    Taking the classes with most cards left never runs into a hand that cannot be completed.
+    """
+    cards = np.full(classes, clients * per_client // classes)
+    cards[rng.permutation(classes)[: clients * per_client % classes]] += 1
+    hands = np.empty((clients, per_client), np.int64)
+    for row in hands:
+        row[:] = np.argsort(-(cards + rng.random(classes)))[:per_client]
+        cards[row] -= 1
+    return rng.permutation(hands)
+
+
+def _share_classes(
+    labels: np.ndarray, classes: np.ndarray, held: np.ndarray, clients: int, rng: np.random.Generator
+) -> Parts:
+    """Share every class evenly among the clients whose row of `held` (indices into `classes`) names it."""
+    owner = np.full(len(labels), -1, np.int64)
+    for index, c in enumerate(classes):
+        members = rng.permutation(np.flatnonzero(labels == c))
+        holders = np.flatnonzero((held == index).any(axis=1))
+        if len(holders) > len(members):
+            raise PartitionError(
+                f"label {c} has {len(members)} samples for {len(holders)} clients; use fewer clients or fewer "
+                "labels per client"
+            )
+        if len(holders):
+            owner[members] = _even_owners(holders, len(members))
+    return _by_owner(owner, clients)
+
+
+def _require_whole(option: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise PartitionError(f"{option} must be a whole number of at least {least}, got {value!r}")
+
+
+def _require_positive(option: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise PartitionError(f"{option} must be a positive number, got {value!r}")
+
+
+def _require_bool(option: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise PartitionError(f"{option} must be true or false, got {value!r}")
+
+
+def _require_samples(labels: np.ndarray, clients: int, each: int) -> None:
+    if len(labels) < clients * each:
+        raise PartitionError(
+            f"{len(labels)} samples are too few for {clients} clients with at least {each} each; "
+            f"allowed: at most {len(labels) // each} clients"
+        )
+
+
+def _require_classes(option: str, value: int, classes: np.ndarray) -> None:
+    if value > len(classes):
+        raise PartitionError(f"{option} = {value} but there are only {len(classes)} classes to hold")
