@@ -1,0 +1,141 @@
+"""Readers of the formats data sets are published in. None of them runs code from the file: no pickle."""
+
+from __future__ import annotations
+
+import gzip
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from everfed.data.errors import DataError
+from everfed.data.split import held_out
+
+# A set that comes without a test part gets one: this share of every class, drawn with this seed.
+TEST_FRACTION = 0.2
+SPLIT_SEED = 0
+
+R = TypeVar("R")
+
+
+class Arrays(NamedTuple):
+    """What a file holds: samples and labels of both parts, and the class names where the file gives them."""
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    class_names: tuple[str, ...] | None = None
+
+
+def _names_the_file(read: Callable[[Path], R]) -> Callable[[Path], R]:
+    """A damaged file becomes a DataError that says which one."""
+
+    @wraps(read)
+    def reader(path: Path) -> R:
+        try:
+            return read(path)
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as problem:
+            if isinstance(problem, DataError):
+                raise
+            raise DataError(f"{path}: cannot be read ({problem})") from problem
+
+    return reader
+
+
+@_names_the_file
+def read_idx(path: Path) -> np.ndarray:
+    """An idx file of unsigned bytes, as MNIST and EMNIST use it, plain or gzipped."""
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        zero, kind, axes = int.from_bytes(file.read(2)), *file.read(2)
+        if zero != 0 or kind != 8:
+            raise DataError(f"{path}: not an idx file of unsigned bytes")
+        shape = np.frombuffer(file.read(4 * axes), dtype=">u4").astype(int)
+        return _shaped(path, np.frombuffer(file.read(), dtype=np.uint8), tuple(shape))
+
+
+@_names_the_file
+def read_cifar10_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y) of a batch of the binary version of CIFAR-10: a label byte and 3x32x32 image bytes per record."""
+    return _cifar_records(path, label_bytes=1)
+
+
+@_names_the_file
+def read_cifar100_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y) of the binary version of CIFAR-100: coarse label, fine label and 3x32x32 bytes; y is the fine one."""
+    return _cifar_records(path, label_bytes=2)
+
+
+def _cifar_records(path: Path, label_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    raw, record = np.fromfile(path, dtype=np.uint8), label_bytes + 3 * 32 * 32
+    rows = _shaped(path, raw, (len(raw) // record, record))
+    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
+
+
+@_names_the_file
+def read_svhn_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y) of SVHN's cropped digits, MATLAB format 2; the label 10 stands for the digit 0."""
+    from scipy.io import loadmat
+
+    content = loadmat(path)
+    return np.ascontiguousarray(content["X"].transpose(3, 2, 0, 1)), content["y"].reshape(-1) % 10
+
+
+@_names_the_file
+def read_usps_text(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y) of zip.train or zip.test: a digit and 256 grey levels in [-1, 1] per line, plain or gzipped."""
+    rows = np.loadtxt(path, dtype=np.float32, ndmin=2)
+    return _grey_bytes(_shaped(path, rows[:, 1:], (len(rows), 16, 16))), rows[:, 0].astype(np.int64)
+
+
+@_names_the_file
+def read_usps_svmlight(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y) of usps or usps.t in svmlight format, plain or compressed; labels run from 1 to 10."""
+    from sklearn.datasets import load_svmlight_file
+
+    x, y = load_svmlight_file(str(path), n_features=256)
+    return _grey_bytes(x.toarray().reshape(-1, 16, 16)), y.astype(np.int64) - 1
+
+
+@_names_the_file
+def read_npz(path: Path) -> Arrays:
+    """x_train, y_train, x_test, y_test; or x, y with a test part drawn by class. `names` may name the classes."""
+    with np.load(path, allow_pickle=False) as file:
+        names = tuple(str(n) for n in file["names"]) if "names" in file.files else None
+        if {"x_train", "y_train", "x_test", "y_test"} <= set(file.files):
+            return Arrays(file["x_train"], file["y_train"], file["x_test"], file["y_test"], names)
+        if {"x", "y"} <= set(file.files):
+            return split_arrays(file["x"], file["y"], names)
+        raise DataError(
+            f"{path}: needs the arrays x_train, y_train, x_test, y_test, or x and y; it has {', '.join(file.files)}"
+        )
+
+
+def split_arrays(x: np.ndarray, y: np.ndarray, class_names: Sequence[str] | None = None) -> Arrays:
+    """A fixed test part, a fifth of every class, the same on every machine."""
+    if len(x) != len(y):
+        raise DataError(f"{len(x)} samples but {len(y)} labels")
+    train, test = held_out(np.reshape(y, -1), TEST_FRACTION, np.random.default_rng(SPLIT_SEED))
+    return Arrays(x[train], y[train], x[test], y[test], tuple(class_names) if class_names else None)
+
+
+def read_names(path: Path) -> tuple[str, ...] | None:
+    """One class name per line, or None when there is no such file."""
+    if not path.is_file():
+        return None
+    return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+
+
+def _grey_bytes(levels: np.ndarray) -> np.ndarray:
+    """Grey levels in [-1, 1] as bytes."""
+    return np.rint((np.clip(levels, -1.0, 1.0) + 1.0) * 127.5).astype(np.uint8)
+
+
+def _shaped(path: Path, flat: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if flat.size != np.prod(shape):
+        raise DataError(f"{path}: {flat.size} values where {shape} was promised; the file is damaged or incomplete")
+    return flat.reshape(shape)

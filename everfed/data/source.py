@@ -1,0 +1,129 @@
+"""A data set in storage form, as streams use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.data.errors import DataError
+
+# An image axis of one of these lengths is taken for the channels.
+CHANNELS = (1, 3, 4)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set with its own train and test parts.
+
+    x_*: uint8 images (n, channels, height, width), float32 features (n, ...) or int64 tokens (n, length).
+    y_*: (n,) int64 class ids below `classes`. origin: where the data came from, for reports.
+    """
+
+    name: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+    class_names: tuple[str, ...]
+    origin: str
+
+    def __post_init__(self) -> None:
+        _check_pair(self.name, "train", self.x_train, self.y_train, self.classes)
+        _check_pair(self.name, "test", self.x_test, self.y_test, self.classes)
+        _check_alike(self.name, self.x_train, self.x_test)
+        if len(self.class_names) != self.classes:
+            raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
+
+
+def make_source(
+    name: str,
+    x_train: np.ndarray | Tensor,
+    y_train: np.ndarray | Tensor,
+    x_test: np.ndarray | Tensor,
+    y_test: np.ndarray | Tensor,
+    *,
+    origin: str,
+    classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Source:
+    """A source from arrays in any of the usual layouts; classes default to the names given, else to the labels seen."""
+    train, test = storage_labels(y_train, name), storage_labels(y_test, name)
+    if classes is None:
+        classes = (
+            len(class_names) if class_names else 1 + max((int(y.max()) for y in (train, test) if len(y)), default=0)
+        )
+    names = tuple(class_names) if class_names else tuple(str(c) for c in range(classes))
+    x = storage_form(x_train, name), storage_form(x_test, name)
+    return Source(name, x[0], train, x[1], test, classes, names, origin)
+
+
+def storage_form(x: np.ndarray | Tensor, name: str = "x") -> Tensor:
+    """Samples as streams keep them.
+
+    uint8 (n, h, w) and (n, h, w, c) become images (n, c, h, w); uint8 and float rows become float32; other whole
+    numbers become int64 tokens. A 4-D array is channels-last only when its last axis has 1, 3 or 4 entries and its
+    second axis has not.
+    """
+    x = _as_tensor(x, name)
+    if x.dim() < 2:
+        raise DataError(f"{name}: samples need at least two axes (n, ...), got shape {tuple(x.shape)}")
+    if x.dim() == 4 and x.shape[3] in CHANNELS and x.shape[1] not in CHANNELS:
+        x = x.permute(0, 3, 1, 2)
+    if x.dtype == torch.uint8 and x.dim() == 3:
+        x = x.unsqueeze(1)
+    return x.to(_storage_dtype(x, name)).contiguous()
+
+
+def storage_labels(y: np.ndarray | Tensor, name: str = "y") -> Tensor:
+    """(n,) int64 class ids from any array of whole numbers, (n,) or (n, 1)."""
+    y = _as_tensor(y, name)
+    if y.dim() == 2 and y.shape[1] == 1:
+        y = y.squeeze(1)
+    if y.dim() != 1 or y.dtype.is_floating_point or y.dtype.is_complex or y.dtype == torch.bool:
+        raise DataError(f"{name}: labels must be one whole number per sample, got {y.dtype} of shape {tuple(y.shape)}")
+    return y.to(torch.int64)
+
+
+def _storage_dtype(x: Tensor, name: str) -> torch.dtype:
+    if x.dtype == torch.uint8 and x.dim() == 4:
+        return torch.uint8
+    if x.dtype.is_floating_point or x.dtype == torch.uint8:
+        return torch.float32
+    if x.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        return torch.int64
+    raise DataError(f"{name}: samples of type {x.dtype} are not supported; allowed: uint8, signed integers, floats")
+
+
+def _as_tensor(array: np.ndarray | Tensor, name: str) -> Tensor:
+    if isinstance(array, Tensor):
+        return array.detach()
+    array = np.asarray(array)
+    # torch needs native byte order, positive strides and memory that it may write to.
+    array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+    try:
+        return torch.from_numpy(array)
+    except TypeError as problem:
+        raise DataError(f"{name}: arrays of type {array.dtype} are not supported") from problem
+
+
+def _check_pair(name: str, part: str, x: Tensor, y: Tensor, classes: int) -> None:
+    if len(x) != len(y):
+        raise DataError(f"{name}: {len(x)} {part} samples but {len(y)} {part} labels")
+    if len(x) == 0:
+        raise DataError(f"{name}: the {part} part is empty")
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= classes:
+        raise DataError(f"{name}: {part} labels run from {low} to {high}, allowed: 0 to {classes - 1}")
+
+
+def _check_alike(name: str, train: Tensor, test: Tensor) -> None:
+    if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
+        raise DataError(
+            f"{name}: train samples are {train.dtype} {tuple(train.shape[1:])}, "
+            f"test samples {test.dtype} {tuple(test.shape[1:])}; they must be alike"
+        )

@@ -1,0 +1,114 @@
+"""Finding a data set by name or path: embedded, in the data folder, a user's own files, or on the hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from everfed.data.catalogue import DIGITS, KNOWN
+from everfed.data.errors import DataError
+from everfed.data.formats import Arrays, read_npz, split_arrays
+from everfed.data.image_folder import is_image_folder, read_image_folder
+from everfed.data.source import Source, make_source
+
+__all__ = ["HUB_PREFIX", "VARIABLE", "Source", "available", "load"]
+
+VARIABLE = "EVERFED_DATA"
+HUB_PREFIX = "hub:"
+EMBEDDED = "digits"
+
+
+def load(name_or_path: str | Path, data_dir: str | Path | None = None) -> Source:
+    """The data set of that name.
+
+    `digits` is embedded; `hub:<dataset>` comes from the Hugging Face hub; the named sets come from the data folder
+    (`data_dir`, else the environment variable EVERFED_DATA); anything else is a user's own npz or image folder, as a
+    path or as a name in the data folder. A set that is not there is a DataError.
+    """
+    name = str(name_or_path)
+    if name == EMBEDDED:
+        return _digits()
+    if name.startswith(HUB_PREFIX):
+        from everfed.data.hub import load_hub
+
+        return load_hub(name.removeprefix(HUB_PREFIX))
+    folder = data_folder(data_dir)
+    return _load_known(name, folder) if name in KNOWN else _load_own(name, folder)
+
+
+def available(data_dir: str | Path | None = None) -> list[tuple[str, bool, str]]:
+    """(name, found, where) of every named set, then of the user's own sets in the data folder."""
+    folder = data_folder(data_dir)
+    rows = [(EMBEDDED, True, "embedded (scikit-learn)")]
+    for name, known in KNOWN.items():
+        found = known.find(folder) if folder else None
+        rows.append((name, found is not None, str(found[1][0]) if found else f"missing; {known.get_it}"))
+    taken = {where for _, found, where in rows if found}
+    return rows + [row for row in _own_sets(folder) if row[2] not in taken]
+
+
+def data_folder(data_dir: str | Path | None = None) -> Path | None:
+    """The folder that holds data sets: the argument, else EVERFED_DATA, else None."""
+    chosen = data_dir or os.environ.get(VARIABLE)
+    return Path(chosen).expanduser() if chosen else None
+
+
+def _digits() -> Source:
+    """1,797 handwritten digits of 8x8 pixels; the grey levels 0..16 become 0..255."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    arrays = split_arrays(np.rint(bunch.images * (255 / 16)).astype(np.uint8), bunch.target)
+    return make_source(EMBEDDED, *arrays[:4], class_names=DIGITS, origin="scikit-learn (embedded)")
+
+
+def _load_known(name: str, folder: Path | None) -> Source:
+    known = KNOWN[name]
+    if folder is None:
+        raise DataError(f"data set {name!r}: no data folder is named. {_remedy(known.get_it)}")
+    found = known.find(folder)
+    if found is None:
+        places = ", ".join(place for layout in known.layouts for place in layout.places(folder))
+        raise DataError(f"data set {name!r} was not found. Looked for: {places}. {_remedy(known.get_it)}")
+    layout, files = found
+    arrays = layout.read(files)
+    names = arrays.class_names or known.class_names
+    return _from_arrays(name, arrays._replace(class_names=names), files[0], known.classes)
+
+
+def _load_own(name: str, folder: Path | None) -> Source:
+    places = [Path(name).expanduser()]
+    if folder:
+        places += [folder / name, folder / f"{name}.npz"]
+    for place in places:
+        if place.is_file() and place.suffix == ".npz":
+            return _from_arrays(place.stem, read_npz(place), place)
+        if place.is_dir():
+            return _from_arrays(place.name, read_image_folder(place), place)
+    names = ", ".join((EMBEDDED, *KNOWN, f"{HUB_PREFIX}<dataset>"))
+    raise DataError(
+        f"data set {name!r} was not found. Looked for an npz file or an image folder at: "
+        f"{', '.join(map(str, places))}. Allowed: {names}, or a path"
+    )
+
+
+def _from_arrays(name: str, arrays: Arrays, path: Path, classes: int | None = None) -> Source:
+    try:
+        return make_source(
+            name, *arrays[:4], class_names=arrays.class_names, classes=classes, origin=str(path.absolute())
+        )
+    except DataError as problem:
+        raise DataError(f"{path}: {problem}") from problem
+
+
+def _remedy(get_it: str) -> str:
+    return f"Get it from {get_it}; then put it into the folder that --data or {VARIABLE} names"
+
+
+def _own_sets(folder: Path | None) -> list[tuple[str, bool, str]]:
+    if folder is None or not folder.is_dir():
+        return []
+    own = [p for p in sorted(folder.iterdir()) if p.suffix == ".npz" or (p.is_dir() and is_image_folder(p))]
+    return [(p.stem if p.is_file() else p.name, True, str(p)) for p in own]
