@@ -1,0 +1,99 @@
+"""Streams: what each client sees over time. `build` makes one from a recipe, `from_arrays` from a user's own arrays."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from everfed.core.stream import Stream
+from everfed.data.partition import FLWR_PREFIX, KINDS
+from everfed.data.source import make_source
+from everfed.data.sources import load
+from everfed.streams.base import IncrementalStream
+from everfed.streams.class_incremental import ClassIncremental
+from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
+from everfed.streams.options import OptionError, Options, require_choice
+from everfed.streams.task_incremental import TaskIncremental
+
+__all__ = ["PARTITIONS", "SCENARIOS", "TRANSFORMS", "OptionError", "Options", "build", "from_arrays"]
+
+_CLASSES: Mapping[str, type[IncrementalStream]] = {
+    kind.scenario: kind for kind in (DomainIncremental, ClassIncremental, TaskIncremental)
+}
+SCENARIOS: Mapping[str, str] = {name: kind.about for name, kind in _CLASSES.items()}
+PARTITIONS: Mapping[str, str] = {
+    **{name: (divide.__doc__ or "").splitlines()[0] for name, divide in KINDS.items()},
+    f"{FLWR_PREFIX}<PartitionerName>": "Any sample partitioner of flwr-datasets, with its own options.",
+}
+
+
+def build(
+    options: Mapping[str, Any],
+    seed: int,
+    rounds_per_task: int,
+    data_dir: str | Path | None = None,
+    scale: float = 1.0,
+) -> Stream:
+    """The stream of a recipe's [stream] table.
+
+    Keys: dataset, scenario, seed (the stream's own; default `seed`), those of `Options`, and the scenario's own:
+    transform (domain-incremental), class_order (class- and task-incremental). A key or value that is not allowed is
+    an OptionError; a data set that is not there is a DataError. Every client's share of every task is decided here.
+    """
+    table = dict(options)
+    if not isinstance(table.get("dataset"), (str, Path)) or not str(table["dataset"]):
+        raise OptionError("dataset", f"expected the name or path of a data set, got {table.get('dataset')!r}")
+    dataset = table.pop("dataset")
+    kind, common, own = _split_options(table)
+    seed = own.pop("seed", seed)
+    return kind(load(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+
+
+def from_arrays(
+    x_train: np.ndarray | Tensor,
+    y_train: np.ndarray | Tensor,
+    x_test: np.ndarray | Tensor,
+    y_test: np.ndarray | Tensor,
+    *,
+    scenario: str,
+    seed: int = 0,
+    rounds_per_task: int = 20,
+    scale: float = 1.0,
+    name: str = "arrays",
+    classes: int | None = None,
+    **options: Any,
+) -> Stream:
+    """A stream of a user's own arrays: images or features x (n, ...) and whole-number labels y (n,).
+
+    `options` are those of `build`. Labels count from 0; `classes` is needed when some class has no sample.
+    """
+    kind, common, own = _split_options({"scenario": scenario, **options})
+    source = make_source(name, x_train, y_train, x_test, y_test, origin="arrays in memory", classes=classes)
+    return kind(source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+
+
+def _split_options(table: Mapping[str, Any]) -> tuple[type[IncrementalStream], Options, dict[str, Any]]:
+    """(scenario class, shared options, the rest), with unknown keys refused."""
+    rest = dict(table)
+    scenario = rest.pop("scenario", None)
+    require_choice("scenario", scenario, SCENARIOS)
+    kind = _CLASSES[scenario]
+    shared, own = {f.name for f in fields(Options)}, {*_own_keys(kind), "seed"}
+    for key in rest:
+        if key not in shared | own:
+            allowed = ", ".join(sorted({"dataset", "scenario"} | shared | own))
+            raise OptionError(key, f"is not a key of the {scenario} stream; allowed: {allowed}")
+    common = Options(**{k: v for k, v in rest.items() if k in shared})
+    return kind, common, {k: v for k, v in rest.items() if k in own}
+
+
+def _own_keys(kind: type[IncrementalStream]) -> list[str]:
+    """The keys that only this scenario has: its constructor's keyword arguments."""
+    parameters = inspect.signature(kind).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

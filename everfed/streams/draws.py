@@ -1,0 +1,28 @@
+"""Random draws of a stream: from its own seed and a purpose, never from anywhere else."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+
+def generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
+    """The generator for one purpose of one stream, the same on every machine and in every order of calls."""
+    word = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
+    # A SeedSequence does not see trailing zeros: without their number, key 0 would be the same as no key.
+    return np.random.default_rng(np.random.SeedSequence([seed, word, len(keys), *keys]))
+
+
+def participants(seed: int, index: int, clients: int, ratio: float) -> tuple[int, ...]:
+    """The clients that take part in round `index`: max(1, round(ratio * K)), uniform without replacement, ascending."""
+    count = cohort_size(clients, ratio)
+    if count == clients:
+        return tuple(range(clients))
+    chosen = generator(seed, "participation", index).choice(clients, size=count, replace=False)
+    return tuple(sorted(chosen.tolist()))
+
+
+def cohort_size(clients: int, ratio: float) -> int:
+    """How many clients take part in a round."""
+    return max(1, round(ratio * clients))

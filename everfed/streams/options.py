@@ -1,0 +1,134 @@
+"""The keys of a recipe's [stream] table that every scenario shares, checked when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everfed.data.errors import PartitionError
+from everfed.data.partition import check_options
+
+# (mean, std) per channel of the named normalisations; a single entry serves every channel.
+NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "none": ((), ()),
+    "half": ((0.5,), (0.5,)),
+    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+# What a set is normalised by when the recipe does not say (FedGP's code); all other sets: none.
+USUAL_NORMALISATION: Mapping[str, str] = {"cifar10": "half", "cifar100": "cifar100"}
+AUGMENTATIONS: Mapping[str, str] = {
+    "none": "train on the images as they are",
+    "crop-flip": "random crop after zero-padding by 4, and random horizontal flip, in training only",
+}
+
+
+class OptionError(ValueError):
+    """A key of the stream that is unknown or has a value that is not allowed."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"stream.{key}: {problem}")
+        self.key = f"stream.{key}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is common to all scenarios.
+
+    tasks, clients: how many. partition: {kind, and its options}. participation: share of clients per round, (0, 1].
+    normalise: "none", "half" (0.5/0.5), "cifar100" or {mean, std}; None means what is usual for the set.
+    augment: "none" or "crop-flip". validation: share of every class held out of the training data, [0, 1).
+    boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
+    image_size, channels: bring images to this format first.
+    """
+
+    tasks: int = 5
+    clients: int = 10
+    partition: Mapping[str, Any] = field(default_factory=lambda: {"kind": "iid"})
+    participation: float = 1.0
+    normalise: str | Mapping[str, Any] | None = None
+    augment: str = "none"
+    validation: float = 0.0
+    boundaries: bool = True
+    max_train: int | None = None
+    max_test: int | None = None
+    image_size: int | None = None
+    channels: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("tasks", self.tasks)
+        require_whole("clients", self.clients)
+        require_number("participation", self.participation, above=0.0, to=1.0)
+        require_number("validation", self.validation, least=0.0, below=1.0)
+        require_choice("augment", self.augment, AUGMENTATIONS)
+        if not isinstance(self.boundaries, bool):
+            raise OptionError("boundaries", f"expected true or false, got {self.boundaries!r}")
+        for key in ("max_train", "max_test", "image_size", "channels"):
+            if getattr(self, key) is not None:
+                require_whole(key, getattr(self, key))
+        _check_partition(self.partition)
+        if self.normalise is not None:
+            normalisation(self.normalise)
+
+
+def normalisation(value: str | Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(mean, std) that `normalise = value` stands for; both empty when nothing is normalised."""
+    if isinstance(value, str):
+        require_choice("normalise", value, NORMALISATIONS)
+        return NORMALISATIONS[value]
+    if not isinstance(value, Mapping) or set(value) != {"mean", "std"}:
+        allowed = ", ".join(NORMALISATIONS)
+        raise OptionError("normalise", f"expected one of {allowed}, or a table with mean and std, got {value!r}")
+    mean, std = _numbers("normalise.mean", value["mean"]), _numbers("normalise.std", value["std"])
+    if len(mean) != len(std):
+        raise OptionError("normalise", f"mean has {len(mean)} entries and std {len(std)}; one per channel is needed")
+    if min(std) <= 0:
+        raise OptionError("normalise.std", f"every entry must be positive, got {list(std)}")
+    return mean, std
+
+
+def require_whole(key: str, value: Any, least: int = 1) -> None:
+    """Refuse anything but a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(key, f"expected a whole number of at least {least}, got {value!r}")
+
+
+def require_number(
+    key: str,
+    value: Any,
+    *,
+    least: float = -float("inf"),
+    above: float = -float("inf"),
+    to: float = float("inf"),
+    below: float = float("inf"),
+) -> None:
+    """Refuse anything but a number within the bounds: least <= value, above < value, value <= to, value < below."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (least <= value <= to and above < value < below):
+        low = f"({above:g}" if above > least else f"[{least:g}"
+        high = f"{below:g})" if below < to else f"{to:g}]"
+        raise OptionError(key, f"expected a number in {low}, {high}, got {value!r}")
+
+
+def require_choice(key: str, value: Any, allowed: Mapping[str, Any] | tuple[str, ...]) -> None:
+    """Refuse anything but one of `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise OptionError(key, f"{value!r} is not one of the allowed values: {', '.join(allowed)}")
+
+
+def _check_partition(partition: Any) -> None:
+    if not isinstance(partition, Mapping) or not isinstance(partition.get("kind"), str):
+        raise OptionError("partition", f"expected a table with a kind, such as {{ kind = 'iid' }}, got {partition!r}")
+    try:
+        check_options(partition["kind"], {k: v for k, v in partition.items() if k != "kind"})
+    except PartitionError as problem:
+        raise OptionError("partition", str(problem)) from problem
+
+
+def _numbers(key: str, value: Any) -> tuple[float, ...]:
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not entries:
+        raise OptionError(key, "expected one number per channel, got none")
+    for entry in entries:
+        require_number(key, entry, above=-float("inf"), below=float("inf"))
+    return tuple(float(entry) for entry in entries)

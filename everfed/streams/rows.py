@@ -1,0 +1,38 @@
+"""Which samples of a source a stream uses: thinned for quick looks, with a validation part held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from everfed.data.source import Source
+from everfed.data.split import held_out, stratified
+from everfed.streams.draws import generator
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Ascending positions: train and validation in the source's training part, test in its test part."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+
+def choose_rows(
+    source: Source, seed: int, scale: float, validation: float, max_train: int | None, max_test: int | None
+) -> Rows:
+    """The samples a stream may use; validation samples never come from the test part."""
+    y_train, y_test = source.y_train.numpy(force=True), source.y_test.numpy(force=True)
+    pool = _thinned(y_train, scale, max_train, generator(seed, "thin train"))
+    test = _thinned(y_test, scale, max_test, generator(seed, "thin test"))
+    kept, held = held_out(y_train[pool], validation, generator(seed, "validation"))
+    return Rows(pool[kept], pool[held], test)
+
+
+def _thinned(labels: np.ndarray, scale: float, cap: int | None, rng: np.random.Generator) -> np.ndarray:
+    """Positions of `scale` of the samples, `cap` at most, every class in proportion."""
+    count = max(1, round(scale * len(labels)))
+    count = count if cap is None else min(count, cap)
+    return np.arange(len(labels)) if count == len(labels) else stratified(labels, count, rng)
