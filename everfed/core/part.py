@@ -76,6 +76,10 @@ class Part:
         """Phases this part adds to a round."""
         return ()
 
+    def wanted(self, phase: str, ctx: Context) -> bool:
+        """Should one of its phases that is due run? To prepare the next task, say, is of no use after the last."""
+        return True
+
     def reducers(self) -> Mapping[str, Reducer]:
         """How the values this part adds to the `train` reply are reduced."""
         return {}
@@ -92,6 +96,10 @@ class Part:
     def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
         """The new shared model (the aggregating part only)."""
         raise CompositionError(f"part {self.name!r} does not aggregate")
+
+    def transform(self, server: State, model: Model, ctx: Context) -> Model:
+        """Change what aggregation made; `server` still holds the model before it. Any part may; in part order."""
+        return model
 
     def done(self, server: State, phase: str, ctx: Context) -> bool:
         """Ends a repeated phase before its last repeat."""

@@ -150,12 +150,20 @@ class Runner:
     def _agenda(self, index: int, plan: RoundPlan) -> Iterator[Phase]:
         method, every = self.world.method, self.world.options.sync_every
         if index % every == 0:
-            yield from (p for p in method.phases(Position.BEFORE) if p.when.due(index, plan))
+            yield from self._due(Position.BEFORE, index, plan)
         yield method.train_phase()
         if (index + 1) % every == 0:
-            yield from (p for p in method.phases(Position.AFTER) if p.when.due(index, plan))
+            yield from self._due(Position.AFTER, index, plan)
             if plan.evaluate or (self.evaluation.every and (index + 1) % self.evaluation.every == 0):
                 yield Phase(EVALUATE, cohort=Cohort.ALL if self.world.personal else Cohort.SERVER)
+
+    def _due(self, position: Position, index: int, plan: RoundPlan) -> Iterator[Phase]:
+        """The parts' phases of this round, less those that their parts do not want."""
+        method = self.world.method
+        for phase in method.phases(position):
+            ctx = self.world.server(phase.name, Moment(index, plan))
+            if phase.when.due(index, plan) and method.part(phase.owner).wanted(phase.name, ctx):
+                yield phase
 
     # phases ------------------------------------------------------------------------------------------------------
     def _phase(self, phase: Phase, moment: Moment) -> bool:
@@ -179,10 +187,10 @@ class Runner:
         if (moment.round + 1) % every:
             return
         method, ctx = self.world.method, self.world.server(TRAIN, moment)
-        self.state.server = {
-            **self.state.server,
-            MODEL: method.aggregator.aggregate(self.state.server, reduced[method.aggregator.name], ctx),
-        }
+        model = method.aggregator.aggregate(self.state.server, reduced[method.aggregator.name], ctx)
+        for part in method.parts:
+            model = part.transform(self.state.server, model, ctx)
+        self.state.server = {**self.state.server, MODEL: model}
         self.state.version += 1
         for part in method.parts:
             self._set_slots(part.name, part.update(self.state.server, TRAIN, reduced.get(part.name, {}), ctx))
