@@ -7,7 +7,7 @@ may run the same steps in another way (captured, say) by overriding `_steps` and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,6 +77,7 @@ class Trainer:
         self.precision = precision
         self.forward_part = forward_part
         self.replica = Replica(build_module(), layout, self.device)
+        self.network: Callable[[Tensor], Tensor] = self.replica.module
         self._loss: Callable[[Tensor, Tensor], Tensor] = getattr(stream, "loss", functional.cross_entropy)
 
     # what parts and clients call ---------------------------------------------------------------------------------
@@ -112,13 +113,13 @@ class Trainer:
             parts,
             model,
             received,
-            {k: on_device(v, self.device) for k, v in private(parts, state).items()},
+            {k: on_device(v, self.device) for k, v in state.items()},
             {k: on_device(v, self.device) for k, v in message.items()},
             data,
             schedule,
             plans,
             optimizer,
-            clone(moments) if moments else optimizer.init(model["params"].to(self.device)),
+            moments or optimizer.init(model["params"].to(self.device)),
             ctx.rate,
             ctx.key(f"{tag}/dropout"),
         )
@@ -160,8 +161,7 @@ class Trainer:
     def _network(self, inputs: Tensor, state: State, message: dict[str, Tree]) -> Tensor:
         part = self.forward_part
         if part is None:
-            outputs: Tensor = self.replica.module(inputs)
-            return outputs
+            return self.network(inputs)
         return part.forward(self.replica.module, inputs, state.get(part.name, {}), message.get(part.name, {}))
 
     def task_loss(self, ctx: Context) -> Callable[[Tensor, Tensor], Tensor]:
@@ -192,6 +192,8 @@ class Trainer:
         return state, plans
 
     def _steps(self, job: Job) -> Fitted:
+        # steps change slots and moments in place: on copies, so that training changes nothing it was given
+        job = replace(job, state=private(job.parts, job.state), moments=clone(job.moments))
         replica = self.replica
         replica.load(job.model)
         replica.generator.manual_seed(job.seed)
@@ -202,8 +204,10 @@ class Trainer:
         rate = torch.tensor(job.rate, device=self.device)
         total = torch.zeros((), device=self.device)
         for index in range(job.schedule.steps):
-            rows = {part: {k: t[index, : length(job.plans, part, k, index)] for k, t in own.items()}
-                    for part, own in tables.items()}  # fmt: skip
+            rows = {
+                part: {name: table[index, : job.plans[part][name].lengths[index]] for name, table in own.items()}
+                for part, own in tables.items()
+            }
             self.load_batch(step, x, y, rows)
             total += train_step(step, job.parts, job.optimizer, job.moments, rate)
         return Fitted(replica.model(), job.state, job.moments, total, len(job.data), job.schedule.steps)
@@ -232,11 +236,6 @@ def upload(plans: Mapping[str, Tables], device: torch.device) -> dict[str, dict[
     }
 
 
-def length(plans: Mapping[str, Tables], part: str, name: str, step: int) -> int:
-    """How much of a table's row is filled in `step`."""
-    return int(plans[part][name].lengths[step])
-
-
 def on_device(slots: Tree, device: torch.device) -> Tree:
     """The slots on `device`; the sub-tree "host" stays where it is."""
     moved = map_tensors(lambda tensor: tensor.to(device), {k: v for k, v in slots.items() if k != "host"})
@@ -244,6 +243,10 @@ def on_device(slots: Tree, device: torch.device) -> Tree:
 
 
 def private(parts: Sequence[Part], state: State) -> State:
-    """Copies of the slots that steps change in place, so that training changes nothing it was given."""
-    changing = {part.name for part in parts if overrides(part, "after")}
-    return {name: clone(slots) if name in changing else slots for name, slots in state.items()}
+    """The state with copies of the slots that steps change in place."""
+    return {name: clone(slots) if name in changing(parts) else slots for name, slots in state.items()}
+
+
+def changing(parts: Sequence[Part]) -> set[str]:
+    """The parts whose slots a training step changes."""
+    return {part.name for part in parts if overrides(part, "after")}

@@ -112,7 +112,7 @@ class Runner:
     def run(self) -> RunState:
         """To the end of the stream; `save` is offered the state after every phase."""
         while self.state.round < self.world.stream.rounds:
-            self._round()
+            self.round()
         return self.state
 
     def _first_server_state(self, model: Model) -> State:
@@ -121,7 +121,8 @@ class Runner:
         return {MODEL: dict(model), **{name: tree for name, tree in slots.items() if tree}}
 
     # rounds ------------------------------------------------------------------------------------------------------
-    def _round(self) -> None:
+    def round(self) -> None:
+        """The rest of the current round."""
         state, plan = self.state, self._plan(self.state.round)
         agenda = list(self._agenda(state.round, plan))
         while state.position < len(agenda):
@@ -275,7 +276,7 @@ class Runner:
 
     def _mean_loss(self, phase: Phase, moment: Moment, losses: list[tuple[int, Tensor | float, int]]) -> float:
         """Mean over clients of their mean step loss; reads the device once. Raises Diverged."""
-        sums = torch.stack([torch.as_tensor(loss).detach().cpu() for _, loss, _ in losses]).double()
+        sums = torch.stack([torch.as_tensor(loss).detach() for _, loss, _ in losses]).cpu().double()
         steps = torch.tensor([n for _, _, n in losses], dtype=torch.float64)
         bad = [client for (client, _, _), value in zip(losses, sums.tolist(), strict=True) if value - value != 0.0]
         if bad:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from everfed.core.client import Reply, new_state, run_client
+from everfed.core.data import Data
 from everfed.core.fit import Trainer
 from everfed.core.message import Message, unwrap
 from everfed.core.part import State
@@ -18,6 +19,10 @@ from everfed.store.clients import ClientStore
 BuildModule = Callable[[], torch.nn.Module]
 
 
+# what a client's code may raise; anything else is a bug of ours and keeps its own name
+CLIENT_FAULTS = (RuntimeError, ValueError, KeyError, IndexError, TypeError, ArithmeticError, OSError, MemoryError)
+
+
 def call(
     world: World,
     trainer: Trainer,
@@ -26,12 +31,19 @@ def call(
     state: State | None,
     message: Message | None,
     moment: Moment,
+    data: Data | None = None,
 ) -> tuple[State, Reply]:
-    """Run `phase` on one client, wherever this is."""
+    """Run `phase` on one client, wherever this is. `data`: what it sees now, when that is at hand already."""
     ctx = world.client(client, phase, moment, trainer)
     plain: dict[str, Tree] | None = None if message is None else unwrap(message)
-    data = world.data(client, phase, moment)
+    data = world.data(client, phase, moment) if data is None else data
     return run_client(world.method, phase, state or new_state(world.method, ctx), plain, data, ctx)
 
 
-__all__ = ["BuildModule", "ClientStore", "call"]
+def new_trainer(world: World, build_module: BuildModule, device: str = "cpu", precision: str = "fp32") -> Trainer:
+    """A trainer for this world's clients that runs every step as it comes."""
+    forward_part = world.method.owner("forward")
+    return Trainer(world.stream, world.facts.layout, build_module, device, precision, forward_part)
+
+
+__all__ = ["CLIENT_FAULTS", "BuildModule", "ClientStore", "call", "new_trainer"]

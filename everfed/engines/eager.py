@@ -10,13 +10,12 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.engine import ClientError
-from everfed.core.fit import Trainer
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.score import score_tasks
 from everfed.core.world import Moment, World
-from everfed.engines.base import BuildModule, ClientStore, call
+from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, call, new_trainer
 
 
 class Eager:
@@ -33,8 +32,7 @@ class Eager:
         precision: str = "fp32",
     ) -> None:
         self.world, self.store = world, store
-        forward_part = world.method.owner("forward")
-        self.trainer = Trainer(world.stream, world.facts.layout, build_module, device, precision, forward_part)
+        self.trainer = new_trainer(world, build_module, device, precision)
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
@@ -42,7 +40,7 @@ class Eager:
         for client in clients:
             try:
                 state, reply = call(self.world, self.trainer, phase, client, self.store.get(client), message, moment)
-            except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+            except CLIENT_FAULTS as error:
                 raise ClientError(client, phase.name, moment.round, error) from error
             self.store.put(client, state)
             yield client, reply

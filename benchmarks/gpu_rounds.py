@@ -1,0 +1,130 @@
+"""Seconds a round on one GPU: everfed's graphs engine beside a bare PyTorch loop, interleaved, in one run.
+
+python -m benchmarks.gpu_rounds [--only resnet32,...] [--slots 10] [--threads 1] [--compile] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import synthetic
+from benchmarks.bare_loop import BareFedAvg
+from everfed import models
+from everfed.core.runner import EvalOptions, Runner
+from everfed.engines.eager import Eager
+from everfed.engines.graphs import Graphs
+from everfed.recipe import Recipe
+from everfed.session import Assembly, assemble
+from everfed.store.clients import ClientStore
+
+CASES: dict[str, dict[str, Any]] = {
+    "resnet18-b32": dict(shape="cifar", model="resnet18", per_client=500, batch=32, epochs=5),
+    "resnet18-b128": dict(shape="cifar", model="resnet18", per_client=500, batch=128, epochs=5),
+    "mcmahan-b32": dict(shape="mnist", model="mcmahan-cnn", per_client=600, batch=32, epochs=1),
+}
+
+
+def build(case: dict[str, Any], method: str, rounds: int) -> Assembly:
+    recipe = Recipe.model_validate(
+        {
+            "method": {"name": method},
+            "model": {"kind": case["model"]},
+            "train": {
+                "rounds_per_task": rounds,
+                "local_epochs": case["epochs"],
+                "batch_size": case["batch"],
+                "optimizer": {"lr": 0.01},
+            },
+            "engine": {"kind": "graphs", "memory_format": "channels-last"},
+        }
+    )
+    return assemble(recipe, stream=synthetic.stream(case["shape"], 10, case["per_client"], rounds))
+
+
+def seconds(work: Any) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    case = CASES[name]
+    runs: dict[str, Any] = {}
+    for method in ("fedavg", "fedgp+der"):
+        assembly = build(case, method, rounds + 10)
+        engine = Graphs(
+            assembly.world,
+            ClientStore(),
+            assembly.build_module,
+            precision=arguments.precision,
+            slots=arguments.slots,
+            compiled=arguments.compile,
+            host_threads=arguments.threads,
+        )
+        runs[method] = round_of(assembly, engine)
+    plain = build(case, "fedavg", rounds + 10)
+    module = models.build(case["model"], plain.stream.input_shape, 10, 0, {}, channels_last=True)
+    bare = BareFedAvg(plain.stream, module, 0.01, case["batch"], case["epochs"], "cuda", arguments.precision == "bf16")
+    runs["bare loop"] = bare.round
+    if arguments.eager:
+        runs["everfed eager"] = round_of(plain, Eager(plain.world, ClientStore(), plain.build_module, "cuda", "bf16"))
+    times: dict[str, list[float]] = {key: [] for key in runs}
+    for key, work in runs.items():
+        for _ in range(arguments.warmup):
+            first = seconds(work)
+        print(f"  {name} {key}: warm, last {first:.3f} s", flush=True)
+    for _ in range(rounds):
+        for key, work in runs.items():
+            times[key].append(seconds(work))
+    images = 10 * case["per_client"] * case["epochs"]
+    return {
+        key: {
+            "median_s": statistics.median(values),
+            "spread_s": [min(values), max(values)],
+            "images_per_s": images / statistics.median(values),
+        }
+        for key, values in times.items()
+    }
+
+
+def round_of(assembly: Assembly, engine: Any) -> Any:
+    """A function that runs the next round, scoring apart."""
+    model = {k: v.to(engine.trainer.device) for k, v in assembly.first_model().items()}
+    runner = Runner(assembly.world, engine, model, EvalOptions())
+    return runner.round
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = True
+    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
+    for name in arguments.only.split(","):
+        result["cases"][name] = measure(name, arguments.rounds, arguments)
+        for key, row in result["cases"][name].items():
+            print(f"{name:15} {key:14} {row['median_s']:8.4f} s  {row['images_per_s']:10.0f} img/s", flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Local training whose step is captured once per shape as a CUDA graph and then replayed.
+
+The step is the same `train_step` that every engine runs. What it reads and writes lies in fixed places (a `Workspace`):
+a client is loaded by copying into them, trained by replaying, and read out by copying. Nothing waits for the device.
+
+Graphs are keyed by shape: the last, smaller minibatch of an epoch and a buffer that is still filling have graphs of
+their own; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everfed.core.context import Context
+from everfed.core.fit import Fitted, Job, Trainer, changing
+from everfed.core.part import Model, Part, Tables
+from everfed.core.step import Step, train_step
+from everfed.core.tree import Tree, leaves, map_tensors
+
+_WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces
+_SLACK = 1.25  # room for clients a little larger than the one a workspace was made for
+
+
+class CapturedTrainer(Trainer):
+    """One slot: a replica on its own CUDA stream. `capture_lock` keeps captures of several slots apart."""
+
+    def __init__(
+        self, *args: Any, capture_lock: Any, compiled: bool = False, on_eager: Callable[[Part], None], **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.cuda_stream = torch.cuda.Stream(self.device)
+        self.captures = 0
+        self._lock = capture_lock
+        self._on_eager = on_eager
+        self._pool = torch.cuda.graph_pool_handle()
+        self._workspaces: dict[Hashable, Workspace] = {}
+        self._gradients: dict[Hashable, CapturedGradient] = {}
+        if compiled:
+            self.network = torch.compile(self.replica.module)
+
+    def _steps(self, job: Job) -> Fitted:
+        for part in job.parts:
+            if not part.capturable:
+                self._on_eager(part)
+                return super()._steps(job)
+        workspace = self._workspace(job)
+        workspace.load(job)
+        for index in range(job.schedule.steps):
+            workspace.replay(job.plans, index)
+        return workspace.read(job)
+
+    def gradient(self, ctx: Context, model: Model, x: Tensor, y: Tensor, *, mode: str = "train", tag: str) -> Tensor:
+        key = (x.shape, x.dtype, y.shape, mode, ctx.allowed_labels)
+        if key not in self._gradients:
+            self._gradients[key] = CapturedGradient(self, ctx, x, y, mode)
+        return self._gradients[key](model, x, y, ctx.key(f"{tag}/dropout"))
+
+    def capture(self, body: Callable[[], None], prepare: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture `body`. It is run for real first, so `prepare` must be able to restore what it changes."""
+        graph = torch.cuda.CUDAGraph()
+        with self._lock:
+            for _ in range(_WARM_UPS):
+                prepare()
+                body()
+            self.cuda_stream.synchronize()
+            graph.register_generator_state(self.replica.generator)
+            # "thread_local": the other slots' threads go on working meanwhile
+            with torch.cuda.graph(graph, self._pool, self.cuda_stream, capture_error_mode="thread_local"):
+                body()
+        self.captures += 1
+        return graph
+
+    def _workspace(self, job: Job) -> Workspace:
+        key = signature(job)
+        found = self._workspaces.get(key)
+        if found is None or not found.holds(job):
+            found = self._workspaces[key] = Workspace(self, job, found)
+        return found
+
+
+class Workspace:
+    """The fixed places of one kind of local training, and its graphs by shape."""
+
+    def __init__(self, trainer: CapturedTrainer, job: Job, smaller: Workspace | None) -> None:
+        self.trainer = trainer
+        device = trainer.device
+        self.capacity: int = _room(len(job.data), smaller.capacity if smaller else 0)
+        self.rounds: int = _room(job.schedule.steps, smaller.rounds if smaller else 0)
+        self.x = torch.zeros((self.capacity, *job.data.x.shape[1:]), dtype=job.data.x.dtype, device=device)
+        self.y = torch.zeros((self.capacity, *job.data.y.shape[1:]), dtype=job.data.y.dtype, device=device)
+        self.tables = {
+            part: {name: self._table(table.values) for name, table in own.items()} for part, own in job.plans.items()
+        }
+        self.state = {name: _places(slots) for name, slots in job.state.items() if name in _names(job)}
+        self.message = {name: _places(slots) for name, slots in job.message.items()}
+        self.received = torch.empty_like(job.received, device=device)
+        self.moments = {name: torch.empty_like(tensor, device=device) for name, tensor in job.moments.items()}
+        self.rate = torch.zeros((), device=device)
+        self.total = torch.zeros((), device=device)
+        self.index = torch.zeros(1, dtype=torch.int64, device=device)
+        self.step: Step | None = None
+        self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def _table(self, values: Any) -> Tensor:
+        return torch.zeros((self.rounds, *values.shape[1:]), dtype=torch.int64, device=self.trainer.device)
+
+    def holds(self, job: Job) -> bool:
+        """Does this client fit into the places?"""
+        return len(job.data) <= self.capacity and job.schedule.steps <= self.rounds
+
+    def load(self, job: Job) -> None:
+        """Copy a client in; all copies are queued on the slot's stream."""
+        self.job = job
+        self.x[: len(job.data)].copy_(job.data.x, non_blocking=True)
+        self.y[: len(job.data)].copy_(job.data.y, non_blocking=True)
+        for part, own in job.plans.items():
+            for name, table in own.items():
+                host = torch.from_numpy(table.values)
+                self.tables[part][name][: len(host)].copy_(host, non_blocking=True)
+        for name, slots in self.message.items():
+            _fill(slots, job.message[name])
+        self.received.copy_(job.received, non_blocking=True)
+        self.rate.fill_(job.rate)
+        self.reset()
+
+    def reset(self) -> None:
+        """Put what a step changes back to where the client starts."""
+        job, replica = self.job, self.trainer.replica
+        replica.load(job.model)
+        replica.generator.manual_seed(job.seed)
+        replica.module.train()
+        for name, slots in self.state.items():
+            _fill(slots, job.state[name])
+        for name, tensor in self.moments.items():
+            tensor.copy_(job.moments[name], non_blocking=True)
+        self.total.zero_()
+        self.index.zero_()
+
+    def replay(self, plans: dict[str, Tables], index: int) -> None:
+        """One step: the graph for its shapes, captured if they are new."""
+        key = tuple(int(table.lengths[index]) for own in plans.values() for table in own.values())
+        graph = self.graphs.get(key)
+        if graph is None:
+            graph = self._capture(plans, index, key)
+        graph.replay()
+
+    def _capture(self, plans: dict[str, Tables], index: int, key: Hashable) -> torch.cuda.CUDAGraph:
+        """Captures at whatever step the shape first appears; what that costs the client's progress is put back."""
+        lengths = {part: {name: int(t.lengths[index]) for name, t in own.items()} for part, own in plans.items()}
+        saved = self._snapshot()
+        graph = self.trainer.capture(lambda: self._body(lengths), lambda: self._restore(saved))
+        self._restore(saved)
+        self.graphs[key] = graph
+        return graph
+
+    def _body(self, lengths: dict[str, dict[str, int]]) -> None:
+        if self.step is None:
+            self.step = self._new_step()
+        rows = {
+            part: {name: table.index_select(0, self.index)[0, : lengths[part][name]] for name, table in own.items()}
+            for part, own in self.tables.items()
+        }
+        self.trainer.load_batch(self.step, self.x, self.y, rows)
+        loss = train_step(self.step, self.job.parts, self.job.optimizer, self.moments, self.rate)
+        self.total.add_(loss)
+        self.index.add_(1)
+
+    def _new_step(self) -> Step:
+        trainer = self.trainer
+
+        def forward(x: Tensor) -> Tensor:
+            return trainer.forward(x, self.state, self.message)
+
+        loss = trainer.task_loss(self.job.ctx)
+        return Step(self.job.ctx, trainer.replica, forward, loss, self.state, self.message, self.received)
+
+    def _changed(self) -> list[Tensor]:
+        replica = self.trainer.replica
+        slots = [tensor for tree in self.state.values() for _, tensor in leaves(tree) if isinstance(tensor, Tensor)]
+        return [replica.params, replica.stats, replica.counters, *slots, *self.moments.values(), self.total, self.index]
+
+    def _snapshot(self) -> tuple[list[Tensor], Tensor]:
+        return [tensor.clone() for tensor in self._changed()], self.trainer.replica.generator.get_state()
+
+    def _restore(self, saved: tuple[list[Tensor], Tensor]) -> None:
+        for tensor, old in zip(self._changed(), saved[0], strict=True):
+            tensor.copy_(old)
+        self.trainer.replica.generator.set_state(saved[1])
+
+    def read(self, job: Job) -> Fitted:
+        """Copy the trained client out."""
+        touched = changing(job.parts)
+        state = {
+            name: {**map_tensors(torch.clone, self.state[name]), **_host(slots)} if name in touched else slots
+            for name, slots in job.state.items()
+        }
+        moments = {name: tensor.clone() for name, tensor in self.moments.items()}
+        model = self.trainer.replica.model()
+        return Fitted(model, state, moments, self.total.clone(), len(job.data), job.schedule.steps)
+
+
+class CapturedGradient:
+    """The gradient of the task loss on samples of one shape, captured."""
+
+    def __init__(self, trainer: CapturedTrainer, ctx: Context, x: Tensor, y: Tensor, mode: str) -> None:
+        self.trainer, self.mode = trainer, mode
+        self.x = torch.zeros_like(x, device=trainer.device)
+        self.y = torch.zeros_like(y, device=trainer.device)
+        self.out = torch.zeros(trainer.replica.layout.size, device=trainer.device)
+        self.loss = trainer.task_loss(ctx)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, model: Model, x: Tensor, y: Tensor, seed: int) -> Tensor:
+        def prepare() -> None:
+            self.trainer.replica.load(model)
+            self.trainer.replica.generator.manual_seed(seed)
+            self.trainer.replica.module.train(self.mode == "train")
+
+        self.x.copy_(x, non_blocking=True)
+        self.y.copy_(y, non_blocking=True)
+        if self.graph is None:
+            self.graph = self.trainer.capture(self._body, prepare)
+        prepare()
+        self.graph.replay()
+        return self.out.clone()
+
+    def _body(self) -> None:
+        replica = self.trainer.replica
+        loss = self.loss(self.trainer.forward(self.x), self.y)
+        grads = torch.autograd.grad(loss, replica.trainable, materialize_grads=True)
+        self.out.copy_(replica.layout.flatten_gradient(grads))
+
+
+def signature(job: Job) -> Hashable:
+    """What must be equal for two local trainings to share their graphs (sizes of data and schedules apart)."""
+    return (
+        tuple(id(part) for part in job.parts),
+        job.optimizer,
+        job.ctx.allowed_labels,
+        (job.data.x.shape[1:], job.data.x.dtype, job.data.y.shape[1:], job.data.y.dtype),
+        tuple((name, _shape(slots)) for name, slots in job.state.items() if name in _names(job)),
+        tuple((name, _shape(slots)) for name, slots in job.message.items()),
+        tuple((part, name, t.values.shape[1:]) for part, own in job.plans.items() for name, t in own.items()),
+        tuple(job.moments),
+    )
+
+
+def _names(job: Job) -> set[str]:
+    return {part.name for part in job.parts}
+
+
+def _room(needed: int, before: int) -> int:
+    return max(int(needed * _SLACK) + 1, 4, before)
+
+
+def _device_slots(slots: Tree) -> Tree:
+    return {name: value for name, value in slots.items() if name != "host"}
+
+
+def _host(slots: Tree) -> Tree:
+    return {"host": slots["host"]} if "host" in slots else {}
+
+
+def _shape(slots: Tree) -> Hashable:
+    return tuple((path, v.shape, v.dtype) for path, v in leaves(_device_slots(slots)) if isinstance(v, Tensor))
+
+
+def _places(slots: Tree) -> Tree:
+    return map_tensors(torch.empty_like, _device_slots(slots))
+
+
+def _fill(places: Tree, slots: Tree) -> None:
+    for name, place in places.items():
+        if isinstance(place, dict):
+            _fill(place, slots[name])
+        elif isinstance(place, Tensor):
+            place.copy_(slots[name], non_blocking=True)
+        else:
+            places[name] = slots[name]

@@ -1,0 +1,183 @@
+"""Many clients at once on one GPU: S slots, each a model replica with captured training steps on its own stream.
+
+A small model leaves most of a GPU idle; several clients side by side fill it, and replayed steps keep the host out of
+the way. Clients of a phase are dealt to the slots by size, so that no slot waits long.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everfed.core.client import Reply
+from everfed.core.data import Data
+from everfed.core.engine import ClientError
+from everfed.core.message import Message
+from everfed.core.part import Model, Part, State
+from everfed.core.phase import TRAIN, Phase
+from everfed.core.score import score_tasks
+from everfed.core.tree import leaves
+from everfed.core.world import Moment, World
+from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, call, new_trainer
+from everfed.engines.captured import CapturedTrainer
+from everfed.engines.device_data import DeviceData
+from everfed.engines.slots import SlotCount, deal
+
+WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
+
+
+class Graphs:
+    """One CUDA device. slots: 0 chooses their number from memory and measured throughput."""
+
+    name = "graphs"
+
+    def __init__(
+        self,
+        world: World,
+        store: ClientStore,
+        build_module: BuildModule,
+        device: str = "cuda",
+        precision: str = "bf16",
+        slots: int = 0,
+        compiled: bool = False,
+        host_threads: int = 1,
+        notify: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> None:
+        self.world, self.store, self.notify = world, store, notify
+        self._build_module, self._precision, self._compiled = build_module, precision, compiled
+        self.device = torch.device(device)
+        self.trainer = new_trainer(world, build_module, device, precision)  # for scoring, on the default stream
+        self.data = DeviceData(self.device)
+        self.count = SlotCount(slots, self.device)
+        self.slots: list[CapturedTrainer] = []
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+        self._threads = host_threads
+
+    # phases ------------------------------------------------------------------------------------------------------
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        per_wave = max(1, WAVE_BYTES // (4 * self.world.facts.layout.size + 1))
+        for start in range(0, len(clients), per_wave):
+            yield from self._wave(phase, clients[start : start + per_wave], message, moment)
+
+    def _wave(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        """Run some clients on all slots, wait for them on the device, and yield their replies in order."""
+        data = {client: self.data.get(self.world, client, phase, moment) for client in clients}
+        slots = self._use_slots(self.count.choose(len(clients)))
+        captures, started = sum(slot.captures for slot in slots), time.monotonic()
+        hands = deal({client: len(own) for client, own in data.items()}, len(slots))
+        replies: dict[int, Reply] = {}
+
+        def work(thread: int) -> None:
+            for client, slot in _in_turn(hands, slots, thread, self._threads):
+                replies[client] = self._client(slot, phase, client, message, moment, data[client])
+
+        self._fork(slots)
+        if self._threads == 1:
+            work(0)
+        else:
+            with ThreadPoolExecutor(self._threads) as pool:
+                list(pool.map(work, range(self._threads)))
+        self._join(slots)
+        if phase.name == TRAIN and self.count.searching:
+            torch.cuda.synchronize(self.device)
+            if captures == sum(slot.captures for slot in slots):
+                samples = sum(reply.samples for reply in replies.values())
+                self.count.measured(len(slots), samples / (time.monotonic() - started))
+        for client in clients:
+            yield client, replies.pop(client)
+
+    def _client(
+        self, slot: CapturedTrainer, phase: Phase, client: int, message: Message | None, moment: Moment, data: Data
+    ) -> Reply:
+        state: State | None = self.store.get(client)
+        _used_on(slot.cuda_stream, state or {})
+        try:
+            with torch.cuda.stream(slot.cuda_stream):
+                state, reply = call(self.world, slot, phase, client, state, message, moment, data)
+        except CLIENT_FAULTS as error:
+            raise ClientError(client, phase.name, moment.round, error) from error
+        self.store.put(client, state)
+        return reply
+
+    def _fork(self, slots: Sequence[CapturedTrainer]) -> None:
+        for slot in slots:
+            slot.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _join(self, slots: Sequence[CapturedTrainer]) -> None:
+        for slot in slots:
+            torch.cuda.current_stream(self.device).wait_stream(slot.cuda_stream)
+
+    def _use_slots(self, number: int) -> list[CapturedTrainer]:
+        while len(self.slots) < number:
+            self.slots.append(
+                CapturedTrainer(
+                    self.world.stream,
+                    self.world.facts.layout,
+                    self._build_module,
+                    self.device,
+                    self._precision,
+                    self.world.method.owner("forward"),
+                    capture_lock=self._lock,
+                    compiled=self._compiled,
+                    on_eager=self._tell_eager,
+                )
+            )
+        return self.slots[:number]
+
+    def _tell_eager(self, part: Part) -> None:
+        """Say once that a part cannot be captured."""
+        if part.name not in self._told:
+            self._told.add(part.name)
+            message = f"part {part.name!r} cannot be captured; its steps run eagerly"
+            self.notify({"event": "warning", "message": message})
+
+    # the rest ----------------------------------------------------------------------------------------------------
+    def evaluate(self, model: Model, tasks: Sequence[int], seen: int, split: str) -> Tensor:
+        return score_tasks(self.trainer, model, tasks, seen, split)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": self.name,
+            "device": str(self.device),
+            "device_name": torch.cuda.get_device_name(self.device),
+            "precision": self._precision,
+            "slots": len(self.slots),
+            "compiled": self._compiled,
+            "threads": torch.get_num_threads(),
+            "peak_device_bytes": torch.cuda.max_memory_allocated(self.device),
+        }
+
+    def close(self) -> None:
+        """Let go of graphs and replicas."""
+        torch.cuda.synchronize(self.device)
+        self.slots.clear()
+
+
+def _used_on(stream: torch.cuda.Stream, state: State) -> None:
+    """Tell the allocator that `stream` reads these tensors, made on another slot's stream: their memory must not be
+    given away before it has. (The message and the data outlive the phase, so they need no such care.)"""
+    for _, leaf in leaves(state):
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            leaf.record_stream(stream)
+
+
+def _in_turn(
+    hands: list[list[int]], slots: Sequence[CapturedTrainer], thread: int, threads: int
+) -> Iterator[tuple[int, CapturedTrainer]]:
+    """The clients of the slots this thread serves, one of each slot in turn."""
+    own = [(list(hand), slot) for hand, slot in zip(hands, slots, strict=True)][thread::threads]
+    while any(hand for hand, _ in own):
+        for hand, slot in own:
+            if hand:
+                yield hand.pop(0), slot
