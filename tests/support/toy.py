@@ -1,13 +1,13 @@
 """A tiny stream and a bench that runs any method on it, so that a test states only what it is about.
 
-    outcome = Bench("fedgp+der").run()
-    outcome.params                     # (P,) the shared model at the end
-    outcome.clients[0]["memory"]       # client 0's slots
+`Bench("fedgp+der").run()` gives an outcome: `.params` is the shared model at the end, `.clients[0]["memory"]` the slots
+of a client, `.events` what was reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,8 +39,8 @@ Options = Mapping[str, Mapping[str, Any]]
 class Toy:
     """Noisy class prototypes as 4 x 4 images, shifted by one pixel per task (domain-incremental).
 
-    sizes: samples of single (client, task) pairs, where they are not `samples`. cohorts: who takes part in a round, where
-    it is not everybody. only: the classes a client sees. augmented: adds a drawn integer to every image.
+    sizes: samples of single (client, task) pairs, where they are not `samples`. cohorts: who takes part in a round,
+    where it is not everybody. only: the classes a client sees. augmented: adds a drawn integer to every image.
     """
 
     clients: int = 3
@@ -194,17 +194,17 @@ class Outcome:
 class Bench:
     """Stream, method, network and options of a toy run. Everything it hands out is freshly built.
 
-    method: a preset's name, or a function that composes a method. options: of the preset's parts; by default a buffer of
-    8 samples. module: (input_shape, classes) -> network; by default an MLP with one hidden layer of 8.
+    method: a preset's name, or a function that composes a method. options: of the preset's parts; by default a buffer
+    of 8 samples. module: (input_shape, classes) -> network; by default an MLP with one hidden layer of 8.
     """
 
     method: str | Callable[[], Method] = "fedavg"
     options: Options | None = None
     stream: Toy = field(default_factory=Toy)
-    train: TrainOptions = TrainOptions(2, 5, Optimizer(lr=0.1))
+    train: TrainOptions = field(default_factory=lambda: TrainOptions(2, 5, Optimizer(lr=0.1)))
     module: Callable[[tuple[int, ...], int], nn.Module] | None = None
     seed: int = 0
-    evaluation: EvalOptions = EvalOptions()
+    evaluation: EvalOptions = field(default_factory=EvalOptions)
 
     def change(self, **fields: Any) -> Bench:
         """A copy with some fields changed."""
@@ -285,10 +285,8 @@ class Bench:
             save=lambda reached, task_end: _pause_after(rounds, reached),
             state=state,
         )
-        try:
+        with suppress(Paused):
             runner.run()
-        except Paused:
-            pass
         return Outcome(runner.state, store, events)
 
 

@@ -1,12 +1,13 @@
 """An engine of bytes: nothing reaches a client, and nothing comes back, except as serialised trees.
 
-Every call gets a freshly built method, network, trainer and stream, and clients run in descending order. So whatever a part
+Every call gets a freshly built method, network and trainer, and clients run in descending order. So whatever a part
 keeps on itself, shares by reference or draws in the order of its clients shows up as a difference from `eager`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -104,10 +105,8 @@ def _one_phase(bench: Bench, states: dict[int, bytes], events: list[Any], state:
     runner = Runner(
         bench.world(), Wire(bench, states), bench.model(), bench.evaluation, events.append, _stop, state=state
     )
-    try:
+    with suppress(Paused):
         runner.run()
-    except Paused:
-        pass
     return RunState.from_tree(crossed(runner.state.to_tree()))
 
 

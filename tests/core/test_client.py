@@ -1,0 +1,189 @@
+"""run_client is a pure function: same arguments, same bits, nothing it was given is changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from everfed import methods
+from everfed.core import tree
+from everfed.core.client import OWN, Reply, new_state, run_client, synchronises
+from everfed.core.context import Hidden, TrainOptions
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import State
+from everfed.core.phase import EVALUATE, Phase
+from tests.support.toy import Bench, Norm, Toy
+
+STEP = Optimizer(lr=0.1)
+
+
+def called(bench: Bench, state: State | None = None, client: int = 0, round_index: int = 0) -> tuple[State, Reply]:
+    """One `train` call with the bench's first model."""
+    method, ctx = bench.build_method(), bench.context(client, round_index)
+    data = bench.stream.data(client, bench.stream.round(round_index).tasks[client])
+    start = state or new_state(method, ctx)
+    return run_client(method, method.train_phase(), start, {"model": dict(bench.model())}, data, ctx)
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_the_same_call_twice_gives_the_same_bits_and_changes_nothing(name: str) -> None:
+    bench = Bench(name, module=Norm)
+    method, ctx = bench.build_method(), bench.context()
+    state, message, data = new_state(method, ctx), {"model": dict(bench.model())}, bench.stream.data(0, 0)
+    before = tree.clone({"state": state, "message": message, "x": data.x, "y": data.y})
+    results = [run_client(method, method.train_phase(), state, message, data, ctx) for _ in range(2)]
+    assert tree.equal(before, {"state": state, "message": message, "x": data.x, "y": data.y})
+    assert tree.equal(results[0][0], results[1][0])
+    assert tree.equal(results[0][1].values, results[1][1].values)
+    assert torch.equal(results[0][1].loss, results[1][1].loss)
+
+
+def test_what_a_reply_says() -> None:
+    _, reply = called(Bench())
+    assert (reply.samples, reply.steps) == (12, 2 * 3)  # 12 samples by 5 are 5, 5 and 2; two epochs
+    assert set(reply.values) == {"fedavg"} and set(reply.values["fedavg"]) == {"params", "stats", "counters"}
+
+
+def test_the_loss_is_the_sum_over_steps() -> None:
+    bench = Bench(train=TrainOptions(1, 100, STEP))
+    _, reply = called(bench)
+    data = bench.stream.data(0, 0)
+    outputs = bench.build_module()(bench.stream.inputs(data.x))
+    assert reply.loss == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, data.y)), rel=1e-6)
+
+
+def test_one_step_of_one_batch_is_gradient_descent() -> None:
+    bench = Bench(train=TrainOptions(1, 100, STEP))
+    _, reply = called(bench)
+    data, module = bench.stream.data(0, 0), bench.build_module()
+    torch.nn.functional.cross_entropy(module(bench.stream.inputs(data.x)), data.y).backward()
+    stepped = torch.cat([(p - 0.1 * p.grad).detach().reshape(-1) for p in module.parameters()])
+    assert torch.allclose(reply.values["fedavg"]["params"], stepped, atol=1e-6)
+
+
+def test_a_client_without_data_sends_nothing() -> None:
+    state, reply = called(Bench("fedgp+der", stream=Toy(sizes={(0, 0): 0})))
+    assert reply == Reply({})
+    assert state["memory"]["host"]["n"] == 0
+
+
+def test_a_new_client_has_empty_slots() -> None:
+    state = Bench("fedgp+der").new_client()
+    assert set(state) == {OWN, "memory"} and state[OWN] == {}
+    assert {k: tuple(state["memory"][k].shape) for k in ("x", "y", "logits")} == {
+        "x": (9, 1, 4, 4), "y": (9,), "logits": (9, 4),
+    }  # fmt: skip
+
+
+def test_nothing_is_kept_unless_an_option_asks_for_it() -> None:
+    assert called(Bench(module=Norm))[0][OWN] == {}
+
+
+def test_moments_are_kept_when_asked() -> None:
+    train = TrainOptions(1, 5, Optimizer(lr=0.1, momentum=0.9, state="kept"))
+    bench = Bench(train=train)
+    state, first = called(bench)
+    assert state[OWN]["moments"]["momentum"].abs().sum() > 0
+    _, fresh = called(bench, None)
+    _, kept = called(bench, state)
+    assert torch.equal(first.values["fedavg"]["params"], fresh.values["fedavg"]["params"])
+    assert not torch.equal(first.values["fedavg"]["params"], kept.values["fedavg"]["params"])
+
+
+def test_local_statistics_stay_and_are_used_again() -> None:
+    bench = Bench(module=Norm, train=TrainOptions(1, 5, STEP, batchnorm="local"))
+    state, reply = called(bench)
+    assert set(reply.values["fedavg"]) == {"params"}
+    assert state[OWN]["counters"].tolist() == [3]
+    state, _ = called(bench, state)
+    assert state[OWN]["counters"].tolist() == [6]
+
+
+def test_mean_statistics_start_from_the_server_s() -> None:
+    bench = Bench(module=Norm)
+    state, reply = called(bench)
+    assert reply.values["fedavg"]["counters"].tolist() == [6]
+    _, again = called(bench, state)
+    assert again.values["fedavg"]["counters"].tolist() == [6]
+    assert again.values["fedavg"]["counters"].dtype == torch.int64
+
+
+def test_between_synchronisations_the_weights_stay_on_the_client() -> None:
+    bench = Bench(train=TrainOptions(1, 5, STEP, sync_every=2))
+    state, reply = called(bench)
+    assert reply.values == {} and reply.samples == 12
+    assert set(state[OWN]) == {"model", "message"}
+    method, ctx = bench.build_method(), bench.context(round_index=1)
+    state, reply = run_client(method, method.train_phase(), state, None, bench.stream.data(0, 0), ctx)
+    assert set(reply.values) == {"fedavg"} and state[OWN] == {}
+
+
+@pytest.mark.parametrize(("every", "rounds"), [(1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [2, 5])])
+def test_which_rounds_synchronise(every: int, rounds: list[int]) -> None:
+    ctx = Bench(train=TrainOptions(sync_every=every)).context()
+    assert [r for r in range(6) if synchronises(ctx.at(round=r))] == rounds
+
+
+def test_a_client_scores_what_it_is_asked_for() -> None:
+    bench = Bench()
+    method, ctx = bench.build_method(), bench.context(phase=EVALUATE)
+    asked = {"model": dict(bench.model()), EVALUATE: {"tasks": "0,1", "seen": 2, "split": "test"}}
+    empty = bench.stream.data(0, 0).take(np.zeros(0, dtype=np.int64))
+    _, reply = run_client(method, Phase(EVALUATE), bench.new_client(), asked, empty, ctx)
+    counts = reply.values[EVALUATE]["counts"]
+    assert counts.shape == (2, 4) and counts[:, 0].tolist() == [40, 40]
+    expected = (
+        bench.trainer().outputs(bench.model(), bench.stream.test(1).x).argmax(1) == bench.stream.test(1).y
+    ).sum()
+    assert counts[1].tolist() == [40, int(expected), int(expected), int(expected)]
+
+
+# what a hook may know ------------------------------------------------------------------------------------------------
+def test_the_task_is_hidden_where_the_stream_hides_it() -> None:
+    assert Bench().context(round_index=2).task == 1
+    with pytest.raises(Hidden, match="which task"):
+        _ = Bench(stream=Toy(task_ids=False)).context(round_index=2).task
+    with pytest.raises(Hidden, match="which task"):
+        _ = Bench(stream=Toy(task_ids=False, boundaries=False)).context(round_index=2).task
+
+
+def test_the_past_is_gone_unless_a_part_declares_it() -> None:
+    with pytest.raises(Hidden, match="must declare 'history'"):
+        Bench().context(round_index=2).history()
+    assert [len(data) for data in Bench("ideal").context(round_index=2).history()] == [12]
+    assert Bench("ideal").context(round_index=0).history() == []
+
+
+def test_there_is_no_training_on_the_server() -> None:
+    with pytest.raises(Hidden, match="no local training"):
+        _ = Bench().world().server("train").train
+
+
+def test_the_learning_rate_follows_the_rounds_of_a_task() -> None:
+    bench = Bench(train=TrainOptions(1, 5, Optimizer(lr=0.1, schedule="linear")))
+    assert [bench.context(round_index=r).rate for r in range(4)] == pytest.approx([0.1, 0.05, 0.1, 0.05])
+
+
+@pytest.mark.parametrize(("logits", "allowed"), [("full", None), ("seen", (0, 1, 2, 3)), ("task", (2, 3))])
+def test_which_logits_are_trained(logits: str, allowed: tuple[int, ...] | None) -> None:
+    ctx = Bench(stream=Classes(), train=TrainOptions(1, 5, STEP, logits=logits)).context(round_index=2)
+    assert ctx.allowed_labels == allowed
+
+
+class Classes(Toy):
+    """Two classes per task."""
+
+    def labels(self, task: int) -> tuple[int, ...]:
+        return (2 * task, 2 * task + 1)
+
+    def _draw(self, rng, count, task, only):  # type: ignore[no-untyped-def]
+        return super()._draw(rng, count, task, self.labels(task))
+
+
+def test_masked_logits_get_no_gradient() -> None:
+    bench = Bench(stream=Classes(), train=TrainOptions(1, 5, STEP, logits="task"))
+    _, reply = called(bench, round_index=2)
+    moved = reply.values["fedavg"]["params"] - bench.model()["params"]
+    head = bench.layout().named(moved)["head.bias"]
+    assert head[:2].tolist() == [0.0, 0.0] and head[2:].abs().min() > 0

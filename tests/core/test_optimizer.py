@@ -1,0 +1,114 @@
+"""Our optimisers on one vector are torch.optim's on the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from everfed.core.optimizer import Optimizer
+
+
+def ours(optimizer: Optimizer, start: Tensor, gradients: list[Tensor], rate: float | None = None) -> Tensor:
+    params, state = start.clone(), optimizer.init(start)
+    for gradient in gradients:
+        optimizer.apply(params, gradient, state, torch.tensor(optimizer.lr if rate is None else rate))
+    return params
+
+
+def theirs(optimizer: torch.optim.Optimizer, gradients: list[Tensor]) -> Tensor:
+    parameter = optimizer.param_groups[0]["params"][0]
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.fixture
+def start() -> Tensor:
+    return torch.randn(200, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def gradients() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(200, generator=generator) for _ in range(12)]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_sgd(start: Tensor, gradients: list[Tensor], momentum: float, weight_decay: float) -> None:
+    mine = ours(Optimizer(lr=0.05, momentum=momentum, weight_decay=weight_decay), start, gradients)
+    reference = torch.optim.SGD([start.clone().requires_grad_()], 0.05, momentum, weight_decay=weight_decay)
+    assert torch.allclose(mine, theirs(reference, gradients), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_adam(start: Tensor, gradients: list[Tensor], weight_decay: float) -> None:
+    mine = ours(Optimizer("adam", lr=0.01, weight_decay=weight_decay), start, gradients)
+    reference = torch.optim.Adam([start.clone().requires_grad_()], 0.01, weight_decay=weight_decay)
+    assert torch.allclose(mine, theirs(reference, gradients), rtol=1e-4, atol=1e-6)
+
+
+def test_plain_sgd_by_hand() -> None:
+    params = ours(Optimizer(lr=0.5), torch.tensor([1.0, -2.0]), [torch.tensor([2.0, 4.0])])
+    assert params.tolist() == [0.0, -4.0]
+
+
+def test_momentum_by_hand() -> None:
+    optimizer = Optimizer(lr=1.0, momentum=0.5)
+    params = ours(optimizer, torch.tensor([0.0]), [torch.tensor([1.0])] * 3)
+    assert params.tolist() == [-(1.0 + 1.5 + 1.75)]
+
+
+def test_the_first_step_of_adam_is_the_rate_in_the_direction_of_the_gradient() -> None:
+    params = ours(Optimizer("adam", lr=0.1), torch.zeros(3), [torch.tensor([5.0, -0.01, 1e4])])
+    assert torch.allclose(params, torch.tensor([-0.1, 0.1, -0.1]), rtol=1e-4)
+
+
+def test_lr_zero_changes_nothing(start: Tensor, gradients: list[Tensor]) -> None:
+    for optimizer in (Optimizer(lr=0.0), Optimizer(lr=0.0, momentum=0.9), Optimizer("adam", lr=0.0)):
+        assert torch.equal(ours(optimizer, start, gradients), start)
+
+
+def test_state_is_the_caller_s(start: Tensor) -> None:
+    assert Optimizer().init(start) == {}
+    assert set(Optimizer(momentum=0.9).init(start)) == {"momentum"}
+    adam = Optimizer("adam").init(start)
+    assert set(adam) == {"m", "v", "t"} and adam["m"].data_ptr() != adam["v"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.1, 0.1, 0.1, 0.1, 0.1]),
+        ("linear", [0.1, 0.08, 0.06, 0.04, 0.02]),
+        ("exponential", [0.1, 0.1 * 10**-0.5, 0.01, 0.01 * 10**-0.5, 0.001]),
+    ],
+)
+def test_learning_rate_schedules(schedule: str, rates: list[float]) -> None:
+    optimizer = Optimizer(lr=0.1, schedule=schedule, lr_end=0.001)
+    assert [optimizer.rate(index, 5) for index in range(5)] == pytest.approx(rates)
+    assert optimizer.rate(0, 1) == 0.1
+
+
+@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="lr_end / lr")
+def test_an_exponential_schedule_from_zero_stays_at_zero() -> None:
+    assert Optimizer(lr=0.0, schedule="exponential").rate(1, 5) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "lion"}, "optimizer.kind must be one of sgd, adam"),
+        ({"schedule": "cosine"}, "optimizer.schedule must be one of constant, linear, exponential"),
+        ({"state": "lost"}, "optimizer.state must be one of fresh, kept"),
+        ({"lr": -0.1}, "optimizer.lr must be at least 0"),
+        ({"lr": float("nan")}, "optimizer.lr must be at least 0"),
+        ({"momentum": -1.0}, "optimizer.momentum must be at least 0"),
+        ({"weight_decay": -1.0}, "optimizer.weight_decay must be at least 0"),
+    ],
+)
+def test_options_outside_their_range_are_refused(options: dict[str, float | str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Optimizer(**options)

@@ -1,0 +1,434 @@
+"""The one round loop: what runs when, what it costs, and that neither clients' order nor absence disturbs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from everfed.core import tree
+from everfed.core.client import Reply
+from everfed.core.context import Context, TrainOptions
+from everfed.core.data import Data
+from everfed.core.engine import ClientError, Engine
+from everfed.core.message import Message
+from everfed.core.method import Method, compose
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import Part, State
+from everfed.core.phase import ALWAYS, BEGIN, END, Cohort, Phase, Position, When
+from everfed.core.reduce import Sum
+from everfed.core.runner import Diverged, EvalOptions, Runner, RunState
+from everfed.core.step import Step
+from everfed.core.tree import Tree
+from everfed.core.world import Moment, World
+from everfed.engines.eager import Eager
+from everfed.parts.average import FedAvg
+from everfed.store.clients import ClientStore
+from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
+from tests.support.wire import crossed
+
+P = 16 * 8 + 8 + 8 * 4 + 4  # parameters of the toy MLP
+STEP = Optimizer(lr=0.1)
+
+
+@dataclass(frozen=True)
+class Counting(Part):
+    """Asks clients for their number of samples in a phase of its own, `repeat` times or until the count is 100."""
+
+    phase: When = ALWAYS
+    position: Position = Position.AFTER
+    cohort: Cohort = Cohort.SAMPLED
+    repeat: int = 1
+
+    name: ClassVar[str] = "counting"
+
+    def phases(self) -> tuple[Phase, ...]:
+        reduce = {} if self.cohort is Cohort.SERVER else {"n": Sum()}
+        return (Phase("count", "counting", self.cohort, self.phase, self.position, reduce, self.repeat),)
+
+    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        return {"calls": int(client.get("counting", {}).get("calls", 0)) + 1}, {"n": float(len(data))}
+
+    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+        own = server.get(self.name, {"total": 0.0, "times": 0})
+        if phase != "count":
+            return own
+        return {"total": own["total"] + (reduced.get("n") or 0.0), "times": own["times"] + 1}
+
+    def done(self, server: State, phase: str, ctx: Context) -> bool:
+        return bool(server["counting"]["total"] >= 100)
+
+
+def counting(**options: Any) -> Bench:
+    def build() -> Method:
+        return compose(FedAvg(), Counting(**options))
+
+    return Bench(build)
+
+
+def phases(outcome: Outcome) -> list[tuple[int, str]]:
+    return [(e["round"], e["phase"] if e["event"] == "phase" else "evaluate") for e in outcome.events]
+
+
+# agenda --------------------------------------------------------------------------------------------------------------
+def test_a_round_of_fedavg_is_train_and_a_task_ends_with_scores() -> None:
+    outcome = Bench().run()
+    assert phases(outcome) == [(0, "train"), (1, "train"), (1, "evaluate"), (2, "train"), (3, "train"), (3, "evaluate")]
+
+
+def test_fedgp_takes_its_reference_after_every_aggregation() -> None:
+    names = [name for _, name in phases(Bench("fedgp").run())]
+    assert names == ["train", "reference", "train", "reference", "evaluate"] * 2
+
+
+@pytest.mark.parametrize(
+    ("when", "position", "expected"),
+    [
+        (ALWAYS, Position.BEFORE, ["count", "train", "count", "train", "evaluate"] * 2),
+        (BEGIN, Position.BEFORE, ["count", "train", "train", "evaluate"] * 2),
+        (END, Position.AFTER, ["train", "train", "count", "evaluate"] * 2),
+    ],
+)
+def test_phases_before_and_after(when: When, position: Position, expected: list[str]) -> None:
+    assert [name for _, name in phases(counting(phase=when, position=position).run())] == expected
+
+
+def test_scores_may_be_taken_more_often() -> None:
+    outcome = Bench(evaluation=EvalOptions(every=1)).run()
+    assert [name for _, name in phases(outcome)] == ["train", "evaluate"] * 4
+    assert sorted(outcome.state.rows) == [0, 1]
+    assert [curve["round"] for curve in outcome.state.curves] == [0, 1, 2, 3]
+
+
+def test_cohorts() -> None:
+    stream = Toy(cohorts={0: (1,), 1: (0, 2), 2: (1,), 3: (1,)})
+    sampled = counting().change(stream=stream).run()
+    assert [e["clients"] for e in sampled.events if e["event"] == "phase" and e["phase"] == "count"] == [
+        [1], [0, 2], [1], [1],
+    ]  # fmt: skip
+    everybody = counting(cohort=Cohort.ALL).change(stream=stream).run()
+    assert everybody.state.server["counting"]["total"] == 4 * 36.0
+    assert {c: s["counting"]["calls"] for c, s in everybody.clients.items()} == {0: 4, 1: 4, 2: 4}
+    nobody = counting(cohort=Cohort.SERVER).change(stream=stream).run()
+    assert nobody.state.server["counting"] == {"total": 0.0, "times": 4}
+
+
+def test_a_phase_repeats_until_it_is_done() -> None:
+    """3 clients x 12 samples each time: 36, 72, 108; from then on it is done after one repeat."""
+    outcome = counting(repeat=5).run()
+    assert [e["repeat"] for e in outcome.events if e.get("phase") == "count"] == [0, 1, 2, 0, 0, 0]
+    assert counting(repeat=2).run().state.server["counting"]["times"] == 2 + 2 + 1 + 1
+
+
+def test_the_accuracy_matrix_is_lower_triangular_or_full() -> None:
+    rows = Bench().run().state.rows
+    assert rows[0][1] is None and len(rows[0]) == 2 and all(row[0] == 40 for row in rows[1])
+    full = Bench(evaluation=EvalOptions(zero_shot=True)).run().state.rows
+    assert full[0][1] is not None
+    assert full[0][0] == rows[0][0] and full[1] == rows[1]
+
+
+def test_training_learns_the_toy_tasks() -> None:
+    bench = Bench(stream=Toy(samples=40, rounds_per_task=8), train=TrainOptions(4, 5, Optimizer(lr=0.3)))
+    scored, full, *_ = bench.run().state.rows[0][0]
+    assert full / scored > 0.8
+
+
+# bytes ---------------------------------------------------------------------------------------------------------------
+def per_round(outcome: Outcome) -> dict[int, tuple[int, int]]:
+    rounds: dict[int, tuple[int, int]] = {}
+    for event in outcome.events:
+        if event["event"] == "phase":
+            up, down = rounds.get(event["round"], (0, 0))
+            rounds[event["round"]] = (up + event["bytes_up"], down + event["bytes_down"])
+    return rounds
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "er", "der", "der++", "agem", "ideal"])
+def test_most_methods_cost_one_model_each_way(name: str) -> None:
+    assert set(per_round(Bench(name).run()).values()) == {(3 * 4 * P, 3 * 4 * P)}
+
+
+def test_fedgp_costs_one_gradient_more_each_way() -> None:
+    """Uplink (S + 4P) / S = 2. The model that the reference is taken at is the next round's: it is sent once."""
+    rounds = per_round(Bench("fedgp").run())
+    assert [up for up, _ in rounds.values()] == [3 * 8 * P] * 4
+    # the first round also brings the first model and no reference
+    assert [down for _, down in rounds.values()] == [3 * (4 * P + 4 * P), *[3 * (4 * P + 4 * P)] * 3]
+
+
+def test_fedgp_with_batchnorm_costs_four_bytes_per_parameter_more() -> None:
+    bench = Bench("fedgp", module=Norm)
+    layout = bench.layout()
+    size = 4 * layout.size + 4 * 6 + 8 * 1  # parameters, running mean and variance of 3 channels, one counter
+    base = per_round(bench.change(method="fedavg").run())
+    assert {up for up, _ in base.values()} == {3 * size}
+    assert {up for up, _ in per_round(bench.run()).values()} == {3 * (size + 4 * layout.size)}
+
+
+def test_equalised_communication_sends_the_baseline_s_bytes() -> None:
+    stream = Toy(tasks=1, rounds_per_task=4)
+    base = Bench(stream=stream).run().state.traffic.as_dict()
+    equalised = Bench("fedgp", stream=stream, train=TrainOptions(2, 5, STEP, sync_every=2)).run()
+    told = equalised.state.traffic.as_dict()
+    assert told["bytes_up"] == base["bytes_up"] == 4 * 3 * 4 * P
+    assert told["bytes_down"] == base["bytes_down"] == 4 * 3 * 4 * P
+    assert told["bytes_by_part"]["fedgp"] == {"up": 2 * 3 * 4 * P, "down": 1 * 3 * 4 * P}
+    # R / 2 synchronisations
+    assert [e["round"] for e in equalised.events if e.get("phase") == "reference"] == [1, 3]
+
+
+def test_fedcurv_costs_two_vectors_more_each_way() -> None:
+    rounds = per_round(Bench("fedcurv").run())
+    assert rounds[0] == (3 * 12 * P, 3 * 4 * P)  # there are no sums before the first round
+    assert {rounds[r] for r in (1, 2, 3)} == {(3 * 12 * P, 3 * 12 * P)}
+
+
+def test_a_client_that_was_away_gets_the_newest_model_once() -> None:
+    outcome = Bench("fedgp", stream=Toy(cohorts={1: (0,), 2: (0,), 3: (0, 1)})).run()
+    rounds = per_round(outcome)
+    assert rounds[1] == (8 * P, 8 * P)
+    # client 0 holds the model of round 2; client 1 does not, and both get a reference and the model of round 3
+    assert rounds[3][1] == (0 + 4 * P) + (4 * P + 4 * P) + 2 * 4 * P
+
+
+class Logging:
+    """An engine that weighs what really passes: the tensors of serialised messages and replies."""
+
+    name = "logging"
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner, self.up, self.down = inner, 0, 0
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        for client, reply in self.inner.exchange(phase, clients, message, moment):
+            self.up += tree.tensor_bytes(crossed(reply.values))
+            yield client, reply
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedcurv", "fedgp+der", "fedgp+fedcurv"])
+def test_reported_bytes_are_those_of_the_messages(name: str) -> None:
+    bench, engines = Bench(name, module=Norm), []
+
+    def build(world: World, store: ClientStore) -> Engine:
+        engines.append(Logging(bench.eager(world, store)))
+        return engines[0]
+
+    assert bench.run(build).state.traffic.as_dict()["bytes_up"] == engines[0].up > 0
+
+
+def test_bytes_by_part_add_up() -> None:
+    told = Bench("fedgp+fedcurv").run().state.traffic.as_dict()
+    assert set(told["bytes_by_part"]) == {"fedavg", "fedcurv", "fedgp"}
+    for way in ("up", "down"):
+        assert sum(part[way] for part in told["bytes_by_part"].values()) == told[f"bytes_{way}"]
+
+
+def test_local_statistics_never_travel() -> None:
+    train = TrainOptions(1, 5, STEP, batchnorm="local")
+    outcome = Bench(module=Norm, train=train).run()
+    size = 4 * Bench(module=Norm).layout().size
+    assert {up for up, _ in per_round(outcome).values()} == {3 * size}
+
+
+@pytest.mark.xfail(
+    strict=True, reason="_counts() sends statistics under the model's version, and then again in training"
+)
+def test_scoring_on_clients_does_not_send_statistics_that_stay_local() -> None:
+    train = TrainOptions(1, 5, STEP, batchnorm="local")
+    outcome = Bench(module=Norm, train=train).run()
+    size = 4 * Bench(module=Norm).layout().size
+    statistics = 4 * 6 + 8  # sent once, in the first round
+    # every version of the parameters reaches every client once: rounds 0 to 3 and the one that is scored last
+    assert outcome.state.traffic.as_dict()["bytes_down"] == 3 * (5 * size + statistics)
+
+
+# equalised communication ---------------------------------------------------------------------------------------------
+def equalised(sync_every: int, **fields: Any) -> Bench:
+    return Bench(
+        stream=Toy(tasks=1, rounds_per_task=4), train=TrainOptions(1, 6, STEP, sync_every=sync_every), **fields
+    )
+
+
+def test_between_synchronisations_clients_go_on_from_their_own_weights() -> None:
+    """One client, two rounds without a server in between: its second round starts where its first ended."""
+    bench = equalised(2).change(stream=Toy(clients=1, tasks=1, rounds_per_task=2))
+    alone = bench.change(train=TrainOptions(1, 6, STEP)).run()
+    assert torch.equal(bench.run().params, alone.params)
+
+
+def test_the_shared_model_moves_at_synchronisations_only() -> None:
+    first, second, third = (equalised(2).run(rounds=r).params for r in (1, 2, 3))
+    assert torch.equal(first, equalised(2).model()["params"])
+    assert not torch.equal(second, first) and torch.equal(second, third)
+
+
+def test_an_equalised_run_is_not_the_plain_one() -> None:
+    assert not torch.equal(equalised(2).run().params, equalised(1).run().params)
+
+
+def test_buffers_fill_in_unsynchronised_rounds_too() -> None:
+    outcome = equalised(4, method="fedgp").run(rounds=1)
+    assert outcome.clients[0]["memory"]["host"]["n"] == 12
+
+
+def test_nothing_is_sent_in_unsynchronised_rounds() -> None:
+    rounds = per_round(equalised(2, method="fedgp+fedcurv").run())
+    assert [up > 0 for up, _ in rounds.values()] == [False, True, False, True]
+
+
+def test_participants_stay_between_synchronisations() -> None:
+    bench = equalised(2).change(stream=Toy(tasks=1, rounds_per_task=4, cohorts={0: (0, 1), 1: (2,), 2: (1,), 3: (0,)}))
+    trained = [e["clients"] for e in bench.run().events if e.get("phase") == "train"]
+    assert trained == [[0, 1], [0, 1], [1], [1]]
+
+
+@pytest.mark.xfail(
+    strict=True, raises=ClientError, reason="a client without data forgets the message it must go on from"
+)
+def test_an_equalised_run_with_a_client_without_data() -> None:
+    stream = Toy(tasks=1, rounds_per_task=4, sizes={(1, 0): 0})
+    equalised(2).change(stream=stream).run()
+
+
+# order, absence, faults ----------------------------------------------------------------------------------------------
+class Backwards(Eager):
+    """Runs clients last to first, and replies in the order it must."""
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        return iter(
+            sorted(super().exchange(phase, tuple(reversed(clients)), message, moment), key=lambda pair: pair[0])
+        )
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedcurv", "fedgp+der", "fedgp+agem", "fedgp+er"])
+def test_the_order_in_which_clients_run_changes_nothing(name: str) -> None:
+    bench = Bench(name, module=Norm)
+    backwards = bench.run(lambda world, store: Backwards(world, store, bench.build_module))
+    assert tree.equal(comparable(bench.run().state), comparable(backwards.state))
+
+
+def test_a_client_without_data_is_left_out() -> None:
+    bench = Bench(stream=Toy(clients=2))
+    with_empty = bench.change(stream=Toy(clients=3, sizes={(2, 0): 0, (2, 1): 0})).run()
+    assert torch.equal(with_empty.params, bench.run().params)
+    assert with_empty.events[0]["trained"] == 2
+
+
+def test_nobody_has_data() -> None:
+    bench = Bench("fedgp+fedcurv", stream=Toy(samples=0))
+    outcome = bench.run()
+    assert torch.equal(outcome.params, bench.model()["params"])
+    assert outcome.state.traffic.as_dict()["bytes_up"] == 0
+
+
+def test_a_diverged_loss_is_an_error_that_names_the_client() -> None:
+    bench = Bench(train=TrainOptions(2, 5, Optimizer(lr=1e30)))
+    with pytest.raises(Diverged, match=r"client 0 is not finite in phase 'train' of round 0 \(3 of 3.*optimizer.lr"):
+        bench.run()
+
+
+@dataclass(frozen=True)
+class Poison(Part):
+    """The loss of client 1 is infinite in round 2."""
+
+    name: ClassVar[str] = "poison"
+
+    def loss(self, step: Step) -> Tensor | None:
+        return torch.tensor(math.inf) if (step.ctx.client, step.ctx.round) == (1, 2) else None
+
+
+def test_divergence_stops_the_run_before_aggregation() -> None:
+    bench = Bench(lambda: compose(FedAvg(), Poison()))
+    saved: list[RunState] = []
+    world = bench.world()
+    runner = Runner(
+        world,
+        bench.eager(world, ClientStore()),
+        bench.model(),
+        EvalOptions(),
+        save=lambda state, end: saved.append(RunState.from_tree(crossed(state.to_tree()))),
+    )
+    with pytest.raises(Diverged, match=r"client 1 .* round 2 \(1 of 3"):
+        runner.run()
+    assert torch.equal(runner.state.model["params"], saved[-1].model["params"])
+    assert (saved[-1].round, saved[-1].position) == (2, 0)
+
+
+@dataclass(frozen=True)
+class Broken(Part):
+    name: ClassVar[str] = "broken"
+
+    def receive(self, client: State, message: dict[str, Tree], model: Any, ctx: Context) -> tuple[Tree, Any]:
+        if ctx.client == 2:
+            raise ValueError("no such thing")
+        return {}, model
+
+
+def test_a_failing_client_is_named() -> None:
+    with pytest.raises(ClientError, match="client 2 failed in phase 'train' of round 0: no such thing"):
+        Bench(lambda: compose(FedAvg(), Broken())).run()
+
+
+# saving --------------------------------------------------------------------------------------------------------------
+@dataclass
+class Saver:
+    """Keeps every state that is offered, as bytes, with the client states of that moment."""
+
+    store: ClientStore
+    saved: list[tuple[bytes, dict[int, bytes], bool]] = field(default_factory=list)
+
+    def __call__(self, state: RunState, task_end: bool) -> None:
+        clients = {c: tree.to_bytes(self.store.get(c) or {}) for c in self.store.clients()}
+        self.saved.append((tree.to_bytes(state.to_tree()), clients, task_end))
+
+
+def saved_run(bench: Bench) -> tuple[RunState, Saver]:
+    world, saver = bench.world(), Saver(ClientStore())
+    engine = bench.eager(world, saver.store)
+    return Runner(world, engine, bench.model(), bench.evaluation, save=saver).run(), saver
+
+
+@pytest.mark.parametrize("method", ["fedgp+der", "fedcurv"])
+def test_a_run_resumes_after_any_phase(method: str) -> None:
+    bench = Bench(method, stream=Toy(clients=2))
+    whole, saver = saved_run(bench)
+    for data, clients, _ in saver.saved[:-1]:
+        store = ClientStore()
+        for client, state in clients.items():
+            store.put(client, tree.from_bytes(state))
+        resumed = bench.run(state=RunState.from_tree(tree.from_bytes(data)), store=store)
+        assert tree.equal(comparable(resumed.state), comparable(whole))
+
+
+def test_a_run_resumes_between_two_repeats_of_a_phase() -> None:
+    bench = counting(repeat=5)
+    whole, saver = saved_run(bench)
+    state = RunState.from_tree(tree.from_bytes(saver.saved[2][0]))
+    assert (state.round, state.position, state.repeat) == (0, 1, 2)
+    store = ClientStore()
+    for client, data in saver.saved[2][1].items():
+        store.put(client, tree.from_bytes(data))
+    assert tree.equal(comparable(bench.run(state=state, store=store).state), comparable(whole))
+
+
+def test_task_ends_are_marked() -> None:
+    assert [end for _, _, end in saved_run(Bench())[1].saved] == [False, False, True, False, False, True]
+
+
+def test_a_finished_run_has_nothing_left_to_do() -> None:
+    outcome = Bench().run()
+    again = Bench().run(state=outcome.state, store=outcome.store)
+    assert again.events == [] and again.state.round == 4
