@@ -49,7 +49,7 @@ def test_the_loss_is_the_sum_over_steps() -> None:
     bench = Bench(train=TrainOptions(1, 100, STEP))
     _, reply = called(bench)
     data = bench.stream.data(0, 0)
-    outputs = bench.build_module()(bench.stream.inputs(data.x))
+    outputs = bench.trainer().outputs(bench.model(), data.x)
     assert reply.loss == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, data.y)), rel=1e-6)
 
 
