@@ -22,10 +22,10 @@ from torch import Tensor
 
 from everfed.parts.capped_simplex import (
     accelerated_projected_gradient,
-    frank_wolfe,
     largest,
     largest_eigenvalue,
     noisy_uniform,
+    pairwise_descent,
     project_capped_simplex,
     refine_by_swaps,
 )
@@ -163,7 +163,7 @@ def zero_diagonal_weights(candidates: Candidates, n: int, linear: np.ndarray, se
     if count <= n or n <= 1:
         return convex_weights(candidates, n, linear)
     start = noisy_uniform(count, n, np.random.default_rng(seed))
-    return frank_wolfe(candidates.gram - np.eye(count), linear, n, start)
+    return pairwise_descent(candidates.gram - np.eye(count), linear, start)
 
 
 def objective(gradients: Tensor | np.ndarray, chosen: np.ndarray) -> float:

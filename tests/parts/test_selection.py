@@ -14,10 +14,10 @@ from scipy.optimize import minimize
 
 from everfed.parts.capped_simplex import (
     accelerated_projected_gradient,
-    frank_wolfe,
     largest,
     largest_eigenvalue,
     noisy_uniform,
+    pairwise_descent,
     refine_by_swaps,
 )
 from everfed.parts.near_optimality import draw_gradients
@@ -177,14 +177,33 @@ def test_solving_again_from_the_solution_returns_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_frank_wolfe_never_raises_the_value_and_ends_almost_integral(seed: int) -> None:
+def test_pairwise_descent_never_raises_the_value_and_ends_almost_integral(seed: int) -> None:
     rng = np.random.default_rng(seed)
     gram, start = cosines(draw_gradients(rng, 50)) - np.eye(50), noisy_uniform(50, 5, rng)
-    values = [value(gram, np.zeros(50), frank_wolfe(gram, np.zeros(50), 5, start, limit=k)) for k in range(30)]
+    values = [value(gram, np.zeros(50), pairwise_descent(gram, np.zeros(50), start, limit=k)) for k in range(30)]
     assert (np.diff(values) <= 1e-12).all()
-    x = frank_wolfe(gram, np.zeros(50), 5, start)
+    x = pairwise_descent(gram, np.zeros(50), start)
     assert abs(x.sum() - 5) < 1e-9 and x.min() >= -1e-12 and x.max() <= 1 + 1e-12
     assert ((x > 1e-3) & (x < 1 - 1e-3)).mean() <= 0.1
+
+
+def test_pairwise_descent_ends_at_a_stationary_point_of_the_relaxed_problem() -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        candidates, target = Candidates.of(rng.standard_normal((40, 6))), rng.standard_normal(6)
+        linear = candidates.along(target)
+        x = zero_diagonal_weights(candidates, 7, linear, seed)
+        gradient = 2 * ((candidates.gram - np.eye(40)) @ x - linear)
+        assert abs(x.sum() - 7) < 1e-12
+        assert gradient[x > 0].max() <= gradient[x < 1].min() + 1e-6
+
+
+@pytest.mark.parametrize("d", [1, 2, 5])
+def test_many_more_samples_than_dimensions(d: int) -> None:
+    """Directions on all sides cancel: the sum of the chosen can be made short, however many stand for choice."""
+    rows = np.random.default_rng(0).standard_normal((400, d))
+    for n in (20, 200):
+        assert objective(rows, select(rows, n)) < 2  # n at random, n^2 at worst
 
 
 def test_fractions_survive_only_between_opposed_samples() -> None:
