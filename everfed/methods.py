@@ -17,10 +17,12 @@ from everfed.parts.average import FedAvg
 from everfed.parts.curvature import FedCurv
 from everfed.parts.der import DER, DERPlusPlus
 from everfed.parts.fedgp import FedGP
+from everfed.parts.fedssi import FedSSI
 from everfed.parts.ideal import Ideal
 from everfed.parts.memory import Memory
 from everfed.parts.proximal import FedProx
 from everfed.parts.replay import Replay
+from everfed.parts.synaptic import SynapticIntelligence
 
 PartFactory = Callable[..., Part]
 
@@ -52,6 +54,8 @@ PRESETS: dict[str, Preset] = {
     "der": _preset("dark experience replay: stored logits", FedAvg, Memory, DER, **_KEEP_LOGITS),
     "der++": _preset("DER with replayed labels", FedAvg, Memory, DERPlusPlus, **_KEEP_LOGITS),
     "agem": _preset("gradients projected on the client's own buffer", FedAvg, Memory, AGEM),
+    "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
+    "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
     "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
 }
 _WITHOUT_FEDGP = ("ideal",)  # the upper bound keeps no buffer
