@@ -1,6 +1,8 @@
-"""Errors that a user can cause. They reach the user as one message, without a traceback, and with exit code 2."""
+"""Errors that need no traceback: what a user can put right, and faults of a run that its message explains."""
 
 from __future__ import annotations
+
+USERS, FAULT = 2, 1  # exit codes
 
 
 class UserError(Exception):
@@ -12,7 +14,7 @@ class RecipeError(UserError):
 
 
 # Errors of layers that stand on their own, by full name, so that telling them apart imports nothing heavy.
-_OTHERS = frozenset(
+_USERS = frozenset(
     {
         "everfed.core.part.CompositionError",
         "everfed.data.errors.DataError",
@@ -22,9 +24,20 @@ _OTHERS = frozenset(
         "everfed.streams.options.OptionError",
     }
 )
+_FAULTS = frozenset({"everfed.core.runner.Diverged"})
 
 
 def is_users(error: BaseException) -> bool:
     """Can the user put this right, so that its message is all that should be shown?"""
-    kinds = type(error).__mro__
-    return isinstance(error, UserError) or any(f"{kind.__module__}.{kind.__qualname__}" in _OTHERS for kind in kinds)
+    return isinstance(error, UserError) or bool(_names(error) & _USERS)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The exit code of a command that an error ends; None for a bug, which deserves its traceback."""
+    if is_users(error):
+        return USERS
+    return FAULT if _names(error) & _FAULTS else None
+
+
+def _names(error: BaseException) -> set[str]:
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}

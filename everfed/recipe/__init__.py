@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everfed.recipe.places import Places
+from everfed.recipe.problems import placed
 from everfed.recipe.reading import Reading, from_table, parse_set, parse_value, read, read_placed
 from everfed.recipe.schema import (
     CompareSection,
@@ -32,6 +33,7 @@ __all__ = [
     "from_table",
     "parse_set",
     "parse_value",
+    "placed",
     "read",
     "read_placed",
     "scaled",

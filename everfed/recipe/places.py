@@ -30,20 +30,28 @@ class Places:
     options: Mapping[Key, str] = field(default_factory=dict)
 
     def of(self, key: Key) -> str:
-        """Where `key` was written, or the nearest table around it."""
+        """Where `key` was written: an option that set it or something in it, else its line or that of the nearest table
+        around it."""
+        for set_key, option in self.options.items():
+            if set_key[: len(key)] == key:
+                return option
         lines = _lines(self.text)
         for around in _outwards(key):
             if around in self.options:
                 return self.options[around]
             if around in lines:
                 return f"{self.label}, line {lines[around]}"
-        inside = (option for set_key, option in self.options.items() if set_key[: len(key)] == key)
-        return next(inside, self.label)
+        return self.label
 
     def of_message(self, message: str) -> str:
         """Where the key that a message opens with was written (`stream.tasks: expected ...`)."""
-        found = re.match(r"[a-z]+(\.[^\s:=,]+)*", message)
-        return self.of(tuple(found[0].split("."))) if found else self.label
+        return self.of(key_of_message(message))
+
+
+def key_of_message(message: str) -> Key:
+    """The key that a message opens with; empty when it opens with none."""
+    found = re.match(r"[a-z]+(\.[^\s:=,]+)*", message)
+    return tuple(found[0].split(".")) if found else ()
 
 
 def _outwards(key: Key) -> Iterable[Key]:

@@ -3,14 +3,55 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from everfed.errors import RecipeError
-from everfed.recipe.places import Key, Places
+from everfed.errors import RecipeError, UserError, is_users
+from everfed.recipe.places import Key, Places, key_of_message
 from everfed.recipe.schema import Recipe
+
+# The key to blame when a message does not open with one, by the error's class.
+_BLAMED = {
+    "DataError": "stream.dataset",
+    "PartitionError": "stream.partition",
+    "ModelError": "model",
+    "NameProblem": "method.parts",
+}
+
+
+@contextmanager
+def placed(places: Places) -> Iterator[None]:
+    """Say where in the recipe the key stands that a layer below refuses."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not is_users(error):
+            raise
+        message = _opening_with_key(error)
+        raise RecipeError(f"{places.of_message(message)}: {message}") from error
+
+
+def _opening_with_key(error: Exception) -> str:
+    message = f"{error}{_hint(str(error))}"
+    if set(key_of_message(message)[:1]) & set(Recipe.model_fields):
+        return message
+    return f"{_BLAMED.get(type(error).__name__, 'method')}: {message}"
+
+
+def _hint(message: str) -> str:
+    """What was probably meant, where a message quotes what it refuses and lists what is allowed."""
+    listed = re.search(r"(?:one of(?: the allowed values:)?|[Aa]llowed:|has) ([^;]+)", message)
+    refused = re.search(r"'([^']+)'", message)
+    words = [refused[1] if refused else "", *key_of_message(message)[-1:]]
+    allowed = re.split(r",? or |, ", listed[1]) if listed else []
+    hints = (suggestion(word, allowed) for word in words if word not in allowed)
+    return next((f".{hint}" for hint in hints if hint), "")
 
 
 def refuse(error: ValidationError, places: Places) -> RecipeError:

@@ -37,9 +37,7 @@ class Setting:
     option: str
 
 
-def read(
-    source: str | Path, *, method: str | None = None, seed: int | None = None, sets: Sequence[str] = ()
-) -> Recipe:
+def read(source: str | Path, *, method: str | None = None, seed: int | None = None, sets: Sequence[str] = ()) -> Recipe:
     """A recipe from a TOML file or by the name of a shipped one, with `sets` ("a.b.c=value"), `method` and `seed` on
     top. Raises RecipeError. The keys of [stream], [model] and [method] that name options are checked by `api.check`."""
     return read_placed(source, method=method, seed=seed, sets=sets).recipe
@@ -91,17 +89,16 @@ def parse_value(text: str, option: str) -> Any:
 
 def _find(source: str | Path) -> tuple[str, str, str]:
     """(name, label, text) of a recipe."""
-    if isinstance(source, str) and source in (shipped := recipes.names()):
+    if isinstance(source, str) and source in recipes.names():
         return source, f"{source} (shipped recipe)", recipes.text(source)
     path = Path(source)
     if path.is_file():
         return path.stem, str(path), _text_of(path)
     if path.is_dir():
         raise RecipeError(f"{path} is a folder, not a recipe; `everfed resume {path}` goes on with a run")
-    shipped = recipes.names()
     raise RecipeError(
-        f"{source} is neither a file nor a shipped recipe.{suggestion(str(source), shipped)} "
-        f"Shipped: {', '.join(shipped)}"
+        f"{source} is neither a file nor a shipped recipe.{suggestion(str(source), recipes.names())} "
+        "Allowed: the path of a TOML file, or a name that `everfed list recipes` shows"
     )
 
 

@@ -12,13 +12,16 @@ from everfed.recipe.schema import MethodSection, Recipe
 
 
 def scaled(recipe: Recipe, factor: float) -> Recipe:
-    """The recipe with `factor` of its rounds, for a quick look; the stream shrinks its data by the same factor."""
+    """The recipe as it is run: with `factor` of its rounds, and with method.defaults settled.
+
+    The stream shrinks its data by the same factor; at least one synchronised round per task is left.
+    """
     if not 0 < factor <= 1:
         raise RecipeError(f"--scale must be above 0 and at most 1; got {factor:g}")
     train = recipe.train
     synchronisations = max(1, round(train.rounds_per_task * factor / train.sync_every))
     rounds = synchronisations * train.sync_every
-    return recipe.model_copy(update={"train": train.model_copy(update={"rounds_per_task": rounds})})
+    return settled(recipe).model_copy(update={"train": train.model_copy(update={"rounds_per_task": rounds})})
 
 
 def settled(recipe: Recipe) -> Recipe:

@@ -1,0 +1,5 @@
+"""`python -m everfed`."""
+
+from everfed.cli import main
+
+main()

@@ -1,0 +1,80 @@
+"""The command line. Each command is a file in everfed/commands; torch is imported only inside them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from everfed.commands.compare import compare
+from everfed.commands.demo import demo
+from everfed.commands.doctor import doctor
+from everfed.commands.listing import listing
+from everfed.commands.report import report
+from everfed.commands.resume import resume
+from everfed.commands.run import run
+from everfed.commands.sweep import sweep
+from everfed.errors import exit_code
+
+
+class Commands(TyperGroup):
+    """Turns errors that need no traceback into one message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            code = exit_code(error)
+            if code is None:
+                raise
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(code) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (run, resume, compare, sweep, demo, report, doctor):
+    app.command()(command)
+app.command("list")(listing)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from everfed import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def everfed(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Continual federated learning: train one model across many clients whose data
+    never stops changing.
+
+    \b
+    Start here:
+      everfed demo                            three methods on rotated digits
+      everfed list methods                    what can be run
+      everfed run demo --method fedgp+der     one run, one run folder
+      everfed resume runs/demo-fedgp+der-0    go on after an interruption
+      everfed compare demo --methods fedavg,der --seeds 0,1,2
+      everfed sweep demo --grid train.optimizer.lr=0.01,0.1
+      everfed doctor                          versions, device, data found
+
+    Every command explains itself with examples: everfed COMMAND --help.
+    """
+
+
+def main() -> None:
+    """The console entry."""
+    app(prog_name="everfed")

@@ -1,0 +1,123 @@
+"""Many runs of one comparison: each cell is an ordinary run folder, run once, resumed or kept as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everfed.commands.output import stdout, tell_interrupted
+from everfed.errors import RecipeError, UserError, exit_code
+from everfed.recipe import Places, Recipe, placed, to_toml
+from everfed.recipe.places import Key
+from everfed.recipe.reading import parse_set
+
+
+@dataclass(frozen=True)
+class Cell:
+    """row: what the table calls it. recipe: settled. folder: its run folder."""
+
+    row: str
+    recipe: Recipe
+    folder: Path
+    places: Places
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """result: what result.json holds, or None when the run diverged, and `problem` says how."""
+
+    cell: Cell
+    result: dict[str, Any] | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the cells are run."""
+
+    data: Path | None
+    scale: float
+    checkpoint_every: float
+    as_json: bool
+
+
+def parse_seeds(text: str) -> list[int]:
+    """`0,1,2`. Raises RecipeError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise RecipeError(f"--seeds {text}: write whole numbers of at least 0 with commas between, such as 0,1,2")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def key_of_set(entry: str) -> Key:
+    """The key that a `--set` names."""
+    return parse_set(entry).key
+
+
+def check(cells: Sequence[Cell], settings: Settings) -> None:
+    """Refuse what any cell would refuse, before the first one runs: one check per row and one per seed."""
+    from everfed import api
+
+    for cell in cells:
+        _check_folder(cell, settings)
+    for cell in _representatives(cells):
+        with placed(cell.places):
+            api.check(cell.recipe, settings.data, settings.scale)
+
+
+def run(cells: Sequence[Cell], settings: Settings) -> list[Outcome]:
+    """Run every cell that is not finished, one after the other."""
+    return [_run_one(cell, settings, f"[{i}/{len(cells)}] ") for i, cell in enumerate(cells, start=1)]
+
+
+def _representatives(cells: Sequence[Cell]) -> list[Cell]:
+    first_of_row = _first_by(cells, lambda cell: cell.row)
+    first_of_seed = _first_by(cells, lambda cell: cell.recipe.seed)
+    return [*first_of_row, *(cell for cell in first_of_seed if cell not in first_of_row)]
+
+
+def _first_by(cells: Iterable[Cell], key: Callable[[Cell], Any]) -> list[Cell]:
+    first: dict[Any, Cell] = {}
+    for cell in cells:
+        first.setdefault(key(cell), cell)
+    return list(first.values())
+
+
+def _check_folder(cell: Cell, settings: Settings) -> None:
+    """A folder from an earlier time must be the same run."""
+    stored = cell.folder / "recipe.toml"
+    if not stored.exists():
+        return
+    made_with = json.loads((cell.folder / "settings.json").read_text())
+    if stored.read_text() != to_toml(cell.recipe) or made_with.get("scale", 1.0) != settings.scale:
+        raise UserError(
+            f"{cell.folder} belongs to another recipe or --scale; nothing was overwritten. "
+            "Choose another --out, or remove the folder"
+        )
+
+
+def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
+    from everfed import api
+    from everfed.progress import watching
+
+    title = f"{number}{cell.row} seed {cell.recipe.seed}"
+    with tell_interrupted(), watching(stdout(), settings.as_json, title) as observer:
+        told = _with_folder(observer, cell.folder) if settings.as_json else observer
+        how: dict[str, Any] = {"observers": [told], "checkpoint_every": settings.checkpoint_every}
+        try:
+            if (cell.folder / "recipe.toml").exists():
+                return Outcome(cell, api.resume(cell.folder, **how).data)
+            result = api.run(cell.recipe, cell.folder, data_dir=settings.data, scale=settings.scale, **how)
+            return Outcome(cell, result.data)
+        except Exception as error:
+            if isinstance(error, UserError) or exit_code(error) is None:
+                raise
+            # A cell that diverges is a finding, which the observer has told; the others go on.
+            return Outcome(cell, None, str(error))
+
+
+def _with_folder(observer: Callable[[dict[str, Any]], None], folder: Path) -> Callable[[dict[str, Any]], None]:
+    return lambda event: observer({"run": str(folder), **event})

@@ -1,0 +1,33 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A TOML file, or a shipped recipe (everfed list recipes).")
+]
+Sets = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe, such as train.rounds_per_task=5."),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", help="Folder of data sets; else what EVERFED_DATA names."),
+]
+Scale = Annotated[
+    float, typer.Option("--scale", metavar="F", help="Share of the rounds and the data, above 0 and at most 1.")
+]
+CheckpointEvery = Annotated[
+    float, typer.Option("--checkpoint-every", metavar="S", min=0.0, help="Seconds of work between checkpoints.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Write JSON lines, for machines.")]
+Seeds = Annotated[str | None, typer.Option("--seeds", metavar="S,S,...", help="Seeds, such as 0,1,2.")]
+
+
+def absolute(folder: Path | None) -> Path | None:
+    """As a run should remember it: right from wherever it is resumed."""
+    return None if folder is None else folder.expanduser().absolute()

@@ -1,0 +1,61 @@
+"""What commands say: results and tables to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+INTERRUPTED = 130  # what shells give a command that ctrl-C ended
+
+
+def stdout() -> Console:
+    return Console(soft_wrap=True)
+
+
+def tell_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
+    """The end of a run: its main numbers and where it lies."""
+    metrics = result["metrics"]
+    if as_json:
+        typer.echo(json.dumps({"event": "result", "folder": str(folder), "metrics": metrics}))
+        return
+    shown = {"Acc": metrics.get("acc"), "forgetting": metrics.get("forgetting")}
+    numbers = "  ".join(f"{name} {100 * value:.2f} %" for name, value in shown.items() if value is not None)
+    typer.echo(f"{result['method']} seed {result['seed']}: {numbers}")
+    typer.echo(f"run folder: {folder}")
+
+
+@contextmanager
+def tell_interrupted() -> Iterator[None]:
+    """Ctrl-C ends a command with a word on how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted; `everfed resume RUN` goes on where it stopped", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table: drawn on a terminal, Markdown elsewhere."""
+    console = stdout()
+    if not console.is_terminal:
+        typer.echo(markdown_table(columns, rows))
+        return
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as Markdown, its columns aligned so that it reads as plain text, too."""
+    lines = [list(columns), *(list(row) for row in rows)]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(columns))]
+    head, *body = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *body])

@@ -1,0 +1,33 @@
+"""`everfed resume`: go on with a run that was interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everfed.commands import options
+from everfed.commands.output import stdout, tell_interrupted, tell_result
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    checkpoint_every: options.CheckpointEvery = 5.0,
+    as_json: options.Json = False,
+) -> None:
+    """Go on with a run from its newest checkpoint, to the same bits as if it had
+    never stopped.
+
+    RUN is a run folder. Nothing is done to a finished run.
+
+    \b
+    Example:
+      everfed resume runs/demo-fedgp+der-0
+    """
+    from everfed import api
+    from everfed.progress import watching
+
+    with tell_interrupted(), watching(stdout(), as_json) as observer:
+        result = api.resume(run, observers=[observer], checkpoint_every=checkpoint_every)
+    tell_result(result.folder, result.data, as_json)

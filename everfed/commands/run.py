@@ -1,0 +1,56 @@
+"""`everfed run`: one recipe, one run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everfed.commands import options
+from everfed.commands.output import stdout, tell_interrupted, tell_result
+
+
+def run(
+    recipe: options.Recipe,
+    method: Annotated[str | None, typer.Option(metavar="M", help="Another method than the recipe's own.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="S", help="Another seed than the recipe's own.")] = None,
+    sets: options.Sets = [],  # noqa: B006 (typer copies it)
+    data: options.Data = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The run folder itself (default: runs/RECIPE-METHOD-SEED)."),
+    ] = None,
+    scale: options.Scale = 1.0,
+    checkpoint_every: options.CheckpointEvery = 5.0,
+    as_json: options.Json = False,
+) -> None:
+    """Run a recipe; the run folder holds the recipe, events, checkpoints, the
+    model and result.json.
+
+    RECIPE is a TOML file or the name of a shipped recipe (everfed list
+    recipes). A run that is killed goes on with everfed resume, to the same
+    bits.
+
+    \b
+    Examples:
+      everfed run demo
+      everfed run demo --method fedavg --seed 1 --out runs/mine
+      everfed run fedgp/table1-rotated-mnist --data ~/data --scale 0.1
+      everfed run my.toml --set train.rounds_per_task=5 --set stream.tasks=3
+    """
+    from everfed import api
+    from everfed.progress import watching
+    from everfed.recipe import placed, read_placed
+
+    reading = read_placed(recipe, method=method, seed=seed, sets=sets)
+    with placed(reading.places), tell_interrupted(), watching(stdout(), as_json) as observer:
+        result = api.run(
+            reading.recipe,
+            out,
+            data_dir=options.absolute(data),
+            scale=scale,
+            observers=[observer],
+            checkpoint_every=checkpoint_every,
+        )
+    tell_result(result.folder, result.data, as_json)

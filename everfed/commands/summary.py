@@ -1,0 +1,131 @@
+"""The table of a comparison: mean and population deviation over seeds, as text, JSON, Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everfed.commands.cells import Outcome
+from everfed.commands.output import markdown_table
+from everfed.store.files import write_atomic
+
+# What tables show, as (heading, metric); JSON and CSV hold every metric.
+SHOWN = (
+    ("Acc", "acc"),
+    ("Acc task-IL", "acc_task"),
+    ("Forgetting", "forgetting"),
+    ("Learning acc", "learning_accuracy"),
+    ("Avg incr acc", "acc_avg_incremental"),
+)
+COSTS = (("Bytes up", "bytes_up"), ("Seconds", "seconds"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method or one cell of a grid. spreads: {metric: {mean, deviation, count}}; empty when no seed finished."""
+
+    name: str
+    outcomes: tuple[Outcome, ...]
+    spreads: dict[str, dict[str, float]]
+
+    def mean(self, metric: str) -> float:
+        spread = self.spreads.get(metric)
+        return spread["mean"] if spread else -float("inf")
+
+
+def rows(outcomes: Sequence[Outcome]) -> list[Row]:
+    """Outcomes by row, best accuracy first; rows without a finished run come last."""
+    grouped: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        grouped.setdefault(outcome.cell.row, []).append(outcome)
+    found = [Row(name, tuple(group), _spreads(group)) for name, group in grouped.items()]
+    return sorted(found, key=lambda row: row.mean("acc"), reverse=True)
+
+
+def _spreads(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
+    from everfed.metrics import mean_and_deviation
+
+    values: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for metric, value in _numbers(outcome.result or {}).items():
+            values.setdefault(metric, []).append(value)
+    return {metric: vars(mean_and_deviation(found)) for metric, found in values.items()}
+
+
+def _numbers(result: dict[str, Any]) -> dict[str, float]:
+    """Every number of a result: metrics, the task-IL accuracy of the same logits where it differs, costs."""
+    if not result:
+        return {}
+    numbers = {**result["metrics"], **{key: result["cost"].get(key) for _, key in COSTS}}
+    numbers["bytes_down"] = result["cost"].get("bytes_down")
+    task_il = result.get("by_logits", {}).get("task", {})
+    if task_il.get("accuracy_matrix") != result["accuracy_matrix"]:
+        numbers["acc_task"] = task_il.get("metrics", {}).get("acc")
+    return {key: float(value) for key, value in numbers.items() if isinstance(value, (int, float))}
+
+
+def table(found: Sequence[Row], heading: str) -> tuple[list[str], list[list[str]]]:
+    """(columns, lines), accuracies in per cent; a column that nobody has a value for is left out."""
+    from everfed.progress import duration, size
+
+    metrics = [(head, key) for head, key in SHOWN if any(key in row.spreads for row in found)]
+    lines = []
+    for row in found:
+        scores = [_percent(row.spreads.get(key)) for _, key in metrics]
+        costs = [size(round(row.mean("bytes_up"))), duration(row.mean("seconds"))] if row.spreads else ["-", "-"]
+        finished = sum(outcome.result is not None for outcome in row.outcomes)
+        lines.append([row.name, f"{finished}/{len(row.outcomes)}", *scores, *costs])
+    return [heading, "Runs", *(head for head, _ in metrics), *(head for head, _ in COSTS)], lines
+
+
+def _percent(spread: dict[str, float] | None) -> str:
+    return f"{100 * spread['mean']:.2f} ± {100 * spread['deviation']:.2f}" if spread else "-"
+
+
+def as_dict(found: Sequence[Row]) -> list[dict[str, Any]]:
+    """What the JSON file holds of the rows."""
+    return [
+        {
+            "name": row.name,
+            "metrics": row.spreads,
+            "runs": [
+                {
+                    "seed": outcome.cell.recipe.seed,
+                    "folder": str(outcome.cell.folder),
+                    "metrics": outcome.result["metrics"] if outcome.result else None,
+                    "problem": outcome.problem or None,
+                }
+                for outcome in row.outcomes
+            ],
+        }
+        for row in found
+    ]
+
+
+def write(folder: Path, stem: str, found: Sequence[Row], heading: str, facts: dict[str, Any]) -> None:
+    """stem.json, stem.md and stem.csv in `folder`."""
+    content = {**facts, "deviation": "population", "rows": as_dict(found)}
+    _write(folder / f"{stem}.json", json.dumps(content, indent=2) + "\n")
+    note = "Mean ± population deviation over seeds; accuracies in per cent; bytes and seconds per run."
+    _write(folder / f"{stem}.md", f"{markdown_table(*table(found, heading))}\n\n{note}\n")
+    _write(folder / f"{stem}.csv", _csv(found))
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomic(path, text.encode())
+
+
+def _csv(found: Sequence[Row]) -> str:
+    keys = sorted({key for row in found for key in row.spreads})
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(["name", "runs", *(f"{key}_{part}" for key in keys for part in ("mean", "deviation"))])
+    for row in found:
+        numbers = [row.spreads.get(key, {}).get(part, "") for key in keys for part in ("mean", "deviation")]
+        writer.writerow([row.name, sum(o.result is not None for o in row.outcomes), *numbers])
+    return lines.getvalue()

@@ -1,0 +1,188 @@
+"""Live progress of a run: a bar on a terminal, plain lines elsewhere, JSON lines for machines."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+Event = dict[str, Any]
+Observer = Callable[[Event], None]
+Write = Callable[[str], None]
+
+# Plain lines come at task ends and at most this often in between.
+SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass
+class Standing:
+    """Where a run stands, from its events. Rounds and tasks count from 0; times come from `clock`, in seconds."""
+
+    title: str = ""
+    clock: Callable[[], float] = time.monotonic
+    rounds: int = 0
+    tasks: int = 0
+    first_round: int = 0
+    done: int = 0
+    task: int = 0
+    loss: float | None = None
+    acc: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+    began: float = 0.0
+
+    def take(self, event: Event) -> None:
+        """Learn from an event; unknown ones say nothing about progress."""
+        kind = event["event"]
+        if kind == "start":
+            self.title = self.title or f"{event['method']} seed {event.get('seed', 0)}"
+            self.rounds, self.tasks = event["rounds"], event["tasks"]
+            self.first_round = self.done = event.get("round", 0)
+            self.began = self.clock()
+        elif kind == "phase":
+            self._phase(event)
+        elif kind == "evaluation":
+            self.acc = event["acc"]
+
+    def _phase(self, event: Event) -> None:
+        self.task = event["task"]
+        self.bytes_up += event["bytes_up"]
+        self.bytes_down += event["bytes_down"]
+        self.loss = event.get("loss", self.loss)
+        if event["phase"] == "train":
+            self.done = event["round"] + 1
+
+    @property
+    def elapsed(self) -> float:
+        return self.clock() - self.began
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to the end at the pace so far; None before the first round is done and after the last."""
+        worked = self.done - self.first_round
+        if worked <= 0 or self.done >= self.rounds:
+            return None
+        return self.elapsed / worked * (self.rounds - self.done)
+
+    def facts(self) -> str:
+        """Loss, accuracy, bytes and time left in one line."""
+        known = [
+            None if self.loss is None else f"loss {self.loss:.3f}",
+            None if self.acc is None else f"acc {100 * self.acc:.1f} %",
+            f"{size(self.bytes_up)} up",
+            f"{size(self.bytes_down)} down",
+            None if self.left is None else f"{duration(self.left)} left",
+        ]
+        return "  ".join(fact for fact in known if fact)
+
+    def line(self) -> str:
+        place = f"task {self.task + 1}/{self.tasks}  round {self.done}/{self.rounds}"
+        return f"{self.title}  {place}  {self.facts()}"
+
+
+def size(count: int) -> str:
+    """Bytes as people read them, in powers of 1000."""
+    amount = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """H:MM:SS, or M:SS below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def spoken(event: Event, standing: Standing) -> str | None:
+    """What an event deserves to be said about it for good, if anything."""
+    kind = event["event"]
+    if kind == "start":
+        clients = f", {event['clients']} clients" if "clients" in event else ""
+        return f"{standing.title}: {event['tasks']} tasks, {event['rounds']} rounds{clients}"
+    if kind == "resume":
+        return f"going on from round {event['round']}"
+    if kind == "evaluation" and event["task_end"]:
+        return standing.line()
+    if kind in ("warning", "fault") and not event["message"].startswith("KeyboardInterrupt"):
+        return f"{kind}: {event['message']}"
+    return None
+
+
+class PlainLines:
+    """One line per task, warning and fault, and one now and then in between."""
+
+    def __init__(self, write: Write, standing: Standing) -> None:
+        self._write, self._standing, self._last = write, standing, standing.clock()
+
+    def __call__(self, event: Event) -> None:
+        self._standing.take(event)
+        said = spoken(event, self._standing)
+        now = self._standing.clock()
+        if said is None and event["event"] == "phase" and now - self._last >= SECONDS_BETWEEN_LINES:
+            said = self._standing.line()
+        if said is not None:
+            self._write(said)
+            self._last = now
+
+
+class JsonLines:
+    """Every event as one line of JSON."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+
+    def __call__(self, event: Event) -> None:
+        self._write(json.dumps(event))
+
+
+class LiveBar:
+    """A bar that moves with every phase; what `spoken` says stays above it."""
+
+    def __init__(self, progress: Progress, standing: Standing) -> None:
+        self._progress, self._standing = progress, standing
+        self._bar = progress.add_task(standing.title, total=None, standing=standing)
+
+    def __call__(self, event: Event) -> None:
+        self._standing.take(event)
+        said = spoken(event, self._standing)
+        if said is not None:
+            self._progress.console.print(said, highlight=False, markup=False)
+        total = self._standing.rounds or None
+        self._progress.update(self._bar, completed=self._standing.done, total=total, description=self._standing.title)
+
+
+class _Place(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        standing: Standing = task.fields["standing"]
+        return Text(f"task {standing.task + 1}/{standing.tasks} round {standing.done}/{standing.rounds}")
+
+
+class _Facts(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["standing"].facts(), style="cyan")
+
+
+@contextmanager
+def watching(console: Console, as_json: bool = False, title: str = "") -> Iterator[Observer]:
+    """An observer of one run that writes to `console` in the way that suits it."""
+    standing = Standing(title)
+    write: Write = lambda line: console.out(line, highlight=False)  # noqa: E731
+    if as_json:
+        yield JsonLines(write)
+    elif not console.is_terminal:
+        yield PlainLines(write, standing)
+    else:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), _Place(), _Facts())
+        with Progress(*columns, console=console, transient=True) as progress:
+            yield LiveBar(progress, standing)
