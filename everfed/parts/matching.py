@@ -233,8 +233,8 @@ def _active_set(dual: _Dual) -> tuple[Vector, float, int]:
     """Minimise f as in Wolfe's minimum-norm-point method: Gamma, what f can still fall by, number of faces visited.
 
     A face is a set of updates with positive Gamma. f has a closed-form minimum over the plane of a face, so each step
-    adds the worst-served update and walks to that minimum, leaving out updates whose Gamma reaches zero. Finite and
-    independent of conditioning, where gradient steps stall once the norms differ a hundredfold.
+    adds the worst-served update and walks to that minimum, leaving out updates whose Gamma reaches zero. It needs no
+    step size; projected gradients stall where the norms of the updates differ by orders of magnitude.
     """
     start = int(np.argmin(dual.to_mean + dual.radius * dual.norms))
     face, gamma = [start], np.eye(len(dual.p))[start]
@@ -277,7 +277,7 @@ def _toward_minimum(dual: _Dual, here: Vector, face: list[int]) -> tuple[Vector,
     Gamma = nearest + s drift. Their images are orthogonal, so tau^2 = |g_nearest|^2 + s^2 |g_drift|^2 gives s.
     """
     K = dual.K[np.ix_(face, face)]
-    unit = K.trace() / len(face)
+    unit = float(K.trace()) / len(face) or 1.0  # a lone zero update has no size of its own
     system = np.ones((len(face) + 1, len(face) + 1))
     system[:-1, :-1], system[-1, -1] = K / unit, 0.0
     sides = np.zeros((len(face) + 1, 2))
