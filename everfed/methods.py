@@ -16,10 +16,13 @@ from everfed.parts.agem import AGEM
 from everfed.parts.average import FedAvg
 from everfed.parts.curvature import FedCurv
 from everfed.parts.der import DER, DERPlusPlus
+from everfed.parts.ewc import EWC
 from everfed.parts.fedgp import FedGP
 from everfed.parts.fedssi import FedSSI
 from everfed.parts.ideal import Ideal
+from everfed.parts.lwf import LwF
 from everfed.parts.memory import Memory
+from everfed.parts.ogd import OGD
 from everfed.parts.proximal import FedProx
 from everfed.parts.replay import Replay
 from everfed.parts.synaptic import SynapticIntelligence
@@ -54,11 +57,15 @@ PRESETS: dict[str, Preset] = {
     "der": _preset("dark experience replay: stored logits", FedAvg, Memory, DER, **_KEEP_LOGITS),
     "der++": _preset("DER with replayed labels", FedAvg, Memory, DERPlusPlus, **_KEEP_LOGITS),
     "agem": _preset("gradients projected on the client's own buffer", FedAvg, Memory, AGEM),
+    "ewc": _preset("Fisher penalty towards the previous task's model", FedAvg, EWC),
+    "lwf": _preset("distillation from the previous task's model", FedAvg, LwF),
+    "ogd": _preset("gradients orthogonal to those of earlier tasks' outputs", FedAvg, OGD),
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
     "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
 }
 _WITHOUT_FEDGP = ("ideal",)  # the upper bound keeps no buffer
+_UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for
 
 
 def names() -> dict[str, str]:
@@ -105,7 +112,7 @@ def _find(name: str) -> Preset:
     if (name == "fedgp" or name.startswith("fedgp+")) and base in PRESETS and base not in _WITHOUT_FEDGP:
         preset = PRESETS[base]
         buffer = () if Memory in preset.parts else (Memory,)
-        return Preset(preset.about, (*preset.parts, *buffer, FedGP), preset.fixed)
+        return Preset(preset.about, (*preset.parts, *buffer, FedGP), {**preset.fixed, **_UNDER_FEDGP})
     raise MethodError(f"method.name must be one of {', '.join(names())}; got {name!r}")
 
 

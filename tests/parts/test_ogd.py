@@ -1,0 +1,188 @@
+"""FL+OGD against the FedSSI specification, sections 3.3 and 7b."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everfed import methods
+from everfed.core.context import TrainOptions
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import CompositionError
+from everfed.core.tree import equal, tensor_bytes
+from everfed.parts.ogd import OGD, extended, principal, project_out, widened
+from tests.support.rehearsal_free import ClassToy
+from tests.support.toy import Bench, Given, Linear, Toy
+
+ADAM = Optimizer("adam", lr=0.01)
+
+
+def ogd(**options: Any) -> dict[str, dict[str, Any]]:
+    return {"ogd": options}
+
+
+def basis_of(vectors: Tensor) -> Tensor:
+    rows, lengths = torch.zeros(0, vectors.shape[1]), torch.zeros(0)
+    for vector in vectors:
+        rows, lengths = extended(rows, lengths, vector)
+    return rows
+
+
+def random_basis(seed: int, count: int = 5, size: int = 40) -> tuple[Tensor, Tensor]:
+    """An orthonormal basis and a vector to project."""
+    rng = torch.Generator().manual_seed(seed)
+    return basis_of(torch.randn(count, size, generator=rng)), torch.randn(size, generator=rng)
+
+
+# 1 -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tasks", [2, 4])
+def test_the_basis_is_orthonormal(tasks: int) -> None:
+    for client in Bench("ogd", ogd(vectors=5), stream=Toy(tasks=tasks)).run().clients.values():
+        basis = client["ogd"]["basis"]
+        assert torch.allclose(basis @ basis.T, torch.eye(len(basis)), atol=1e-5)
+        assert len(basis) == 5 * (tasks - 1)
+
+
+def test_dependent_directions_are_not_kept_twice() -> None:
+    vectors = torch.tensor([[1.0, 0, 0], [2.0, 0, 0], [1.0, 1.0, 0], [0.0, 0, 0]])
+    assert torch.allclose(basis_of(vectors), torch.tensor([[1.0, 0, 0], [0, 1.0, 0]]))
+
+
+# 2 to 6 --------------------------------------------------------------------------------------------------------------
+@given(seed=st.integers(0, 500))
+def test_what_is_left_is_orthogonal_shorter_and_projected_once_and_for_all(seed: int) -> None:
+    basis, g = random_basis(seed)
+    left = project_out(g, basis)
+    assert (basis @ left).norm() < 1e-5 * g.norm()
+    assert left.norm() <= g.norm() * (1 + 1e-6)
+    assert torch.allclose(project_out(left, basis), left, atol=1e-5)
+
+
+@given(seed=st.integers(0, 500))
+def test_nothing_is_left_of_a_vector_in_the_span(seed: int) -> None:
+    basis, g = random_basis(seed)
+    inside = g[: len(basis)] @ basis
+    assert project_out(inside, basis).norm() < 1e-5 * (1 + inside.norm())
+
+
+def test_an_empty_basis_leaves_the_gradient() -> None:
+    _, g = random_basis(0)
+    assert torch.equal(project_out(g, torch.zeros(0, len(g))), g)
+    assert equal(Bench("fedavg").run(rounds=2).state.model, Bench("ogd").run(rounds=2).state.model)
+
+
+# 7 -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("optimizer", "project"), [(Optimizer(lr=0.1), "auto"), (Optimizer(lr=0.1, momentum=0.9), "auto"), (ADAM, "auto")]
+)
+def test_a_linear_models_stored_logits_do_not_change(optimizer: Optimizer, project: str) -> None:
+    rng = torch.Generator().manual_seed(3)
+    table = {(0, t): (torch.randn(30, 20, generator=rng), torch.randint(0, 3, (30,), generator=rng)) for t in range(2)}
+    stream = Given(clients=1, tasks=2, rounds_per_task=1, classes=3, table=table)
+    options = ogd(vectors=8, project=project)
+    bench = Bench("ogd", options, stream=stream, module=Linear, train=TrainOptions(20, 10, optimizer))
+    first, last = bench.run(rounds=1), bench.run()
+    ctx = bench.context(phase="basis")
+    chosen = stream.data(0, 0).take(ctx.rng("basis").permutation(30)[:8])
+
+    def logits(params: Tensor) -> Tensor:
+        return bench.trainer().outputs({**bench.model(), "params": params}, chosen.x).gather(1, chosen.y.unsqueeze(1))
+
+    assert (last.params - first.params).norm() > 0.1
+    assert torch.allclose(logits(last.params), logits(first.params), atol=1e-4)
+
+
+# 8 -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", [ADAM, Optimizer(lr=0.1, weight_decay=0.1)])
+def test_other_optimisers_have_their_update_projected(optimizer: Optimizer) -> None:
+    bench = Bench("ogd", ogd(vectors=4), stream=Toy(clients=1), train=TrainOptions(1, 5, optimizer))
+    assert OGD().on_update(optimizer)
+    first = bench.run(rounds=2)
+    basis, moved = first.clients[0]["ogd"]["basis"], bench.run(rounds=3).params - first.params
+    assert (basis @ moved).norm() < 1e-5 * moved.norm()
+    unprojected = bench.change(method="fedavg", options={}).run(rounds=3).params - first.params
+    assert (basis @ unprojected).norm() > 1e-2 * unprojected.norm()
+
+
+def test_projecting_only_the_gradient_is_not_enough_for_adam() -> None:
+    bench = Bench("ogd", ogd(vectors=4, project="gradient"), stream=Toy(clients=1), train=TrainOptions(1, 5, ADAM))
+    first = bench.run(rounds=2)
+    moved = bench.run(rounds=3).params - first.params
+    assert (first.clients[0]["ogd"]["basis"] @ moved).norm() > 1e-3 * moved.norm()
+    assert "not orthogonal" in methods.build("ogd", ogd(project="gradient"), optimizer_kind="adam").warnings[0]
+
+
+def test_for_plain_sgd_both_ways_agree() -> None:
+    by_gradient, by_update = (Bench("ogd", ogd(vectors=4, project=p)).run() for p in ("gradient", "update"))
+    assert torch.allclose(by_gradient.params, by_update.params, atol=1e-5)
+    assert all("before" not in client["ogd"] for client in by_update.clients.values())
+
+
+# memory --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("storage", "width"), [("float32", 4), ("float16", 2)])
+def test_the_bytes_are_what_the_options_say(storage: str, width: int) -> None:
+    bench = Bench("ogd", ogd(vectors=3, storage=storage), stream=Toy(tasks=3))
+    size = len(bench.model()["params"])
+    for client in bench.run().clients.values():
+        assert tensor_bytes(client) == 2 * 3 * (width * size + 4)  # the second term: the lengths
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16"])
+def test_max_vectors_bounds_them_for_any_number_of_tasks(storage: str) -> None:
+    bench = Bench("ogd", ogd(vectors=4, max_vectors=6, storage=storage), stream=Toy(tasks=5))
+    for client in bench.run().clients.values():
+        basis = widened(client["ogd"]["basis"])
+        assert len(basis) == 6
+        assert torch.allclose(basis @ basis.T, torch.eye(6), atol=1e-5 if storage == "float32" else 3e-3)
+
+
+def test_the_principal_directions_are_those_of_the_kept_gradients() -> None:
+    rng = torch.Generator().manual_seed(5)
+    rows, lengths = basis_of(torch.randn(6, 30, generator=rng)), torch.tensor([5.0, 0.1, 3.0, 0.2, 4.0, 0.3])
+    kept, values = principal(rows, lengths, 3)
+    assert torch.allclose(values, torch.tensor([5.0, 4.0, 3.0]), atol=1e-4)
+    assert torch.allclose((kept @ rows[[0, 4, 2]].T).abs(), torch.eye(3), atol=1e-4)
+
+
+def test_half_precision_projects_to_about_a_thousandth() -> None:
+    basis, g = random_basis(1, count=20, size=5000)
+    stored = OGD(storage="float16")._stored(basis)
+    assert stored.dtype == torch.float16
+    assert (basis @ project_out(g, stored)).norm() < 2e-3 * g.norm()
+    assert torch.allclose(project_out(g, stored), project_out(g, basis), atol=5e-3)
+
+
+def test_blocks_do_not_change_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    basis, g = random_basis(1, count=4, size=1000)
+    stored = OGD(storage="float16")._stored(basis)
+    whole = project_out(g, stored)
+    monkeypatch.setattr("everfed.parts.ogd._BLOCK", 4 * 77)
+    assert torch.allclose(project_out(g, stored), whole, atol=1e-6)
+
+
+# composition and options ---------------------------------------------------------------------------------------------
+def test_a_later_gradient_rule_asks_for_the_update() -> None:
+    with pytest.raises(CompositionError, match=r"fedgp changes the gradient after ogd.*set ogd\.project = 'update'"):
+        methods.build("fedgp+ogd", ogd(project="gradient"))
+    bench = Bench("fedgp+ogd", {"ogd": {"vectors": 4}, "memory": {"size": 8}}, stream=Toy(clients=1))
+    first = bench.run(rounds=2)
+    moved = bench.run(rounds=3).params - first.params
+    assert (first.clients[0]["ogd"]["basis"] @ moved).norm() < 1e-5 * moved.norm()
+
+
+def test_a_client_without_data_keeps_its_basis() -> None:
+    clients = Bench("ogd", ogd(vectors=3), stream=ClassToy(sizes={(1, 0): 0})).run().clients
+    assert "basis" in clients[0]["ogd"] and "ogd" not in clients[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("vectors", 0), ("storage", "int8"), ("max_vectors", -1), ("project", "never")]
+)
+def test_options_are_checked(option: str, value: Any) -> None:
+    with pytest.raises(methods.MethodError, match=rf"method\.ogd\.{option} must be"):
+        methods.build("ogd", ogd(**{option: value}))
