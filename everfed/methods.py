@@ -18,6 +18,7 @@ from everfed.parts.curvature import FedCurv
 from everfed.parts.der import DER, DERPlusPlus
 from everfed.parts.ewc import EWC
 from everfed.parts.fedgp import FedGP
+from everfed.parts.fedlwf2t import FedLwF2T
 from everfed.parts.fedssi import FedSSI
 from everfed.parts.ideal import Ideal
 from everfed.parts.lwf import LwF
@@ -59,6 +60,7 @@ PRESETS: dict[str, Preset] = {
     "agem": _preset("gradients projected on the client's own buffer", FedAvg, Memory, AGEM),
     "ewc": _preset("Fisher penalty towards the previous task's model", FedAvg, EWC),
     "lwf": _preset("distillation from the previous task's model", FedAvg, LwF),
+    "fedlwf2t": _preset("distillation from the client's own last model and the server's", FedAvg, FedLwF2T),
     "ogd": _preset("gradients orthogonal to those of earlier tasks' outputs", FedAvg, OGD),
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
