@@ -1,0 +1,53 @@
+"""What people see of runs: tables, plots, one HTML file, and a live page.
+
+everfed.report.write([Path("runs/a"), Path("runs/b")], Path("report.html"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from everfed.errors import UserError
+from everfed.report import paper
+from everfed.report.groups import grouped
+from everfed.report.html import render, the_tables
+from everfed.report.read import read_runs
+from everfed.report.tables import Table, to_csv, to_latex, to_markdown
+from everfed.store.files import write_atomic
+
+
+def write(folders: Sequence[Path], out: Path, *, figures: bool = True) -> Path:
+    """Write a report of the runs in `folders` (run folders, or folders that hold some) and return its HTML file.
+
+    out: the HTML file, or a folder in which it is called report.html. Beside NAME.html a folder NAME gets tables/
+    (Markdown, CSV, LaTeX) and, unless `figures` is False, figures/ (PNG and PDF, which need matplotlib).
+    Raises UserError: no run, a damaged one, matplotlib missing, a place that cannot be written to.
+    """
+    if figures:
+        paper.check()
+    page = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
+    runs = read_runs(folders)
+    groups = grouped(runs).groups
+    try:
+        _write_text(page, render(runs))
+        _write_tables(the_tables(runs, groups), page.with_suffix("") / "tables")
+        if figures:
+            paper.write(groups, page.with_suffix("") / "figures")
+    except OSError as error:
+        raise UserError(f"cannot write the report to {page}: {error.strerror or error}") from error
+    return page
+
+
+def _write_tables(tables: Sequence[Table], folder: Path) -> None:
+    for table in tables:
+        for suffix, text in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
+            _write_text(folder / f"{table.name}.{suffix}", text(table))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text.encode())
+
+
+__all__ = ["write"]

@@ -1,0 +1,221 @@
+"""The figures of a report and of the dashboard: from runs to charts, or to a word on why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from everfed.report import charts, numbers, series
+from everfed.report.charts import Axis, Bar, Marks
+from everfed.report.groups import Group
+from everfed.report.markup import Html, join
+from everfed.report.read import Run
+
+SCORES = {"accuracy": ("Accuracy", "%"), "map": ("mAP", "%"), "perplexity": ("Perplexity", "")}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One kind of curve. points: of a run. score: is y the run's score? by_task: is x the task?"""
+
+    title: str
+    about: str
+    points: Callable[[Run], series.Points]
+    y: Axis
+    by_task: bool = False
+    score: bool = False
+    none: str = "No run has measured this yet."
+
+
+CURVES = {
+    "acc": Curve(
+        "{score} by round",
+        "Mean over the tasks seen so far, wherever it was measured; set eval.every for more points.",
+        series.score_by_round,
+        Axis("{score}", "%", floor=0, ceiling=100),
+        score=True,
+    ),
+    "loss": Curve(
+        "Training loss by round",
+        "Mean over the clients of a round of their mean loss.",
+        series.loss_by_round,
+        Axis("Loss"),
+    ),
+    "acc_t": Curve(
+        "{score} over the tasks learned",
+        "Acc_t: mean over tasks 1 to t, after task t.",
+        series.acc_by_task,
+        Axis("{score}", "%", floor=0, ceiling=100),
+        by_task=True,
+        score=True,
+        none="No task has ended yet.",
+    ),
+    "forgetting": Curve(
+        "Forgetting",
+        "Fgt_t: best score since a task was learned less the score after task t, mean over tasks 1 to t-1.",
+        series.forgetting_by_task,
+        Axis("Forgetting", "%"),
+        by_task=True,
+        none="Forgetting needs two tasks that have ended, and a score where more is better.",
+    ),
+    "bytes": Curve(
+        "Bytes sent, up and down together",
+        "From the beginning to the end of each round, all clients together.",
+        series.bytes_by_round,
+        Axis("Bytes", "B", floor=0),
+    ),
+}
+
+
+def curve(kind: str, groups: Sequence[Group], by: str = "method", limit: int = series.POINTS) -> Html:
+    """One of CURVES; by: "method" draws means over seeds with bands, "run" every run."""
+    spec = CURVES[kind]
+    title = spec.title.format(score=score(groups)[0])
+    draw = series.mean_lines if by == "method" else series.run_lines
+    found = draw(groups, spec.points, limit)
+    if not found:
+        return charts.missing(title, spec.none, f"figure-{kind}")
+    y = axis(spec, groups)
+    x = Axis("Task" if spec.by_task else "Round")
+    drawing = charts.lines(found, x, y, f"{title}, {len(found)} lines.", None if spec.by_task else _tasks(groups))
+    return charts.figure(title, drawing, spec.about, f"figure-{kind}", _curve_notes(found))
+
+
+def axis(spec: Curve, groups: Sequence[Group]) -> Axis:
+    """The y axis of a curve. Scores that are no fractions have neither per cent nor bounds."""
+    name, unit = score(groups)
+    if not spec.score or unit == "%":
+        return Axis(spec.y.name.format(score=name), spec.y.unit, spec.y.floor, spec.y.ceiling)
+    return Axis(name, unit)
+
+
+def score(groups: Sequence[Group]) -> tuple[str, str]:
+    """(name, unit) of what the runs measure."""
+    kind = next((run.score for group in groups for run in group.runs if run.result is not None), "accuracy")
+    return SCORES.get(kind, (kind, ""))
+
+
+def _tasks(groups: Sequence[Group]) -> Marks:
+    found = series.boundaries([run for group in groups for run in group.runs])
+    return Marks([(f"task {task}", first) for task, first in found])
+
+
+def _curve_notes(found: Sequence[series.Line]) -> list[str]:
+    notes = []
+    if any(line.seeds > 1 for line in found):
+        notes.append("Bands: mean ± one population deviation over the seeds that have reached the point.")
+    thinned = [line for line in found if line.of > len(line)]
+    if thinned:
+        of = max(line.of for line in thinned)
+        notes.append(
+            f"Thinned for drawing: up to {of:,} points are drawn as about {len(thinned[0]):,}; extremes are kept."
+        )
+    return notes
+
+
+def accuracy_matrix(group: Group) -> Html:
+    """The heat map of a method, mean over its seeds."""
+    entries = series.mean_matrix(group.finished or group.runs)
+    name, unit = score([group])
+    title = f"{name} by task: {group.label}"
+    if not entries:
+        return charts.missing(title, "No task has ended yet.")
+    seeds = len(group.finished or group.runs)
+    about = f"Row: after which task; column: on which task{'' if seeds == 1 else f'; mean of {seeds} seeds'}."
+    return charts.figure(title, charts.matrix(entries, unit), f"{about} {'In per cent.' if unit else ''}".strip())
+
+
+def traffic(groups: Sequence[Group]) -> Html:
+    """Bytes by part and direction."""
+    title = "Bytes by part and direction"
+    found = [
+        Bar(f"{group.label} {arrow}", tuple(series.bytes_by_part(group, way).items()), group.colour)
+        for group in groups
+        if group.finished
+        for way, arrow in (("up", "↑ up"), ("down", "↓ down"))
+    ]
+    if not found:
+        return charts.missing(title, "No run is finished yet; the split by part is known at the end.", "figure-traffic")
+    about = "All clients together, mean over finished seeds. Up: from clients to the server."
+    return charts.figure(title, charts.bars(found, numbers.size, "bytes"), about, "figure-traffic")
+
+
+def time(groups: Sequence[Group]) -> Html:
+    """Seconds by phase."""
+    title = "Time by phase"
+    found = [Bar(g.label, tuple(series.seconds_by_phase(g).items()), g.colour) for g in groups if g.finished]
+    if not found:
+        return charts.missing(title, "No run is finished yet.", "figure-time")
+    about = "Mean over finished seeds; other: evaluation and bookkeeping. Machines differ: compare ratios only."
+    return charts.figure(title, charts.bars(found, numbers.duration, "seconds"), about, "figure-time")
+
+
+def memory(groups: Sequence[Group]) -> Html:
+    """Peak memory of the process, and the clients' state."""
+    peak = _memory_bars(groups, "peak_memory_bytes", "peak of the process")
+    state = _memory_bars(groups, "client_state_bytes", "state of all clients")
+    if not peak and not state:
+        return charts.missing("Memory", "No run is finished yet.", "figure-memory")
+    about = "Peak resident memory of the process that ran the experiment, and what clients keep between rounds."
+    return charts.figure("Memory", join(peak, state), about, "figure-memory")
+
+
+def _memory_bars(groups: Sequence[Group], key: str, what: str) -> Html | None:
+    known = [(group, series.mean_cost(group, key)) for group in groups]
+    found = [Bar(group.label, ((what, value),), group.colour) for group, value in known if value is not None]
+    return charts.bars(found, numbers.size, what) if found else None
+
+
+# one run -----------------------------------------------------------------------------------------------------------
+def who_saw_what(run: Run) -> Html:
+    """Clients by rounds, coloured by task."""
+    title = "Who saw what when"
+    start = run.log.start
+    grid = series.participation(run, start.clients if start else 0)
+    if grid is None:
+        return charts.missing(title, _why_nobody(run))
+    tasks = max([start.tasks if start else 1, *(task for row in grid.cells for task in row if task is not None)])
+    notes = _grid_notes(grid)
+    about = "A client has the colour of the task it trained on in that round; without colour it did not take part."
+    return charts.figure(title, charts.participation(grid, tasks), about, notes=notes)
+
+
+def _why_nobody(run: Run) -> str:
+    if not run.log.phases:
+        return "The run has no events yet, or its events.jsonl is missing."
+    return "More than 100 clients take part per round; the events hold their number, not their names."
+
+
+def _grid_notes(grid: series.Grid) -> list[str]:
+    notes = []
+    if grid.rounds_per_column > 1:
+        notes.append(
+            f"A column stands for {grid.rounds_per_column} rounds: coloured if the client trained in any of them."
+        )
+    if grid.clients_per_row > 1:
+        notes.append(f"A row stands for {grid.clients_per_row} clients: coloured if any of them trained.")
+    return notes
+
+
+def class_mix(run: Run) -> Html:
+    """Which classes each client holds."""
+    title = "Who holds which classes"
+    mixes = series.class_mixes(run)
+    if not mixes:
+        why = "is known when the run is finished" if run.result is None else "is listed for up to 100 clients only"
+        return charts.missing(title, f"The division of the data {why}.")
+    tasks = max(task for mix in mixes for task in mix.tasks)
+    return charts.figure(title, charts.class_mix(mixes, tasks), "Training samples by client and class.")
+
+
+def buffers(run: Run) -> Html:
+    """From which tasks the samples in the clients' buffers come, at each task's end."""
+    title = "Buffer composition by task"
+    found = sorted(run.log.buffers.items())
+    if not found:
+        return charts.missing(title, "The run recorded no buffer: its method keeps none, or does not tell.")
+    rows = [
+        Bar(f"round {index + 1}", tuple((f"task {t}", float(n)) for t, n in enumerate(counts, start=1) if n))
+        for index, counts in found
+    ]
+    return charts.figure(title, charts.bars(rows, numbers.count, "samples"), "All clients together.")

@@ -1,0 +1,165 @@
+"""The report: one HTML file with everything in it. It asks for nothing from anywhere, and says so to the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import resources
+
+from everfed import __version__
+from everfed.report import figures, numbers, rerun, tables
+from everfed.report.colours import variables
+from everfed.report.groups import Group, Grouping, grouped
+from everfed.report.markup import Html, join, tag
+from everfed.report.read import Run
+from everfed.report.tables import Table
+
+# Nothing may be fetched; scripts and styles are those of this file.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+def asset(name: str) -> str:
+    """A file of everfed/report/static."""
+    return resources.files("everfed.report").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The whole page."""
+    grouping = grouped(runs)
+    title = f"everfed report: {_subject(grouping.groups)}"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("style", Html(variables() + asset("page.css"))),
+    )
+    body = tag(
+        "body",
+        tag("a", "Skip to the report", href="#main", class_="skip"),
+        _header(runs, grouping),
+        tag("main", *_sections(runs, grouping), id="main"),
+        tag("script", Html(asset("charts.js"))),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def the_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
+    """All tables of a report, in their order."""
+    several = [tables.comparison(groups), tables.cost(groups), tables.bytes_by_part(groups)]
+    return [*several, tables.accuracy_matrices(groups), tables.runs(runs)]
+
+
+def _subject(groups: Sequence[Group]) -> str:
+    labels = [group.label for group in groups]
+    return ", ".join(labels) if len(labels) <= 4 else f"{', '.join(labels[:3])} and {len(labels) - 3} more"
+
+
+def _header(runs: Sequence[Run], grouping: Grouping) -> Html:
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
+    unfinished = sum(run.result is None for run in runs)
+    facts = (
+        f"{count}{f', {unfinished} of them unfinished' if unfinished else ''} · made {made} by everfed {__version__}"
+    )
+    button = tag("button", "Light or dark", type="button", id="theme", class_="theme")
+    notes = [tag("p", note, class_="warning") for note in grouping.notes]
+    return tag("header", button, tag("h1", _subject(grouping.groups)), tag("p", facts, class_="note"), *notes)
+
+
+def _sections(runs: Sequence[Run], grouping: Grouping) -> list[Html]:
+    groups = grouping.groups
+    comparison, cost, by_part, _, of_runs = the_tables(runs, groups)
+    two = tag("div", figures.curve("acc_t", groups), figures.curve("forgetting", groups), class_="two")
+    by_round = tag("div", figures.curve("acc", groups), figures.curve("loss", groups), class_="two")
+    matrices = tag("div", *(figures.accuracy_matrix(group) for group in groups), class_="two")
+    costs = tag("div", figures.traffic(groups), figures.time(groups), figures.memory(groups), class_="two")
+    return [
+        _section("Results", tables.to_html(comparison), two),
+        _section("Learning", by_round),
+        _section("Scores by task", matrices),
+        _section("Cost", tables.to_html(cost), costs, _folded("Bytes by part as a table", tables.to_html(by_part))),
+        _section("Runs", tables.to_html(of_runs), *_run_details(runs)),
+    ]
+
+
+def _section(title: str, *children: Html) -> Html:
+    return tag("section", tag("h2", title), *children)
+
+
+def _folded(title: str, *children: Html, opened: bool = False) -> Html:
+    return tag("details", tag("summary", title), *children, open=opened)
+
+
+def _run_details(runs: Sequence[Run]) -> list[Html]:
+    """Runs one by one. A figure that an earlier run already has (methods share their streams) is not repeated."""
+    seen: dict[str, str] = {}
+    return [_folded(run.name, *run_sections(run, seen), opened=len(runs) == 1) for run in runs]
+
+
+def run_sections(run: Run, seen: dict[str, str] | None = None) -> list[Html]:
+    """What there is to say about one run alone."""
+    seen = {} if seen is None else seen
+    drawn = [figures.who_saw_what(run), figures.class_mix(run), figures.buffers(run)]
+    once = [_once(figure, run.name, seen) for figure in drawn]
+    return [facts(run), happenings(run), *once, recipe(run)]
+
+
+def _once(figure: Html, run: str, seen: dict[str, str]) -> Html:
+    """The figure, or a pointer to the run that has the same."""
+    first = seen.setdefault(figure, run)
+    if first == run or len(figure) < 2000:
+        return figure
+    title = figure.partition("<h3>")[2].partition("</h3>")[0]
+    return tag("p", Html(title), f": the same as in {first}.", class_="note")
+
+
+def facts(run: Run) -> Html:
+    """State, place and environment."""
+    result = run.result
+    known: dict[str, str] = {"state": tables.state(run), "folder": str(run.folder)}
+    if run.log.first_time is not None and run.log.last_time is not None:
+        known["from"], known["to"] = numbers.moment(run.log.first_time), numbers.moment(run.log.last_time)
+    if result is not None:
+        known |= {"scored": f"{result.evaluated} model, {result.split} split, logits {result.logits}"}
+        known |= {"everfed": result.everfed, **{key: str(value) for key, value in result.environment.items()}}
+    pairs = [tag("div", tag("dt", key), tag("dd", value)) for key, value in known.items()]
+    return tag("dl", *pairs, class_="facts")
+
+
+MOST_NOTES = 200
+
+
+def happenings(run: Run) -> Html:
+    """Faults, warnings and resumes in the order in which they happened, and clients that did not train."""
+    log = run.log
+    said = [_note(note.kind, note.time, note.round, note.message) for note in log.notes[-MOST_NOTES:]]
+    if len(log.notes) > MOST_NOTES:
+        said.insert(0, tag("li", f"{len(log.notes) - MOST_NOTES} earlier ones are in events.jsonl."))
+    if log.skipped:
+        rounds = sum(line.skipped > 0 for line in log.phases.values())
+        said.append(tag("li", f"{log.skipped:,} times a client was asked to train and did not, in {rounds:,} rounds."))
+    if log.unreadable:
+        said.append(tag("li", f"{log.unreadable:,} of {log.lines:,} lines of events.jsonl could not be read."))
+    if not said:
+        return tag("p", "No fault, no warning, no client skipped.", class_="note")
+    return tag("ul", *said, class_="happenings")
+
+
+def _note(kind: str, when: float | None, done: int, message: str) -> Html:
+    place = f"round {done}" + (f", {numbers.moment(when)}" if when is not None else "")
+    return tag("li", tag("b", kind), f" {message} ", tag("small", f"({place})"), class_=f"kind-{kind}")
+
+
+def recipe(run: Run) -> Html:
+    """The resolved recipe, and the command that makes the run again."""
+    if rerun.own_stream(run):
+        again = tag("p", "This run got its stream from Python; run the program that made it to run it again.")
+    else:
+        again = join(tag("p", "To run it again:"), tag("pre", rerun.command(run), class_="command", tabindex=0))
+    text = tag("pre", run.recipe_text, class_="recipe", tabindex=0)
+    return join(again, _folded("Recipe, with every default", text))

@@ -1,0 +1,62 @@
+"""Numbers as people read them, and round numbers for axes."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+
+def percent(fraction: float, digits: int = 2) -> str:
+    """0.4535 -> "45.35"; the sign % belongs in the heading."""
+    return f"{100 * fraction:.{digits}f}"
+
+
+def size(count: float) -> str:
+    """Bytes in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 999.95:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Below a minute in seconds, then M:SS, then H:MM:SS."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+
+
+def count(value: float) -> str:
+    """1234567 -> "1,234,567"."""
+    return f"{value:,.0f}"
+
+
+def plain(value: float) -> str:
+    """About four digits."""
+    return f"{value:.4g}"
+
+
+def moment(seconds: float) -> str:
+    """A time since the epoch as UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times a power of ten."""
+    if not high > low:
+        low, high = low - 0.5, high + 0.5
+    raw = (high - low) / max(1, about)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def whole_ticks(first: int, last: int, about: int = 8) -> list[int]:
+    """Whole round numbers within [first, last]."""
+    if last - first + 1 <= about:
+        return list(range(first, last + 1))
+    return [int(value) for value in ticks(first, last, about) if first <= value <= last and value == int(value)]

@@ -1,0 +1,256 @@
+"""The numbers behind every figure, as plain data: what is drawn on a page and what is drawn for a paper are the same.
+
+Tasks and rounds count from 1 here, as people count them. Long curves are thinned by `thin`, which keeps every extreme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everfed.metrics.matrix import forgetting, over_time
+from everfed.metrics.numbers import mean as _mean
+from everfed.metrics.statistics import mean_and_deviation
+from everfed.report.groups import Group
+from everfed.report.log import TRAIN, PhaseLine
+from everfed.report.read import Matrix, Run
+
+POINTS = 600  # that a thinned curve has at most, about
+BINS = 240  # columns of the participation grid at most
+ROWS = 120  # rows of the participation grid at most
+
+
+@dataclass(frozen=True)
+class Line:
+    """y over x; low and high: mean less and plus one population deviation over `seeds` runs, None for a single run.
+    of: how many points the curve had before it was thinned."""
+
+    label: str
+    colour: int
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
+    seeds: int = 1
+    of: int = 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+def thin(y: Sequence[float], limit: int = POINTS) -> list[int]:
+    """Positions to keep of a long curve, ascending: first, last, and the lowest and highest of each stretch."""
+    if len(y) <= limit:
+        return list(range(len(y)))
+    stretches = max(1, limit // 2 - 1)
+    kept = {0, len(y) - 1}
+    for i in range(stretches):
+        stretch = range(i * len(y) // stretches, (i + 1) * len(y) // stretches)
+        kept |= {min(stretch, key=y.__getitem__), max(stretch, key=y.__getitem__)}
+    return sorted(kept)
+
+
+def thinned(line: Line, limit: int = POINTS) -> Line:
+    """The line with at most about `limit` points; `of` remembers how many it had."""
+    keep = thin(line.y, limit)
+    low, high = (None if band is None else tuple(band[i] for i in keep) for band in (line.low, line.high))
+    x, y = (tuple(values[i] for i in keep) for values in (line.x, line.y))
+    return Line(line.label, line.colour, x, y, low, high, line.seeds, len(line))
+
+
+# one run: {x: y} ---------------------------------------------------------------------------------------------------
+Points = dict[float, float]
+
+
+def score_by_round(run: Run) -> Points:
+    """Mean score over the tasks seen so far, wherever it was measured."""
+    return {value.round + 1: value.score for value in run.evaluations() if value.score is not None}
+
+
+def loss_by_round(run: Run) -> Points:
+    """Mean training loss of the round's clients."""
+    lines = sorted((key[0], line.loss) for key, line in run.log.phases.items() if key[1] == TRAIN)
+    return {index + 1: loss for index, loss in lines if loss is not None}
+
+
+def bytes_by_round(run: Run) -> Points:
+    """Bytes up and down from the beginning to the end of each round."""
+    total, found = 0, {}
+    for (index, _, _), line in sorted(run.log.phases.items()):
+        total += line.bytes_up + line.bytes_down
+        found[float(index + 1)] = float(total)
+    return found
+
+
+def acc_by_task(run: Run) -> Points:
+    """Acc_t: mean score over the tasks learned, after each of them."""
+    matrix = _whole_matrix(run)
+    return _numbered([_mean(row[: t + 1]) for t, row in enumerate(matrix)])
+
+
+def forgetting_by_task(run: Run) -> Points:
+    """Fgt_t as FedGP defines it, from the second task on, as fractions; perplexities have none."""
+    matrix = _whole_matrix(run)
+    return _numbered(over_time(forgetting, matrix)) if matrix and run.score != "perplexity" else {}
+
+
+def _whole_matrix(run: Run) -> Matrix:
+    """The accuracy matrix, or nothing where it has fewer columns than rows."""
+    matrix = run.accuracy_matrix()
+    return matrix if all(len(row) >= len(matrix) for row in matrix) else []
+
+
+def _numbered(values: Sequence[float | None]) -> Points:
+    return {float(t): value for t, value in enumerate(values, start=1) if value is not None}
+
+
+# several runs ------------------------------------------------------------------------------------------------------
+def mean_lines(groups: Sequence[Group], points: Callable[[Run], Points], limit: int = POINTS) -> list[Line]:
+    """One line per group: mean and deviation over its seeds, where all of those that have the curve were measured."""
+    lines = (_mean_line(group, [found for run in group.runs if (found := points(run))]) for group in groups)
+    return [thinned(line, limit) for line in lines if line is not None]
+
+
+def _mean_line(group: Group, curves: Sequence[Points]) -> Line | None:
+    common = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    if not common:
+        return None
+    spreads = [mean_and_deviation([curve[x] for curve in curves]) for x in common]
+    y = tuple(spread.mean for spread in spreads)
+    if len(curves) == 1:
+        return Line(group.label, group.colour, tuple(common), y)
+    low, high = (tuple(s.mean + sign * s.deviation for s in spreads) for sign in (-1, 1))
+    return Line(group.label, group.colour, tuple(common), y, low, high, len(curves))
+
+
+def run_lines(groups: Sequence[Group], points: Callable[[Run], Points], limit: int = POINTS) -> list[Line]:
+    """One line per run, in the colour of its group."""
+    found = ((group, run, points(run)) for group in groups for run in group.runs)
+    lines = (
+        Line(f"{group.label} · seed {run.seed}", group.colour, tuple(curve), tuple(curve.values()))
+        for group, run, curve in found
+        if curve
+    )
+    return [thinned(line, limit) for line in lines]
+
+
+def boundaries(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """(task, its first round) as the runs' rounds are counted under tasks; empty where the runs do not agree."""
+    found = [_boundaries(run) for run in runs]
+    longest = max(found, key=len, default=[])
+    agree = all(longest[: len(one)] == one for one in found if one)
+    return longest if agree else []
+
+
+def _boundaries(run: Run) -> list[tuple[int, int]]:
+    first: dict[int, int] = {}
+    for line in run.log.phases.values():
+        first[line.task] = min(line.round, first.get(line.task, line.round))
+    return [(task + 1, index + 1) for task, index in sorted(first.items())]
+
+
+def mean_matrix(runs: Sequence[Run]) -> list[list[tuple[float, float] | None]]:
+    """(mean, population deviation) of every entry of the accuracy matrix, None where a run did not measure it."""
+    matrices = [matrix for run in runs if (matrix := run.accuracy_matrix())]
+    rows = min((len(matrix) for matrix in matrices), default=0)
+    return [[_entry([matrix[t] for matrix in matrices], i) for i in range(len(matrices[0][t]))] for t in range(rows)]
+
+
+def _entry(rows: Sequence[Sequence[float | None]], i: int) -> tuple[float, float] | None:
+    known = [value for row in rows if i < len(row) and (value := row[i]) is not None]
+    if len(known) < len(rows):
+        return None
+    spread = mean_and_deviation(known)
+    return spread.mean, spread.deviation
+
+
+# who saw what when -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Grid:
+    """cells[row][column]: the task (from 1) a client trained on, None where it did not train. A row stands for
+    `clients_per_row` clients from row * clients_per_row on, a column for `rounds_per_column` rounds."""
+
+    cells: tuple[tuple[int | None, ...], ...]
+    clients: int
+    rounds: int
+    clients_per_row: int
+    rounds_per_column: int
+
+
+def participation(run: Run, clients: int) -> Grid | None:
+    """Clients by rounds, coloured by task; None where the log does not name the clients.
+
+    Where several clients or rounds share a cell, it holds the last task that any of them trained on.
+    """
+    lines = [line for key, line in sorted(run.log.phases.items()) if key[1] == TRAIN and line.clients is not None]
+    if not lines:
+        return None
+    clients = max(clients, 1 + max((max(line.clients) for line in lines if line.clients), default=0))
+    rounds = max(run.rounds, 1 + lines[-1].round)
+    per_row, per_column = -(-clients // ROWS), -(-rounds // BINS)
+    cells: list[list[int | None]] = [[None] * -(-rounds // per_column) for _ in range(-(-clients // per_row))]
+    for line in lines:
+        _mark(cells, line, per_row, per_column)
+    return Grid(tuple(map(tuple, cells)), clients, rounds, per_row, per_column)
+
+
+def _mark(cells: list[list[int | None]], line: PhaseLine, per_row: int, per_column: int) -> None:
+    column = line.round // per_column
+    clients = line.clients or ()
+    for client, task in zip(clients, line.tasks or [line.task] * len(clients), strict=True):
+        cells[client // per_row][column] = task + 1
+
+
+@dataclass(frozen=True)
+class ClassMix:
+    """counts[client][k]: samples of class labels[k]. tasks: the tasks (from 1) that use this division."""
+
+    labels: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+    tasks: tuple[int, ...]
+
+
+def class_mixes(run: Run) -> list[ClassMix]:
+    """Who got what in every division that the result lists client by client."""
+    stream = run.result.stream if run.result else {}
+    reports = [report for report in stream.get("who_got_what", []) if isinstance(report, dict)]
+    tasks = int(stream.get("tasks") or len(reports) or 1)
+    return [_mix(report, i, len(reports), tasks) for i, report in enumerate(reports) if report.get("table")]
+
+
+def _mix(report: dict[str, Any], index: int, divisions: int, tasks: int) -> ClassMix:
+    served = tuple(range(1, tasks + 1)) if divisions == 1 else (index + 1,)
+    return ClassMix(tuple(report["labels"]), tuple(tuple(row) for row in report["table"]), served)
+
+
+# cost --------------------------------------------------------------------------------------------------------------
+def mean_cost(group: Group, key: str) -> float | None:
+    """Mean over the finished seeds of one entry of result.json's cost."""
+    values = (getattr(result.cost, key, None) for result in group.results)
+    known = [float(value) for value in values if value is not None]
+    return mean_and_deviation(known).mean if known else None
+
+
+def bytes_by_part(group: Group, direction: str) -> dict[str, float]:
+    """Mean bytes over the finished seeds, by part; direction: "up" or "down"."""
+    tables = [result.cost.bytes_by_part for result in group.results]
+    return _means([{part: float(sizes.get(direction, 0)) for part, sizes in table.items()} for table in tables])
+
+
+def seconds_by_phase(group: Group) -> dict[str, float]:
+    """Mean seconds over the finished seeds, by phase, with the rest (evaluation, bookkeeping) as "other"."""
+    found = []
+    for run, result in zip(group.finished, group.results, strict=True):
+        phases = run.log.seconds_by_phase()
+        found.append({**phases, "other": max(0.0, result.cost.seconds - sum(phases.values()))})
+    return _means(found)
+
+
+def _means(tables: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean by key, absent ones counting 0; keys whose mean is 0 are left out."""
+    totals: dict[str, float] = {}
+    for table in tables:
+        for key, value in table.items():
+            totals[key] = totals.get(key, 0.0) + value
+    return {key: total / len(tables) for key, total in totals.items() if total}
