@@ -20,6 +20,7 @@ from everfed.parts.ewc import EWC
 from everfed.parts.fedgp import FedGP
 from everfed.parts.fedlwf2t import FedLwF2T
 from everfed.parts.fedssi import FedSSI
+from everfed.parts.fot import FOT
 from everfed.parts.ideal import Ideal
 from everfed.parts.lwf import LwF
 from everfed.parts.memory import Memory
@@ -64,6 +65,7 @@ PRESETS: dict[str, Preset] = {
     "ogd": _preset("gradients orthogonal to those of earlier tasks' outputs", FedAvg, OGD),
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
+    "fot": _preset("global updates orthogonal to earlier tasks' layer inputs", FedAvg, FOT),
     "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
 }
 _WITHOUT_FEDGP = ("ideal",)  # the upper bound keeps no buffer
