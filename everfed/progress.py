@@ -72,19 +72,20 @@ class Standing:
         return self.elapsed / worked * (self.rounds - self.done)
 
     def facts(self) -> str:
-        """Loss, accuracy, bytes and time left in one line."""
+        """Loss, accuracy, time left and bytes in one line; a narrow terminal cuts it off at its end."""
         known = [
             None if self.loss is None else f"loss {self.loss:.3f}",
             None if self.acc is None else f"acc {100 * self.acc:.1f} %",
-            f"{size(self.bytes_up)} up",
-            f"{size(self.bytes_down)} down",
             None if self.left is None else f"{duration(self.left)} left",
+            f"{size(self.bytes_up)} up {size(self.bytes_down)} down",
         ]
-        return "  ".join(fact for fact in known if fact)
+        return ", ".join(fact for fact in known if fact)
+
+    def place(self) -> str:
+        return f"task {self.task + 1}/{self.tasks}, round {self.done}/{self.rounds}"
 
     def line(self) -> str:
-        place = f"task {self.task + 1}/{self.tasks}  round {self.done}/{self.rounds}"
-        return f"{self.title}  {place}  {self.facts()}"
+        return f"{self.title}: {self.place()}, {self.facts()}"
 
 
 def size(count: int) -> str:
@@ -165,12 +166,12 @@ class LiveBar:
 class _Place(ProgressColumn):
     def render(self, task: Task) -> Text:
         standing: Standing = task.fields["standing"]
-        return Text(f"task {standing.task + 1}/{standing.tasks} round {standing.done}/{standing.rounds}")
+        return Text(standing.place(), no_wrap=True)
 
 
 class _Facts(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(task.fields["standing"].facts(), style="cyan")
+        return Text(task.fields["standing"].facts(), style="cyan", no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
@@ -183,6 +184,6 @@ def watching(console: Console, as_json: bool = False, title: str = "") -> Iterat
     elif not console.is_terminal:
         yield PlainLines(write, standing)
     else:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), _Place(), _Facts())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(8), _Place(), _Facts())
         with Progress(*columns, console=console, transient=True) as progress:
             yield LiveBar(progress, standing)

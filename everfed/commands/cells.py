@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from everfed.errors import RecipeError, UserError, exit_code
 from everfed.recipe import Places, Recipe, placed, to_toml
 from everfed.recipe.places import Key
 from everfed.recipe.reading import parse_set
+from everfed.store.run import RunFolder
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def _first_by(cells: Iterable[Cell], key: Callable[[Cell], Any]) -> list[Cell]:
 
 def _check_folder(cell: Cell, settings: Settings) -> None:
     """A folder from an earlier time must be the same run."""
-    stored = cell.folder / "recipe.toml"
-    if not stored.exists():
+    run = RunFolder(cell.folder)
+    if not run.recipe.exists():
         return
-    made_with = json.loads((cell.folder / "settings.json").read_text())
-    if stored.read_text() != to_toml(cell.recipe) or made_with.get("scale", 1.0) != settings.scale:
+    scale = run.read_settings().get("scale", 1.0)
+    if run.recipe.read_text() != to_toml(cell.recipe) or scale != settings.scale:
         raise UserError(
             f"{cell.folder} belongs to another recipe or --scale; nothing was overwritten. "
             "Choose another --out, or remove the folder"
@@ -108,7 +108,7 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
         told = _with_folder(observer, cell.folder) if settings.as_json else observer
         how: dict[str, Any] = {"observers": [told], "checkpoint_every": settings.checkpoint_every}
         try:
-            if (cell.folder / "recipe.toml").exists():
+            if RunFolder(cell.folder).recipe.exists():
                 return Outcome(cell, api.resume(cell.folder, **how).data)
             result = api.run(cell.recipe, cell.folder, data_dir=settings.data, scale=settings.scale, **how)
             return Outcome(cell, result.data)

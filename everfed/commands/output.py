@@ -16,7 +16,7 @@ INTERRUPTED = 130  # what shells give a command that ctrl-C ended
 
 
 def stdout() -> Console:
-    return Console(soft_wrap=True)
+    return Console()
 
 
 def tell_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:

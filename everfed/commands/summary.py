@@ -22,7 +22,7 @@ SHOWN = (
     ("Learning acc", "learning_accuracy"),
     ("Avg incr acc", "acc_avg_incremental"),
 )
-COSTS = (("Bytes up", "bytes_up"), ("Seconds", "seconds"))
+COSTS = (("Bytes up", "bytes_up"), ("Time", "seconds"))
 
 
 @dataclass(frozen=True)

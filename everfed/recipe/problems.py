@@ -62,7 +62,9 @@ def refuse(error: ValidationError, places: Places) -> RecipeError:
 
 def suggestion(name: str, allowed: Iterable[str]) -> str:
     """` Did you mean ...?`, where something allowed comes close."""
-    close = difflib.get_close_matches(name, list(allowed), n=1)
+    names = list(allowed)
+    longer = [other for other in names if other.startswith(name)] if len(name) > 2 else []
+    close = [*difflib.get_close_matches(name, names, n=1), *longer]
     return f" Did you mean {close[0]}?" if close else ""
 
 

@@ -1,0 +1,181 @@
+"""Progress: what is told of a run, in plain lines, as JSON and on a terminal."""
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from everfed.progress import JsonLines, PlainLines, Standing, duration, size, watching
+
+START = {"event": "start", "method": "fedgp+der", "seed": 3, "rounds": 4, "tasks": 2, "clients": 5, "round": 0}
+
+
+def phase(round_index: int, task: int, **more: object) -> dict:
+    return {
+        "event": "phase",
+        "phase": "train",
+        "round": round_index,
+        "task": task,
+        "bytes_up": 1000,
+        "bytes_down": 2000,
+        "seconds": 0.1,
+        **more,
+    }
+
+
+def evaluation(round_index: int, task: int, acc: float | None, task_end: bool = True) -> dict:
+    accuracy = [acc] * (task + 1)
+    return {
+        "event": "evaluation",
+        "round": round_index,
+        "task": task,
+        "task_end": task_end,
+        "accuracy": accuracy,
+        "acc": acc,
+    }
+
+
+class Clock:
+    """A clock that the test winds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def whole_run(clock: Clock | None = None) -> Iterator[dict]:
+    yield START
+    for index in range(4):
+        if clock:
+            clock.now += 2.0
+        yield phase(index, index // 2, loss=1.0 / (index + 1))
+        yield phase(index, index // 2, phase="reference", bytes_up=500, bytes_down=0)
+        if index % 2:
+            yield evaluation(index, index // 2, 0.5)
+    yield {"event": "end", "metrics": {"acc": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (87_360, "87.4 kB"), (6_653_480, "6.7 MB"), (5 * 10**12, "5.0 TB")],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_standing_adds_up_bytes_and_keeps_the_last_loss() -> None:
+    standing = Standing()
+    for event in whole_run():
+        standing.take(event)
+    assert (standing.done, standing.rounds, standing.task, standing.tasks) == (4, 4, 1, 2)
+    assert (standing.bytes_up, standing.bytes_down) == (6000, 8000)
+    assert (standing.loss, standing.acc) == (0.25, 0.5)
+
+
+def test_time_left_follows_the_pace() -> None:
+    clock = Clock()
+    standing = Standing(clock=clock)
+    standing.take(START)
+    assert standing.left is None
+    clock.now += 10
+    standing.take(phase(0, 0))
+    assert standing.left == pytest.approx(30)  # one of four rounds took ten seconds
+    standing.take(phase(3, 1))
+    assert standing.left is None
+
+
+def test_time_left_after_a_resume_counts_only_what_was_done_since() -> None:
+    clock = Clock()
+    standing = Standing(clock=clock)
+    standing.take({**START, "rounds": 10, "round": 6})
+    clock.now += 5
+    standing.take(phase(6, 1))
+    assert standing.left == pytest.approx(15)
+
+
+def test_plain_lines_tell_task_round_loss_accuracy_and_bytes() -> None:
+    lines: list[str] = []
+    watch = PlainLines(lines.append, Standing(clock=Clock()))
+    for event in whole_run():
+        watch(event)
+    assert lines == [
+        "fedgp+der seed 3: 2 tasks, 4 rounds, 5 clients",
+        "fedgp+der seed 3: task 1/2, round 2/4, loss 0.500, acc 50.0 %, 0:00 left, 3.0 kB up 4.0 kB down",
+        "fedgp+der seed 3: task 2/2, round 4/4, loss 0.250, acc 50.0 %, 6.0 kB up 8.0 kB down",
+    ]
+
+
+def test_plain_lines_come_now_and_then_between_tasks() -> None:
+    clock, lines = Clock(), []
+    watch = PlainLines(lines.append, Standing(clock=clock))
+    watch({**START, "rounds": 100, "tasks": 1})
+    for index in range(20):
+        clock.now += 1.0
+        watch(phase(index, 0))
+    assert [line.split(", ")[1] for line in lines[1:]] == [
+        "round 5/100",
+        "round 10/100",
+        "round 15/100",
+        "round 20/100",
+    ]
+
+
+def test_warnings_and_faults_are_told_but_not_a_key_press() -> None:
+    lines: list[str] = []
+    watch = PlainLines(lines.append, Standing())
+    watch({"event": "warning", "message": "momentum breaks the projection"})
+    watch({"event": "fault", "message": "Diverged: not finite"})
+    watch({"event": "fault", "message": "KeyboardInterrupt: "})
+    watch({"event": "checkpoint", "round": 3})
+    assert lines == ["warning: momentum breaks the projection", "fault: Diverged: not finite"]
+
+
+def test_json_lines_are_the_events_themselves() -> None:
+    lines: list[str] = []
+    watch = JsonLines(lines.append)
+    events = list(whole_run())
+    for event in events:
+        watch(event)
+    assert [json.loads(line) for line in lines] == events
+
+
+def test_an_accuracy_that_is_not_known_is_left_out() -> None:
+    standing = Standing()
+    standing.take(START)
+    standing.take(evaluation(0, 0, None))
+    assert "acc" not in standing.line()
+
+
+def watched(console: Console, as_json: bool = False) -> str:
+    with watching(console, as_json) as observer:
+        for event in whole_run():
+            observer(event)
+    return console.file.getvalue()
+
+
+def test_a_file_gets_plain_lines_whatever_their_width() -> None:
+    text = watched(Console(file=io.StringIO(), width=20))
+    assert len(text.splitlines()) == 3
+    assert "\x1b" not in text
+
+
+def test_machines_get_json_even_on_a_terminal() -> None:
+    text = watched(Console(file=io.StringIO(), force_terminal=True, width=20), as_json=True)
+    assert json.loads(text.splitlines()[0]) == START
+    assert len(text.splitlines()) == len(list(whole_run()))
+
+
+def test_a_terminal_gets_a_bar_and_keeps_the_lines_of_tasks() -> None:
+    text = watched(Console(file=io.StringIO(), force_terminal=True, width=120))
+    assert "\x1b[" in text
+    assert "task 2/2, round 4/4" in text
+    assert "fedgp+der seed 3: 2 tasks, 4 rounds, 5 clients" in text

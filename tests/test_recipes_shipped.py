@@ -1,0 +1,151 @@
+"""Every shipped recipe is valid, builds all that it compares, and says what the paper's tables say."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from everfed import api, methods, recipes
+from everfed.data.sources import available
+from everfed.recipe import Recipe, read, read_placed, settled, to_toml
+
+NAMES = recipes.names()
+FEDGP = [name for name in NAMES if name.startswith("fedgp/")]
+
+
+def test_the_tables_of_fedgp_are_all_there() -> None:
+    mnist, cifar = ("rotated-mnist", "permuted-mnist"), ("cifar10", "cifar100")
+    wanted = {f"fedgp/table{number}-{data}" for number in (1, 3, 5) for data in (*mnist, *cifar)}
+    wanted |= {"fedgp/table2-rotated-mnist", "fedgp/table2-cifar100"}
+    wanted |= {"fedgp/table8-permuted-mnist", "fedgp/table8-cifar10"}
+    assert set(FEDGP) == wanted
+    assert "demo" in NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_opens_with_what_it_is_and_how_to_run_it(name: str) -> None:
+    comment = re.match(r"(?:#.*\n)+", recipes.text(name))
+    assert comment is not None
+    assert recipes.about(name)
+    assert f"everfed compare {name}" in comment[0]
+    assert all(len(line) <= 120 for line in recipes.text(name).splitlines())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_builds_every_method_it_compares(name: str) -> None:
+    recipe = read(name)
+    assert recipe.compare is not None
+    assert recipe.method.name in recipe.compare.methods
+    for method in recipe.compare.methods:
+        section = settled(read(name, method=method)).method
+        methods.build(section.name, section.model_extra)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_survives_being_written(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(to_toml(read(name)))
+    assert read(path) == read(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_says_nothing_twice_and_nothing_misspelt_in_defaults(name: str) -> None:
+    method = tomllib.loads(recipes.text(name))["method"]
+    assert not set(method.get("defaults", {})) & set(method)
+    assert set(method.get("defaults", {})) <= set(methods.part_classes())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_fits_its_data(name: str) -> None:
+    found = {set_name for set_name, there, _ in available(os.environ.get("EVERFED_DATA")) if there}
+    dataset = read(name).stream.dataset
+    if dataset not in found:
+        pytest.skip(f"data set {dataset} is not in EVERFED_DATA")
+    api.check(read(name), os.environ.get("EVERFED_DATA"))
+
+
+def settings(recipe: Recipe) -> dict[str, object]:
+    train, stream = recipe.train, recipe.stream.model_extra
+    return {
+        "tasks": stream["tasks"],
+        "clients": stream["clients"],
+        "rounds": train.rounds_per_task,
+        "epochs": train.local_epochs,
+        "lr": train.optimizer.lr,
+        "model": recipe.model.kind,
+        "partition": stream["partition"],
+    }
+
+
+MNIST = {
+    "tasks": 10,
+    "rounds": 20,
+    "epochs": 1,
+    "lr": 0.01,
+    "model": "small-cnn",
+    "partition": {"kind": "shards", "per_client": 2},
+}
+CIFAR = {
+    "rounds": 20,
+    "epochs": 5,
+    "lr": 0.1,
+    "model": "resnet18",
+    "partition": {"kind": "dirichlet", "alpha": 0.3, "balance": True, "min_samples": 10},
+}
+PUBLISHED = {
+    "rotated-mnist": MNIST,
+    "permuted-mnist": MNIST,
+    "cifar10": {**CIFAR, "tasks": 5},
+    "cifar100": {**CIFAR, "tasks": 10},
+}
+
+
+@pytest.mark.parametrize("name", FEDGP)
+def test_fedgp_recipes_follow_the_paper(name: str) -> None:
+    table, data = re.fullmatch(r"fedgp/table(\d)-(.+)", name).groups()
+    recipe = read(name)
+    clients = 20 if table == "5" else 10
+    assert settings(recipe) == {**PUBLISHED[data], "clients": clients}
+    assert (recipe.train.batch_size, recipe.train.optimizer.kind, recipe.train.optimizer.momentum) == (32, "sgd", 0.0)
+    assert recipe.train.sync_every == (2 if table == "3" else 1)
+    assert recipe.method.weighting == "uniform"
+    assert recipe.method.model_extra["memory"]["size"] == (500 if table in "28" else 200)
+    assert recipe.method.model_extra["der"] == {"weight": 1.0, "batch": 32}
+    assert recipe.method.model_extra["fedgp"] == {"samples": 32, "mode": "train"}
+    assert (recipe.train.logits, recipe.eval.logits) == ("full", "full")
+    assert recipe.compare.seeds == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", FEDGP)
+def test_fedgp_recipes_show_the_images_as_the_paper_did(name: str) -> None:
+    stream = read(name).stream
+    shown = {key: stream.model_extra.get(key) for key in ("transform", "class_order", "normalise", "augment")}
+    data = name.split("-", 1)[1]
+    assert (
+        shown
+        == {
+            "rotated-mnist": {"transform": "rotate", "class_order": None, "normalise": "none", "augment": None},
+            "permuted-mnist": {"transform": "permute", "class_order": None, "normalise": "none", "augment": None},
+            "cifar10": {"transform": None, "class_order": "natural", "normalise": "half", "augment": "none"},
+            "cifar100": {"transform": None, "class_order": "natural", "normalise": "cifar100", "augment": "crop-flip"},
+        }[data]
+    )
+    assert stream.scenario == ("domain-incremental" if "mnist" in data else "class-incremental")
+
+
+def test_tables_compare_the_methods_of_the_paper() -> None:
+    bases = ["fedavg", "fedcurv", "fedprox", "agem", "der"]
+    on_top = ["fedgp", "fedgp+fedcurv", "fedgp+fedprox", "fedgp+agem", "fedgp+der"]
+    for name in FEDGP:
+        compared = set(read(name).compare.methods)
+        wanted = {"1": {*bases, *on_top, "ideal"}, "5": {*bases, *on_top, "ideal"}, "3": {"fedgp+agem", "fedgp+der"}}
+        replay = {"agem", "fedgp+agem", "der", "fedgp+der"}
+        assert compared == wanted.get(name[len("fedgp/table")], replay)
+
+
+def test_commands_in_the_comments_set_keys_that_exist() -> None:
+    for name in NAMES:
+        for entry in re.findall(r"--set (\S+)", recipes.text(name)):
+            assert read_placed(name, sets=[entry]).recipe
