@@ -6,7 +6,7 @@ under "client" are the protocol's own (own weights between synchronisations, loc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from everfed.core.data import Data
 from everfed.core.fit import Fitted
 from everfed.core.message import MODEL
 from everfed.core.method import Method
-from everfed.core.part import Model, State
+from everfed.core.part import Model, State, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Phase
-from everfed.core.score import score_tasks
+from everfed.core.score import Exam, score_tasks
 from everfed.core.tree import Tree
 
 OWN = "client"
@@ -49,6 +49,8 @@ def run_client(
     it got. A client without data does not train and sends nothing.
     """
     if message is None:
+        if MODEL not in state[OWN]:  # it had no data when the others began; it waits for the next synchronisation
+            return state, Reply({})
         message = state[OWN]["message"]
         model: Model = state[OWN][MODEL]
     else:
@@ -133,7 +135,10 @@ def _evaluate(method: Method, state: State, message: dict[str, Tree], model: Mod
     """Score this client's personalised model on the tasks the server asks for."""
     for part in method.parts:
         model = part.personalise(state, message, model, ctx)
-    asked = message[EVALUATE]
-    tasks = [int(task) for task in str(asked["tasks"]).split(",")]
-    counts = score_tasks(ctx.train, model, tasks, int(asked["seen"]), str(asked["split"]), state, message)
+    exam = Exam.from_tree(message[EVALUATE])
+    counts = score_tasks(ctx.train, model, exam, state, message)
+    knowing = [part for part in method.parts if overrides(part, "told")]
+    for row, task in enumerate(exam.tasks if knowing else ()):
+        told = {**state, **{part.name: part.told(state.get(part.name, {}), task) for part in knowing}}
+        counts[row, -1] = score_tasks(ctx.train, model, replace(exam, tasks=(task,)), told, message)[0, -1]
     return Reply({EVALUATE: {"counts": counts}})

@@ -39,9 +39,10 @@ class Data:
 
     @staticmethod
     def union(parts: Sequence[Data]) -> Data:
-        """All samples of `parts`, in order."""
+        """All samples of `parts`, in order, on the device of the last."""
+        device = parts[-1].x.device
         return Data(
-            torch.cat([p.x for p in parts]),
-            torch.cat([p.y for p in parts]),
+            torch.cat([p.x.to(device) for p in parts]),
+            torch.cat([p.y.to(device) for p in parts]),
             np.concatenate([p.ids for p in parts]),
         )

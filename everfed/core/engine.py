@@ -11,6 +11,7 @@ from everfed.core.client import Reply
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
+from everfed.core.score import Exam
 from everfed.core.world import Moment
 
 
@@ -32,8 +33,8 @@ class Engine(Protocol):
     ) -> Iterator[tuple[int, Reply]]:
         """Run `phase` on `clients` and yield their replies in ascending client order. Raises ClientError."""
 
-    def evaluate(self, model: Model, tasks: Sequence[int], seen: int, split: str) -> Tensor:
-        """(len(tasks), 4) counts of the shared model, as `score_tasks`."""
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        """(tasks, 4) counts of the shared model, as `score_tasks`."""
 
     def describe(self) -> dict[str, Any]:
         """Facts for the result's environment: device, precision, workers, peak memory."""

@@ -7,6 +7,14 @@ from torch import nn
 from everfed.core.context import Context
 from everfed.core.part import Part
 
+EXTRAS = "extras."  # what the names of all such parameters begin with
+
+
+def registered(part: str, name: str, personal: bool) -> str:
+    """The name under which a module lists a part's extra parameter."""
+    scope = "personal" if personal else "shared"
+    return EXTRAS + f"{scope}/{part}/{name}".replace(".", "_")
+
 
 class Extras(nn.Module):
     """`module.extras[part][name]`. Personal ones are registered apart, so that their names tell."""
@@ -16,8 +24,7 @@ class Extras(nn.Module):
         self._parts: dict[str, dict[str, nn.Parameter]] = {}
 
     def add(self, part: str, name: str, value: nn.Parameter, personal: bool) -> None:
-        scope = "personal/" if personal else "shared/"
-        self.register_parameter(f"{scope}{part}/{name}".replace(".", "_"), value)
+        self.register_parameter(registered(part, name, personal).removeprefix(EXTRAS), value)
         self._parts.setdefault(part, {})[name] = value
 
     def __getitem__(self, part: str) -> dict[str, nn.Parameter]:

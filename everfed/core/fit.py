@@ -76,7 +76,7 @@ class Trainer:
         self.device = torch.device(device)
         self.precision = precision
         self.forward_part = forward_part
-        self.replica = Replica(build_module(), layout, self.device)
+        self.replica = Replica(build_module(), layout, self.device, precision)
         self.network: Callable[[Tensor], Tensor] = self.replica.module
         self._loss: Callable[[Tensor, Tensor], Tensor] = getattr(stream, "loss", functional.cross_entropy)
 
@@ -131,8 +131,7 @@ class Trainer:
         self.replica.generator.manual_seed(ctx.key(f"{tag}/dropout"))
         self.replica.module.train(mode == "train")
         loss = self.task_loss(ctx)(self.forward(x.to(self.device)), y.to(self.device))
-        grads = torch.autograd.grad(loss, self.replica.trainable, materialize_grads=True)
-        return self.replica.layout.flatten_gradient(grads)
+        return self.replica.gradient(loss)
 
     def outputs(
         self,

@@ -91,8 +91,16 @@ class Layout:
                 module.get_submodule(owner)._buffers[leaf] = entry.view(vector)
 
     def flatten_gradient(self, grads: tuple[Tensor, ...]) -> Tensor:
-        """Per-parameter gradients, in `params` order -> one vector (P,)."""
-        return torch.cat([entry.flat(grad) for entry, grad in zip(self.params, grads, strict=True)])
+        """Per-parameter gradients, in `params` order, of any float type -> one float32 vector (P,)."""
+        vector = torch.empty(self.size, device=grads[0].device)
+        pairs = [
+            (vector[entry.start : entry.start + entry.size], entry.flat(grad))
+            for entry, grad in zip(self.params, grads, strict=True)
+        ]
+        for kind in {source.dtype for _, source in pairs}:  # one fused copy for each type
+            chosen = [pair for pair in pairs if pair[1].dtype == kind]
+            torch._foreach_copy_([target for target, _ in chosen], [source for _, source in chosen])
+        return vector
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """Views of a parameter vector by name."""

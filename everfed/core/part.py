@@ -130,6 +130,11 @@ class Part:
         """The model this client is scored with, for parts with personalised models."""
         return model
 
+    def told(self, own: Tree, task: int) -> Tree:
+        """Its client slots for scoring samples whose task is known (the `task` logits of a personalised model). By
+        default knowing the task changes nothing but which classes compete."""
+        return own
+
     # what is trained ---------------------------------------------------------------------------------------------
     def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
         """Trainable tensors beside the model's own, with their first values; shared like the model."""

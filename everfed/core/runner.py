@@ -20,6 +20,7 @@ from everfed.core.message import MODEL, Message, Once, Traffic, payload_bytes, v
 from everfed.core.part import Model, State
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reduction, Sum
+from everfed.core.score import Exam
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
@@ -30,12 +31,14 @@ Event = dict[str, Any]
 @dataclass(frozen=True)
 class EvalOptions:
     """logits: the rule that result.json reports; every: also score the tasks seen so far every so many rounds (0: only
-    at task ends); zero_shot: fill the matrix above its diagonal too; split: "test" or "validation"."""
+    at task ends); zero_shot: fill the matrix above its diagonal too; split: "test" or "validation"; top_k: how many
+    highest logits count as the answer."""
 
     logits: str = "full"
     every: int = 0
     zero_shot: bool = False
     split: str = "test"
+    top_k: int = 1
 
 
 @dataclass
@@ -291,7 +294,8 @@ class Runner:
         seen = moment.plan.task + 1
         at_end = moment.plan.evaluate
         tasks = list(range(self.world.stream.tasks if self.evaluation.zero_shot and at_end else seen))
-        counts = self._counts(phase, moment, tasks, seen).tolist()
+        exam = Exam(tuple(tasks), seen, self.evaluation.split, self.evaluation.top_k)
+        counts = self._counts(phase, moment, exam).tolist()
         if at_end:
             missing = [None] * (self.world.stream.tasks - len(tasks))
             self.state.rows[moment.plan.task] = [*counts, *missing]
@@ -310,11 +314,10 @@ class Runner:
             }
         )
 
-    def _counts(self, phase: Phase, moment: Moment, tasks: list[int], seen: int) -> Tensor:
+    def _counts(self, phase: Phase, moment: Moment, exam: Exam) -> Tensor:
         if not self.world.personal:
-            return self.engine.evaluate(self.state.model, tasks, seen, self.evaluation.split)
-        asked = {"tasks": ",".join(map(str, tasks)), "seen": seen, "split": self.evaluation.split}
-        message: Message = {**self._model_message(), EVALUATE: asked}
+            return self.engine.evaluate(self.state.model, exam)
+        message: Message = {**self._model_message(), EVALUATE: exam.to_tree()}
         total = Sum().start()
         clients = phase.clients(moment.plan)
         self._account_down(clients, message)

@@ -76,8 +76,7 @@ class Step:
 
     def grad(self, loss: Tensor) -> Tensor:
         """(P,) gradient of `loss` with respect to the trainable parameters; zeros where it does not depend on them."""
-        grads = torch.autograd.grad(loss, self.replica.trainable, materialize_grads=True)
-        return self.layout.flatten_gradient(grads)
+        return self.replica.gradient(loss)
 
     def task_gradient(self, x: Tensor, y: Tensor) -> Tensor:
         """(P,) gradient of the task loss on other samples at the current parameters (A-GEM's second gradient)."""
@@ -101,6 +100,7 @@ def train_step(
         for part in parts:
             gradient = part.gradient(step, gradient)
         optimizer.apply(step.params, gradient, moments, rate)
+        step.replica.refresh()
         for part in parts:
             part.after(step)
     return loss.detach()

@@ -189,6 +189,7 @@ class Workspace:
     def _restore(self, saved: tuple[list[Tensor], Tensor]) -> None:
         for tensor, old in zip(self._changed(), saved[0], strict=True):
             tensor.copy_(old)
+        self.trainer.replica.refresh()
         self.trainer.replica.generator.set_state(saved[1])
 
     def read(self, job: Job) -> Fitted:
@@ -229,16 +230,14 @@ class CapturedGradient:
         return self.out.clone()
 
     def _body(self) -> None:
-        replica = self.trainer.replica
         loss = self.loss(self.trainer.forward(self.x), self.y)
-        grads = torch.autograd.grad(loss, replica.trainable, materialize_grads=True)
-        self.out.copy_(replica.layout.flatten_gradient(grads))
+        self.out.copy_(self.trainer.replica.gradient(loss))
 
 
 def signature(job: Job) -> Hashable:
     """What must be equal for two local trainings to share their graphs (sizes of data and schedules apart)."""
     return (
-        tuple(id(part) for part in job.parts),
+        tuple(job.parts),
         job.optimizer,
         job.ctx.allowed_labels,
         (job.data.x.shape[1:], job.data.x.dtype, job.data.y.shape[1:], job.data.y.dtype),

@@ -13,7 +13,7 @@ from everfed.core.engine import ClientError
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.score import score_tasks
+from everfed.core.score import Exam, score_tasks
 from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, call, new_trainer
 
@@ -45,8 +45,8 @@ class Eager:
             self.store.put(client, state)
             yield client, reply
 
-    def evaluate(self, model: Model, tasks: Sequence[int], seen: int, split: str) -> Tensor:
-        return score_tasks(self.trainer, model, tasks, seen, split)
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        return score_tasks(self.trainer, model, exam)
 
     def describe(self) -> dict[str, Any]:
         facts: dict[str, Any] = {

@@ -21,13 +21,13 @@ from everfed.core.engine import ClientError
 from everfed.core.message import Message
 from everfed.core.part import Model, Part, State
 from everfed.core.phase import TRAIN, Phase
-from everfed.core.score import score_tasks
+from everfed.core.score import Exam, score_tasks
 from everfed.core.tree import leaves
 from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, call, new_trainer
 from everfed.engines.captured import CapturedTrainer
 from everfed.engines.device_data import DeviceData
-from everfed.engines.slots import SlotCount, deal
+from everfed.engines.slots import Tuner, deal
 
 WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
 
@@ -46,7 +46,7 @@ class Graphs:
         precision: str = "bf16",
         slots: int = 0,
         compiled: bool = False,
-        host_threads: int = 1,
+        host_threads: int = 0,
         notify: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
         self.world, self.store, self.notify = world, store, notify
@@ -54,11 +54,11 @@ class Graphs:
         self.device = torch.device(device)
         self.trainer = new_trainer(world, build_module, device, precision)  # for scoring, on the default stream
         self.data = DeviceData(self.device)
-        self.count = SlotCount(slots, self.device)
+        self.tuner = Tuner(slots, host_threads, self.device)
         self.slots: list[CapturedTrainer] = []
         self._lock = threading.Lock()
         self._told: set[str] = set()
-        self._threads = host_threads
+        self._executor: ThreadPoolExecutor | None = None
 
     # phases ------------------------------------------------------------------------------------------------------
     def exchange(
@@ -73,29 +73,34 @@ class Graphs:
     ) -> Iterator[tuple[int, Reply]]:
         """Run some clients on all slots, wait for them on the device, and yield their replies in order."""
         data = {client: self.data.get(self.world, client, phase, moment) for client in clients}
-        slots = self._use_slots(self.count.choose(len(clients)))
+        setting = self.tuner.choose(len(clients))
+        slots = self._use_slots(setting.slots)
         captures, started = sum(slot.captures for slot in slots), time.monotonic()
         hands = deal({client: len(own) for client, own in data.items()}, len(slots))
         replies: dict[int, Reply] = {}
 
         def work(thread: int) -> None:
-            for client, slot in _in_turn(hands, slots, thread, self._threads):
+            for client, slot in _in_turn(hands, slots, thread, setting.threads):
                 replies[client] = self._client(slot, phase, client, message, moment, data[client])
 
         self._fork(slots)
-        if self._threads == 1:
+        if setting.threads == 1:
             work(0)
         else:
-            with ThreadPoolExecutor(self._threads) as pool:
-                list(pool.map(work, range(self._threads)))
+            list(self._pool(setting.threads).map(work, range(setting.threads)))
         self._join(slots)
-        if phase.name == TRAIN and self.count.searching:
+        if phase.name == TRAIN and self.tuner.searching:
             torch.cuda.synchronize(self.device)
             if captures == sum(slot.captures for slot in slots):
                 samples = sum(reply.samples for reply in replies.values())
-                self.count.measured(len(slots), samples / (time.monotonic() - started))
+                self.tuner.measured(setting, samples / (time.monotonic() - started))
         for client in clients:
             yield client, replies.pop(client)
+
+    def _pool(self, threads: int) -> ThreadPoolExecutor:
+        if self._executor is None or threads > self._executor._max_workers:
+            self._executor = ThreadPoolExecutor(threads, thread_name_prefix="slot")
+        return self._executor
 
     def _client(
         self, slot: CapturedTrainer, phase: Phase, client: int, message: Message | None, moment: Moment, data: Data
@@ -143,8 +148,8 @@ class Graphs:
             self.notify({"event": "warning", "message": message})
 
     # the rest ----------------------------------------------------------------------------------------------------
-    def evaluate(self, model: Model, tasks: Sequence[int], seen: int, split: str) -> Tensor:
-        return score_tasks(self.trainer, model, tasks, seen, split)
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        return score_tasks(self.trainer, model, exam)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -152,7 +157,8 @@ class Graphs:
             "device": str(self.device),
             "device_name": torch.cuda.get_device_name(self.device),
             "precision": self._precision,
-            "slots": len(self.slots),
+            "slots": self.tuner.setting.slots,
+            "host_threads": self.tuner.setting.threads,
             "compiled": self._compiled,
             "threads": torch.get_num_threads(),
             "peak_device_bytes": torch.cuda.max_memory_allocated(self.device),
@@ -162,6 +168,8 @@ class Graphs:
         """Let go of graphs and replicas."""
         torch.cuda.synchronize(self.device)
         self.slots.clear()
+        if self._executor is not None:
+            self._executor.shutdown()
 
 
 def _used_on(stream: torch.cuda.Stream, state: State) -> None:

@@ -1,14 +1,15 @@
-"""How many slots, and which client goes where."""
+"""How many slots, how many host threads to feed them, and which client goes where."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
-_STEPS = (2, 4, 8, 12, 16)  # numbers of slots worth trying
-_GAIN = 1.03  # more slots must be at least this much faster
+_STEPS = (4, 8, 12, 16)  # numbers of slots worth trying
+_GAIN = 1.03  # a change must be at least this much faster
 _MEMORY_SHARE = 0.8
 
 
@@ -23,34 +24,66 @@ def deal(sizes: Mapping[int, int], hands: int) -> list[list[int]]:
     return dealt
 
 
-class SlotCount:
-    """Chooses the number of slots: tries more of them as long as that pays and memory allows."""
+class Setting(NamedTuple):
+    """slots: clients at a time. threads: 1 is best while launches are cheap; a large model's graphs fill the queue of a
+    stream, and then one thread per slot keeps the other slots from waiting."""
 
-    def __init__(self, fixed: int, device: torch.device) -> None:
-        self.fixed, self.device = fixed, device
-        self.rates: dict[int, float] = {}
-        self._choice = fixed or _STEPS[1]
-        self.searching = not fixed
+    slots: int
+    threads: int
 
-    def choose(self, clients: int) -> int:
-        """How many slots to use for `clients` clients now."""
-        return max(1, min(self._choice, clients))
 
-    def measured(self, slots: int, rate: float) -> None:
-        """A round without captures ran at `rate` samples a second on `slots` slots."""
-        if slots < self._choice:  # fewer clients than slots: nothing to learn about more
+class Tuner:
+    """Finds a good setting from measured rounds: first whether threads pay, then more slots as long as they do.
+
+    It changes speed only: results do not depend on slots or threads.
+    """
+
+    def __init__(self, slots: int = 0, threads: int = 0, device: torch.device | None = None) -> None:
+        self.fixed_slots, self.fixed_threads, self.device = slots, threads, device
+        start = slots or _STEPS[0]
+        self.setting = Setting(start, threads or 1)
+        self.rates: dict[Setting, float] = {}
+        self.searching = not (slots and threads)
+
+    def choose(self, clients: int) -> Setting:
+        """The setting for a phase with `clients` clients."""
+        slots = max(1, min(self.setting.slots, clients))
+        return Setting(slots, min(self.setting.threads, slots))
+
+    def measured(self, used: Setting, rate: float) -> None:
+        """A round that captured nothing ran at `rate` samples a second under `used`."""
+        if used != self.setting:  # too few clients for the setting: there is nothing to find out
             self.searching = False
             return
-        self.rates[slots] = rate
-        larger = [step for step in _STEPS if step > slots]
-        worse = any(rate < _GAIN * other for step, other in self.rates.items() if step < slots)
-        if worse or not larger or not self._fits(slots, larger[0]):
-            self._choice = max(self.rates, key=lambda step: self.rates[step])
-            self.searching = False
+        self.rates[used] = rate
+        following = self._next(used)
+        if following is None:
+            self.setting, self.searching = self.best(), False
         else:
-            self._choice = larger[0]
+            self.setting = following
+
+    def best(self) -> Setting:
+        return max(self.rates, key=lambda setting: self.rates[setting])
+
+    def _next(self, used: Setting) -> Setting | None:
+        if not self.fixed_threads and len(self.rates) == 1:
+            return Setting(used.slots, used.slots)
+        grown = any(setting.slots < used.slots for setting in self.rates)
+        if self.fixed_slots or (grown and not self._pays(used)):
+            return None
+        best = self.best()
+        larger = next((step for step in _STEPS if step > best.slots), None)
+        if larger is None or not self._fits(best.slots, larger):
+            return None
+        return Setting(larger, self.fixed_threads or (larger if best.threads > 1 else 1))
+
+    def _pays(self, used: Setting) -> bool:
+        others = [rate for setting, rate in self.rates.items() if setting != used]
+        return self.rates[used] > _GAIN * max(others)
 
     def _fits(self, slots: int, more: int) -> bool:
+        if self.device is None:
+            return True
         free, _ = torch.cuda.mem_get_info(self.device)
         per_slot = torch.cuda.memory_reserved(self.device) / slots
         return per_slot * (more - slots) < _MEMORY_SHARE * free

@@ -20,13 +20,13 @@ from torch import Tensor
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.message import MODEL
-from everfed.core.part import CompositionError, Part, State, overrides
+from everfed.core.part import CompositionError, Model, Part, State, overrides
 from everfed.core.phase import Phase
 from everfed.core.reduce import Mean
 from everfed.core.step import Step
 from everfed.core.tree import Tree
 from everfed.parts import memory
-from everfed.parts.projection import check_finite, project
+from everfed.parts.projection import check_finite, dot, project
 
 
 @dataclass(frozen=True)
@@ -78,5 +78,11 @@ class FedGP(Part):
     def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
         return dict(server.get(self.name, {})) if phase == "train" else {}
 
+    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+        """|g_ref|^2 stays the same for the whole round, so it is computed once."""
+        reference = message.get(self.name, {}).get("reference")
+        return ({} if reference is None else {"norm": dot(reference, reference)}), model
+
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        return project(gradient, step.message.get(self.name, {}).get("reference"))
+        reference = step.message.get(self.name, {}).get("reference")
+        return project(gradient, reference, step.state.get(self.name, {}).get("norm"))

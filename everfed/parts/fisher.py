@@ -39,7 +39,7 @@ def squared_gradients(ctx: Context, model: Model, x: Tensor, y: Tensor) -> Tenso
     replica = trainer.replica
     replica.load(model)
     replica.module.eval()
-    named = {n: p.detach() for n, p in replica.module.named_parameters() if p.requires_grad}
+    named = replica.layout.named(replica.params)  # float32, whatever the module computes in
     fixed = {n: p.detach() for n, p in replica.module.named_parameters() if not p.requires_grad}
     buffers = dict(replica.module.named_buffers())
     loss = trainer.task_loss(ctx)

@@ -8,21 +8,23 @@ from torch import Tensor
 _TINY = 1e-30  # |reference|^2 at or below this counts as zero
 
 
-def project(gradient: Tensor, reference: Tensor | None) -> Tensor:
+def project(gradient: Tensor, reference: Tensor | None, norm: Tensor | None = None) -> Tensor:
     """`gradient` when <gradient, reference> >= 0 or there is no reference, else its part orthogonal to `reference`.
 
     Both are (P,) gradients, ascent directions of a loss. The branch is arithmetic, so that no device has to be asked:
     the coefficient is zero unless there is a conflict. Scalar products of long vectors are summed in float64.
+    norm: |reference|^2, when it is known already.
     """
     if reference is None:
         return gradient
-    s, q = _dot(gradient, reference), _dot(reference, reference)
+    s, q = dot(gradient, reference), dot(reference, reference) if norm is None else norm
     coefficient = torch.where((s < 0) & (q > _TINY), s / q, torch.zeros_like(s))
     # g - (s/q) ref; subtracting an exact zero leaves g as it was, bit for bit
     return torch.addcmul(gradient, reference, coefficient.to(gradient.dtype), value=-1.0)
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Scalar product (0-d); in float64 for long vectors."""
     return (a * b).sum(dtype=torch.float64) if a.numel() > 1_000_000 else torch.dot(a, b)
 
 

@@ -17,7 +17,7 @@ from everfed.core.message import Message, Once
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
 from everfed.core.runner import Runner, RunState
-from everfed.core.score import score_tasks
+from everfed.core.score import Exam, score_tasks
 from everfed.core.tree import Tree, from_bytes, to_bytes
 from everfed.core.world import Moment
 from everfed.engines.base import call
@@ -74,12 +74,13 @@ class Wire:
     def _call(self, phase: Phase, client: int, sent: bytes | None, moment: Moment) -> bytes:
         message = None if sent is None else message_from_tree(from_bytes(sent))
         state: State | None = from_bytes(self.states[client]) if client in self.states else None
-        state, reply = call(self.bench.world(), self.bench.trainer(), phase, client, state, message, moment)
+        world = self.bench.world()
+        state, reply = call(world, self.bench.trainer(world), phase, client, state, message, moment)
         self.states[client] = to_bytes(state)
         return to_bytes(reply_to_tree(reply))
 
-    def evaluate(self, model: Model, tasks: Sequence[int], seen: int, split: str) -> Tensor:
-        return score_tasks(self.bench.trainer(), crossed(dict(model)), tasks, seen, split)
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        return score_tasks(self.bench.trainer(), crossed(dict(model)), exam)
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.name}
