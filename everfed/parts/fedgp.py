@@ -85,4 +85,6 @@ class FedGP(Part):
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         reference = step.message.get(self.name, {}).get("reference")
+        if reference is None:
+            return gradient
         return project(gradient, reference, step.state.get(self.name, {}).get("norm"))
