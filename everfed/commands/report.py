@@ -1,45 +1,36 @@
-"""`everfed report`: what runs found, as one page."""
+"""`everfed report`: what runs found, as one page, tables and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from everfed.errors import UserError
-
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of a comparison.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders that hold some.")],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The page to write (default: report.html in the first folder)."),
+        typer.Option(
+            metavar="FILE|DIR", help="The page, or a folder for report.html (default: report.html in the first folder)."
+        ),
     ] = None,
+    figures: Annotated[
+        bool, typer.Option("--figures/--no-figures", help="Also write the plots as PNG and PDF (needs matplotlib).")
+    ] = True,
 ) -> None:
-    """Write a report of one run, or of several side by side.
+    """Write a report of one run, or of several side by side; runs that differ only in their seed are averaged.
+
+    The page is one file that works offline. Beside NAME.html a folder NAME holds the tables as Markdown, CSV and LaTeX
+    and the figures as PNG and PDF. Unfinished runs are reported as far as they came.
 
     \b
     Examples:
       everfed report runs/demo-fedgp+der-0
       everfed report runs/demo --out demo.html
+      everfed report runs/a runs/b --out reports --no-figures
     """
-    folders = finished(runs)
     from everfed.report import write
 
-    typer.echo(f"report: {write(folders, out or runs[0] / 'report.html')}")
-
-
-def finished(named: Sequence[Path]) -> list[Path]:
-    """The finished runs among the folders named and directly below them. Raises UserError where there is none."""
-    found = []
-    for folder in named:
-        inside = sorted(path.parent for path in folder.glob("*/result.json"))
-        runs = [folder] if (folder / "result.json").is_file() else inside
-        if not runs:
-            raise UserError(
-                f"{folder} is not a finished run and holds none; `everfed resume {folder}` ends a started one"
-            )
-        found += runs
-    return found
+    typer.echo(f"report: {write(runs, out or runs[0] / 'report.html', figures=figures)}")

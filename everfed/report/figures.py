@@ -67,12 +67,22 @@ CURVES = {
 }
 
 
-def curve(kind: str, groups: Sequence[Group], by: str = "method", limit: int = series.POINTS) -> Html:
-    """One of CURVES; by: "method" draws means over seeds with bands, "run" every run."""
+Window = tuple[float, float]
+EVERYTHING: Window = (float("-inf"), float("inf"))
+
+
+def curve(
+    kind: str,
+    groups: Sequence[Group],
+    by: str = "method",
+    limit: int = series.POINTS,
+    window: Window = EVERYTHING,
+) -> Html:
+    """One of CURVES; by: "method" draws means over seeds with bands, "run" every run; window: first and last x."""
     spec = CURVES[kind]
     title = spec.title.format(score=score(groups)[0])
     draw = series.mean_lines if by == "method" else series.run_lines
-    found = draw(groups, spec.points, limit)
+    found = draw(groups, lambda run: series.within(spec.points(run), *window), limit)
     if not found:
         return charts.missing(title, spec.none, f"figure-{kind}")
     y = axis(spec, groups)
@@ -103,7 +113,7 @@ def _tasks(groups: Sequence[Group]) -> Marks:
 def _curve_notes(found: Sequence[series.Line]) -> list[str]:
     notes = []
     if any(line.seeds > 1 for line in found):
-        notes.append("Bands: mean ± one population deviation over the seeds that have reached the point.")
+        notes.append("Bands: mean ± one population deviation over seeds, as far as every seed has come.")
     thinned = [line for line in found if line.of > len(line)]
     if thinned:
         of = max(line.of for line in thinned)

@@ -131,6 +131,11 @@ def facts(run: Run) -> Html:
     return tag("dl", *pairs, class_="facts")
 
 
+def problem(message: str) -> Html:
+    """In the place of a run that cannot be read."""
+    return tag("p", f"This run cannot be read: {message}", class_="warning")
+
+
 MOST_NOTES = 200
 
 

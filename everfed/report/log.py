@@ -104,6 +104,7 @@ class Log:
     bytes_up: int = 0
     bytes_down: int = 0
     loss: float | None = None
+    slowest: float = 0.0  # seconds of the longest phase
     _half: bytes = b""
     _resumed: bool = False
     _cohorts: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
@@ -173,6 +174,7 @@ class Log:
         if line.phase == TRAIN:
             self.rounds_done = line.round + 1
         self.loss = self.loss if line.loss is None else line.loss
+        self.slowest = max(self.slowest, line.seconds)
 
     def _phase_line(self, event: dict[str, Any]) -> PhaseLine:
         clients, phase = event["clients"], str(event["phase"])

@@ -105,6 +105,11 @@ def _numbered(values: Sequence[float | None]) -> Points:
     return {float(t): value for t, value in enumerate(values, start=1) if value is not None}
 
 
+def within(points: Points, first: float, last: float) -> Points:
+    """The points from `first` to `last`."""
+    return {x: y for x, y in points.items() if first <= x <= last}
+
+
 # several runs ------------------------------------------------------------------------------------------------------
 def mean_lines(groups: Sequence[Group], points: Callable[[Run], Points], limit: int = POINTS) -> list[Line]:
     """One line per group: mean and deviation over its seeds, where all of those that have the curve were measured."""

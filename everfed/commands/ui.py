@@ -1,0 +1,38 @@
+"""`everfed ui`: a live page of the runs in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def ui(
+    runs_dir: Annotated[Path, typer.Argument(metavar="RUNS_DIR", help="The folder that holds run folders.")] = Path(
+        "runs"
+    ),
+    host: Annotated[str, typer.Option(metavar="H", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="P", min=0, max=65535, help="The port; 0 takes a free one.")] = 8765,
+    token: Annotated[
+        str | None,
+        typer.Option(metavar="T", envvar="EVERFED_UI_TOKEN", help="Ask for this token; needed beyond this machine."),
+    ] = None,
+) -> None:
+    """Serve a page on which runs appear and move while they train; compare them and download reports.
+
+    It reads the folder and changes nothing. Only this machine can open it unless --host says otherwise, and then a
+    token is needed: open the address with ?token=T once.
+
+    \b
+    Examples:
+      everfed ui runs
+      everfed ui runs --port 0
+      EVERFED_UI_TOKEN=secret everfed ui runs --host 0.0.0.0
+    """
+    from everfed.report.server import serve
+
+    try:
+        serve(runs_dir, host, port, token, lambda address: typer.echo(f"dashboard: {address} (ctrl-C ends it)"))
+    except KeyboardInterrupt:
+        raise typer.Exit from None

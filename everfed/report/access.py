@@ -1,0 +1,129 @@
+"""Who may see the dashboard: anyone on this machine, or whoever has the token."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+from everfed.errors import UserError
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Any, Any], Awaitable[None]]
+COOKIE = "everfed-token"
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src 'self' "
+        b"data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
+ASK = (
+    "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    "<title>everfed</title><h1>everfed</h1><form><label>Token <input name=token type=password autofocus></label> "
+    "<button>Open</button></form><p>It is the one that `everfed ui` was started with.</p></html>"
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach an address of that name?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise UserError(f"--host {host}: there is no such address: {error.strerror or error}") from error
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+def check_token(host: str, token: str | None) -> None:
+    """Raise UserError where other machines could look and no token keeps them out."""
+    if token is not None and not token.strip():
+        raise UserError("--token is empty; name a token, or leave it out on this machine")
+    if token is None and not is_loopback(host):
+        raise UserError(
+            f"--host {host} lets other machines read these runs: set --token SECRET (or EVERFED_UI_TOKEN), "
+            "or leave --host out to serve this machine only"
+        )
+
+
+class Door:
+    """ASGI middleware: refuses whoever may not see the page, and adds headers that keep it to itself.
+
+    Without a token only names of this machine are accepted as the Host, so that a page elsewhere cannot read runs
+    through a name that it points here (DNS rebinding).
+    """
+
+    def __init__(self, app: App, token: str | None) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        answer = self._refusal(scope)
+        if answer is None:
+            await self.app(scope, receive, _with_headers(send))
+        else:
+            status, headers, body = answer
+            await _with_headers(send)({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": body.encode()})
+
+    def _refusal(self, scope: Scope) -> tuple[int, list[tuple[bytes, bytes]], str] | None:
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        text = [(b"content-type", b"text/plain; charset=utf-8")]
+        if self.token is None:
+            local = _host_name(headers.get(b"host", "")) in LOCAL_NAMES
+            return None if local else (403, text, "This page answers to localhost only.\n")
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if self._right(given) and scope["path"] == "/":
+            cookie = f"{COOKIE}={self.token.encode().hex()}; HttpOnly; SameSite=Strict; Path=/"
+            return 303, [*text, (b"location", b"/"), (b"set-cookie", cookie.encode())], "Welcome.\n"
+        if self._right(_bearer(headers)) or self._right(_cookie(headers)):
+            return None
+        if scope["path"] == "/":
+            return 401, [(b"content-type", b"text/html; charset=utf-8")], ASK
+        return 401, text, "A token is needed: open /?token=... first, or send Authorization: Bearer ...\n"
+
+    def _right(self, given: str) -> bool:
+        return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
+
+
+def _host_name(host: str) -> str:
+    """example.org:80 -> example.org; [::1]:80 -> ::1."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0].lower()
+
+
+def _bearer(headers: dict[bytes, str]) -> str:
+    kind, _, value = headers.get(b"authorization", "").partition(" ")
+    return value.strip() if kind.lower() == "bearer" else ""
+
+
+def _cookie(headers: dict[bytes, str]) -> str:
+    """The token from the cookie, where it is written in hexadecimal so that any character may be in it."""
+    try:
+        found = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
+        return bytes.fromhex(found.value).decode() if found else ""
+    except (CookieError, ValueError):
+        return ""
+
+
+def _with_headers(send: Any) -> Any:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            own = {name for name, _ in message.get("headers", [])}
+            added = [header for header in HEADERS if header[0] not in own]
+            message = {**message, "headers": [*message.get("headers", []), *added]}
+        await send(message)
+
+    return sending

@@ -1,0 +1,222 @@
+"""Following a folder of runs while they are written: what appeared, what moved, what is gone.
+
+Reads only, and only what lies inside the folder: run ids are keys of a table of folders that were found, never parts of
+a path, and a link that leads outside is not followed. Events are read from the byte where reading stopped last time.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from everfed.errors import UserError
+from everfed.report import series
+from everfed.report.log import Tail
+from everfed.report.read import DEPTH, Result, Run, read_recipe, read_result, read_settings
+from everfed.store.run import EVENTS, RECIPE, RESULT, RunError
+
+SLICE = 4 << 20  # bytes of one run's events that are read before the next run has its turn
+QUIET_AFTER = 60.0  # seconds without an event, at least, until a run that has not ended counts as silent
+MOST_FOLDERS = 20_000  # that are looked into below the folder of runs
+
+
+class Guard:
+    """Opens regular files inside `root`, and nothing else."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+
+    def inside(self, path: Path) -> bool:
+        """Does the path, with all links followed, lead into the root?"""
+        return path.resolve().is_relative_to(self.root)
+
+    def open(self, path: Path) -> BinaryIO:
+        """The file for reading. Raises RunError for what leads outside or is no regular file."""
+        if not self.inside(path):
+            raise RunError(f"{path.name} is a link that leads out of {self.root}; it is not read")
+        # not blocking, so that a pipe in the place of a file cannot hold the page up
+        descriptor = os.open(path.resolve(), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise RunError(f"{path.name} is not a regular file; it is not read")
+        return os.fdopen(descriptor, "rb")
+
+
+class Watched:
+    """One run folder. `summary` is replaced as a whole, so it can be read without a lock."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.tail = Tail(folder / EVENTS)
+        self.recipe_text = ""
+        self.recipe: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
+        self.result: Result | None = None
+        self.problem = ""
+        self.summary: dict[str, Any] = {}
+        self.version = 0
+        self._seen: dict[str, tuple[int, int, int] | None] = {}
+
+    @property
+    def run(self) -> Run:
+        """The run as reports know it."""
+        return Run(self.name, self.folder, self.recipe, self.recipe_text, self.settings, self.result, self.tail.log)
+
+    def poll(self, guard: Guard, now: float) -> bool:
+        """Read what is new; True when the summary changed."""
+        try:
+            moved, problem = self._read(guard), ""
+        except UserError as error:
+            moved, problem = True, str(error)
+        except OSError as error:
+            moved, problem = True, f"cannot be read: {error.strerror or error}"
+        if problem:
+            self._seen.clear()  # look again at every file next time, until all can be read
+        self.problem = problem
+        if not moved and self.summary and status(self, now) == self.summary["status"]:
+            return False
+        fresh = summary(self, now)
+        changed = fresh != self.summary
+        self.summary = fresh
+        return changed
+
+    def _read(self, guard: Guard) -> bool:
+        moved = self._changed(RECIPE)
+        if moved:
+            self.recipe_text, self.recipe = read_recipe(self.folder, guard.open)
+            self.settings = read_settings(self.folder, guard.open)
+        if self._changed(RESULT):
+            self.result, moved = read_result(self.folder, guard.open), True
+        return self.tail.poll(SLICE, guard.open) or moved
+
+    def _changed(self, name: str) -> bool:
+        """Is the file another one than when it was looked at last?"""
+        try:
+            found = os.stat(self.folder / name)
+            mark = (found.st_ino, found.st_size, found.st_mtime_ns)
+        except FileNotFoundError:
+            mark = None
+        if name in self._seen and self._seen[name] == mark:
+            return False
+        known, self._seen[name] = name in self._seen, mark
+        return known or mark is not None
+
+
+def status(watched: Watched, now: float) -> str:
+    """finished, running, silent (no event for long), failed, interrupted, waiting (no event yet) or unreadable."""
+    log = watched.tail.log
+    if watched.problem:
+        return "unreadable"
+    if watched.result is not None:
+        return "finished"
+    if log.failed or log.interrupted:
+        return "failed" if log.failed else "interrupted"
+    if log.last_time is None:
+        return "waiting"
+    return "running" if now - log.last_time <= max(QUIET_AFTER, 5 * log.slowest) else "silent"
+
+
+def summary(watched: Watched, now: float) -> dict[str, Any]:
+    """What the table of runs shows of a run, JSON-ready."""
+    run, log = watched.run, watched.tail.log
+    stream = run.recipe.get("stream")
+    facts = stream if isinstance(stream, dict) else {}
+    return {
+        "id": watched.name,
+        "method": run.method,
+        "recipe": str(run.recipe.get("name", "")),
+        "data": " ".join(str(facts[key]) for key in ("dataset", "scenario") if key in facts),
+        "seed": run.seed,
+        "status": status(watched, now),
+        "problem": watched.problem,
+        "rounds": run.rounds,
+        "done": run.rounds_done,
+        "acc": _last_score(run),
+        "forgetting": _last_forgetting(run),
+        "loss": log.loss,
+        "faults": len(log.faults),
+        "skipped": log.skipped,
+        "unreadable_lines": log.unreadable,
+        "sent": log.bytes_up + log.bytes_down,
+        "started": log.first_time,
+        "updated": log.last_time,
+    }
+
+
+def _last_score(run: Run) -> float | None:
+    if run.result is not None:
+        return run.result.metrics.get("acc")
+    latest = max(run.log.evaluations, default=None)
+    return None if latest is None else run.log.evaluations[latest].score
+
+
+def _last_forgetting(run: Run) -> float | None:
+    if run.result is not None:
+        return run.result.metrics.get("forgetting")
+    found = series.forgetting_by_task(run)
+    return found[max(found)] if found else None
+
+
+class Index:
+    """All runs below a folder. `lock` is held while events are read, and by whoever draws from a run's log."""
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+        self.guard, self.clock = Guard(root), clock
+        self.lock = threading.Lock()
+        self.runs: dict[str, Watched] = {}
+        self.problems: tuple[str, ...] = ()
+        self.version = 0
+
+    def poll(self) -> bool:
+        """Look at everything once; True when something changed. Runs that changed have a higher version."""
+        before, problems = self.version, list[str]()
+        found = dict(self._find(problems))
+        if tuple(problems) != self.problems or not set(self.runs) <= set(found):
+            self.version += 1
+        self.problems = tuple(problems)
+        with self.lock:
+            self.runs = {name: self.runs.get(name) or Watched(name, found[name]) for name in sorted(found)}
+        for watched in list(self.runs.values()):
+            with self.lock:
+                changed = watched.poll(self.guard, self.clock())
+            if changed:
+                self.version += 1
+                watched.version = self.version
+        return self.version > before
+
+    def chosen(self, names: Sequence[str]) -> list[Watched]:
+        """Runs by id. Raises KeyError with the first id that there is no run of."""
+        return [self.runs[name] for name in names]
+
+    def _find(self, problems: list[str]) -> Iterator[tuple[str, Path]]:
+        """(id, folder) of every run; the id is the path below the root."""
+        waiting, looked = [(self.guard.root, 0)], 0
+        while waiting:
+            folder, depth = waiting.pop()
+            looked += 1
+            if looked > MOST_FOLDERS:
+                problems.append(f"More than {MOST_FOLDERS:,} folders: name a folder that holds runs only.")
+                return
+            if (folder / RECIPE).exists():
+                yield folder.relative_to(self.guard.root).as_posix() if depth else folder.name, folder
+            elif depth < DEPTH:
+                waiting += [(inner, depth + 1) for inner in self._folders(folder, problems)]
+
+    def _folders(self, folder: Path, problems: list[str]) -> Iterator[Path]:
+        try:
+            entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and entry.is_dir()]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            problems.append(f"{folder} cannot be read: {error.strerror or error}")
+            return
+        for entry in entries:
+            if entry.is_symlink() and not self.guard.inside(Path(entry.path)):
+                problems.append(f"{entry.name} is a link that leads out of {self.guard.root}; it is not followed.")
+            else:
+                yield Path(entry.path)

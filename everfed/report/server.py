@@ -1,0 +1,146 @@
+"""Serving the dashboard with FastAPI. It reads run folders and changes nothing.
+
+GET /                  the page
+GET /static/NAME       its style and scripts
+GET /api/runs          every run, in short
+GET /api/live          the same as server-sent events: everything once, then what changed
+GET /api/compare       curves of several runs, drawn (run=ID..., what=, by=, first=, last=)
+GET /api/run           one run in full, drawn (id=ID)
+GET /api/report        the report of several runs, as a file (run=ID...)
+"""
+
+# Annotations are not postponed here: FastAPI reads those of the routes, whose types are imported only when needed.
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from everfed.errors import UserError
+from everfed.report import html
+from everfed.report.access import Door, check_token
+from everfed.report.dashboard import Dashboard, Feed, NoRun, assets
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+EVERY = 1.0  # seconds between two looks at the folder
+
+
+def create_app(root: Path, token: str | None = None, every: float = EVERY) -> "FastAPI":
+    """The dashboard of the runs below `root`. Raises UserError where FastAPI is missing or root is no folder."""
+    fastapi = _fastapi()
+    dashboard = Dashboard(root)
+    feed = Feed(dashboard.index, every)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        watching = asyncio.create_task(feed.watch())
+        yield
+        watching.cancel()
+
+    app = fastapi.FastAPI(title="everfed", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.state.feed = feed
+    app.add_middleware(Door, token=token)
+    _add_page(app)
+    _add_runs(app, dashboard, feed)
+    _add_errors(app)
+    return app
+
+
+def _fastapi() -> Any:
+    try:
+        import fastapi
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"the dashboard needs {error.name}: pip install 'everfed[ui]'") from error
+    return fastapi
+
+
+def _add_page(app: "FastAPI") -> None:
+    from fastapi import HTTPException
+    from fastapi.responses import HTMLResponse, Response
+
+    page, files = html.asset("dashboard.html"), assets()
+
+    @app.get("/")
+    def front() -> HTMLResponse:
+        return HTMLResponse(page)
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "there is no such file")
+        kind, text = files[name]
+        return Response(text, media_type=kind)
+
+
+def _add_runs(app: "FastAPI", dashboard: Dashboard, feed: Feed) -> None:
+    from fastapi import Query
+    from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+
+    names = Annotated[list[str], Query()]
+    infinite = float("inf")
+
+    @app.get("/api/runs")
+    def runs() -> JSONResponse:
+        return JSONResponse(dashboard.runs())
+
+    @app.get("/api/live")
+    async def live() -> StreamingResponse:
+        return StreamingResponse(feed.listen(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    @app.get("/api/compare")
+    def compare(
+        run: names, what: str = "acc", by: str = "method", first: float = -infinite, last: float = infinite
+    ) -> HTMLResponse:
+        return HTMLResponse(dashboard.compare(run, what, by, (first, last)))
+
+    @app.get("/api/run")
+    def one(id: str) -> JSONResponse:
+        return JSONResponse(dashboard.run(id))
+
+    @app.get("/api/report")
+    def report(run: names) -> HTMLResponse:
+        named = 'attachment; filename="everfed-report.html"'
+        headers = {"Content-Disposition": named, "Content-Security-Policy": html.POLICY}
+        return HTMLResponse(dashboard.report(run), headers=headers)
+
+
+def _add_errors(app: "FastAPI") -> None:
+    from fastapi.responses import JSONResponse
+
+    @app.exception_handler(UserError)
+    def users(request: Any, error: UserError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=422)
+
+    @app.exception_handler(NoRun)
+    def no_run(request: Any, error: NoRun) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=404)
+
+
+def serve(root: Path, host: str, port: int, token: str | None, tell: Callable[[str], None]) -> None:
+    """Serve until interrupted. `tell` gets the address. Raises UserError: extras, folder, token, address in use."""
+    check_token(host, token)
+    app = create_app(root, token)
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            app.state.feed.closed = True  # open pages hold a connection for ever; they are sent away first
+            super().handle_exit(sig, frame)
+
+    with _listen(host, port) as listening:
+        shown = f"[{host}]" if ":" in host else host
+        tell(f"http://{shown}:{listening.getsockname()[1]}/")
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        Server(config).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}; try --port 0") from error

@@ -1,0 +1,334 @@
+// The dashboard's page: a table of runs that follows server-sent events, a comparison, and one run in full.
+// Drawings come from the server as HTML; what is chosen is kept in the address, so that it can be shared.
+"use strict";
+(() => {
+  const $ = (id) => document.getElementById(id);
+  const runs = new Map(), rows = new Map(), ticked = new Set();
+  let opened = "", sortBy = "started", ascending = false;
+  const AT_FIRST = 12; // runs that are compared while none is ticked
+  const MOST = 100; // runs in a report
+
+  // text ---------------------------------------------------------------------------------------------------------
+  const dash = "–";
+  const percent = (value) => value == null ? dash : (100 * value).toFixed(2);
+  const plain = (value) => value == null ? dash : Number(value.toPrecision(4)).toString();
+  const size = (value) => {
+    const units = ["B", "kB", "MB", "GB", "TB"];
+    let i = 0;
+    while (value >= 999.95 && i < units.length - 1) { value /= 1000; i += 1; }
+    return `${value.toFixed(i ? 1 : 0)} ${units[i]}`;
+  };
+  const moment = (seconds) => seconds == null ? dash : new Date(1000 * seconds).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
+
+  const COLUMNS = [
+    { key: "id", name: "Run" },
+    { key: "method", name: "Method", text: (run) => run.method },
+    { key: "data", name: "Data", text: (run) => run.data || run.recipe },
+    { key: "seed", name: "Seed", text: (run) => String(run.seed), number: true },
+    { key: "status", name: "Status", text: (run) => run.status, style: (run) => `status-${run.status}` },
+    { key: "done", name: "Progress" },
+    { key: "acc", name: "Acc, %", text: (run) => percent(run.acc), number: true },
+    { key: "forgetting", name: "Forgetting, %", text: (run) => percent(run.forgetting), number: true },
+    { key: "loss", name: "Loss", text: (run) => plain(run.loss), number: true },
+    { key: "faults", name: "Faults", text: (run) => String(run.faults), style: (run) => run.faults ? "bad" : "", number: true },
+    { key: "skipped", name: "Skipped", text: (run) => run.skipped.toLocaleString("en"), style: (run) => run.skipped ? "bad" : "", number: true },
+    { key: "sent", name: "Sent", text: (run) => size(run.sent), number: true },
+    { key: "started", name: "Started", text: (run) => moment(run.started) },
+  ];
+
+  function element(name, props = {}, ...children) {
+    const made = Object.assign(document.createElement(name), props);
+    made.append(...children);
+    return made;
+  }
+
+  // the table ----------------------------------------------------------------------------------------------------
+  function makeHead() {
+    const head = $("table").tHead.rows[0];
+    head.append(element("th", { scope: "col" }, element("span", { textContent: "Compare", className: "note" })));
+    for (const column of COLUMNS) {
+      const button = element("button", { type: "button", textContent: column.name });
+      button.addEventListener("click", () => sort(column.key, sortBy === column.key ? !ascending : column.key === "id"));
+      const cell = element("th", { scope: "col", className: column.number ? "number" : "" }, button);
+      cell.dataset.key = column.key;
+      head.append(cell);
+      for (const up of [false, true]) {
+        $("sort").append(element("option", { value: `${column.key} ${up}`, textContent: `${column.name} ${up ? "↑" : "↓"}` }));
+      }
+    }
+    $("sort").addEventListener("change", () => { const [key, up] = $("sort").value.split(" "); sort(key, up === "true"); });
+  }
+
+  function sort(key, up) {
+    [sortBy, ascending] = [key, up];
+    arrange();
+    remember();
+  }
+
+  function makeRow(run) {
+    const row = element("tr", { tabIndex: -1 });
+    const tick = element("input", { type: "checkbox", checked: ticked.has(run.id), ariaLabel: `compare ${run.id}` });
+    tick.addEventListener("change", () => choose(run.id, tick.checked));
+    row.append(element("td", { className: "tick" }, tick));
+    row.dataset.id = run.id;
+    for (const column of COLUMNS) {
+      const cell = element("td", { className: column.number ? "number" : "" });
+      cell.dataset.name = column.name;
+      row.append(cell);
+    }
+    const open = element("button", { type: "button", textContent: run.id });
+    open.addEventListener("click", () => openRun(run.id));
+    row.cells[1].className = "name";
+    row.cells[1].append(open);
+    row.cells[6].append(element("span", { className: "progress" }, element("i")), element("span"));
+    return row;
+  }
+
+  function fillRow(row, run) {
+    COLUMNS.forEach((column, i) => {
+      const cell = row.cells[i + 1];
+      if (column.text && cell.textContent !== column.text(run)) cell.textContent = column.text(run);
+      if (column.style) cell.className = `${column.number ? "number" : ""} ${column.style(run)}`;
+    });
+    const share = run.rounds ? 100 * run.done / run.rounds : 0;
+    row.cells[6].querySelector("i").style.width = `${share}%`;
+    row.cells[6].lastChild.textContent = `${run.done.toLocaleString("en")}/${run.rounds ? run.rounds.toLocaleString("en") : "?"}`;
+    row.cells[5].title = run.problem;
+  }
+
+  const words = () => $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+
+  function matching() {
+    const wanted = words(), status = $("status").value, method = $("method").value;
+    return [...runs.values()].filter((run) => {
+      const text = `${run.id} ${run.method} ${run.recipe} ${run.data} seed ${run.seed} ${run.status}`.toLowerCase();
+      return (!status || run.status === status) && (!method || run.method === method) && wanted.every((word) => text.includes(word));
+    });
+  }
+
+  function compareBy(a, b) {
+    const [x, y] = [a[sortBy], b[sortBy]];
+    if (x == null || y == null) return (x == null) - (y == null) || a.id.localeCompare(b.id);
+    const order = typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y;
+    return (ascending ? order : -order) || a.id.localeCompare(b.id, "en", { numeric: true });
+  }
+
+  let shown = [];
+
+  // Filter and sort; rows are moved only where the order changed, so that focus and selection stay.
+  function arrange() {
+    shown = matching().sort(compareBy).map((run) => run.id);
+    const body = $("table").tBodies[0];
+    shown.forEach((id, i) => { if (body.rows[i] !== rows.get(id)) body.insertBefore(rows.get(id), body.rows[i] ?? null); });
+    while (body.rows.length > shown.length) body.lastElementChild.remove();
+    for (const cell of $("table").tHead.rows[0].cells) {
+      cell.ariaSort = cell.dataset.key === sortBy ? (ascending ? "ascending" : "descending") : null;
+    }
+    $("sort").value = `${sortBy} ${ascending}`;
+    $("count").textContent = shown.length === runs.size ? `${runs.size} runs` : `${shown.length} of ${runs.size} runs`;
+    $("empty").hidden = shown.length > 0;
+    $("empty").textContent = runs.size ? "No run matches." : "No run here yet; one appears as soon as it starts.";
+    scheduleCompare();
+  }
+
+  function options(select, values) {
+    const now = select.value, known = [...select.options].slice(1).map((option) => option.value);
+    const wanted = [...new Set(values)].sort();
+    if (known.join("\n") === wanted.join("\n")) return;
+    select.replaceChildren(select.options[0], ...wanted.map((value) => element("option", { value, textContent: value })));
+    select.value = wanted.includes(now) ? now : "";
+  }
+
+  function take({ runs: fresh, gone, problems }) {
+    for (const run of fresh) {
+      runs.set(run.id, run);
+      if (!rows.has(run.id)) rows.set(run.id, makeRow(run));
+      fillRow(rows.get(run.id), run);
+    }
+    for (const id of gone) {
+      runs.delete(id);
+      rows.get(id)?.remove();
+      rows.delete(id);
+      ticked.delete(id);
+    }
+    options($("status"), [...runs.values()].map((run) => run.status));
+    options($("method"), [...runs.values()].map((run) => run.method));
+    $("problems").replaceChildren(...problems.map((text) => element("p", { className: "warning", textContent: text })));
+    arrange();
+    const moved = new Set(fresh.map((run) => run.id));
+    if (compared().some((id) => moved.has(id)) || gone.length) scheduleCompare(true);
+    if (opened && (moved.has(opened) || gone.includes(opened))) scheduleDetail();
+  }
+
+  // drawings -----------------------------------------------------------------------------------------------------
+  // Put HTML from the server in place; lines that were hidden stay hidden.
+  function swap(box, html) {
+    if (box.lastHtml === html) return;
+    const hidden = new Set([...box.querySelectorAll(".legend button[aria-pressed=false]")].map((button) => button.textContent));
+    const folded = [...box.querySelectorAll("details")].map((part) => part.open);
+    box.innerHTML = html;
+    box.lastHtml = html;
+    for (const button of box.querySelectorAll(".legend button")) if (hidden.has(button.textContent)) button.click();
+    box.querySelectorAll("details").forEach((part, i) => { part.open = folded[i] ?? part.open; });
+  }
+
+  // Call `work` at once when it has rested, else when it has; never twice at a time.
+  function throttled(work, rest) {
+    let waiting = false, busy = false, again = false;
+    async function go() {
+      waiting = false;
+      busy = true;
+      try { await work(); } finally { busy = false; }
+      waiting = true;
+      setTimeout(() => { waiting = false; if (again) { again = false; go(); } }, rest);
+    }
+    return () => { if (waiting || busy) again = true; else go(); };
+  }
+
+  async function fetched(address) {
+    const answer = await fetch(address);
+    if (answer.ok) return answer;
+    const said = await answer.json().catch(() => ({ detail: answer.statusText }));
+    throw new Error(typeof said.detail === "string" ? said.detail : JSON.stringify(said.detail));
+  }
+
+  const compared = () => ticked.size ? [...ticked].filter((id) => runs.has(id)) : shown.slice(0, AT_FIRST);
+
+  function told(ids) {
+    if (ticked.size) return `${ids.length} ticked ${ids.length === 1 ? "run" : "runs"}.`;
+    return shown.length > ids.length ? `The first ${ids.length} of ${shown.length} runs below; tick runs to choose.` : "All runs below; tick runs to choose.";
+  }
+
+  let last = "";
+  async function drawCompare() {
+    const ids = compared();
+    $("chosen").textContent = ids.length ? told(ids) : "";
+    $("report").disabled = !ids.length;
+    if (!ids.length) return swap($("chart"), "");
+    const asked = new URLSearchParams([...ids.map((id) => ["run", id]), ["what", $("what").value], ["by", $("by").value]]);
+    for (const name of ["first", "last"]) if ($(name).value) asked.set(name, $(name).value);
+    last = asked.toString();
+    try {
+      swap($("chart"), await (await fetched(`/api/compare?${asked}`)).text());
+    } catch (error) {
+      $("chosen").textContent = `Cannot draw: ${error.message}`;
+    }
+  }
+  const redraw = throttled(drawCompare, 900);
+  function scheduleCompare(moved = false) {
+    const asked = new URLSearchParams([...compared().map((id) => ["run", id]), ["what", $("what").value], ["by", $("by").value]]);
+    for (const name of ["first", "last"]) if ($(name).value) asked.set(name, $(name).value);
+    if (moved || asked.toString() !== last) redraw();
+  }
+
+  async function drawDetail() {
+    if (!opened) return;
+    const id = opened;
+    try {
+      const { sections } = await (await fetched(`/api/run?${new URLSearchParams({ id })}`)).json();
+      if (opened === id) place(sections);
+    } catch (error) {
+      const text = element("p", { className: "warning", textContent: error.message }).outerHTML;
+      if (opened === id) place({ problem: text });
+    }
+  }
+  const scheduleDetail = throttled(drawDetail, 900);
+
+  function place(sections) {
+    const boxes = new Map([...$("sections").children].map((box) => [box.dataset.section, box]));
+    for (const [name, box] of boxes) if (!(name in sections)) box.remove();
+    for (const [name, html] of Object.entries(sections)) {
+      let box = boxes.get(name);
+      if (!box) { box = element("div"); box.dataset.section = name; $("sections").append(box); }
+      swap(box, html);
+    }
+  }
+
+  function openRun(id, focus = true) {
+    rows.get(opened)?.classList.remove("open");
+    opened = id;
+    rows.get(id)?.classList.add("open");
+    $("detail").hidden = !id;
+    $("detail-title").textContent = id;
+    if (id) {
+      $("sections").replaceChildren();
+      scheduleDetail();
+      if (focus) { $("detail-title").focus(); $("detail").scrollIntoView({ block: "start" }); }
+    }
+    remember();
+  }
+
+  function closeRun() {
+    const id = opened;
+    openRun("");
+    rows.get(id)?.querySelector(".name button").focus();
+  }
+
+  function choose(id, on) {
+    if (on) ticked.add(id); else ticked.delete(id);
+    rows.get(id).querySelector("input").checked = on;
+    scheduleCompare();
+    remember();
+  }
+
+  // the address --------------------------------------------------------------------------------------------------
+  function remember() {
+    const kept = new URLSearchParams([...ticked].map((id) => ["run", id]));
+    for (const name of ["what", "by", "first", "last", "filter", "status", "method"]) if ($(name).value) kept.set(name, $(name).value);
+    kept.set("sort", `${sortBy} ${ascending}`);
+    if (opened) kept.set("open", opened);
+    history.replaceState(null, "", `#${kept}`);
+  }
+
+  function recall() {
+    const kept = new URLSearchParams(location.hash.slice(1));
+    for (const id of kept.getAll("run")) ticked.add(id);
+    for (const name of ["what", "by", "first", "last", "filter"]) if (kept.has(name)) $(name).value = kept.get(name);
+    for (const name of ["status", "method"]) {
+      if (kept.get(name)) $(name).append(element("option", { value: kept.get(name), textContent: kept.get(name), selected: true }));
+    }
+    if (kept.has("sort")) { const [key, up] = kept.get("sort").split(" "); [sortBy, ascending] = [key, up === "true"]; }
+    if (kept.get("open")) openRun(kept.get("open"), false);
+  }
+
+  // keys and events ----------------------------------------------------------------------------------------------
+  function move(step) {
+    const body = $("table").tBodies[0], now = document.activeElement.closest?.("#table tbody tr");
+    const next = now ? body.rows[now.sectionRowIndex + step] : body.rows[step > 0 ? 0 : body.rows.length - 1];
+    next?.focus();
+    next?.scrollIntoView({ block: "nearest" });
+  }
+
+  document.addEventListener("keydown", (event) => {
+    const row = event.target.closest?.("#table tbody tr"), typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";
+    const onDrawing = event.target.closest?.("svg");
+    if (event.key === "Escape" && !onDrawing) { if (typing) event.target.blur(); else if (opened) closeRun(); return; }
+    if (typing || onDrawing || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "/") { event.preventDefault(); $("filter").focus(); }
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") { if (row || event.target === document.body) { event.preventDefault(); move(event.key === "ArrowDown" ? 1 : -1); } }
+    else if (event.key === " " && row && event.target === row) { event.preventDefault(); choose(row.dataset.id, !ticked.has(row.dataset.id)); }
+    else if (event.key === "Enter" && row && event.target === row) openRun(row.dataset.id);
+  });
+  for (const name of ["filter", "status", "method"]) $(name).addEventListener("input", () => { arrange(); remember(); });
+  for (const name of ["what", "by", "first", "last"]) $(name).addEventListener("input", () => { scheduleCompare(); remember(); });
+  $("clear").addEventListener("click", () => { for (const id of [...ticked]) { ticked.delete(id); const row = rows.get(id); if (row) row.querySelector("input").checked = false; } scheduleCompare(); remember(); });
+  $("close").addEventListener("click", closeRun);
+  $("report").addEventListener("click", () => {
+    const ids = compared().slice(0, MOST);
+    element("a", { href: `/api/report?${new URLSearchParams(ids.map((id) => ["run", id]))}`, download: "everfed-report.html" }).click();
+  });
+
+  makeHead();
+  recall();
+  fetched("/api/runs").then((answer) => answer.json()).then((found) => { $("root").textContent = found.root; }).catch(() => {});
+  const source = new EventSource("/api/live");
+  // after an interruption the server tells everything again; what it does not name any more is gone
+  let fresh = true;
+  source.addEventListener("open", () => { $("live").textContent = "live"; $("live").className = "live on"; fresh = true; });
+  source.addEventListener("error", () => { $("live").textContent = "not connected; trying again"; $("live").className = "live off"; });
+  source.addEventListener("runs", (event) => {
+    const news = JSON.parse(event.data);
+    if (fresh) { const named = new Set(news.runs.map((run) => run.id)); news.gone = [...runs.keys()].filter((id) => !named.has(id)); fresh = false; }
+    take(news);
+  });
+})();
