@@ -234,14 +234,12 @@ def test_agem_and_fedgp_project_in_this_order() -> None:
     """g_c = (1, -1), g_b = (0, 1), g_ref = (-1, 1): inner (1, 0), outer (0.5, 0.5)."""
     g_c, g_b, g_ref = torch.tensor([1.0, -1.0]), torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0])
     stored = {"x": torch.zeros(2, 1), "y": torch.zeros(2, dtype=torch.int64)}
-    step = SimpleNamespace(
-        rows={"agem": {"rows": torch.zeros(1, dtype=torch.int64)}},
-        state={NAME: stored},
-        message={"fedgp": {"reference": g_ref}},
-        task_gradient=lambda x, y: g_b,
-    )
+    parts, message, state = methods.build("fedgp+agem").parts, {"fedgp": {"reference": g_ref}}, {NAME: stored}
+    state |= {part.name: part.receive(state, message, {}, None)[0] for part in parts}  # type: ignore[arg-type]
+    rows = {"agem": {"rows": torch.zeros(1, dtype=torch.int64)}}
+    step = SimpleNamespace(rows=rows, state=state, message=message, task_gradient=lambda x, y: g_b)
     gradient, on_the_way = g_c, []
-    for part in methods.build("fedgp+agem").parts:
+    for part in parts:
         gradient = part.gradient(step, gradient)  # type: ignore[arg-type]
         on_the_way.append((part.name, gradient.tolist()))
     assert on_the_way[-2:] == [("agem", [1.0, 0.0]), ("fedgp", [0.5, 0.5])]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -208,6 +208,7 @@ def test_x_y_and_logits_stay_aligned_under_ten_thousand_offers() -> None:
 
 # draws from the buffer -----------------------------------------------------------------------------------------------
 @given(st.integers(0, 10), st.integers(1, 6), st.integers(1, 40))
+@settings(max_examples=40)
 def test_replayed_rows_are_distinct_and_older_than_the_step(size: int, batch: int, samples: int) -> None:
     """min(b_r, filled) rows, none of which the step itself is about to write."""
     bench = Bench("er", {"memory": {"size": size}, "er": {"batch": batch}})

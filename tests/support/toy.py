@@ -20,6 +20,7 @@ from everfed.core.client import new_state
 from everfed.core.context import Context, Facts, TrainOptions
 from everfed.core.data import Data
 from everfed.core.engine import Engine
+from everfed.core.extras import attach
 from everfed.core.fit import Trainer
 from everfed.core.layout import Layout
 from everfed.core.method import Method
@@ -224,6 +225,11 @@ class Bench:
         return methods.build(self.method, options)
 
     def build_module(self) -> nn.Module:
+        """The network with its first weights and the method's extra parameters."""
+        bare = self.bare_module()
+        return attach(bare, self.build_method().parts, Context(self.seed, self._facts(Layout.of(bare)), self.train))
+
+    def bare_module(self) -> nn.Module:
         shape, classes = self.stream.input_shape, self.stream.classes
         if self.module is None:
             return models.build("mlp", shape, classes, self.seed, {"hidden": [8]})
@@ -241,8 +247,14 @@ class Bench:
         return {**vectors, "params": vectors["params"][: layout.shared]}
 
     def world(self) -> World:
-        stream, layout, method = self.stream, self.layout(), self.build_method()
-        facts = Facts(
+        module, method = self.build_module(), self.build_method()
+        layout = Layout.of(module, method.is_personal)
+        facts = self._facts(layout, layout.read(module)["params"][layout.shared :])
+        return World(method, self.stream, facts, self.train, self.seed)
+
+    def _facts(self, layout: Layout, personal: Tensor | None = None) -> Facts:
+        stream = self.stream
+        return Facts(
             classes=stream.classes,
             input_shape=stream.input_shape,
             clients=stream.clients,
@@ -251,19 +263,18 @@ class Bench:
             rounds_per_task=stream.rounds_per_task,
             layout=layout,
             blank=stream.test(0).take(np.zeros(0, dtype=np.int64)),
-            personal=layout.read(self.build_module())["params"][layout.shared :],
+            personal=torch.zeros(0) if personal is None else personal,
             boundaries=stream.boundaries,
             task_ids=stream.task_ids,
         )
-        return World(method, stream, facts, self.train, self.seed)
 
-    def trainer(self) -> Trainer:
-        return Eager(self.world(), ClientStore(), self.build_module).trainer
+    def trainer(self, world: World | None = None) -> Trainer:
+        return Eager(world or self.world(), ClientStore(), self.build_module).trainer
 
     def context(self, client: int = 0, round_index: int = 0, phase: str = "train") -> Context:
         """What a hook on `client` is given in a round."""
-        moment = Moment(round_index, self.stream.round(round_index))
-        return self.world().client(client, Phase(phase), moment, self.trainer())
+        moment, world = Moment(round_index, self.stream.round(round_index)), self.world()
+        return world.client(client, Phase(phase), moment, self.trainer(world))
 
     def new_client(self, client: int = 0) -> State:
         """The state of a client that was never called."""
