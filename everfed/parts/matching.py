@@ -34,6 +34,7 @@ ZERO_COMBINED = 1e-8  # ||g_Gamma|| / max ||g_i|| at or below which g_Gamma has 
 RESOLUTION = 1e-7  # a sum shorter than this part of its terms is lost in the float64 rounding of K (squares: 1e-14)
 SMALLEST = 1e-280  # squared norms below this underflow; such updates count as zero
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # float64 working block: within cache on a CPU
+SERIAL_COPY = 32_704  # torch splits longer copies over threads, which then spend more on waiting than on copying
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def gram(updates: Sequence[Tensor] | Tensor) -> Tensor:
     rows = _rows(updates)
     K = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows[0].device)
     for _, block in _blocks(rows):
-        K.addmm_(block, block.T)
+        K += _inner_products(block)
     K = K.cpu()
     _refuse_non_finite(rows, K)
     return K
@@ -321,6 +322,7 @@ def _blocks(rows: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     """Consecutive columns of the updates as (T, width) float64, in one buffer that the next block overwrites."""
     count, length, device = len(rows), len(rows[0]), rows[0].device
     width = max(1, BLOCK_BYTES.get(device.type, BLOCK_BYTES["cpu"]) // (8 * count))
+    width = min(width, SERIAL_COPY) if device.type == "cpu" else width
     buffer = torch.empty(count * min(width, length), dtype=torch.float64, device=device)
     for start in range(0, length, width):
         columns = slice(start, min(start + width, length))
@@ -328,6 +330,18 @@ def _blocks(rows: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         for target, row in zip(block, rows, strict=True):
             target.copy_(row[columns])
         yield columns, block
+
+
+def _inner_products(block: Tensor) -> Tensor:
+    """block block^T, (T, T).
+
+    For few rows numpy's symmetric product does half the work, and on one thread: the bits do not depend on the number
+    of threads, and no thread waits for another on a busy machine.
+    """
+    if block.device.type != "cpu" or len(block) >= 64:
+        return block @ block.T
+    rows = block.numpy()
+    return torch.from_numpy(rows @ rows.T)
 
 
 def _rows(updates: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:

@@ -340,6 +340,12 @@ def test_gram_and_one_weighted_sum_are_all_that_is_needed():
     torch.testing.assert_close(combine(G, found.weights), explicit, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 100])
+def test_gram_is_exact_on_whole_numbers(T):
+    G = torch.randint(-9, 10, (T, 40_000), generator=torch.Generator().manual_seed(16)).float()
+    assert torch.equal(gram(G), G.double() @ G.double().T)
+
+
 def test_float32_agrees_with_float64_at_a_million_entries():
     generator = torch.Generator().manual_seed(7)
     G = torch.randn(8, 1_000_000, generator=generator) + 0.3 * torch.randn(1_000_000, generator=generator)
