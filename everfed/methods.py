@@ -20,6 +20,7 @@ from everfed.parts.ewc import EWC
 from everfed.parts.fedgp import FedGP
 from everfed.parts.fedlwf2t import FedLwF2T
 from everfed.parts.fedssi import FedSSI
+from everfed.parts.fedweit import FedWeIT
 from everfed.parts.fot import FOT
 from everfed.parts.ideal import Ideal
 from everfed.parts.lwf import LwF
@@ -66,9 +67,10 @@ PRESETS: dict[str, Preset] = {
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
     "fot": _preset("global updates orthogonal to earlier tasks' layer inputs", FedAvg, FOT),
+    "fedweit": _preset("shared, masked and task-adaptive weights, with what other clients published", FedWeIT),
     "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
 }
-_WITHOUT_FEDGP = ("ideal",)  # the upper bound keeps no buffer
+_WITHOUT_FEDGP = ("ideal", "fedweit")  # the upper bound keeps no buffer; decomposed weights have no gradient to share
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for
 
 

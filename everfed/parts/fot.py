@@ -27,12 +27,13 @@ from torch.nn import functional
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.fit import on_device
-from everfed.core.layout import Entry, Layout
+from everfed.core.layout import Entry
 from everfed.core.message import MODEL
 from everfed.core.part import Model, Part, State
 from everfed.core.phase import END, Cohort, Phase
 from everfed.core.reduce import Mean, Sum
 from everfed.core.tree import Tree
+from everfed.parts.layers import fan_in, hidden_weights, in_precision
 
 _AT_ONCE = 16  # samples whose layer inputs are held at a time
 
@@ -80,7 +81,7 @@ class FOT(Part):
             return model
         old = server[MODEL]["params"].to(model["params"].device)
         update = old - model["params"]
-        for entry in tracked(ctx.facts.layout):
+        for entry in hidden_weights(ctx.facts.layout):
             if entry.name in bases:
                 part = entry.view(update)
                 part.copy_(outside(part.reshape(len(part), -1), bases[entry.name]).reshape(part.shape))
@@ -99,7 +100,7 @@ class FOT(Part):
             data = data.take(ctx.rng("sketch").permutation(len(data))[: self.samples])
         device = ctx.train.device
         bases = on_device(message.get(self.name, {}), device).get("bases", {})
-        sketches = [Sketch(e, self.columns(e), bases.get(e.name), ctx) for e in tracked(ctx.facts.layout)]
+        sketches = [Sketch(e, self.columns(e), bases.get(e.name), ctx) for e in hidden_weights(ctx.facts.layout)]
         for inputs in layer_inputs(ctx, message[MODEL], data, [s.entry for s in sketches]):
             for sketch in sketches:
                 sketch.add(inputs[sketch.entry.name])
@@ -120,7 +121,7 @@ class FOT(Part):
         finished = int(own.get("finished", 0))
         threshold = min(1.0, self.threshold + finished * self.threshold_step)
         bases = dict(own.get("bases", {}))
-        layers = tracked(ctx.facts.layout)
+        layers = hidden_weights(ctx.facts.layout)
         sketches = reduced["sketch"].split([fan_in(e) * self.columns(e) for e in layers])
         for entry, flat, rho in zip(layers, sketches, reduced["outside"].tolist(), strict=True):
             new = directions(flat.reshape(fan_in(entry), -1), wanted_share(rho, threshold))
@@ -152,17 +153,6 @@ class Sketch:
     def share(self) -> Tensor:
         """rho: 1 when there is no basis yet, 0 for a layer that only ever saw zeros."""
         return torch.where(self.energy > 0, (self.energy_outside / self.energy).sqrt(), self.energy).float()
-
-
-def tracked(layout: Layout) -> list[Entry]:
-    """The weights that are projected: convolutions (4-D) and linear layers (2-D) but the last one, the head."""
-    linear = [entry for entry in layout.params if len(entry.shape) == 2]
-    return [e for e in layout.params if len(e.shape) == 4 or (len(e.shape) == 2 and e != linear[-1])]
-
-
-def fan_in(entry: Entry) -> int:
-    """m: inputs per output of a layer."""
-    return entry.size // entry.shape[0]
 
 
 def outside(rows: Tensor, basis: Tensor) -> Tensor:
@@ -205,7 +195,7 @@ def layer_inputs(ctx: Context, model: Model, data: Data, entries: list[Entry]) -
     handles = [_record(module, entry, seen) for entry in entries]
     try:
         for x in data.x.split(_AT_ONCE):
-            with torch.no_grad():
+            with torch.no_grad(), in_precision(trainer):
                 module(trainer.stream.inputs(x.to(trainer.device)))
             yield seen
     finally:
@@ -217,7 +207,7 @@ def _record(module: nn.Module, entry: Entry, seen: dict[str, Tensor]) -> Any:
     layer = module.get_submodule(entry.name.rpartition(".")[0])
 
     def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        seen[entry.name] = input_columns(layer, arguments[0], entry.name)
+        seen[entry.name] = input_columns(layer, arguments[0].float(), entry.name)
 
     return layer.register_forward_pre_hook(note)
 

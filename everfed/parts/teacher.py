@@ -12,6 +12,7 @@ from torch.nn import functional
 from everfed.core.context import Context
 from everfed.core.part import Model
 from everfed.core.step import Step
+from everfed.parts.layers import in_precision
 
 
 def frozen_outputs(step: Step, model: Model, x: Tensor) -> Tensor:
@@ -29,10 +30,9 @@ def frozen_outputs(step: Step, model: Model, x: Tensor) -> Tensor:
         )
         for entry in entries
     }
-    autocast = torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.precision == "bf16")
     training = module.training
     module.eval()
-    with torch.no_grad(), autocast:
+    with torch.no_grad(), in_precision(trainer):
         outputs: Tensor = functional_call(module, tensors, (trainer.stream.inputs(x),)).float()
     module.train(training)
     return outputs

@@ -16,7 +16,8 @@ from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
 from everfed.core.tree import equal
-from everfed.parts.fot import FOT, Sketch, directions, extended, fan_in, input_columns, outside, tracked, wanted_share
+from everfed.parts.fot import FOT, Sketch, directions, extended, input_columns, outside, wanted_share
+from everfed.parts.layers import fan_in, hidden_weights
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Toy
 
@@ -63,9 +64,9 @@ DEEP = Bench("fot", fot(threshold=0.6), module=Deep, train=TrainOptions(2, 5, Op
 
 # 1 -------------------------------------------------------------------------------------------------------------------
 def test_the_projected_update_is_orthogonal_to_the_basis() -> None:
-    bases = {e.name: orthonormal(fan_in(e), fan_in(e) // 2) for e in tracked(DEEP.layout())}
+    bases = {e.name: orthonormal(fan_in(e), fan_in(e) // 2) for e in hidden_weights(DEEP.layout())}
     moved = transformed(DEEP, bases, perturbed(DEEP)) - DEEP.model()["params"]
-    for entry in tracked(DEEP.layout()):
+    for entry in hidden_weights(DEEP.layout()):
         g = entry.view(moved).reshape(entry.shape[0], -1)
         assert g.norm() > 0.1
         assert (g @ bases[entry.name]).norm() < 1e-5 * g.norm()
@@ -97,7 +98,7 @@ def test_as_many_directions_as_hold_more_than_the_share() -> None:
 # 4 -------------------------------------------------------------------------------------------------------------------
 def test_the_sum_of_sketches_is_the_sketch_of_all_data() -> None:
     bench = Bench("fot", module=Deep)
-    entry, basis = tracked(bench.layout())[0], orthonormal(9, 3)
+    entry, basis = hidden_weights(bench.layout())[0], orthonormal(9, 3)
     rng = torch.Generator().manual_seed(0)
     pieces = [torch.randn(9, n, generator=rng) for n in (20, 35)]
     sketches = [Sketch(entry, 4, basis, bench.context(client=k)) for k in range(2)]
@@ -113,7 +114,7 @@ def test_the_sum_of_sketches_is_the_sketch_of_all_data() -> None:
 
 def test_the_share_outside_the_basis() -> None:
     bench = Bench("fot", module=Deep)
-    entry, basis = tracked(bench.layout())[0], torch.eye(9)[:, :1]
+    entry, basis = hidden_weights(bench.layout())[0], torch.eye(9)[:, :1]
     x = torch.zeros(9, 2)
     x[0], x[1] = 3.0, 4.0
     shares = []
@@ -141,7 +142,7 @@ def test_weighting_by_samples_is_warned_about() -> None:
 def test_a_layers_outputs_on_inputs_in_the_span_do_not_change() -> None:
     bench = DEEP.change(stream=Toy(tasks=2, rounds_per_task=3))
     first, last = bench.run(rounds=3).state, bench.run().state
-    for entry in tracked(bench.layout()):
+    for entry in hidden_weights(bench.layout()):
         basis = first.server["fot"]["bases"][entry.name]
         inputs = basis @ torch.randn(basis.shape[1], 7, generator=torch.Generator().manual_seed(1))
         before, after = (entry.view(s.model["params"]).reshape(entry.shape[0], -1) @ inputs for s in (first, last))
@@ -151,7 +152,7 @@ def test_a_layers_outputs_on_inputs_in_the_span_do_not_change() -> None:
 
 # 7 -------------------------------------------------------------------------------------------------------------------
 def test_a_full_basis_freezes_its_layer() -> None:
-    frozen, free = tracked(DEEP.layout())[:2]
+    frozen, free = hidden_weights(DEEP.layout())[:2]
     start, new = DEEP.model()["params"], perturbed(DEEP)
     found = transformed(DEEP, {frozen.name: orthonormal(fan_in(frozen), fan_in(frozen))}, new)
     assert torch.allclose(frozen.view(found), frozen.view(start), atol=1e-5)
@@ -160,8 +161,8 @@ def test_a_full_basis_freezes_its_layer() -> None:
 
 # 8 -------------------------------------------------------------------------------------------------------------------
 def test_heads_and_batchnorm_are_never_projected() -> None:
-    assert [e.name for e in tracked(DEEP.layout())] == ["conv1.weight", "conv2.weight", "dense.weight"]
-    bases = {e.name: orthonormal(fan_in(e), fan_in(e)) for e in tracked(DEEP.layout())}
+    assert [e.name for e in hidden_weights(DEEP.layout())] == ["conv1.weight", "conv2.weight", "dense.weight"]
+    bases = {e.name: orthonormal(fan_in(e), fan_in(e)) for e in hidden_weights(DEEP.layout())}
     new = perturbed(DEEP)
     found = transformed(DEEP, bases, new)
     for name in ("norm.weight", "norm.bias", "head.weight"):
@@ -203,7 +204,7 @@ def test_a_task_ends_with_one_sketch_per_layer_and_client(columns: int, numbers:
 
 def test_on_resnet18_the_sketches_are_368_megabytes_unless_their_columns_are_given() -> None:
     layout = Layout.of(models.build("resnet18", (3, 32, 32), 10, 0))
-    layers = tracked(layout)
+    layers = hidden_weights(layout)
     assert len(layers) == 20 and all(len(entry.shape) == 4 for entry in layers)
     whole = 4 * sum(fan_in(e) * FOT().columns(e) for e in layers)
     assert 365e6 < whole < 368.5e6  # the specification counts a 7x7 stem, this network has a 3x3 one
@@ -234,7 +235,7 @@ def test_extending_keeps_the_span(old: int, new: int) -> None:
 
 def test_the_threshold_rises_after_every_task() -> None:
     part, bench = FOT(threshold=0.5, threshold_step=0.3), DEEP
-    layers = tracked(bench.layout())
+    layers = hidden_weights(bench.layout())
     sketch = torch.cat([torch.diag(torch.ones(fan_in(e)))[:, : part.columns(e)].reshape(-1) for e in layers[:2]])
     dense = torch.zeros(16, 80)
     dense[:, :16] = torch.eye(16)
