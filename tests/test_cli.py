@@ -259,7 +259,7 @@ REFUSED = [
     (["run", "tiny.toml", "--out", "tiny.toml"], "tiny.toml is a file; name a folder"),
     (["resume", "."], "is not a run"),
     (["resume", "absent"], "absent is not a run"),
-    (["report", "."], "is not a finished run"),
+    (["report", "."], "error: "),
     (["compare", "tiny.toml"], "name the methods with --methods"),
     (["compare", "tiny.toml", "--methods", "fedavg,odd"], "--method odd: method.name must be one of"),
     (["compare", "tiny.toml", "--methods", "fedavg", "--seeds", "a"], "--seeds a: write whole numbers"),
@@ -465,6 +465,32 @@ def test_folder_names_hold_any_setting_and_stay_apart() -> None:
     odd = {folder_name([f"a={value}"]) for value in ("[1, 2]", "[1/ 2]", "x" * 300, "x" * 301)}
     assert len(odd) == 4
     assert all(len(name) < 200 and "/" not in name for name in odd)
+
+
+# demo and report -------------------------------------------------------------------------------------------------
+
+
+def test_demo_prints_the_table_and_writes_the_report() -> None:
+    text = done("demo", "--scale", "0.1")
+    assert "report: runs/demo/report.html" in text
+    for method in ("fedavg", "der", "fedgp+der"):
+        assert f"| {method} " in text
+        assert method in Path("runs/demo/report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_demo_shows_that_fedgp_helps() -> None:
+    done("demo")
+    rows = {row["name"]: row["metrics"] for row in json.loads(Path("runs/demo/compare.json").read_text())["rows"]}
+    for base in ("fedavg", "der"):
+        assert rows["fedgp+der"]["acc"]["mean"] > rows[base]["acc"]["mean"] + 0.1
+        assert rows["fedgp+der"]["forgetting"]["mean"] < rows[base]["forgetting"]["mean"]
+
+
+def test_report_of_a_comparison() -> None:
+    compare()
+    assert done("report", "cells", "--out", "page.html", "--no-figures") == "report: page.html\n"
+    assert "fedavg" in Path("page.html").read_text()
 
 
 # list, doctor, tables --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +33,10 @@ def demo(
     from everfed.report import write
 
     folder, rows = compared("demo", None, None, [], out, Settings(None, scale, 5.0, as_json))
-    report = write([outcome.cell.folder for row in rows for outcome in row.outcomes], folder / "report.html")
     tell(folder, rows, as_json)
+    figures = find_spec("matplotlib") is not None
+    folders = [outcome.cell.folder for row in rows for outcome in row.outcomes]
+    report = write(folders, folder / "report.html", figures=figures)
     if not as_json:
-        typer.echo(f"report: {report}")
+        without = "" if figures else " (no figures as files: pip install 'everfed[plots]')"
+        typer.echo(f"report: {report}{without}")

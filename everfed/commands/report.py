@@ -1,4 +1,4 @@
-"""`everfed report`: what runs found, as one page, tables and figures."""
+"""`everfed report`: what runs found, as one page."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ import typer
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders that hold some.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of a comparison.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE|DIR", help="The page, or a folder for report.html (default: report.html in the first folder)."
-        ),
+        typer.Option(metavar="FILE", help="The page to write (default: report.html in the first folder)."),
     ] = None,
     figures: Annotated[
-        bool, typer.Option("--figures/--no-figures", help="Also write the plots as PNG and PDF (needs matplotlib).")
+        bool, typer.Option("--figures/--no-figures", help="Also draw PNG and PDF files (needs everfed\\[plots]).")
     ] = True,
 ) -> None:
-    """Write a report of one run, or of several side by side; runs that differ only in their seed are averaged.
+    """Write a report of one run, or of several side by side.
 
-    The page is one file that works offline. Beside NAME.html a folder NAME holds the tables as Markdown, CSV and LaTeX
-    and the figures as PNG and PDF. Unfinished runs are reported as far as they came.
+    RUN is a run folder, or a folder that holds some, as everfed compare
+    makes it. Beside the page a folder of its name gets tables and figures.
 
     \b
     Examples:
       everfed report runs/demo-fedgp+der-0
       everfed report runs/demo --out demo.html
-      everfed report runs/a runs/b --out reports --no-figures
     """
     from everfed.report import write
 
