@@ -341,7 +341,8 @@ def _inner_products(block: Tensor) -> Tensor:
     if block.device.type != "cpu" or len(block) >= 64:
         return block @ block.T
     rows = block.numpy()
-    return torch.from_numpy(rows @ rows.T)
+    with np.errstate(over="ignore", invalid="ignore"):  # `gram` refuses what is not finite, by name
+        return torch.from_numpy(rows @ rows.T)
 
 
 def _rows(updates: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
