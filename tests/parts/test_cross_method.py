@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from everfed import methods
 from everfed.core import tree
@@ -13,7 +15,6 @@ from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import overrides
 from everfed.parts.memory import NAME
-from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
 
 ZERO: list[tuple[str, dict[str, dict[str, Any]]]] = [
@@ -34,6 +35,8 @@ ZERO: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("fedgp+agem", {"memory": {"size": 0}}),
 ]
 
+FAMILY = ["ideal", *dict.fromkeys(name for name, _ in ZERO)]
+
 
 @pytest.mark.parametrize(("name", "options"), ZERO, ids=lambda value: str(value))
 def test_strength_zero_is_fedavg_bit_for_bit(name: str, options: dict[str, dict[str, Any]]) -> None:
@@ -45,7 +48,7 @@ def test_strength_zero_is_fedavg_bit_for_bit(name: str, options: dict[str, dict[
     assert plain.state.rows == zero.state.rows
 
 
-@pytest.mark.parametrize("name", ["ideal", *dict.fromkeys(name for name, _ in ZERO)])
+@pytest.mark.parametrize("name", FAMILY)
 def test_strength_above_zero_is_not(name: str) -> None:
     assert not torch.equal(Bench(name).run().params, Bench().run().params)
 
@@ -98,17 +101,27 @@ def trains_on_what_it_is_given(name: str) -> bool:
     return not any(overrides(part, "dataset") for part in methods.build(name).parts)
 
 
-@pytest.mark.parametrize("name", list(filter(trains_on_what_it_is_given, methods.names())))
+@dataclass(frozen=True)
+class Watching(Toy):
+    """Keeps every minibatch that is augmented, with its draws, in a list that belongs to the test."""
+
+    augmented: bool = True
+    log: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def augment(self, x: Tensor, draws: Tensor) -> Tensor:
+        self.log.append((x.clone(), draws.clone()))
+        return super().augment(x, draws)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY if trains_on_what_it_is_given(name)])
 def test_no_method_changes_the_order_of_the_data(name: str) -> None:
-    logs: list[list[Seen]] = []
-    for each in ("fedavg", name):
-        log: list[Seen] = []
-        bench = Bench(each, stream=Toy(**SMALL, augmented=True))
-        second = next((part.name for part in bench.build_method().parts[1:]), None)  # in front of every gradient rule
-        bench.change(method=spied(bench.build_method(), log, before=second)).run()
-        logs.append(log)
-    assert [(s.client, s.round) for s in logs[0]] == [(s.client, s.round) for s in logs[1]]
-    assert all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(*logs, strict=True))
+    plain, other = Watching(**SMALL), Watching(**SMALL)
+    Bench(stream=plain).run()
+    Bench(name, stream=other).run()
+    assert len(plain.log) == 2 * 2 * 2 * 3  # tasks x clients x epochs x minibatches
+    assert all(
+        torch.equal(a, b) for one, two in zip(plain.log, other.log, strict=True) for a, b in zip(one, two, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedcurv", "fedgp+der", "fedgp+agem"])
