@@ -60,7 +60,8 @@ class Matching:
     weights: (T,) float64, (p_i + lam Gamma_i) / rho. gamma: (T,) float64 in the simplex.
     gap: certified duality gap as a fraction of ||gbar|| max_i ||g_i||; min_i <g_i, rho GM> is at most this far from
     the best there is. Where g_Gamma vanishes the result is the mean, and the gap is that of the mean. For
-    "softmax_sgd" it is the gap at gamma, before that solver's own damping of lam.
+    "softmax_sgd" it is the gap at gamma, before that solver's own damping of lam. It holds for K as rounded to
+    float64: where the updates nearly cancel, add about 1e-16 (max_i ||g_i|| / ||gbar||)^2.
     iterations: faces visited ("exact") or gradient steps taken ("softmax_sgd").
     """
 
