@@ -13,6 +13,7 @@ from everfed.core.context import Hidden, TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import State
 from everfed.core.phase import EVALUATE, Phase
+from everfed.core.score import Exam
 from tests.support.toy import Bench, Norm, Toy
 
 STEP = Optimizer(lr=0.1)
@@ -128,7 +129,7 @@ def test_which_rounds_synchronise(every: int, rounds: list[int]) -> None:
 def test_a_client_scores_what_it_is_asked_for() -> None:
     bench = Bench()
     method, ctx = bench.build_method(), bench.context(phase=EVALUATE)
-    asked = {"model": dict(bench.model()), EVALUATE: {"tasks": "0,1", "seen": 2, "split": "test"}}
+    asked = {"model": dict(bench.model()), EVALUATE: Exam((0, 1), seen=2).to_tree()}
     empty = bench.stream.data(0, 0).take(np.zeros(0, dtype=np.int64))
     _, reply = run_client(method, Phase(EVALUATE), bench.new_client(), asked, empty, ctx)
     counts = reply.values[EVALUATE]["counts"]

@@ -80,7 +80,7 @@ class Wire:
         return to_bytes(reply_to_tree(reply))
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.bench.trainer(), crossed(dict(model)), exam)
+        return score_tasks(self.bench.trainer(), crossed(dict(model)), Exam.from_tree(crossed(exam.to_tree())))
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.name}
