@@ -209,7 +209,7 @@ def test_ctrl_c_says_how_to_go_on() -> None:
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate()
     assert child.returncode == 130
-    assert "everfed resume" in errors and "Traceback" not in errors
+    assert "interrupted; `everfed resume long` goes on" in errors and "Traceback" not in errors
 
 
 def test_the_run_folder_is_there_before_torch_is_imported() -> None:

@@ -104,7 +104,7 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
     from everfed.progress import watching
 
     title = f"{number}{cell.row} seed {cell.recipe.seed}"
-    with tell_interrupted(), watching(stdout(), settings.as_json, title) as observer:
+    with tell_interrupted("the same command"), watching(stdout(), settings.as_json, title) as observer:
         told = _with_folder(observer, cell.folder) if settings.as_json else observer
         how: dict[str, Any] = {"observers": [told], "checkpoint_every": settings.checkpoint_every}
         try:

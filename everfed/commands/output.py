@@ -32,12 +32,12 @@ def tell_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
 
 
 @contextmanager
-def tell_interrupted() -> Iterator[None]:
+def tell_interrupted(remedy: str) -> Iterator[None]:
     """Ctrl-C ends a command with a word on how to go on."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo("interrupted; `everfed resume RUN` goes on where it stopped", err=True)
+        typer.echo(f"interrupted; {remedy} goes on where it stopped", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

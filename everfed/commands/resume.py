@@ -28,6 +28,6 @@ def resume(
     from everfed import api
     from everfed.progress import watching
 
-    with tell_interrupted(), watching(stdout(), as_json) as observer:
+    with tell_interrupted(f"`everfed resume {run}`"), watching(stdout(), as_json) as observer:
         result = api.resume(run, observers=[observer], checkpoint_every=checkpoint_every)
     tell_result(result.folder, result.data, as_json)

@@ -44,10 +44,12 @@ def run(
     from everfed.recipe import placed, read_placed
 
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
-    with placed(reading.places), tell_interrupted(), watching(stdout(), as_json) as observer:
+    folder = out or api.default_folder(reading.recipe)
+    remedy = f"`everfed resume {folder}`"
+    with placed(reading.places), tell_interrupted(remedy), watching(stdout(), as_json) as observer:
         result = api.run(
             reading.recipe,
-            out,
+            folder,
             data_dir=options.absolute(data),
             scale=scale,
             observers=[observer],
