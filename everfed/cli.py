@@ -15,6 +15,7 @@ from everfed.commands.report import report
 from everfed.commands.resume import resume
 from everfed.commands.run import run
 from everfed.commands.sweep import sweep
+from everfed.commands.ui import ui
 from everfed.errors import exit_code
 
 
@@ -39,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, resume, compare, sweep, demo, report, doctor):
+for command in (run, resume, compare, sweep, demo, report, ui, doctor):
     app.command()(command)
 app.command("list")(listing)
 

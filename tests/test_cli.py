@@ -96,7 +96,7 @@ def result_of(folder: str | Path) -> dict:
 # light and helpful -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["run", "resume", "compare", "sweep", "list", "doctor", "demo", "report"])
+@pytest.mark.parametrize("command", ["run", "resume", "compare", "sweep", "list", "doctor", "demo", "report", "ui"])
 def test_help_teaches_with_examples(command: str) -> None:
     assert f"everfed {command}" in done(command, "--help")
     assert "Example" in done(command, "--help")
