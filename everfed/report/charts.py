@@ -34,6 +34,11 @@ class Axis:
         """Fractions are shown in per cent."""
         return 100.0 if self.unit == "%" else 1.0
 
+    def allows(self, value: float) -> bool:
+        """Is the value within what the axis may show?"""
+        above = self.floor is None or value >= self.floor
+        return above and (self.ceiling is None or value <= self.ceiling)
+
     def text(self, value: float) -> str:
         return size(value) if self.unit == "B" else f"{value:,.10g}"
 
@@ -135,12 +140,11 @@ def _dashed(found: Sequence[Line]) -> list[tuple[int, Line, str]]:
 def _frame(found: Sequence[Line], y: Axis) -> tuple[_Frame, list[float]]:
     xs = [value for line in found for value in line.x]
     ys = [value * y.scale for line in found for value in (*line.y, *(line.low or ()), *(line.high or ()))]
-    low, high = max(min(ys), y.floor if y.floor is not None else min(ys)), max(ys)
-    high = min(high, y.ceiling) if y.ceiling is not None else high
-    y_ticks = ticks(low, high)
+    floor, ceiling = (min(ys) if y.floor is None else y.floor), (max(ys) if y.ceiling is None else y.ceiling)
+    allowed = [tick for tick in ticks(max(min(ys), floor), min(max(ys), ceiling)) if y.allows(tick)]
     x0, x1 = min(xs), max(xs)
     x0, x1 = (x0, x1) if x1 > x0 else (x0 - 0.5, x1 + 0.5)
-    return _Frame(x0, x1, y_ticks[0], y_ticks[-1]), y_ticks
+    return _Frame(x0, x1, allowed[0], allowed[-1]), allowed
 
 
 def _x_ticks(frame: _Frame) -> list[int]:

@@ -45,14 +45,18 @@ def moment(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times a power of ten."""
-    if not high > low:
-        low, high = low - 0.5, high + 0.5
+    """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times a power of ten.
+
+    Values that are nearly equal stand in the middle, with a tenth of their size on either side.
+    """
+    if not high - low > 1e-6 * max(abs(low), abs(high)):
+        around = 0.1 * max(abs(low), abs(high)) or 0.5
+        low, high = low - around, high + around
     raw = (high - low) / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def whole_ticks(first: int, last: int, about: int = 8) -> list[int]:

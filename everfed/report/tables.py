@@ -41,11 +41,11 @@ class Table:
     note: str = ""
 
     def best(self, column: int) -> set[int]:
-        """The rows with the best value, where more than one row has a value and one way is better."""
+        """The rows with the best value, where one way is better and rows differ."""
         better = self.columns[column].better
         values = {i: mean(row[column]) for i, row in enumerate(self.rows)}
         known = {i: better * value for i, value in values.items() if value is not None}
-        if not better or len(known) < 2:
+        if not better or len(set(known.values())) < 2:
             return set()
         return {i for i, value in known.items() if value == max(known.values())}
 

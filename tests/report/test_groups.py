@@ -1,0 +1,86 @@
+"""Which runs are seeds of one experiment, what they are called, and their colours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everfed.report.colours import DARK, LIGHT, ON_DARK, ON_LIGHT
+from everfed.report.groups import COLOURS, Colours, grouped
+from everfed.report.read import read_runs
+from tests.report.folders import create, finished
+
+
+def test_runs_that_differ_in_their_seed_or_engine_are_one_experiment(tmp_path: Path) -> None:
+    finished(tmp_path / "a", "fedavg", 0)
+    finished(tmp_path / "b", "fedavg", 1, engine={"kind": "eager"})
+    finished(tmp_path / "c", "der", 0)
+    grouping = grouped(read_runs([tmp_path]))
+    assert [(group.label, [run.seed for run in group.runs]) for group in grouping.groups] == [
+        ("fedavg", [0, 1]),
+        ("der", [0]),
+    ]
+    assert grouping.notes == ()
+
+
+def test_an_option_that_differs_makes_another_experiment_and_is_spelled_out(tmp_path: Path) -> None:
+    for size in (100, 200):
+        finished(tmp_path / str(size), "der", parts={"memory": {"size": size}})
+    labels = [group.label for group in grouped(read_runs([tmp_path])).groups]
+    assert labels == ["der (memory.size=100)", "der (memory.size=200)"]
+
+
+def test_a_seed_that_was_run_twice_counts_once_and_is_told(tmp_path: Path) -> None:
+    create(tmp_path / "a", "fedavg", 0)
+    finished(tmp_path / "b", "fedavg", 0)
+    grouping = grouped(read_runs([tmp_path]))
+    assert [run.name for group in grouping.groups for run in group.runs] == ["b"]
+    assert grouping.notes == ("b and a are the same experiment with the same seed; only the first counts.",)
+
+
+def test_different_streams_and_scales_are_told(tmp_path: Path) -> None:
+    finished(tmp_path / "a", "fedavg", 0)
+    stream = {"dataset": "digits", "scenario": "domain-incremental", "tasks": 5, "clients": 4}
+    finished(tmp_path / "b", "der", 0, stream=stream)
+    finished(tmp_path / "c", "fedavg", 0, settings={"scale": 0.5})
+    grouping = grouped(read_runs([tmp_path]))
+    assert [group.label for group in grouping.groups] == ["fedavg (scale=1.0)", "der", "fedavg (scale=0.5)"]
+    assert len(grouping.notes) == 1 and "stream.tasks differ" in grouping.notes[0]
+
+
+@given(st.lists(st.text(max_size=8), unique=True, max_size=45))
+def test_colours_are_distinct_and_stay(labels: list[str]) -> None:
+    colours = Colours()
+    colours.assign(labels[:5])
+    before = {label: colours.of(label) for label in labels[:5]}
+    colours.assign(labels)
+    found = {label: colours.of(label) for label in labels}
+    assert len(set(found.values())) == len(labels)
+    assert set(found.values()) <= set(range(-(-len(labels) // COLOURS) * COLOURS))
+    assert all(found[label] == colour for label, colour in before.items())
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of WCAG 2."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("theme", "methods"), [(LIGHT, ON_LIGHT), (DARK, ON_DARK)])
+def test_text_and_lines_stand_out_in_both_themes(theme: dict[str, str], methods: tuple[str, ...]) -> None:
+    """WCAG 2 AA: 4.5 for text, 3 for graphics."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for ground in (theme["ground"], theme["panel"]):
+        assert all(contrast(theme[name], ground) >= 4.5 for name in ("text", "soft", "accent", "bad", "good"))
+        assert all(contrast(colour, ground) >= 3 for colour in methods)
+    assert contrast(theme["on-heat"], theme["heat"]) >= 4.5
+    assert len(methods) == COLOURS
