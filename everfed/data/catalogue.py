@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from everfed.data import formats
+from everfed.data import formats, tiny_imagenet
 from everfed.data.formats import Arrays
 
 Files = tuple[Path, ...]
@@ -42,9 +42,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Known:
-    """A named set: its classes, the layouts it is read in (first found wins) and where it is published."""
+    """A named set: its classes (None: as many as its files name), the layouts it is read in (first found wins) and
+    where it is published."""
 
-    classes: int
+    classes: int | None
     class_names: tuple[str, ...] | None
     layouts: tuple[Layout, ...]
     get_it: str
@@ -176,5 +177,19 @@ KNOWN: Mapping[str, Known] = {
         ),
         "https://www.cs.toronto.edu/~kriz/cifar.html: the BINARY version, cifar-100-binary.tar.gz, unpacked "
         "(the python version is pickled, and everfed reads no pickles), or dataset = 'hub:uoft-cs/cifar100'",
+    ),
+    "tiny-imagenet": Known(
+        None,
+        None,
+        (
+            _npz("tiny-imagenet", "tiny_imagenet"),
+            Layout(
+                ("tiny-imagenet-200", "tiny-imagenet/tiny-imagenet-200", "tiny-imagenet", "tiny_imagenet"),
+                (("val/val_annotations.txt",),),
+                tiny_imagenet.read_published,
+            ),
+            Layout(("tiny-imagenet", "tiny_imagenet"), (("names.json",),), tiny_imagenet.read_folders),
+        ),
+        "http://cs231n.stanford.edu/tiny-imagenet-200.zip, unpacked",
     ),
 }

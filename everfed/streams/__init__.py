@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from everfed.data.sources import load
 from everfed.streams.base import IncrementalStream
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
+from everfed.streams.multi_domain import MultiDomain
 from everfed.streams.options import OptionError, Options, require_choice
 from everfed.streams.task_incremental import TaskIncremental
 
 __all__ = ["PARTITIONS", "SCENARIOS", "TRANSFORMS", "OptionError", "Options", "build", "from_arrays"]
 
 _CLASSES: Mapping[str, type[IncrementalStream]] = {
-    kind.scenario: kind for kind in (DomainIncremental, ClassIncremental, TaskIncremental)
+    kind.scenario: kind for kind in (DomainIncremental, ClassIncremental, TaskIncremental, MultiDomain)
 }
 SCENARIOS: Mapping[str, str] = {name: kind.about for name, kind in _CLASSES.items()}
 PARTITIONS: Mapping[str, str] = {
@@ -43,8 +44,9 @@ def build(
     """The stream of a recipe's [stream] table.
 
     Keys: dataset, scenario, seed (the stream's own; default `seed`), those of `Options`, and the scenario's own:
-    transform (domain-incremental), class_order (class- and task-incremental). A key or value that is not allowed is
-    an OptionError; a data set that is not there is a DataError. Every client's share of every task is decided here.
+    transform (domain-incremental), class_order (class- and task-incremental), domains (multi-domain). A key or value
+    that is not allowed is an OptionError; a data set that is not there is a DataError. Every client's share of every
+    task is decided here.
     """
     table = dict(options)
     if not isinstance(table.get("dataset"), (str, Path)) or not str(table["dataset"]):
@@ -52,7 +54,8 @@ def build(
     dataset = table.pop("dataset")
     kind, common, own = _split_options(table)
     seed = own.pop("seed", seed)
-    return kind(load(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+    read: Callable[..., Any] = getattr(kind, "read", load)  # a scenario may need more than one set
+    return kind(read(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
 def from_arrays(

@@ -1,0 +1,199 @@
+"""Data sets that come as several domains with the same classes: Digit10, Office-31, Office-Caltech-10, PACS, own ones.
+
+Every domain is a `Source` of its own, in the order in which tasks will follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from everfed.data.errors import DataError
+from everfed.data.formats import Arrays, split_arrays
+from everfed.data.pictures import class_folders, decoded, listed
+from everfed.data.source import Source, make_source
+from everfed.data.sources import VARIABLE, data_folder, load
+
+JOINED = "+"  # "mnist+usps" names two sets that follow each other
+
+
+@dataclass(frozen=True)
+class Domains:
+    """Domains with the same classes. format: (channels, size) that images are brought to when a recipe does not say."""
+
+    name: str
+    names: tuple[str, ...]
+    sources: tuple[Source, ...]
+    format: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name, source in zip(self.names, self.sources, strict=True):
+            if source.classes != self.sources[0].classes:
+                raise DataError(
+                    f"{self.name}: domain {name!r} has {source.classes} classes and {self.names[0]!r} has "
+                    f"{self.sources[0].classes}; domains must share their classes"
+                )
+
+    def chosen(self, names: tuple[str, ...]) -> Domains:
+        """Only these domains, in this order."""
+        for name in names:
+            if name not in self.names:
+                raise DataError(f"{self.name} has no domain {name!r}; it has {', '.join(self.names)}")
+        return Domains(self.name, names, tuple(self.sources[self.names.index(n)] for n in names), self.format)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A named set. domains: in their usual order. folders: where it may lie below the data folder. size: what images
+    are decoded to. read: another way to read it, from the data folder; None when its files are not there."""
+
+    domains: tuple[str, ...]
+    folders: tuple[str, ...]
+    size: int
+    get_it: str
+    read: Callable[[Path], Domains | None] = lambda root: None
+
+
+def load_domains(name_or_path: str | Path, data_dir: str | Path | None = None) -> Domains:
+    """The domains of that name.
+
+    `digit10` and names joined by "+" are made of data sets; the named sets come from the data folder; anything else is
+    a folder <domain>/[train|test/]<class>/*.png|jpg, as a path or as a name in the data folder.
+    """
+    name = str(name_or_path)
+    if name == "digit10":
+        return joined(name, ("mnist", "emnist-digits", "usps", "svhn"), data_dir, (1, 28))
+    if JOINED in name:
+        return joined(name, tuple(part.strip() for part in name.split(JOINED)), data_dir)
+    folder = data_folder(data_dir)
+    return _load_known(name, folder) if name in KNOWN else _load_own(name, folder)
+
+
+def joined(
+    name: str, sets: tuple[str, ...], data_dir: str | Path | None, form: tuple[int, int] | None = None
+) -> Domains:
+    """Whole data sets as domains."""
+    return Domains(name, sets, tuple(load(one, data_dir) for one in sets), form)
+
+
+def read_domain_folders(name: str, root: Path, domains: tuple[str, ...], size: int) -> Domains:
+    """root/<domain>/ each with class folders, directly, below images/, or below train/ and test/."""
+    return Domains(name, domains, tuple(_read_domain(root / domain, size) for domain in domains), (3, size))
+
+
+def _read_domain(folder: Path, size: int) -> Source:
+    if (folder / "train").is_dir() and (folder / "test").is_dir():
+        classes = class_folders(folder / "train")
+        parts = [decoded(listed(folder / part, classes), size) for part in ("train", "test")]
+        arrays = Arrays(*parts[0], *parts[1], tuple(classes))
+    else:
+        root = folder / "images" if (folder / "images").is_dir() else folder
+        classes = class_folders(root)
+        if not classes:
+            raise DataError(f"{root}: a domain needs one folder of images per class")
+        arrays = split_arrays(*decoded(listed(root, classes), size), classes)
+    return make_source(folder.name, *arrays[:4], class_names=arrays.class_names, origin=str(folder.absolute()))
+
+
+def _load_known(name: str, folder: Path | None) -> Domains:
+    known = KNOWN[name]
+    if folder is None:
+        raise DataError(f"data set {name!r}: no data folder is named. {_remedy(known)}")
+    found = known.read(folder)
+    if found is not None:
+        return found
+    for place in (folder / below for below in known.folders):
+        if all((place / domain).is_dir() for domain in known.domains):
+            return read_domain_folders(name, place, known.domains, known.size)
+    places = ", ".join(str(folder / below / known.domains[0]) for below in known.folders)
+    raise DataError(f"data set {name!r} was not found. Looked for: {places}, and its other domains. {_remedy(known)}")
+
+
+def _load_own(name: str, folder: Path | None) -> Domains:
+    places = [Path(name).expanduser(), *([folder / name] if folder else [])]
+    for place in places:
+        if place.is_dir():
+            return read_domain_folders(place.name, place, tuple(class_folders(place)), 64)
+    allowed = ", ".join(("digit10", *KNOWN, "sets joined by '+'"))
+    raise DataError(
+        f"domains {name!r} were not found. Looked for a folder at: {', '.join(map(str, places))}. "
+        f"Allowed: {allowed}, or a path"
+    )
+
+
+def _remedy(known: Known) -> str:
+    return f"Get it from {known.get_it}; then put it into the folder that --data or {VARIABLE} names"
+
+
+# Office-Caltech-10 as SURF features ---------------------------------------------------------------------------------
+_OFFICE_CALTECH = ("amazon", "caltech", "dslr", "webcam")
+_SURF_FILES = ("amazon_SURF_L10.mat", "Caltech10_SURF_L10.mat", "dslr_SURF_L10.mat", "webcam_SURF_L10.mat")
+
+
+def _office_caltech_features(root: Path) -> Domains | None:
+    for place in (root, root / "office_caltech10", root / "surf"):
+        if (place / "office_caltech10.npz").is_file():
+            return _from_npz(place / "office_caltech10.npz")
+        if all((place / name).is_file() for name in _SURF_FILES):
+            parts = [_read_surf(place / name) for name in _SURF_FILES]
+            return _features([x for x, _ in parts], [y for _, y in parts], place)
+    return None
+
+
+def _from_npz(path: Path) -> Domains:
+    """x (n, 800), y (n,) and domain (n,), as numbers or names."""
+    with np.load(path, allow_pickle=False) as file:
+        if not {"x", "y", "domain"} <= set(file.files):
+            raise DataError(f"{path}: needs the arrays x, y and domain; it has {', '.join(file.files)}")
+        x, y, domain = file["x"], file["y"], file["domain"]
+        table = file["domains"] if "domains" in file.files else np.array(_OFFICE_CALTECH)
+    names = domain if domain.dtype.kind in "US" else table[domain]
+    members = [np.flatnonzero(names == name) for name in _OFFICE_CALTECH]
+    return _features([x[rows] for rows in members], [y[rows] for rows in members], path)
+
+
+def _read_surf(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(features, labels) of one domain in the files that go with geodesic flow kernels; labels run from 1 to 10."""
+    from scipy.io import loadmat
+
+    try:
+        content = loadmat(path)
+        return content["fts"].astype(np.float32), content["labels"].reshape(-1).astype(np.int64) - 1
+    except (OSError, ValueError, KeyError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem})") from problem
+
+
+def _features(xs: list[np.ndarray], ys: list[np.ndarray], path: Path) -> Domains:
+    """Histograms of visual words, as shares of a sample's words times the number of different words: 1 on average."""
+    sources = []
+    for name, x, y in zip(_OFFICE_CALTECH, xs, ys, strict=True):
+        share = x.astype(np.float32) / np.maximum(x.sum(1, keepdims=True), 1) * x.shape[1]
+        arrays = split_arrays(share, y)
+        sources.append(make_source(name, *arrays[:4], classes=10, origin=str(path.absolute())))
+    return Domains("office-caltech10", _OFFICE_CALTECH, tuple(sources))
+
+
+KNOWN: Mapping[str, Known] = {
+    "office31": Known(
+        ("amazon", "dslr", "webcam"),
+        ("office31", "Office31", "office-31", "office_31", "office"),
+        300,
+        "https://faculty.cc.gatech.edu/~judy/domainadapt/ (domain_adaptation_images.tar.gz)",
+    ),
+    "office-caltech10": Known(
+        _OFFICE_CALTECH,
+        ("office_caltech10", "office-caltech10", "office_caltech_10", "OfficeCaltech10"),
+        300,
+        "https://github.com/jindongwang/transferlearning/tree/master/data (images, or SURF features)",
+        _office_caltech_features,
+    ),
+    "pacs": Known(
+        ("photo", "art_painting", "cartoon", "sketch"),
+        ("pacs", "PACS", "pacs/kfold", "PACS/kfold"),
+        227,
+        "https://sketchx.eecs.qmul.ac.uk/downloads/ (PACS)",
+    ),
+}
