@@ -53,7 +53,8 @@ def run_client(
             return state, Reply({})
         message = state[OWN]["message"]
         model: Model = state[OWN][MODEL]
-    else:
+    else:  # what was kept for a round without a message is out of date
+        state = {**state, OWN: {k: v for k, v in state[OWN].items() if k not in (MODEL, "message")}}
         model = _whole(message[MODEL], state, ctx)
     if phase.name == TRAIN:
         return _train(method, state, message, model, data, ctx)

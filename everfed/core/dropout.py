@@ -36,7 +36,9 @@ class Dropout(nn.Module):
 def adopt(module: nn.Module, generator: torch.Generator) -> None:
     """Replace torch's dropout layers inside `module` by ours, and give them all `generator`."""
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # unlike named_children: every name of a shared layer
+            if isinstance(child, nn.AlphaDropout | nn.FeatureAlphaDropout):
+                raise ValueError(f"{type(child).__name__} draws from torch's global generator; use everfed's Dropout")
             if isinstance(child, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
                 setattr(parent, name, Dropout(child.p, channels=True))
             elif isinstance(child, nn.Dropout):

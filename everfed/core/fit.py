@@ -95,9 +95,13 @@ class Trainer:
         batch_size: int | None = None,
         optimizer: Optimizer | None = None,
         moments: dict[str, Tensor] | None = None,
+        rate: float | None = None,
         tag: str = "train",
     ) -> Fitted:
-        """Train `model` on `data` under `parts`. None of the inputs is changed."""
+        """Train `model` on `data` under `parts`. None of the inputs is changed.
+
+        rate: the learning rate; by default that of the round (ctx.rate), whatever `optimizer` says.
+        """
         options = ctx.options
         schedule = scheduling.minibatches(
             data.ids,
@@ -120,7 +124,7 @@ class Trainer:
             plans,
             optimizer,
             moments or optimizer.init(model["params"].to(self.device)),
-            ctx.rate,
+            ctx.rate if rate is None else rate,
             ctx.key(f"{tag}/dropout"),
         )
         return self._steps(job)
@@ -164,13 +168,16 @@ class Trainer:
         return part.forward(self.replica.module, inputs, state.get(part.name, {}), message.get(part.name, {}))
 
     def task_loss(self, ctx: Context) -> Callable[[Tensor, Tensor], Tensor]:
-        """The stream's loss, restricted to the logits that `train.logits` allows."""
+        """The stream's loss, restricted to the logits that `train.logits` allows.
+
+        A sample's own label is always among them: a replayed one may come from another task.
+        """
         if ctx.allowed_labels is None:
             return self._loss
         mask = torch.full((self.stream.classes,), -torch.inf)
         mask[list(ctx.allowed_labels)] = 0.0
         mask = mask.to(self.device)
-        return lambda outputs, y: self._loss(outputs + mask, y)
+        return lambda outputs, y: self._loss(outputs + mask.expand_as(outputs).scatter(1, y.unsqueeze(1), 0.0), y)
 
     # how it is done ----------------------------------------------------------------------------------------------
     def _plan(

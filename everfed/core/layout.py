@@ -56,7 +56,8 @@ class Layout:
         return Layout(
             tuple(_entries(trainable)),
             tuple(_entries([(n, b) for n, b in buffers if b.is_floating_point()])),
-            tuple(_entries([(n, b) for n, b in buffers if not b.is_floating_point()])),
+            # other types (masks, indices) are constants of the module
+            tuple(_entries([(n, b) for n, b in buffers if b.dtype == torch.int64])),
             sum(p.numel() for n, p in trainable if not personal(n)),
         )
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from everfed.core.part import BOUNDARIES, HISTORY, TASK_ID, CompositionError, Part, overrides
-from everfed.core.phase import TRAIN, Cohort, Phase, Position
+from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reducer
 from everfed.core.stream import Stream
 
@@ -73,7 +73,7 @@ class Method:
         for part in self.parts:
             hidden = []
             if not stream.boundaries and (
-                BOUNDARIES in part.needs or any(phase.when.needs_boundaries for phase in part.phases())
+                BOUNDARIES in part.needs or any(phase.needs_boundaries for phase in part.phases())
             ):
                 hidden.append("when a task begins or ends")
             if not stream.task_ids and TASK_ID in part.needs:
@@ -114,7 +114,10 @@ def _check_names(parts: tuple[Part, ...]) -> None:
 
 def _check_needs(part: Part, parts: tuple[Part, ...]) -> None:
     present = {other.name for other in parts}
+    before = {other.name for other in parts[: parts.index(part)]}
     for need in part.needs - _STREAM_NEEDS:
+        if need in present - before:
+            raise CompositionError(f"part {part.name!r} needs part {need!r} before it")
         if need not in present:
             raise CompositionError(f"part {part.name!r} needs part {need!r}; there are {', '.join(sorted(present))}")
 
@@ -123,5 +126,5 @@ def _check_phases(part: Part) -> None:
     for phase in part.phases():
         if phase.owner != part.name:
             raise CompositionError(f"phase {phase.name!r} of part {part.name!r} must name it as its owner")
-        if phase.name == TRAIN or (phase.cohort is Cohort.SERVER and phase.reduce):
+        if phase.name in (TRAIN, EVALUATE) or (phase.cohort is Cohort.SERVER and phase.reduce):
             raise CompositionError(f"part {part.name!r}: phase {phase.name!r} is not a legal phase of a part")

@@ -46,7 +46,7 @@ class Optimizer:
         """The learning rate of round `index` of a task of `rounds` rounds."""
         if self.schedule == "linear":
             return self.lr * (1.0 - index / rounds)
-        if self.schedule == "exponential":
+        if self.schedule == "exponential" and self.lr > 0:
             return float(self.lr * (self.lr_end / self.lr) ** (index / max(rounds - 1, 1)))
         return self.lr
 
@@ -54,7 +54,7 @@ class Optimizer:
         """Fresh state for a parameter vector."""
         if self.kind == "adam":
             zero = torch.zeros_like(params)
-            return {"m": zero, "v": zero.clone(), "t": torch.zeros((), device=params.device)}
+            return {"m": zero, "v": zero.clone(), "t": torch.zeros((), dtype=torch.float64, device=params.device)}
         return {"momentum": torch.zeros_like(params)} if self.momentum else {}
 
     def apply(self, params: Tensor, gradient: Tensor, state: dict[str, Tensor], rate: Tensor) -> None:

@@ -179,6 +179,13 @@ class Part:
         """After the optimiser: update own slots in place."""
 
 
+def refuse_personal(part: Part, parts: Sequence[Part]) -> None:
+    """For parts that send vectors over all parameters: some of them would be a client's own."""
+    for other in parts:
+        if overrides(other, "personal_parameters") or overrides(other, "is_personal"):
+            raise CompositionError(f"part {part.name!r} sends all parameters, but {other.name!r} keeps some personal")
+
+
 def overrides(part: Part, hook: str) -> bool:
     """Does the part define `hook` itself?"""
     return getattr(type(part), hook) is not getattr(Part, hook)

@@ -81,6 +81,11 @@ class Phase:
     reduce: Mapping[str, Reducer] = field(default_factory=dict)
     repeat: int = 1
 
+    @property
+    def needs_boundaries(self) -> bool:
+        """Does it tell somebody when a task begins or ends?"""
+        return self.when.needs_boundaries or self.cohort is Cohort.BOUNDARY
+
     def clients(self, plan: RoundPlan) -> tuple[int, ...]:
         if self.cohort is Cohort.SERVER:
             return ()

@@ -200,8 +200,8 @@ class Runner:
             self._set_slots(part.name, part.update(self.state.server, TRAIN, reduced.get(part.name, {}), ctx))
 
     def _set_slots(self, part: str, slots: Tree) -> None:
-        if slots:
-            self.state.server = {**self.state.server, part: slots}
+        others = {name: tree for name, tree in self.state.server.items() if name != part}
+        self.state.server = {**others, part: slots} if slots else others
 
     def _message(self, phase: Phase, moment: Moment) -> Message:
         """The model and what the parts broadcast."""
@@ -322,6 +322,7 @@ class Runner:
         clients = phase.clients(moment.plan)
         self._account_down(clients, message)
         for client, reply in self.engine.exchange(phase, clients, message, moment):
+            self.state.traffic.received(reply.values)
             total.add(client, reply.values[EVALUATE]["counts"], 1.0)
         counts: Tensor = total.result()
         return counts

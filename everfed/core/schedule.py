@@ -62,6 +62,6 @@ def _cut(order: np.ndarray, size: int, drop_last: bool) -> list[np.ndarray]:
     rows = [order[i : i + size] for i in range(0, len(order), size)]
     if drop_last and len(rows) > 1 and len(rows[-1]) < size:
         return rows[:-1]
-    if len(rows) > 1 and len(rows[-1]) == 1:
+    if size > 1 and len(rows) > 1 and len(rows[-1]) == 1:
         rows[-2:] = [np.concatenate(rows[-2:])]
     return rows

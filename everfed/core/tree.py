@@ -18,7 +18,7 @@ from torch import Tensor
 Leaf = Tensor | int | float | bool | str | None
 Tree = dict[str, Any]  # str -> Leaf | Tree
 
-_TENSOR = "tensor"
+_TENSOR, _SCALAR = "tensor", "scalar"
 
 
 class TreeError(ValueError):
@@ -72,14 +72,18 @@ def _equal_leaf(a: Any, b: Any) -> bool:
             return False
         left, right = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
         return bool(torch.equal(left, right))
-    return type(a) is type(b) and bool(a == b)
+    return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
 
 
 def to_bytes(tree: Tree) -> bytes:
     """Serialise. The structure (with scalars in place) goes into the header, the tensors into the body."""
     tensors: dict[str, Tensor] = {}
-    structure = _skeleton(tree, "", tensors)
-    return safetensors.torch.save(tensors, metadata={"tree": json.dumps(structure)})
+    try:
+        structure = json.dumps(_skeleton(tree, tensors))
+        structure.encode()
+        return safetensors.torch.save(tensors, metadata={"tree": structure})
+    except (KeyError, RuntimeError, UnicodeEncodeError, safetensors.SafetensorError) as error:
+        raise TreeError(f"this tree has no bytes: {error}") from error
 
 
 def from_bytes(data: bytes) -> Tree:
@@ -88,24 +92,26 @@ def from_bytes(data: bytes) -> Tree:
         tensors = safetensors.torch.load(data)
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
-        structure = json.loads(header["__metadata__"]["tree"])
-        return _fill(structure, tensors)
+        return _fill(json.loads(header["__metadata__"]["tree"]), tensors)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TreeError(f"not a tree in safetensors format: {error}") from error
 
 
-def _skeleton(tree: Tree, prefix: str, tensors: dict[str, Tensor]) -> Tree:
+def _skeleton(tree: Tree, tensors: dict[str, Tensor], prefix: str = "") -> Tree:
     structure: Tree = {}
     for key, value in tree.items():
         path = f"{prefix}/{key}"
+        if not isinstance(key, str):
+            raise TreeError(f"{path}: the keys of a tree are strings, not {type(key).__name__}")
         if isinstance(value, dict):
-            structure[key] = _skeleton(value, path, tensors)
+            structure[key] = _skeleton(value, tensors, path)
         elif isinstance(value, Tensor):
+            name = str(len(tensors))
             # safetensors refuses tensors that share memory, so each gets its own
-            tensors[path] = value.detach().cpu().contiguous().clone()
-            structure[key] = {"$": _TENSOR, "at": path}
+            tensors[name] = value.detach().cpu().contiguous().clone()
+            structure[key] = {"$": _TENSOR, "at": name}
         elif value is None or isinstance(value, bool | int | float | str):
-            structure[key] = {"$": "scalar", "is": value}
+            structure[key] = {"$": _SCALAR, "is": value}
         else:
             raise TreeError(f"{path}: a tree holds tensors, numbers, strings and None, not {type(value).__name__}")
     return structure
@@ -114,13 +120,16 @@ def _skeleton(tree: Tree, prefix: str, tensors: dict[str, Tensor]) -> Tree:
 def _fill(structure: Any, tensors: dict[str, Tensor]) -> Tree:
     if not isinstance(structure, dict):
         raise TreeError("a tree is a mapping")
-    tree: Tree = {}
-    for key, value in structure.items():
-        kind = value.get("$")
-        if kind is None or isinstance(kind, dict):
-            tree[key] = _fill(value, tensors)
-        elif kind == _TENSOR:
-            tree[key] = tensors[value["at"]]
-        else:
-            tree[key] = value["is"]
-    return tree
+    return {key: _filled(value, tensors) for key, value in structure.items()}
+
+
+def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
+    kind = value.get("$")
+    if kind is None or isinstance(kind, dict):
+        return _fill(value, tensors)
+    if kind == _TENSOR:
+        return tensors[value["at"]]
+    scalar = value["is"]
+    if kind != _SCALAR or isinstance(scalar, list | dict):
+        raise TreeError(f"unknown kind of leaf: {kind!r}")
+    return scalar

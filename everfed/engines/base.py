@@ -20,7 +20,8 @@ BuildModule = Callable[[], torch.nn.Module]
 
 
 # what a client's code may raise; anything else is a bug of ours and keeps its own name
-CLIENT_FAULTS = (RuntimeError, ValueError, KeyError, IndexError, TypeError, ArithmeticError, OSError, MemoryError)
+CLIENT_FAULTS = (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError, OSError,
+                 MemoryError)  # fmt: skip
 
 
 def call(

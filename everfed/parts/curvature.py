@@ -6,17 +6,17 @@ previous round. Clients send u_s = diag(I_s) and v_s = u_s * w_s; the server ret
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
+from everfed.core.client import synchronises
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.fit import Fitted
-from everfed.core.part import Part, State
+from everfed.core.part import Part, State, refuse_personal
 from everfed.core.reduce import Reducer, Sum
 from everfed.core.step import Step
 from everfed.core.tree import Tree
@@ -42,6 +42,10 @@ class FedCurv(Part):
         if self.fisher_samples < 1:
             raise ValueError(f"fisher_samples must be at least 1; got {self.fisher_samples}")
 
+    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+        refuse_personal(self, parts)
+        return ()
+
     def reducers(self) -> Mapping[str, Reducer]:
         return {"u": Sum(), "v": Sum()}
 
@@ -51,21 +55,24 @@ class FedCurv(Part):
     def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
         if reduced.get("u") is None:
             return server.get(self.name, {})
-        return {"u": reduced["u"], "v": reduced["v"]}
+        return {"u": reduced["u"], "v": reduced["v"], "round": ctx.round}
 
     def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        if not synchronises(ctx):  # what the sums hold of this client is what it sent last
+            return client.get(self.name, {}), {}
         chosen = ctx.rng("fisher").permutation(len(data))[: self.fisher_samples]
         u = diagonal_fisher(ctx, fitted.model, data.take(chosen), self.fisher)
-        own = {"u": u, "v": u * fitted.model["params"]}
-        return own, dict(own)
+        sent = {"u": u, "v": u * fitted.model["params"]}
+        return {**sent, "sent": ctx.round}, sent
 
     def receive(self, client: State, message: dict[str, Tree], model: Any, ctx: Context) -> tuple[Tree, Any]:
-        """U_j = U - u_j and V_j = V - v_j, out of place: the sums are shared by all clients of a round."""
+        """U_j = U - u_j and V_j = V - v_j, out of place: the sums are shared by all clients of a round. A client that
+        did not contribute to them subtracts nothing."""
         own, sums = client.get(self.name, {}), message.get(self.name)
         if not sums:
             return own, model
-        zero = torch.zeros_like(sums["u"])
-        others = {f"{k}_others": sums[k] - own.get(k, zero).to(zero.device) for k in ("u", "v")}
+        contributed = own.get("sent") == sums.get("round") and "u" in own
+        others = {f"{k}_others": sums[k] - own[k].to(sums[k].device) if contributed else sums[k] for k in ("u", "v")}
         return {**own, **others}, model
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.message import MODEL
-from everfed.core.part import CompositionError, Model, Part, State, overrides
+from everfed.core.part import CompositionError, Model, Part, State, overrides, refuse_personal
 from everfed.core.phase import Phase
 from everfed.core.reduce import Mean
 from everfed.core.step import Step
@@ -47,6 +47,7 @@ class FedGP(Part):
             raise ValueError(f"mode must be 'train' or 'eval'; got {self.mode!r}")
 
     def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+        refuse_personal(self, parts)
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]
         if later:
             raise CompositionError(f"fedgp must be the last gradient rule; move {', '.join(later)} before it")
@@ -71,8 +72,10 @@ class FedGP(Part):
         return {}, {"gradient": ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")}
 
     def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        if phase != "reference" or reduced.get("gradient") is None:
+        if phase != "reference":
             return server.get(self.name, {})
+        if reduced.get("gradient") is None:  # nobody had a buffer: there is no reference
+            return {}
         return {"reference": check_finite(reduced["gradient"], "the mean buffer gradient")}
 
     def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:

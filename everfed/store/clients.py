@@ -88,7 +88,7 @@ class ClientStore:
             self._version = dict(versions)
             self._saved = dict(versions)
             self._clock = max(versions.values(), default=0)
-            self._sizes = {client: self._path(client, v).stat().st_size for client, v in versions.items()}
+            self._sizes = {client: _payload(self._path(client, v)) for client, v in versions.items()}
 
     def collect(self, versions: Mapping[int, int]) -> None:
         """Remove files that neither the checkpoint `versions` nor the live run needs."""
@@ -128,3 +128,10 @@ class ClientStore:
 
     def _read(self, client: int, version: int) -> State:
         return tree.from_bytes(self._path(client, version).read_bytes())
+
+
+def _payload(path: Path) -> int:
+    """Tensor bytes of a safetensors file: all of it but the header and its length."""
+    with open(path, "rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size - 8 - header

@@ -84,14 +84,12 @@ class Shared(nn.Module):
         return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.xfail(strict=True, reason="named_children() gives a shared layer once, so its other names keep torch's")
 def test_a_layer_with_two_names_is_replaced_under_both() -> None:
     module = Shared()
     adopt(module, torch.Generator())
     assert isinstance(module.first, Dropout) and isinstance(module.second, Dropout)
 
 
-@pytest.mark.xfail(strict=True, reason="these go on drawing from torch's global generator, in silence")
 @pytest.mark.parametrize("kind", [nn.AlphaDropout, nn.FeatureAlphaDropout])
 def test_dropout_that_cannot_be_replaced_is_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(ValueError, match=kind.__name__):

@@ -182,7 +182,6 @@ class Masked(nn.Module):
         return torch.where(self.mask, self.linear(x), 0.0)
 
 
-@pytest.mark.xfail(strict=True, reason="bind() gives every integer buffer the int64 type of the counters")
 def test_a_boolean_buffer_stays_one() -> None:
     replica = replica_of(Masked())
     assert replica.module(torch.ones(1, 2))[0, 1] == 0.0

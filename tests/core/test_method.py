@@ -138,14 +138,12 @@ def test_refused(parts: tuple[Part, ...], message: str) -> None:
         compose(*parts)
 
 
-@pytest.mark.xfail(strict=True, reason="needs are checked for presence, not for order: these fail in the first round")
 @pytest.mark.parametrize("replay", [Replay(), DER(), AGEM()])
 def test_a_part_before_the_memory_it_reads_is_refused(replay: Part) -> None:
     with pytest.raises(CompositionError, match="memory"):
         compose(FedAvg(), replay, LOGITS)
 
 
-@pytest.mark.xfail(strict=True, reason="the runner would take such a phase for its own evaluation")
 def test_a_phase_called_evaluate_is_refused() -> None:
     with pytest.raises(CompositionError, match="not a legal phase"):
         compose(FedAvg(), WithPhase(Phase("evaluate", owner="own")))
@@ -197,7 +195,6 @@ def test_a_stream_that_hides_boundaries_is_refused(part: Part) -> None:
         method.fit_stream(BLIND)
 
 
-@pytest.mark.xfail(strict=True, reason="the cohort, too, tells who is at a boundary")
 def test_a_boundary_cohort_needs_boundaries_whenever_it_runs() -> None:
     with pytest.raises(CompositionError, match="begins or ends"):
         compose(FedAvg(), WithPhase(Phase("x", "own", Cohort.BOUNDARY, ALWAYS))).fit_stream(BLIND)

@@ -92,7 +92,6 @@ def test_learning_rate_schedules(schedule: str, rates: list[float]) -> None:
     assert optimizer.rate(0, 1) == 0.1
 
 
-@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="lr_end / lr")
 def test_an_exponential_schedule_from_zero_stays_at_zero() -> None:
     assert Optimizer(lr=0.0, schedule="exponential").rate(1, 5) == 0.0
 

@@ -314,7 +314,6 @@ def test_an_equalised_run_with_a_client_without_data() -> None:
     assert torch.equal(with_empty.params, without.params)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="without data, the weights of an earlier block are kept")
 def test_after_rounds_without_data_a_client_does_not_go_on_from_old_weights() -> None:
     """Client 0 has no data in rounds 1 and 2. In round 3 it may wait, or go on from what round 2 sent."""
     stream = Toy(clients=2, tasks=4, rounds_per_task=1, sizes={(0, 1): 0, (0, 2): 0})

@@ -42,7 +42,6 @@ def test_literal_lengths(samples: int, size: int, lengths: list[int]) -> None:
     assert minibatches(np.arange(samples), 1, size, rng()).rows.lengths.tolist() == lengths
 
 
-@pytest.mark.xfail(strict=True, reason="with batch_size = 1 the last two samples are joined, too")
 def test_minibatches_of_one_when_they_are_asked_for() -> None:
     assert minibatches(np.arange(3), 1, 1, rng()).rows.lengths.tolist() == [1, 1, 1]
 

@@ -180,9 +180,6 @@ def test_when_all_buffers_are_empty_training_goes_on_unprojected() -> None:
     assert torch.equal(gp(size=0).run().params, Bench().run().params)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the reference of an earlier round stays: slots cannot be emptied"
-)
 def test_when_nobody_of_a_round_has_a_buffer_there_is_no_reference() -> None:
     """Client 1 takes part in round 1 alone, without data: g_ref = None (fedgp.md 2.5)."""
     bench = gp(stream=Toy(clients=2, cohorts={0: (0,), 1: (1,)}, sizes={(1, 0): 0}))
