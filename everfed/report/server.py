@@ -134,7 +134,7 @@ def serve(root: Path, host: str, port: int, token: str | None, tell: Callable[[s
     with _listen(host, port) as listening:
         shown = f"[{host}]" if ":" in host else host
         tell(f"http://{shown}:{listening.getsockname()[1]}/")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5)
         Server(config).run(sockets=[listening])
 
 

@@ -45,6 +45,7 @@ def test_the_page_can_be_named(runs: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "deep" / "mine").iterdir()} == {"tables"}
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_figures(runs: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         write([runs / "a"], tmp_path / name)

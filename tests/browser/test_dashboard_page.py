@@ -1,0 +1,288 @@
+"""The dashboard in a real browser, on a real server, with a real run that trains meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everfed.store.run import EVENTS
+from tests.report.folders import create, evaluation, finished, log, long_run, phase, start
+from tests.report.serving import served, until
+
+pytestmark = pytest.mark.browser
+pytest.importorskip("fastapi", reason="the dashboard needs everfed[ui]")
+PHONE = {"viewport": {"width": 375, "height": 700}, "has_touch": True, "is_mobile": True}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    for seed in (0, 1):
+        finished(folder / f"fedavg-{seed}", "fedavg", seed, matrix=[[0.7, None], [0.5 - 0.1 * seed, 0.6]])
+        finished(folder / f"der-{seed}", "der", seed, matrix=[[0.8, None], [0.7 + 0.1 * seed, 0.8]])
+    failed = create(folder / "broken", "fedprox")
+    log(
+        failed,
+        [start("fedprox"), phase(0, trained=1), {"event": "fault", "message": "Diverged: the loss is not finite"}],
+    )
+    return folder
+
+
+@pytest.fixture
+def home(runs: Path) -> Iterator[str]:
+    with served(runs) as port:
+        yield f"http://127.0.0.1:{port}/"
+
+
+def opened(watch: Callable[..., Any], home: str, rows: int = 5, **options: Any) -> Any:
+    """The page, once it shows that many runs and has drawn them."""
+    page = watch(home, **options).page
+    page.goto(home)
+    page.locator(f"#table tbody tr:nth-child({rows})").wait_for()
+    page.locator("#chart polyline").first.wait_for()
+    return page
+
+
+def ids(page: Any) -> list[str]:
+    return page.locator("#table tbody tr .name").all_inner_texts()
+
+
+def lines(page: Any) -> list[str]:
+    return page.locator("#chart .legend button").all_inner_texts()
+
+
+def wait(page: Any, condition: str) -> None:
+    """Until the page says so. Asked from outside: the page's own rules forbid it to evaluate text."""
+    until(lambda: page.evaluate(condition))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("device", ["desk", "phone"])
+def test_it_opens_everywhere(
+    home: str, watch: Callable[..., Any], picture: Callable[..., None], theme: str, device: str
+) -> None:
+    page = opened(watch, home, color_scheme=theme, **(PHONE if device == "phone" else {}))
+    assert page.locator("#live").inner_text() == "live"
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    page.get_by_role("button", name="der-1", exact=True).click()
+    page.locator("#sections figure").nth(5).wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    picture(page, f"{theme}-{device}")
+
+
+REAL_RUN = """
+import sys, everfed
+from everfed.recipe import settled
+sets = ["train.rounds_per_task=8", "stream.tasks=2", "stream.clients=4", "eval.every=1"]
+everfed.run(settled(everfed.read_recipe("demo", method="fedavg", seed=7, sets=sets)), sys.argv[1])
+"""
+
+
+def test_a_run_that_starts_now_appears_and_moves(
+    runs: Path, home: str, watch: Callable[..., Any], picture: Callable[..., None]
+) -> None:
+    page = opened(watch, home)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", REAL_RUN, str(runs / "fresh")], env=environment)
+    try:
+        page.set_default_timeout(120_000)
+        row = page.locator('#table tbody tr[data-id="fresh"]')
+        row.wait_for()
+        page.get_by_label("compare fresh").check()
+        seen = set()
+        while "16/16" not in seen:
+            seen.add(row.locator("td[data-name=Progress]").inner_text())
+            page.wait_for_timeout(50)
+            assert process.poll() in (None, 0)
+        assert len(seen) > 2, seen
+        wait(page, "document.querySelector('tr[data-id=fresh] td[data-name=Status]').textContent === 'finished'")
+        wait(page, "document.querySelector('#chart polyline').getAttribute('points').split(' ').length === 16")
+        picture(page, "finished")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_runs_are_compared_on_one_plot(home: str, watch: Callable[..., Any]) -> None:
+    page = opened(watch, home)
+    assert "All runs below" in page.locator("#chosen").inner_text()
+    page.get_by_label("compare fedavg-0").check()
+    page.get_by_label("compare fedavg-1").check()
+    page.get_by_label("compare der-0").check()
+    wait(page, "document.querySelector('#chosen').textContent === '3 ticked runs.'")
+    wait(page, "document.querySelectorAll('#chart polyline').length === 2")
+    assert sorted(lines(page)) == ["der", "fedavg (2 seeds)"]
+    page.locator("#by").select_option("run")
+    wait(page, "document.querySelectorAll('#chart polyline').length === 3")
+    page.locator("#what").select_option("forgetting")
+    wait(page, "document.querySelector('#chart h3')?.textContent === 'Forgetting'")
+    page.locator("#what").select_option("loss")
+    page.locator("#first").fill("2")
+    page.locator("#last").fill("3")
+    wait(page, "document.querySelector('#chart svg[data-frame]')?.dataset.frame.startsWith('2 3 ')")
+    # the address holds all that was chosen
+    page.reload()
+    wait(page, "document.querySelectorAll('#chart polyline').length === 3")
+    assert page.get_by_label("compare der-0").is_checked() and not page.get_by_label("compare der-1").is_checked()
+    page.get_by_role("button", name="Untick all").click()
+    wait(page, "document.querySelector('#chosen').textContent.startsWith('All runs below')")
+
+
+def test_runs_are_filtered_and_sorted(home: str, watch: Callable[..., Any]) -> None:
+    page = opened(watch, home)
+    page.get_by_role("button", name="Acc, %").click()
+    assert ids(page) == ["der-1", "der-0", "fedavg-0", "fedavg-1", "broken"]
+    page.get_by_role("button", name="Acc, %").click()
+    assert ids(page) == ["fedavg-1", "fedavg-0", "der-0", "der-1", "broken"]
+    assert page.locator("th[aria-sort=ascending]").inner_text() == "Acc, %"
+    page.locator("#filter").fill("der seed 1")
+    assert ids(page) == ["der-1"] and page.locator("#count").inner_text() == "1 of 5 runs"
+    page.locator("#filter").fill("nothing like this")
+    assert ids(page) == [] and page.locator("#empty").inner_text() == "No run matches."
+    page.locator("#filter").fill("")
+    page.locator("#status").select_option("failed")
+    assert ids(page) == ["broken"]
+    page.locator("#status").select_option("")
+    page.locator("#method").select_option("fedavg")
+    assert sorted(ids(page)) == ["fedavg-0", "fedavg-1"]
+
+
+def test_faults_and_skipped_clients_are_visible(home: str, watch: Callable[..., Any]) -> None:
+    page = opened(watch, home)
+    row = page.locator('tr[data-id="broken"]')
+    assert [row.locator(f"td[data-name={name}]").inner_text() for name in ("Status", "Faults", "Skipped")] == [
+        *("failed", "1", "3"),
+    ]
+    page.get_by_role("button", name="broken", exact=True).click()
+    said = page.locator("[data-section=happenings]")
+    said.get_by_text("Diverged: the loss is not finite").wait_for()
+    assert "3 times a client was asked to train and did not" in said.inner_text()
+
+
+def test_a_report_is_downloaded_and_opens_offline(
+    home: str, watch: Callable[..., Any], tmp_path: Path, picture: Callable[..., None]
+) -> None:
+    page = opened(watch, home)
+    page.get_by_label("compare fedavg-0").check()
+    page.get_by_label("compare der-0").check()
+    wait(page, "document.querySelector('#chosen').textContent === '2 ticked runs.'")
+    with page.expect_download() as waiting:
+        page.get_by_role("button", name="Download report").click()
+    file = tmp_path / waiting.value.suggested_filename
+    waiting.value.save_as(file)
+    assert file.name == "everfed-report.html"
+    other = watch(file.as_uri(), offline=True)
+    other.page.goto(file.as_uri())
+    assert other.requests == [file.as_uri()]
+    assert other.page.locator("h1").inner_text() in ("fedavg, der", "der, fedavg")
+    picture(other.page, "downloaded")
+
+
+def test_everything_can_be_done_by_keyboard(home: str, watch: Callable[..., Any]) -> None:
+    page = opened(watch, home)
+    page.keyboard.press("/")
+    page.keyboard.type("der-")
+    assert sorted(ids(page)) == ["der-0", "der-1"]
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    second = ids(page)[1]
+    page.keyboard.press("Space")
+    assert page.get_by_label(f"compare {second}").is_checked()
+    page.keyboard.press("Enter")
+    page.locator("#sections figure").first.wait_for()
+    assert page.locator("#detail-title").inner_text() == second
+    page.keyboard.press("Escape")
+    assert page.locator("#detail").is_hidden()
+    assert page.evaluate("document.activeElement.textContent") == second
+
+
+def test_a_deleted_and_a_damaged_run_are_told(runs: Path, home: str, watch: Callable[..., Any]) -> None:
+    one = watch(home)
+    page = one.page
+    page.goto(home)
+    page.get_by_role("button", name="der-0", exact=True).click()
+    page.locator("#sections figure").first.wait_for()
+    shutil.rmtree(runs / "der-0")
+    page.get_by_text("there is no run der-0, or not any more").wait_for()
+    assert "der-0" not in ids(page)
+    (runs / "der-1" / "result.json").write_text("{")
+    wait(page, "document.querySelector('tr[data-id=\"der-1\"] td[data-name=Status]').textContent === 'unreadable'")
+    page.get_by_role("button", name="der-1", exact=True).click()
+    page.get_by_text("This run cannot be read").wait_for()
+    # the browser itself reports the answer 404 on the console; nothing else went wrong
+    assert all("404" in text for text in one.wrong)
+    one.wrong.clear()
+
+
+def test_three_runs_write_at_once(runs: Path, home: str, watch: Callable[..., Any]) -> None:
+    """Half lines, thousands of events, and the page goes on answering."""
+    page = opened(watch, home)
+    folders = [create(runs / f"busy-{i}", "fedavg", 10 + i) for i in range(3)]
+    writers = [threading.Thread(target=write_in_pieces, args=(folder.path / EVENTS, 300)) for folder in folders]
+    for writer in writers:
+        writer.start()
+    page.locator("#filter").fill("busy")
+    wait(page, "document.querySelectorAll('#table tbody tr').length === 3")
+    page.locator("#what").select_option("loss")
+    for writer in writers:
+        writer.join()
+    wait(
+        page,
+        "[...document.querySelectorAll('#table td[data-name=Progress]')].every((td) => td.textContent === '300/300')",
+    )
+    wait(page, "document.querySelector('#chart .legend')?.textContent.includes('(3 seeds)')")
+
+
+def write_in_pieces(path: Path, rounds: int) -> None:
+    """Every line in two pieces, as a reader may see it."""
+    with open(path, "w", buffering=1) as file:
+        for event in (
+            start(rounds=rounds),
+            *(phase(i, loss=1 / (i + 1)) for i in range(rounds)),
+            evaluation(0, 0, [0.5]),
+        ):
+            text = json.dumps({"time": 1.0, **event}) + "\n"
+            file.write(text[:40])
+            file.flush()
+            file.write(text[40:])
+            file.flush()
+
+
+def test_five_hundred_runs_and_a_long_one(tmp_path: Path, watch: Callable[..., Any]) -> None:
+    long_run(tmp_path / "long", 10_000)
+    methods = ("fedavg", "der", "fedgp+der")
+    for i in range(500):
+        finished(tmp_path / f"run-{i:03}", methods[i % 3], i // 3)
+    with served(tmp_path, every=1.0) as port:
+        page = opened(watch, f"http://127.0.0.1:{port}/", 501)
+        page.locator("#filter").fill("long")
+        assert ids(page) == ["long"]
+        page.locator("#what").select_option("loss")
+        wait(page, "document.querySelector('#chart .note:last-child')?.textContent.includes('10,000 points')")
+        page.get_by_role("button", name="long", exact=True).click()
+        page.locator("#sections figure").nth(5).wait_for()
+        page.locator("#filter").fill("run-12")
+        assert sorted(ids(page)) == [f"run-12{i}" for i in range(10)]
+
+
+def test_the_token_is_asked_for(runs: Path, watch: Callable[..., Any]) -> None:
+    with served(runs, "secret") as port:
+        home = f"http://127.0.0.1:{port}/"
+        one = watch(home)
+        one.page.goto(home)
+        one.page.get_by_label("Token").fill("secret")
+        one.page.get_by_role("button", name="Open").click()
+        one.page.locator("#table tbody tr:nth-child(5)").wait_for()
+        assert one.page.url.startswith(home) and "token" not in one.page.url
+        assert all("401" in text for text in one.wrong)
+        one.wrong.clear()
