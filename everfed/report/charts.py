@@ -29,10 +29,9 @@ class Axis:
     floor: float | None = None
     ceiling: float | None = None
 
-    @property
-    def scale(self) -> float:
-        """Fractions are shown in per cent."""
-        return 100.0 if self.unit == "%" else 1.0
+    def shown(self, value: float) -> float:
+        """The value as it is drawn: fractions in per cent, without the noise of their last digits."""
+        return round(100.0 * value, 6) if self.unit == "%" else value
 
     def allows(self, value: float) -> bool:
         """Is the value within what the axis may show?"""
@@ -139,7 +138,7 @@ def _dashed(found: Sequence[Line]) -> list[tuple[int, Line, str]]:
 
 def _frame(found: Sequence[Line], y: Axis) -> tuple[_Frame, list[float]]:
     xs = [value for line in found for value in line.x]
-    ys = [value * y.scale for line in found for value in (*line.y, *(line.low or ()), *(line.high or ()))]
+    ys = [y.shown(value) for line in found for value in (*line.y, *(line.low or ()), *(line.high or ()))]
     floor, ceiling = (min(ys) if y.floor is None else y.floor), (max(ys) if y.ceiling is None else y.ceiling)
     allowed = [tick for tick in ticks(max(min(ys), floor), min(max(ys), ceiling)) if y.allows(tick)]
     x0, x1 = min(xs), max(xs)
@@ -174,11 +173,11 @@ def _colour(index: int) -> str:
 
 
 def _curve(index: int, line: Line, dash: str, frame: _Frame, y: Axis) -> Html:
-    points = [frame.point(a, b * y.scale) for a, b in zip(line.x, line.y, strict=True)]
+    points = [frame.point(a, y.shown(b)) for a, b in zip(line.x, line.y, strict=True)]
     band = NOTHING
     if line.low is not None and line.high is not None:
         edge = [*zip(line.x, line.high, strict=True), *reversed([*zip(line.x, line.low, strict=True)])]
-        clipped = ((a, min(max(b * y.scale, frame.y0), frame.y1)) for a, b in edge)
+        clipped = ((a, min(max(y.shown(b), frame.y0), frame.y1)) for a, b in edge)
         band = tag("polygon", points=" ".join(frame.point(a, b) for a, b in clipped), class_="band")
     dots = NOTHING
     if len(points) <= DOTS_UP_TO:

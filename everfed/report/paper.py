@@ -8,6 +8,7 @@ from typing import Any
 
 from everfed.errors import UserError
 from everfed.report import figures, series
+from everfed.report.charts import Axis
 from everfed.report.colours import ON_LIGHT
 from everfed.report.groups import COLOURS, Group
 from everfed.report.read import Run
@@ -97,9 +98,9 @@ def _curves(kind: str, groups: Sequence[Group]) -> Any | None:
     for line in found:
         style = {"color": ON_LIGHT[line.colour % COLOURS], "linestyle": DASHES[line.colour // COLOURS % len(DASHES)]}
         marker = "o" if spec.by_task else None
-        axes.plot(line.x, _scaled(line.y, y.scale), label=line.label, marker=marker, markersize=3, lw=1.4, **style)
+        axes.plot(line.x, _shown(line.y, y), label=line.label, marker=marker, markersize=3, lw=1.4, **style)
         if line.low is not None and line.high is not None:
-            low, high = _scaled(line.low, y.scale), _scaled(line.high, y.scale)
+            low, high = _shown(line.low, y), _shown(line.high, y)
             axes.fill_between(line.x, low, high, color=style["color"], alpha=0.15, lw=0)
     if not spec.by_task:
         for _, first in series.boundaries([run for group in groups for run in group.runs])[1:]:
@@ -111,8 +112,8 @@ def _curves(kind: str, groups: Sequence[Group]) -> Any | None:
     return figure
 
 
-def _scaled(values: Sequence[float], scale: float) -> list[float]:
-    return [value * scale for value in values]
+def _shown(values: Sequence[float], axis: Axis) -> list[float]:
+    return [axis.shown(value) for value in values]
 
 
 def _matrix(group: Group) -> Any | None:

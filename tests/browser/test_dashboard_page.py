@@ -273,6 +273,7 @@ def test_five_hundred_runs_and_a_long_one(tmp_path: Path, watch: Callable[..., A
         page.locator("#sections figure").nth(5).wait_for()
         page.locator("#filter").fill("run-12")
         assert sorted(ids(page)) == [f"run-12{i}" for i in range(10)]
+        page.context.close()  # before the server goes
 
 
 def test_the_token_is_asked_for(runs: Path, watch: Callable[..., Any]) -> None:
@@ -284,5 +285,6 @@ def test_the_token_is_asked_for(runs: Path, watch: Callable[..., Any]) -> None:
         one.page.get_by_role("button", name="Open").click()
         one.page.locator("#table tbody tr:nth-child(5)").wait_for()
         assert one.page.url.startswith(home) and "token" not in one.page.url
+        one.context.close()  # before the server goes
         assert all("401" in text for text in one.wrong)
         one.wrong.clear()

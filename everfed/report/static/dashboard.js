@@ -23,7 +23,7 @@
   const COLUMNS = [
     { key: "id", name: "Run" },
     { key: "method", name: "Method", text: (run) => run.method },
-    { key: "data", name: "Data", text: (run) => run.data || run.recipe },
+    { key: "dataset", name: "Data", text: (run) => run.dataset || run.recipe, title: (run) => run.scenario },
     { key: "seed", name: "Seed", text: (run) => String(run.seed), number: true },
     { key: "status", name: "Status", text: (run) => run.status, style: (run) => `status-${run.status}` },
     { key: "done", name: "Progress" },
@@ -88,6 +88,7 @@
     COLUMNS.forEach((column, i) => {
       const cell = row.cells[i + 1];
       if (column.text && cell.textContent !== column.text(run)) cell.textContent = column.text(run);
+      if (column.title) cell.title = column.title(run);
       if (column.style) cell.className = `${column.number ? "number" : ""} ${column.style(run)}`;
     });
     const share = run.rounds ? 100 * run.done / run.rounds : 0;
@@ -101,7 +102,7 @@
   function matching() {
     const wanted = words(), status = $("status").value, method = $("method").value;
     return [...runs.values()].filter((run) => {
-      const text = `${run.id} ${run.method} ${run.recipe} ${run.data} seed ${run.seed} ${run.status}`.toLowerCase();
+      const text = `${run.id} ${run.method} ${run.recipe} ${run.dataset} ${run.scenario} seed ${run.seed} ${run.status}`.toLowerCase();
       return (!status || run.status === status) && (!method || run.method === method) && wanted.every((word) => text.includes(word));
     });
   }
@@ -315,6 +316,7 @@
   $("close").addEventListener("click", closeRun);
   $("report").addEventListener("click", () => {
     const ids = compared().slice(0, MOST);
+    if (compared().length > MOST) $("chosen").textContent = `A report holds at most ${MOST} runs: the first ${MOST} are in it.`;
     element("a", { href: `/api/report?${new URLSearchParams(ids.map((id) => ["run", id]))}`, download: "everfed-report.html" }).click();
   });
 
