@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everfed.recipe import Recipe, read, scaled, to_toml
-from everfed.store.run import RunError, RunFolder
+from everfed.recipe import Recipe, from_table, read, scaled, to_toml
+from everfed.store.run import LOCK, RunError, RunFolder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +73,7 @@ def run(
     """
     recipe = _as_recipe(recipe)
     path = Path(out) if out is not None else default_folder(recipe)
-    existed = path.exists()
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     # the folder comes first, so that a run killed at any later moment can be resumed
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
     folder = RunFolder.create(path, to_toml(recipe), settings)
@@ -84,8 +83,11 @@ def run(
 
             assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream)
     except BaseException:
-        if not existed:
-            shutil.rmtree(path, ignore_errors=True)
+        # nothing was run: leave things as they were found
+        folder.discard()
+        for empty in made:
+            with contextlib.suppress(OSError):
+                empty.rmdir()
         raise
     return _execute(folder, assembly, observers, checkpoint_every)
 
@@ -137,7 +139,7 @@ def _execute(folder: RunFolder, assembly: Any, observers: Sequence[Observer], ch
 def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
-    return Recipe.model_validate(recipe) if isinstance(recipe, dict) else read(recipe)
+    return from_table(recipe) if isinstance(recipe, dict) else read(recipe)
 
 
 def _text(data_dir: str | Path | None) -> str | None:
@@ -147,7 +149,7 @@ def _text(data_dir: str | Path | None) -> str | None:
 @contextlib.contextmanager
 def _locked(folder: RunFolder) -> Iterator[None]:
     """One process per run; the lock goes with the process, however it ends."""
-    with open(folder.path / ".lock", "w") as file:
+    with open(folder.path / LOCK, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

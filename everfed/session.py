@@ -17,6 +17,7 @@ import everfed
 from everfed import engines, methods, models, streams
 from everfed.core.context import Facts, TrainOptions
 from everfed.core.extras import attach
+from everfed.core.fit import on_device
 from everfed.core.layout import Layout
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
@@ -61,6 +62,7 @@ class Assembly:
 
 def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, stream: Stream | None = None) -> Assembly:
     """Build and check everything. Raises the user's errors: unknown keys, a method that does not fit, missing data."""
+    engines.check(recipe.engine)
     method = build_method(recipe)
     options = recipe.stream.model_dump()
     seed = int(options.get("seed") or recipe.seed)
@@ -141,11 +143,14 @@ def execute(
     try:
         checkpoints = Checkpoints(folder.checkpoint, store, checkpoint_every)
         state = latest(folder.checkpoint, store)
+        where = engines.device(recipe.engine)
+        if state is not None:
+            state.server = {name: on_device(slots, where) for name, slots in state.server.items()}
         _announce(notify, assembly, state)
         runner = Runner(
             world,
             engine,
-            assembly.first_model(),
+            on_device(assembly.first_model(), where),
             EvalOptions(**recipe.eval.model_dump()),
             notify,
             _saver(checkpoints, notify),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,12 @@ from everfed.core.world import World
 from everfed.engines.base import BuildModule
 from everfed.engines.eager import Eager
 from everfed.errors import UserError
-from everfed.recipe import EngineSection
 from everfed.store.clients import ClientStore
+
+if TYPE_CHECKING:
+    from everfed.recipe import EngineSection
+
+Notify = Callable[[dict[str, Any]], None]
 
 
 class EngineError(UserError):
@@ -40,6 +44,13 @@ def device(section: EngineSection) -> torch.device:
     return chosen
 
 
+def precision(section: EngineSection) -> str:
+    """ "auto" is bf16 on a GPU (its matrix units are made for it) and fp32 on the CPU, where results are exact."""
+    if section.precision == "auto":
+        return "bf16" if device(section).type == "cuda" else "fp32"
+    return section.precision
+
+
 def memory_format(section: EngineSection) -> str:
     """ "channels-last" or "contiguous": channels-last is what GPUs want."""
     if section.memory_format == "auto":
@@ -47,12 +58,56 @@ def memory_format(section: EngineSection) -> str:
     return section.memory_format
 
 
+def check(section: EngineSection) -> None:
+    """Refuse an engine that this machine cannot run."""
+    chosen = device(section)
+    if section.kind == "graphs" and chosen.type != "cuda":
+        raise EngineError("engine.kind = 'graphs' needs a CUDA device; use auto, eager or processes")
+    if section.kind == "processes" and chosen.type != "cpu":
+        raise EngineError("engine.kind = 'processes' runs on the CPU; set engine.device = 'cpu' or use graphs")
+
+
 def build(
-    section: EngineSection,
-    world: World,
-    store: ClientStore,
-    build_module: BuildModule,
-    notify: Callable[[dict[str, Any]], None],
+    section: EngineSection, world: World, store: ClientStore, build_module: BuildModule, notify: Notify
 ) -> Engine:
-    """The engine that `section` asks for."""
-    return Eager(world, store, build_module, str(device(section)))
+    """The engine that `section` asks for; "auto" takes graphs on a GPU, else processes when they are faster."""
+    check(section)
+    where, kind = device(section), str(section.kind)
+    if where.type == "cuda":
+        _set_precision(precision(section))
+    if kind == "auto":
+        kind = "graphs" if where.type == "cuda" else _faster_on_cpu(section, world, build_module)
+    if kind == "graphs":
+        from everfed.engines.graphs import Graphs
+
+        return Graphs(
+            world,
+            store,
+            build_module,
+            str(where),
+            precision(section),
+            section.slots,
+            section.compile,
+            notify=notify,
+        )
+    if kind == "processes":
+        from everfed.engines.processes import Processes
+
+        return Processes(world, store, build_module, section.workers or cores())
+    return Eager(world, store, build_module, str(where), precision(section))
+
+
+def _faster_on_cpu(section: EngineSection, world: World, build_module: BuildModule) -> str:
+    workers = section.workers or cores()
+    if workers < 2 or len(world.stream.round(0).participants) < 2:
+        return "eager"
+    from everfed.engines.calibration import processes_pay
+
+    return "processes" if processes_pay(world, build_module, workers) else "eager"
+
+
+def _set_precision(chosen: str) -> None:
+    """fp32 means fp32: TF32 only when it is asked for (bf16 leaves the rest in TF32, too)."""
+    torch.backends.cuda.matmul.allow_tf32 = chosen != "fp32"
+    torch.backends.cudnn.allow_tf32 = chosen != "fp32"
+    torch.backends.cudnn.benchmark = chosen != "fp32"  # autotuned kernels may sum in another order

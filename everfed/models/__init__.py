@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ def build(
     kind: a name of MODELS, or `package.module:Name`, called with (input_shape, classes, **options).
     """
     factory = _factory(kind)
+    _check_options(kind, factory, options or {})
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in (options or {}).items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random.key(seed, "model"))
@@ -47,7 +49,18 @@ def build(
             raise ModelError(f"model.kind = {kind!r} cannot be built from its options: {error}") from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"model.kind = {kind!r} did not build a torch.nn.Module but {type(module).__name__}")
-    return module.to(memory_format=torch.channels_last) if channels_last else module  # type: ignore[call-overload,no-any-return]
+    return module.to(memory_format=torch.channels_last) if channels_last else module  # type: ignore[call-overload]
+
+
+def _check_options(kind: str, factory: Callable[..., nn.Module], options: dict[str, Any]) -> None:
+    parameters = inspect.signature(factory).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    allowed = [p.name for p in parameters][2:]
+    for key in options:
+        if key not in allowed:
+            listed = ", ".join(allowed) or "none"
+            raise ModelError(f"model.{key} is not an option of {kind!r}; its options are: {listed}")
 
 
 def _factory(kind: str) -> Callable[..., nn.Module]:

@@ -12,7 +12,7 @@ from everfed.errors import UserError
 from everfed.store.files import write_atomic
 
 RECIPE, EVENTS, RESULT, MODEL, REPORT = "recipe.toml", "events.jsonl", "result.json", "model.safetensors", "report.html"
-CHECKPOINT, CLIENTS, SETTINGS = "checkpoint", "clients", "settings.json"
+CHECKPOINT, CLIENTS, SETTINGS, LOCK = "checkpoint", "clients", "settings.json", ".lock"
 
 
 class RunError(UserError):
@@ -33,7 +33,7 @@ class RunFolder:
             raise RunError(f"--out {path} is a file; name a folder")
         if folder.recipe.exists():
             folder._refuse_other(recipe_toml)
-        elif path.is_dir() and any(path.iterdir()):
+        elif path.is_dir() and any(found.name != SETTINGS for found in path.iterdir()):
             raise RunError(f"--out {path} is not empty and not a run; name a new folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -50,6 +50,11 @@ class RunFolder:
         if not folder.recipe.is_file():
             raise RunError(f"{path} is not a run: it has no {RECIPE}")
         return folder
+
+    def discard(self) -> None:
+        """Take back what `create` wrote."""
+        for path in (self.recipe, self.settings, self.path / LOCK):
+            path.unlink(missing_ok=True)
 
     def _refuse_other(self, recipe_toml: str) -> None:
         if self.recipe.read_text() != recipe_toml:

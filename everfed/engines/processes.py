@@ -1,0 +1,178 @@
+"""Clients on all cores of this machine: one worker process per core, one thread each.
+
+Small models do not scale inside one operation, so whole clients run side by side. Workers are forked, so they share
+the data; messages, states and replies lie in shared memory. Clients are dealt by size and stolen by idle workers;
+replies are handed on in client order, so the result is the eager engine's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everfed.core.client import Reply
+from everfed.core.engine import ClientError
+from everfed.core.message import MODEL, Message, unwrap
+from everfed.core.part import Model
+from everfed.core.phase import Phase
+from everfed.core.score import Exam
+from everfed.core.world import Moment, World
+from everfed.engines.base import BuildModule, ClientStore
+from everfed.engines.mailbox import Mailbox
+from everfed.engines.slots import deal
+from everfed.engines.worker import serve
+
+REPLY_BYTES = 1 << 30  # replies that may wait for their turn; beyond, clients start in order
+
+
+class Crew:
+    """One worker: its process, its pipe and its mailboxes."""
+
+    def __init__(self, world: World, build_module: BuildModule, broadcast: Mailbox, earlier: list[Crew]) -> None:
+        self.inbox, self.outbox = Mailbox(), Mailbox()
+        self.pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("fork")
+        # a fork inherits our ends of all pipes so far; while it held them, no worker would see us go
+        ours = [self.pipe, *(crew.pipe for crew in earlier)]
+        arguments = (theirs, ours, world, build_module, broadcast, self.inbox, self.outbox)
+        self.process = context.Process(target=serve, args=arguments, daemon=True, name="everfed-worker")
+        self.process.start()
+        theirs.close()
+
+    def send(self, request: dict[str, Any]) -> None:
+        self.pipe.send_bytes(json.dumps(request).encode())
+
+    def receive(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.pipe.recv_bytes())
+        return answer
+
+    def cause_of_death(self) -> str:
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        return f"worker process {self.process.pid} {how}"
+
+
+class Processes:
+    """workers: how many processes; one per core is best."""
+
+    name = "processes"
+
+    def __init__(self, world: World, store: ClientStore, build_module: BuildModule, workers: int) -> None:
+        self.world, self.store = world, store
+        self.broadcast = Mailbox()
+        self.crews: list[Crew] = []
+        for _ in range(workers):
+            self.crews.append(Crew(world, build_module, self.broadcast, self.crews))
+        self._sizes: dict[int, int] = {}  # samples of each client when it last trained
+
+    # phases ------------------------------------------------------------------------------------------------------
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        header = None if message is None else self.broadcast.write(unwrap(message))
+        common = {"phase": phase.name, "round": moment.round, "repeat": moment.repeat, "message": header}
+        early: dict[int, Reply] = {}
+        waiting = list(clients)
+        for client, reply in self._run(self._hands(clients), common):
+            early[client] = reply
+            while waiting and waiting[0] in early:
+                yield waiting[0], early.pop(waiting.pop(0))
+
+    def _hands(self, clients: Sequence[int]) -> list[list[int]]:
+        """Clients by worker: the large ones first, or in order when their replies would fill the memory."""
+        workers = len(self.crews)
+        if len(clients) * 4 * self.world.facts.layout.size > REPLY_BYTES:
+            return [list(clients[worker::workers]) for worker in range(workers)]
+        return deal({client: self._sizes.get(client, 1) for client in clients}, workers)
+
+    def _run(self, hands: list[list[int]], common: dict[str, Any]) -> Iterator[tuple[int, Reply]]:
+        """Keep every worker busy; yields as they finish."""
+        running: dict[Connection, tuple[Crew, int]] = {}
+
+        def start(crew: Crew, own: list[int]) -> None:
+            hand = own or max(hands, key=len)
+            if hand:
+                # a thief takes the last, so that clients tend to stay with the worker that has their data at hand
+                client = hand.pop(0 if hand is own else -1)
+                self._send(crew, client, common)
+                running[crew.pipe] = (crew, client)
+
+        for crew, hand in zip(self.crews, hands, strict=True):
+            start(crew, hand)
+        while running:
+            for pipe in wait(list(running)):
+                crew, client = running.pop(pipe)  # type: ignore[call-overload]
+                reply = self._receive(crew, client, common)
+                start(crew, hands[self.crews.index(crew)])
+                yield client, reply
+
+    def _send(self, crew: Crew, client: int, common: dict[str, Any]) -> None:
+        state = self.store.get(client)
+        try:
+            crew.send({**common, "client": client, "state": None if state is None else crew.inbox.write(state)})
+        except OSError as error:
+            raise ClientError(client, common["phase"], common["round"], crew.cause_of_death()) from error
+
+    def _receive(self, crew: Crew, client: int, common: dict[str, Any]) -> Reply:
+        try:
+            answer = crew.receive()
+        except (EOFError, OSError) as error:
+            raise ClientError(client, common["phase"], common["round"], crew.cause_of_death()) from error
+        if "error" in answer:
+            raise ClientError(client, common["phase"], common["round"], answer["error"])
+        tree = crew.outbox.read(answer["header"], copy=True)
+        self.store.put(client, tree["state"])
+        if answer["samples"]:
+            self._sizes[client] = answer["samples"]
+        return Reply(tree["values"], answer["samples"], answer["steps"], answer["loss"])
+
+    # the rest ----------------------------------------------------------------------------------------------------
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        """Tasks are scored side by side."""
+        header = self.broadcast.write({MODEL: dict(model)})
+        waiting, rows, running = list(exam.tasks), {}, {}
+
+        def start(crew: Crew) -> None:
+            if waiting:
+                task = waiting.pop(0)
+                one = Exam((task,), exam.seen, exam.split, exam.top_k)
+                crew.send({"message": header, "exam": one.to_tree()})
+                running[crew.pipe] = (crew, task)
+
+        for crew in self.crews:
+            start(crew)
+        while running:
+            for pipe in wait(list(running)):
+                crew, task = running.pop(pipe)  # type: ignore[call-overload]
+                rows[task] = self._counts(crew, task)
+                start(crew)
+        return torch.tensor([rows[task] for task in exam.tasks])
+
+    def _counts(self, crew: Crew, task: int) -> list[int]:
+        try:
+            answer = crew.receive()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"scoring task {task} failed: {crew.cause_of_death()}") from error
+        if "error" in answer:
+            raise RuntimeError(f"scoring task {task} failed: {answer['error']}")
+        counts: list[int] = answer["counts"][0]
+        return counts
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": self.name, "device": "cpu", "precision": "fp32", "threads": 1, "workers": len(self.crews)}
+
+    def close(self) -> None:
+        for crew in self.crews:
+            crew.pipe.close()
+        for crew in self.crews:
+            crew.process.join(timeout=2)
+            if crew.process.is_alive():
+                crew.process.kill()
+                crew.process.join()

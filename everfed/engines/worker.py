@@ -1,0 +1,76 @@
+"""A worker process: waits for calls, runs clients, answers. Everything it needs was inherited when it was forked."""
+
+from __future__ import annotations
+
+import json
+import signal
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from everfed.core.fit import Trainer
+from everfed.core.message import MODEL, Message
+from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
+from everfed.core.score import Exam, score_tasks
+from everfed.core.stream import RoundPlan
+from everfed.core.world import Moment, World
+from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
+from everfed.engines.mailbox import Mailbox
+
+
+def serve(
+    pipe: Connection,
+    inherited: list[Connection],
+    world: World,
+    build_module: BuildModule,
+    broadcast: Mailbox,
+    inbox: Mailbox,
+    outbox: Mailbox,
+) -> None:
+    """Answer calls until the other end of the pipe is gone. inherited: the parent's own ends, which are not ours."""
+    for other in inherited:
+        other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's to handle
+    torch.set_num_threads(1)
+    worker = Worker(world, new_trainer(world, build_module), broadcast, inbox, outbox)
+    while True:
+        try:
+            request = json.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            answer = worker.answer(request)
+        except CLIENT_FAULTS as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        pipe.send_bytes(json.dumps(answer).encode())
+
+
+class Worker:
+    """Runs one call at a time."""
+
+    def __init__(self, world: World, trainer: Trainer, broadcast: Mailbox, inbox: Mailbox, outbox: Mailbox) -> None:
+        self.world, self.trainer = world, trainer
+        self.broadcast, self.inbox, self.outbox = broadcast, inbox, outbox
+        self._phases = {p.name: p for position in Position for p in world.method.phases(position)}
+        self._phases |= {TRAIN: world.method.train_phase(), EVALUATE: Phase(EVALUATE)}
+        self._plan = lru_cache(maxsize=1)(world.stream.round)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        header = request["message"]
+        message: Message | None = None if header is None else self.broadcast.read(header, copy=False)
+        if "exam" in request:
+            counts = score_tasks(self.trainer, (message or {})[MODEL], Exam.from_tree(request["exam"]))
+            return {"counts": counts.tolist()}
+        return self._client(request, message)
+
+    def _client(self, request: dict[str, Any], message: Message | None) -> dict[str, Any]:
+        plan: RoundPlan = self._plan(request["round"])
+        moment = Moment(request["round"], plan, request["repeat"])
+        state = None if request["state"] is None else self.inbox.read(request["state"], copy=False)
+        phase = self._phases[request["phase"]]
+        state, reply = call(self.world, self.trainer, phase, request["client"], state, message, moment)
+        header = self.outbox.write({"state": state, "values": reply.values})
+        loss = None if reply.loss is None else float(reply.loss)
+        return {"header": header, "samples": reply.samples, "steps": reply.steps, "loss": loss}

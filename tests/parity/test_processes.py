@@ -1,0 +1,72 @@
+"""The processes engine equals the eager one bit for bit, for every preset, and says who died."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from everfed import methods
+from everfed.core import tree
+from everfed.core.context import TrainOptions
+from everfed.core.engine import ClientError
+from everfed.core.optimizer import Optimizer
+from everfed.core.world import World
+from everfed.engines.processes import Processes
+from everfed.store.clients import ClientStore
+from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
+
+
+def on_processes(bench: Bench, workers: int = 2) -> Outcome:
+    engines: list[Processes] = []
+
+    def build(world: World, store: ClientStore) -> Processes:
+        engines.append(Processes(world, store, bench.build_module, workers))
+        return engines[0]
+
+    try:
+        return bench.run(build)
+    finally:
+        engines[0].close()
+
+
+def bench(method: str, **changes: object) -> Bench:
+    stream = Toy(clients=4, sizes={(1, 0): 3, (2, 1): 30, (3, 0): 0}, augmented=True)
+    return Bench(method, stream=stream, module=Norm).change(**changes)
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_processes_equal_eager(method: str) -> None:
+    case = bench(method)
+    eager, result = case.run(), on_processes(case)
+    assert tree.equal(comparable(result.state), comparable(eager.state))
+    for client, state in eager.clients.items():
+        assert tree.equal(result.clients[client], state)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 6])
+def test_the_number_of_workers_does_not_matter(workers: int) -> None:
+    case = bench("fedgp+der", train=TrainOptions(1, 5, Optimizer("adam", lr=0.01, state="kept"), sync_every=2))
+    assert torch.equal(on_processes(case, workers).params, case.run().params)
+
+
+def test_a_fault_in_a_client_names_it() -> None:
+    # one sample is too few for BatchNorm over 1 x 1 maps; any error of the client's code will do
+    case = bench("fedavg", module=lambda shape, classes: torch.nn.Linear(3, classes))
+    with pytest.raises(ClientError, match=r"client \d failed in phase 'train' of round 0: RuntimeError"):
+        on_processes(case)
+
+
+def test_a_killed_worker_is_named() -> None:
+    case = bench("fedavg")
+    world = case.world()
+    engine = Processes(world, ClientStore(), case.build_module, 2)
+    os.kill(engine.crews[0].process.pid or 0, signal.SIGKILL)
+    engine.crews[0].process.join()
+    with pytest.raises(
+        ClientError, match=r"client \d failed in phase 'train' of round 0: worker process \d+ was killed"
+    ):
+        case.run(lambda world, store: engine)
+    engine.close()
