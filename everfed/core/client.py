@@ -53,6 +53,8 @@ def run_client(
             return state, Reply({})
         message = state[OWN]["message"]
         model: Model = state[OWN][MODEL]
+    elif MODEL not in message:
+        return _run(method, phase, state, message, data, ctx)
     else:  # what was kept for a round without a message is out of date
         state = {**state, OWN: {k: v for k, v in state[OWN].items() if k not in (MODEL, "message")}}
         model = _whole(message[MODEL], state, ctx)
@@ -60,7 +62,14 @@ def run_client(
         return _train(method, state, message, model, data, ctx)
     if phase.name == EVALUATE:
         return state, _evaluate(method, state, message, model, ctx)
-    own, values = method.part(phase.owner).run(state, phase.name, {**message, MODEL: model}, data, ctx)
+    return _run(method, phase, state, {**message, MODEL: model}, data, ctx)
+
+
+def _run(
+    method: Method, phase: Phase, state: State, message: dict[str, Tree], data: Data, ctx: Context
+) -> tuple[State, Reply]:
+    """A phase of a part."""
+    own, values = method.part(phase.owner).run(state, phase.name, message, data, ctx)
     return ({**state, phase.owner: own} if own else state), Reply({phase.owner: values} if values else {}, len(data))
 
 
@@ -74,8 +83,13 @@ def _train(
         data = part.dataset(state, data, ctx)
     if len(data) == 0:
         return state, Reply({})
+    for part in method.parts:
+        own, model = part.start(state, message, model, data, ctx)
+        state = {**state, part.name: own} if own else state
     moments = state[OWN].get("moments")
     fitted = ctx.train.fit(ctx, method.parts, model, received, state, message, data, moments=moments)
+    for part in method.parts:
+        fitted = part.finish(fitted.state, message, model, fitted, data, ctx)
     return _reply(method, fitted, message, data, ctx)
 
 
@@ -137,9 +151,9 @@ def _evaluate(method: Method, state: State, message: dict[str, Tree], model: Mod
     for part in method.parts:
         model = part.personalise(state, message, model, ctx)
     exam = Exam.from_tree(message[EVALUATE])
-    counts = score_tasks(ctx.train, model, exam, state, message)
+    counts = score_tasks(ctx.train, model, exam, state, message, ctx.client)
     knowing = [part for part in method.parts if overrides(part, "told")]
     for row, task in enumerate(exam.tasks if knowing else ()):
         told = {**state, **{part.name: part.told(state.get(part.name, {}), task) for part in knowing}}
-        counts[row, -1] = score_tasks(ctx.train, model, replace(exam, tasks=(task,)), told, message)[0, -1]
+        counts[row, -1] = score_tasks(ctx.train, model, replace(exam, tasks=(task,)), told, message, ctx.client)[0, -1]
     return Reply({EVALUATE: {"counts": counts}})

@@ -53,6 +53,7 @@ class Part:
     capturable: ClassVar[bool] = True  # may its step hooks be captured in a CUDA graph?
     aggregates: ClassVar[bool] = False  # does it own aggregation? Exactly one part of a method does
     personal: ClassVar[bool] = False  # are its models scored on the clients, personalised?
+    silent: ClassVar[frozenset[str]] = frozenset()  # its phases in which nothing is sent: clients use what they hold
 
     def options(self) -> dict[str, Any]:
         """Hyper-parameters by name."""
@@ -101,6 +102,10 @@ class Part:
         """Change what aggregation made; `server` still holds the model before it. Any part may; in part order."""
         return model
 
+    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+        """Numbers worth telling of a `train` phase, before aggregation: reported as they are, and used for nothing."""
+        return {}
+
     def done(self, server: State, phase: str, ctx: Context) -> bool:
         """Ends a repeated phase before its last repeat."""
         return False
@@ -114,8 +119,20 @@ class Part:
         """What is trained on."""
         return data
 
+    def start(
+        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
+    ) -> tuple[Tree, Model]:
+        """Before training, when it is known what is trained on: may change the model that training starts from."""
+        return client.get(self.name, {}), model
+
+    def finish(
+        self, client: State, message: dict[str, Tree], start: Model, fitted: Fitted, data: Data, ctx: Context
+    ) -> Fitted:
+        """After training from `start`, before anything is sent: may change what training ended with."""
+        return fitted
+
     def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """One of the part's own phases on a client: (slots, reply)."""
+        """One of the part's own phases on a client: (slots, reply). In a silent one `message` is empty."""
         raise CompositionError(f"part {self.name!r} declares phase {phase!r} but has no run()")
 
     def upload(self, model: Model, message: dict[str, Tree], ctx: Context) -> Tree:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everfed.core.context import Context
 from everfed.core.engine import ClientError, Engine
 from everfed.core.message import MODEL, Message, Once, Traffic, payload_bytes, versions
 from everfed.core.part import Model, State
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reduction, Sum
-from everfed.core.score import Exam
+from everfed.core.score import Exam, has_own_tests
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
@@ -159,7 +160,7 @@ class Runner:
         if (index + 1) % every == 0:
             yield from self._due(Position.AFTER, index, plan)
             if plan.evaluate or (self.evaluation.every and (index + 1) % self.evaluation.every == 0):
-                yield Phase(EVALUATE, cohort=Cohort.ALL if self.world.personal else Cohort.SERVER)
+                yield Phase(EVALUATE, cohort=Cohort.ALL if self._scored_on_clients else Cohort.SERVER)
 
     def _due(self, position: Position, index: int, plan: RoundPlan) -> Iterator[Phase]:
         """The parts' phases of this round, less those that their parts do not want."""
@@ -191,6 +192,7 @@ class Runner:
         if (moment.round + 1) % every:
             return
         method, ctx = self.world.method, self.world.server(TRAIN, moment)
+        self._measure(moment, reduced, ctx)
         model = method.aggregator.aggregate(self.state.server, reduced[method.aggregator.name], ctx)
         for part in method.parts:
             model = part.transform(self.state.server, model, ctx)
@@ -199,13 +201,23 @@ class Runner:
         for part in method.parts:
             self._set_slots(part.name, part.update(self.state.server, TRAIN, reduced.get(part.name, {}), ctx))
 
+    def _measure(self, moment: Moment, reduced: dict[str, dict[str, Any]], ctx: Context) -> None:
+        """Tell what the parts measure."""
+        for part in self.world.method.parts:
+            values = part.measure(self.state.server, reduced.get(part.name, {}), ctx)
+            if values:
+                event = {"event": "measure", "round": moment.round, "task": moment.plan.task, "part": part.name}
+                self.notify({**event, **values})
+
     def _set_slots(self, part: str, slots: Tree) -> None:
         others = {name: tree for name, tree in self.state.server.items() if name != part}
         self.state.server = {**others, part: slots} if slots else others
 
     def _message(self, phase: Phase, moment: Moment) -> Message:
-        """The model and what the parts broadcast."""
+        """The model and what the parts broadcast; nothing in a silent phase."""
         method, ctx = self.world.method, self.world.server(phase.name, moment)
+        if phase.name != TRAIN and phase.name in method.part(phase.owner).silent:
+            return {}
         message = self._model_message()
         for part in method.parts:
             if phase.name == TRAIN or part.name == phase.owner:
@@ -247,7 +259,7 @@ class Runner:
         name, new = self.world.method.aggregator.name, versions(message)
         for client in clients:
             sizes = payload_bytes(message, self.state.held.get(client, {}))
-            sizes[name] = sizes.get(name, 0) + sizes.pop(MODEL)
+            sizes[name] = sizes.get(name, 0) + sizes.pop(MODEL, 0)
             self.state.traffic.sent(sizes)
             self.state.held[client] = self.state.held.get(client, {}) | new
 
@@ -314,8 +326,12 @@ class Runner:
             }
         )
 
+    @property
+    def _scored_on_clients(self) -> bool:
+        return self.world.personal or has_own_tests(self.world.stream)
+
     def _counts(self, phase: Phase, moment: Moment, exam: Exam) -> Tensor:
-        if not self.world.personal:
+        if not self._scored_on_clients:
             return self.engine.evaluate(self.state.model, exam)
         message: Message = {**self._model_message(), EVALUATE: exam.to_tree()}
         total = Sum().start()
