@@ -19,6 +19,7 @@ from everfed.parts.der import DER, DERPlusPlus
 from everfed.parts.ewc import EWC
 from everfed.parts.fedgp import FedGP
 from everfed.parts.fedlwf2t import FedLwF2T
+from everfed.parts.fedomg import FedOMG
 from everfed.parts.fedssi import FedSSI
 from everfed.parts.fedweit import FedWeIT
 from everfed.parts.fot import FOT
@@ -28,6 +29,7 @@ from everfed.parts.memory import Memory
 from everfed.parts.ogd import OGD
 from everfed.parts.proximal import FedProx
 from everfed.parts.replay import Replay
+from everfed.parts.stamp import STAMP
 from everfed.parts.synaptic import SynapticIntelligence
 
 PartFactory = Callable[..., Part]
@@ -50,6 +52,11 @@ def _preset(about: str, *parts: type[Part], **fixed: Mapping[str, Any]) -> Prese
     return Preset(about, parts, fixed)
 
 
+def _choosing(about: str, policy: str) -> Preset:
+    """Replay as one data set of new and stored samples; only how the stored ones are chosen differs."""
+    return _preset(about, FedAvg, Memory, Replay, memory={"policy": policy}, er={"mode": "union"})
+
+
 _KEEP_LOGITS: dict[str, Any] = {"memory": {"logits": True}}
 
 PRESETS: dict[str, Preset] = {
@@ -68,9 +75,22 @@ PRESETS: dict[str, Preset] = {
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
     "fot": _preset("global updates orthogonal to earlier tasks' layer inputs", FedAvg, FOT),
     "fedweit": _preset("shared, masked and task-adaptive weights, with what other clients published", FedWeIT),
+    "fedomg": _preset("the server matches the clients' updates; STAMP's spatial half", FedOMG),
+    "stamp": _preset("updates matched over tasks on clients and over clients on the server", FedOMG, STAMP),
+    "stamp-temporal": _preset("updates matched over tasks on clients, averaged on the server", FedAvg, STAMP),
+    "naive-uniform": _choosing("replays a uniform choice of the task's samples and the stored ones", "naive-uniform"),
+    "approximate-uniform": _choosing("replays the same share of every task's samples", "approximate-uniform"),
+    "fixed-proportion": _choosing("replays with a fixed share for the newest task", "fixed-proportion"),
+    "herding": _choosing("replays iCaRL's exemplars", "herding"),
+    "gss-greedy": _choosing("replays samples whose gradients oppose each other, kept online", "gss-greedy"),
+    "gss-cluster": _choosing("replays samples whose gradients lie apart", "gss-cluster"),
+    "uncoordinated": _choosing("replays samples that each client chose for diverse gradients", "uncoordinated"),
+    "coordinated": _choosing("replays samples that all clients chose together for diverse gradients", "coordinated"),
+    "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
     "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
 }
-_WITHOUT_FEDGP = ("ideal", "fedweit")  # the upper bound keeps no buffer; decomposed weights have no gradient to share
+# the upper bound keeps no buffer; decomposed weights have no gradient to share; an ablation stands by itself
+_WITHOUT_FEDGP = ("ideal", "fedweit", "stamp-temporal")
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for
 
 
