@@ -1,27 +1,33 @@
 """Memory: the one replay buffer of a client, shared by every part that replays.
 
-Filled by reservoir sampling over the client's whole life (Vitter, 1985; FedGP, Algorithm 4 corrected): after n offers
-every offered sample is in the buffer with probability min(1, B/n). The counter n is never reset.
-
-Which sample goes into which row is decided on the host before training (`plan`); the step only scatters.
+What it keeps is decided by its policy: the reservoir over the client's whole life by default (`reservoir`), or one of
+`policies`, most of which choose at the end of a task, once, from its samples and the stored ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.fit import Fitted
+from everfed.core.message import MODEL
 from everfed.core.part import Part, State, Tables
+from everfed.core.phase import Phase
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.policies import make_policy
+from everfed.parts.policy import REMEMBER, Policy, Pool
+from everfed.parts.reservoir import reservoir_rows
+
+__all__ = ["NAME", "Memory", "filled", "replay_rows", "reservoir_rows", "stored"]
 
 NAME = "memory"
 
@@ -29,11 +35,13 @@ NAME = "memory"
 @dataclass(frozen=True)
 class Memory(Part):
     """size: B, samples per client. logits: also keep the outputs a sample had when it was stored (DER).
-    offer: "first_visit" offers each sample once in the client's life, "every_visit" whenever it is trained on."""
+    offer: "first_visit" offers each sample once in the client's life, "every_visit" whenever it is trained on (to
+    policies that decide while training). policy: what is kept; a policy's kind, or a table {kind, and its options}."""
 
     size: int = 200
     logits: bool = False
     offer: str = "first_visit"
+    policy: str | Mapping[str, Any] | Policy = "reservoir"
 
     name: ClassVar[str] = NAME
 
@@ -42,49 +50,48 @@ class Memory(Part):
             raise ValueError(f"size must be at least 0; got {self.size}")
         if self.offer not in ("first_visit", "every_visit"):
             raise ValueError(f"offer must be 'first_visit' or 'every_visit'; got {self.offer!r}")
+        object.__setattr__(self, "policy", make_policy(self.policy))
+
+    @property
+    def chooser(self) -> Policy:
+        """The policy, made from what the option says."""
+        return make_policy(self.policy)
+
+    @property
+    def capturable(self) -> bool:  # type: ignore[override]
+        return self.chooser.capturable
+
+    @property
+    def silent(self) -> frozenset[str]:  # type: ignore[override]
+        """Nothing is sent for a choice that needs no model."""
+        return frozenset() if self.chooser.needs_model or self.logits else frozenset({REMEMBER})
 
     def client_slots(self, ctx: Context) -> Tree:
-        """x, y (and logits): (B + 1, ...) rows in storage form, the last one spare. host: n and the ids ever seen."""
+        """x, y (and logits): (B + 1, ...) rows in storage form, the last one spare; rows 0 ... stored - 1 are valid.
+
+        host: n (samples offered so far), seen (their ids, for policies that decide while training), ids (of the rows,
+        -1 where there is none), stored, and what the policy remembers.
+        """
         blank, device = ctx.facts.blank, ctx.train.device
-        slots: Tree = {"host": {"n": 0, "seen": torch.zeros(0, dtype=torch.int64)}}
+        if self.chooser.needs_classes and blank.y.dim() != 1:
+            raise ValueError(f"memory.policy = {self.chooser.kind!r} needs classes, which this stream has not")
+        ids = torch.full((self.size + 1,), -1, dtype=torch.int64)
+        host: Tree = {"n": 0, "seen": torch.zeros(0, dtype=torch.int64), "ids": ids, "stored": 0}
+        slots: Tree = {"host": {**host, **self.chooser.host(self.size)}}
         slots["x"] = blank.x.new_zeros((self.size + 1, *blank.x.shape[1:]), device=device)
         slots["y"] = blank.y.new_zeros((self.size + 1, *blank.y.shape[1:]), device=device)
         if self.logits:
             slots["logits"] = torch.zeros((self.size + 1, ctx.facts.classes), device=device)
         return slots
 
+    # in training -----------------------------------------------------------------------------------------------
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         own = client[NAME]
-        offered, seen = self._offers(own["host"]["seen"].numpy(), schedule)
-        rng, n = ctx.rng("reservoir"), int(own["host"]["n"])
-        rows, fill = [], []
-        for fresh in offered:
-            fill.append(np.array([min(n, self.size)]))
-            rows.append(reservoir_rows(fresh, n, self.size, rng))
-            n += int(fresh.sum())
-        slots = {**own, "host": {"n": n, "seen": torch.from_numpy(seen)}}
-        return slots, {"rows": Table.of(rows), "fill": Table.of(fill)}
-
-    def _offers(self, seen: np.ndarray, schedule: Schedule) -> tuple[list[np.ndarray], np.ndarray]:
-        """Which samples of each minibatch are offered, and all ids seen afterwards."""
-        batches = [schedule.ids_of(step) for step in range(schedule.steps)]
-        if self.offer == "every_visit":
-            return [np.ones(len(ids), dtype=bool) for ids in batches], seen
-        visited = np.concatenate(batches) if batches else np.zeros(0, dtype=np.int64)
-        first = np.zeros(len(visited), dtype=bool)
-        ids, positions = np.unique(visited, return_index=True)
-        new = ~np.isin(ids, seen, assume_unique=True)
-        first[positions[new]] = True
-        seen = np.union1d(seen, ids) if new.any() else seen
-        cuts = np.cumsum([len(batch) for batch in batches])[:-1]
-        return (np.split(first, cuts) if batches else []), seen
+        host, tables = self.chooser.plan(self, own, schedule, ctx)
+        return {**own, "host": host}, tables
 
     def after(self, step: Step) -> None:
-        own, rows = step.state[NAME], step.rows[NAME]["rows"]
-        own["x"].index_copy_(0, rows, step.x)
-        own["y"].index_copy_(0, rows, step.y)
-        if self.logits:
-            own["logits"].index_copy_(0, rows, step.outputs.detach())
+        self.chooser.after(self, step)
 
     def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         """Wipe the spare row: what was rejected is not kept. The slots are the ones that training just made."""
@@ -94,23 +101,54 @@ class Memory(Part):
                 own[key][self.size].zero_()
         return own, {}
 
+    # at the end of a task ----------------------------------------------------------------------------------------
+    def phases(self) -> tuple[Phase, ...]:
+        return self.chooser.phases(NAME)
 
-def reservoir_rows(fresh: np.ndarray, n: int, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Buffer row for each sample of a minibatch; row `size` is the spare one that takes what is not kept.
+    def wanted(self, phase: str, ctx: Context) -> bool:
+        """What is chosen after the last task would never be replayed."""
+        return ctx.round + 1 < ctx.facts.rounds
 
-    fresh: (b,) bool, the samples that are offered. n: offers before this minibatch. Of several samples that draw the
-    same row the last one is kept, as if they had come one by one.
-    """
-    rows = np.full(len(fresh), size, dtype=np.int64)
-    offered = np.flatnonzero(fresh)
-    if size == 0 or len(offered) == 0:
-        return rows
-    count = n + np.arange(len(offered))  # offers before each sample
-    drawn = np.where(count < size, count, rng.integers(0, count + 1))
-    drawn = np.where(drawn < size, drawn, size)
-    last = len(drawn) - 1 - np.unique(drawn[::-1], return_index=True)[1]
-    rows[offered[last]] = drawn[last]
-    return rows
+    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+        return self.chooser.broadcast(server.get(NAME, {}), phase, ctx)
+
+    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+        return self.chooser.update(server.get(NAME, {}), phase, reduced, ctx)
+
+    def done(self, server: State, phase: str, ctx: Context) -> bool:
+        return self.chooser.done(server.get(NAME, {}), phase, ctx)
+
+    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        own, heard = client[NAME], message.get(NAME, {})
+        kept = stored(own)
+        rows = kept.x.to(own["x"].device), kept.y.to(own["y"].device)
+        x, y = (torch.cat([new.to(old.device), old]) for new, old in zip((data.x, data.y), rows, strict=True))
+        pool = Pool(x, y, len(data), len(kept), int(own["host"]["n"]), message.get(MODEL), ctx)
+        if phase != REMEMBER:
+            host, reply = self.chooser.speak(pool, self.size, own["host"], heard)
+            return {**own, "host": host}, reply
+        chosen, host = self.chooser.choose(pool, self.size, own["host"], heard)
+        ids = np.concatenate([data.ids, kept.ids])[chosen]
+        return self._refilled(own, pool, chosen, ids, host), {}
+
+    def _refilled(self, own: Tree, pool: Pool, chosen: np.ndarray, ids: np.ndarray, host: Tree) -> Tree:
+        """The slots with the samples of the pool at `chosen` in the first rows and nothing in the others."""
+        count, index = len(chosen), torch.from_numpy(chosen).to(pool.x.device)
+        values = {"x": pool.x[index], "y": pool.y[index]}
+        if self.logits:
+            values["logits"] = self._outputs(own, pool)[index]
+        slots: Tree = {}
+        for key, rows in values.items():
+            slots[key] = torch.zeros_like(own[key])
+            slots[key][:count] = rows
+        by_row = torch.full_like(own["host"]["ids"], -1)
+        by_row[:count] = torch.from_numpy(ids)
+        return {**slots, "host": {**host, "n": pool.seen_before + pool.new, "ids": by_row, "stored": count}}
+
+    def _outputs(self, own: Tree, pool: Pool) -> Tensor:
+        """Outputs of the new samples at the model of the task's end, and those that were stored."""
+        fresh = pool.ctx.train.outputs(pool.weights, pool.x[: pool.new])
+        return torch.cat([fresh, own["logits"][: pool.stored]])
 
 
 def replay_rows(plans: Mapping[str, Tables], size: int, rng: np.random.Generator) -> Table:
@@ -121,4 +159,10 @@ def replay_rows(plans: Mapping[str, Tables], size: int, rng: np.random.Generator
 
 def filled(own: Tree, size: int) -> int:
     """How many rows of the buffer hold a sample."""
-    return min(int(own["host"]["n"]), size)
+    return min(int(own["host"]["stored"]), size)
+
+
+def stored(own: Tree) -> Data:
+    """The samples in the buffer."""
+    count = int(own["host"]["stored"])
+    return Data(own["x"][:count], own["y"][:count], own["host"]["ids"][:count].numpy())

@@ -1,7 +1,9 @@
-"""ER: train on the current minibatch joined with one from memory (Chaudhry et al., 2019; Riemer et al., 2019).
+"""ER: train on what is stored beside what is new (Chaudhry et al., 2019; Riemer et al., 2019).
 
-Each step draws from the buffer without replacement and takes the mean cross-entropy over all samples in one forward
-pass, so the replayed share is b_r / (b + b_r).
+per_step: each step draws from the buffer without replacement and takes the mean cross-entropy over all samples in one
+forward pass, so the replayed share is b_r / (b + b_r).
+union: the buffer and the current data are one data set; every element is used once per epoch ("Coordinated Replay
+Sample Selection for Continual Federated Learning").
 """
 
 from __future__ import annotations
@@ -10,21 +12,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from everfed.core.context import Context
+from everfed.core.data import Data
 from everfed.core.part import Part, State, Tables
 from everfed.core.schedule import Schedule
 from everfed.core.step import Batch, Step
 from everfed.core.tree import Tree
 from everfed.parts import memory
 
+MODES = ("per_step", "union")
+
 
 @dataclass(frozen=True)
 class Replay(Part):
-    """batch: b_r, replayed samples per step."""
+    """mode: "per_step" or "union". batch: b_r, replayed samples per step (per_step)."""
 
     batch: int = 32
+    mode: str = "per_step"
 
     name: ClassVar[str] = "er"
     needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
@@ -32,12 +39,24 @@ class Replay(Part):
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1; got {self.batch}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}; got {self.mode!r}")
+
+    def dataset(self, client: State, data: Data, ctx: Context) -> Data:
+        """Stored samples that are in the current data already (a reservoir holds some) are not added again."""
+        if self.mode == "per_step":
+            return data
+        kept = memory.stored(client[memory.NAME])
+        others = np.flatnonzero(~np.isin(kept.ids, data.ids))
+        return Data.union([data, kept.take(others)]) if len(others) else data
 
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+        if self.mode == "union":
+            return {}, {}
         return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
     def batches(self, step: Step) -> dict[str, Batch]:
-        return drawn(step, self.name, joined=True)
+        return drawn(step, self.name, joined=True) if self.mode == "per_step" else {}
 
 
 def drawn(step: Step, name: str, joined: bool = False, rows: str = "rows") -> dict[str, Batch]:
