@@ -79,6 +79,11 @@ class FedWeIT(Part):
                 f"fedweit trains decomposed weights, which {', '.join(others)} would take for a plain network's; "
                 "compose them with another method"
             )
+        if optimizer_kind == "sgd" and self.retention > 20:
+            return (
+                f"fedweit.retention = {self.retention:g}: plain SGD diverges when lr * retention * finished tasks / 4 "
+                "reaches 2; its authors use Adam",
+            )
         return ()
 
     # what is trained ---------------------------------------------------------------------------------------------
