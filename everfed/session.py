@@ -23,8 +23,10 @@ from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
 from everfed.core.runner import EvalOptions, Event, Runner, RunState
+from everfed.core.score import score_value
 from everfed.core.stream import Stream
 from everfed.core.world import World
+from everfed.metrics import language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scoring import RULES
 from everfed.recipe import Recipe
@@ -210,8 +212,8 @@ def _announce(notify: Observer, assembly: Assembly, state: RunState | None) -> N
 def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], store: ClientStore) -> dict[str, Any]:
     """result.json: a stable interface; accuracies are fractions."""
     recipe, stream = assembly.recipe, assembly.stream
-    n_test = [row[0] for row in _last_full_row(state) if row is not None]
-    by_logits = {rule: _scores(state, column, n_test) for column, rule in enumerate(RULES, start=1)}
+    n_test = [int(row[0]) for row in _last_full_row(state) if row is not None]
+    by_logits = {rule: _scores(stream.score, state, column, n_test) for column, rule in enumerate(RULES, start=1)}
     chosen = by_logits[recipe.eval.logits]
     return {
         "everfed": everfed.__version__,
@@ -246,15 +248,23 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
     }
 
 
-def _last_full_row(state: RunState) -> list[list[int] | None]:
+def _last_full_row(state: RunState) -> list[list[float] | None]:
     return state.rows[max(state.rows)] if state.rows else []
 
 
-def _scores(state: RunState, column: int, n_test: list[int]) -> dict[str, Any]:
+def _scores(score: str, state: RunState, column: int, n_test: list[int]) -> dict[str, Any]:
     rows = [
-        [row[column] / row[0] if row and row[0] else None for row in state.rows[task]] for task in sorted(state.rows)
+        [score_value(score, row[column], row[0]) if row else None for row in state.rows[task]]
+        for task in sorted(state.rows)
     ]
-    return {"accuracy_matrix": rows, "metrics": accuracy_matrix.summary(rows, n_test=n_test)}
+    return {"accuracy_matrix": rows, "metrics": _summary(score, rows, n_test)}
+
+
+def _summary(score: str, rows: list[list[float | None]], n_test: list[int]) -> dict[str, float | None]:
+    """Metrics by name. Perplexities are summed up over all periods, from the models that were scored on all of them."""
+    if score != "perplexity":
+        return accuracy_matrix.summary(rows, n_test=n_test)
+    return language.summary([[v for v in row if v is not None] for row in rows if None not in row], n_test)
 
 
 def _save_model(folder: RunFolder, assembly: Assembly, state: RunState) -> None:

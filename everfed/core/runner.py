@@ -21,7 +21,7 @@ from everfed.core.message import MODEL, Message, Once, Traffic, payload_bytes, v
 from everfed.core.part import Model, State
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reduction, Sum
-from everfed.core.score import Exam, has_own_tests
+from everfed.core.score import Exam, has_own_tests, score_value
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
@@ -53,7 +53,7 @@ class RunState:
     version: int = 0  # of the shared model
     held: dict[int, dict[str, int | str]] = field(default_factory=dict)  # what each client holds of `Once` payloads
     traffic: Traffic = field(default_factory=Traffic)
-    rows: dict[int, list[list[int] | None]] = field(default_factory=dict)  # task -> counts per task, at its end
+    rows: dict[int, list[list[float] | None]] = field(default_factory=dict)  # task -> counts per task, at its end
     curves: list[dict[str, Any]] = field(default_factory=list)
     samples: int = 0
     seconds: float = 0.0
@@ -312,7 +312,8 @@ class Runner:
             missing = [None] * (self.world.stream.tasks - len(tasks))
             self.state.rows[moment.plan.task] = [*counts, *missing]
         column = 1 + ("full", "seen", "task").index(self.evaluation.logits)
-        accuracies = [row[column] / row[0] if row[0] else None for row in counts]
+        score = self.world.stream.score
+        accuracies = [score_value(score, row[column], row[0]) for row in counts]
         self.state.curves.append({"round": moment.round, "task": moment.plan.task, "accuracy": accuracies})
         known = [a for a in accuracies[:seen] if a is not None]
         self.notify(
@@ -321,6 +322,7 @@ class Runner:
                 "round": moment.round,
                 "task": moment.plan.task,
                 "task_end": at_end,
+                "score": score,  # what the numbers under "accuracy" and "acc" are
                 "accuracy": accuracies,
                 "acc": sum(known) / len(known) if known else None,
             }

@@ -1,10 +1,12 @@
-"""How good a model is on the test sets of some tasks: counts of correct answers under every logit rule at once."""
+"""How good a model is on the test sets of some tasks: counts of correct answers under every logit rule at once, or what
+the stream itself measures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from everfed.core.fit import Trainer
 from everfed.core.part import Model, State
 from everfed.core.stream import Stream
 from everfed.core.tree import Tree
+from everfed.metrics.language import perplexity
 from everfed.metrics.scoring import RULES, class_mask, correct_counts
+
+_LOGITS_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,14 @@ def score_tasks(
 ) -> Tensor:
     """(tasks, 4) int64 on the host: samples scored, then correct under `full`, `seen` and `task` logits.
 
+    A stream may define `measure(outputs, y) -> (2,) float64`, how many things were scored and the sum of their scores
+    (tokens and negative log-likelihood, say); then it is these, the sum under every rule.
     state, message: a client's own, for a personalised forward pass. client: whose tests, where each has its own.
     """
     stream = trainer.stream
     labels, test = _tests(stream, client)
+    if hasattr(stream, "measure"):
+        return torch.stack([_measured(trainer, model, test(task, exam.split), state, message) for task in exam.tasks])
     known = sorted({label for task in range(exam.seen) for label in labels(task)})
     seen_mask = class_mask(known, stream.classes).to(trainer.device)
     rows = []
@@ -67,6 +76,25 @@ def score_tasks(
         counts = correct_counts(outputs, data.y.to(trainer.device), seen_mask, own, exam.top_k)
         rows.append(torch.stack([torch.tensor(len(data), device=trainer.device), *(counts[rule] for rule in RULES)]))
     return torch.stack(rows).cpu()
+
+
+def score_value(score: str, total: float, count: float) -> float | None:
+    """The score that `total` over `count` things stands for; None when nothing was scored."""
+    if not count:
+        return None
+    return perplexity(total, count) if score == "perplexity" else total / count
+
+
+def _measured(
+    trainer: Trainer, model: Model, data: Data, state: State | None, message: dict[str, Tree] | None
+) -> Tensor:
+    """A row of `score_tasks` by the stream's own measure, a piece of the test set at a time: outputs may be large."""
+    stream: Any = trainer.stream
+    piece = max(1, _LOGITS_AT_ONCE // (prod(stream.input_shape) * stream.classes))
+    total = torch.zeros(2, dtype=torch.float64)
+    for x, y in zip(data.x.split(piece), data.y.split(piece), strict=True):
+        total += stream.measure(trainer.outputs(model, x, state, message), y.to(trainer.device)).cpu()
+    return torch.cat([total, total[1:].repeat(len(RULES) - 1)])
 
 
 def _tests(stream: Any, client: int | None) -> tuple[Callable[[int], tuple[int, ...]], Callable[[int, str], Data]]:
