@@ -64,10 +64,12 @@ def _all(groups: Sequence[Group]) -> Iterator[tuple[str, Any]]:
         drawn = _curves(kind, groups)
         if drawn is not None:
             yield kind, drawn
-    for group in groups:
+    names = [file_name(group.label) for group in groups]
+    for i, group in enumerate(groups):
         drawn = _matrix(group)
         if drawn is not None:
-            yield f"accuracy_matrix_{file_name(group.label)}", drawn
+            again = f"-{names[:i].count(names[i]) + 1}" if names[i] in names[:i] else ""
+            yield f"accuracy_matrix_{names[i]}{again}", drawn
     yield from _costs([group for group in groups if group.finished])
     first = next((run for group in groups for run in group.runs if run.log.phases), None)
     grid = None if first is None else _participation(first)
