@@ -1,0 +1,131 @@
+"""Utterances of users over time: public sets by name, or a user's own jsonl file of (user, time, text)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from everfed.data.errors import DataError
+from everfed.data.sources import VARIABLE, data_folder
+
+SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Utterances:
+    """n utterances in the order of their file.
+
+    users: names, in order of first appearance. user: (n,) int64 positions in `users`. time: (n,) int64, seconds since
+    1970 when `dated`, else a whole number that orders periods. stands_for: the private data it substitutes, or "".
+    """
+
+    name: str
+    users: tuple[str, ...]
+    user: np.ndarray
+    time: np.ndarray
+    texts: tuple[str, ...]
+    dated: bool
+    origin: str
+    stands_for: str = ""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A named set: its file, which field holds the time, and what private data it stands in for."""
+
+    file: str
+    time: str
+    stands_for: str
+    about: str
+
+
+_PRIVATE = "the private voice-assistant transcripts of the coordinated replay paper"
+KNOWN: Mapping[str, Known] = {
+    "chitchat": Known("chitchat.jsonl", "t", _PRIVATE, "dialogues of 200 users, April to November 2018, dated"),
+    "shakespeare": Known("shakespeare.jsonl", "act", _PRIVATE, "speeches of 1,363 roles, a period for every act"),
+}
+
+
+def load_utterances(name_or_path: str | Path, data_dir: str | Path | None = None) -> Utterances:
+    """A named set of the data folder (there, or below `utterances/`), or a jsonl file of your own, each line an
+    object with user, time (a date as in ISO 8601, or a whole number) and text. Raises DataError."""
+    name, folder = str(name_or_path), data_folder(data_dir)
+    known = KNOWN.get(name)
+    if known is None:
+        return read_utterances(_own_file(name, folder))
+    if folder is None:
+        raise DataError(f"utterances {name!r}: no data folder is named; name one by --data or {VARIABLE}")
+    places = [folder / "utterances" / known.file, folder / known.file]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise DataError(f"utterances {name!r} were not found. Looked for: {', '.join(map(str, places))}")
+    return read_utterances(path, name, known.time, known.stands_for)
+
+
+def read_utterances(path: Path, name: str = "", time: str = "time", stands_for: str = "") -> Utterances:
+    """The utterances of a jsonl file; `time` names the field that holds it."""
+    users: dict[str, int] = {}
+    user, times, texts, kinds = [], [], [], set()
+    for number, row in _rows(path):
+        for key in ("user", time, "text"):
+            if key not in row:
+                raise DataError(f"{path}, line {number}: needs the fields user, {time} and text; it has {list(row)}")
+        user.append(users.setdefault(str(row["user"]), len(users)))
+        moment, dated = _moment(row[time], f"{path}, line {number}: {time}")
+        times.append(moment)
+        kinds.add(dated)
+        texts.append(str(row["text"]))
+    if not texts:
+        raise DataError(f"{path}: holds no utterance")
+    if len(kinds) > 1:
+        raise DataError(f"{path}: some lines have a date and some a number as {time}; use one of them")
+    columns = np.array(user, dtype=np.int64), np.array(times, dtype=np.int64), tuple(texts)
+    return Utterances(name or path.stem, tuple(users), *columns, kinds.pop(), str(path.absolute()), stands_for)
+
+
+def _own_file(name: str, folder: Path | None) -> Path:
+    places = [Path(name).expanduser()]
+    if folder:
+        places += [folder / name, folder / f"{name}.jsonl", folder / "utterances" / f"{name}.jsonl"]
+    for place in places:
+        if place.is_file() and place.suffix == ".jsonl":
+            return place
+    raise DataError(
+        f"utterances {name!r} were not found. Looked for a jsonl file at: {', '.join(map(str, places))}. "
+        f"Allowed: {', '.join(KNOWN)}, or the path of a jsonl file with user, time and text on every line"
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise DataError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
+                    yield number, row
+    except json.JSONDecodeError as problem:
+        raise DataError(f"{path}, line {number}: not JSON ({problem})") from problem
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem})") from problem
+
+
+def _moment(value: Any, where: str) -> tuple[int, bool]:
+    """(time, is it a date?). A date without a time zone is taken as UTC."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value, False
+    try:
+        moment = datetime.fromisoformat(str(value))
+    except ValueError as problem:
+        raise DataError(f"{where}: expected a date as in ISO 8601 or a whole number, got {value!r}") from problem
+    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()), True

@@ -1,0 +1,47 @@
+"""Masked language modelling: which tokens of a sample are hidden, its loss, and what a perplexity is made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.data.tokenizer import MASK, SPECIAL
+
+IGNORED = -100  # the target of a token that is not to be predicted
+_SHOWN_MASKED, _SHOWN_RANDOM = 0.8, 0.1  # the rest is shown as it is (Devlin et al., 2019)
+
+
+def mask_tokens(
+    tokens: np.ndarray, rate: float, vocabulary: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets), both like `tokens` (n, length): each ordinary token is predicted with probability `rate`, and
+    at least one of every row that has any. Of those, 80 % are shown as [MASK], 10 % as a random token, 10 % as is."""
+    draws, shown = rng.random(tokens.shape), rng.random(tokens.shape)
+    random_tokens = rng.integers(len(SPECIAL), vocabulary, tokens.shape)
+    ordinary = tokens >= len(SPECIAL)
+    draws = np.where(ordinary, draws, np.inf)
+    lowest = draws.min(axis=1, keepdims=True)
+    predicted = ordinary & ((draws < rate) | (draws == lowest))
+    inputs = np.where(predicted & (shown < _SHOWN_MASKED), MASK, tokens)
+    swapped = predicted & (shown >= _SHOWN_MASKED) & (shown < _SHOWN_MASKED + _SHOWN_RANDOM)
+    return np.where(swapped, random_tokens, inputs), np.where(predicted, tokens, IGNORED)
+
+
+def _likelihood(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-likelihoods of the targets, 0 where there is none, and where there is one; both shaped like y."""
+    predicted = y >= 0
+    logs = outputs.log_softmax(-1).gather(-1, y.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(predicted, logs, 0.0), predicted
+
+
+def masked_loss(outputs: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy over the tokens to be predicted; outputs (n, length, vocabulary), y (n, length)."""
+    logs, predicted = _likelihood(outputs, y)
+    return -logs.sum() / predicted.sum().clamp_min(1)
+
+
+def masked_counts(outputs: Tensor, y: Tensor) -> Tensor:
+    """(2,) float64: tokens that were to be predicted, and the sum of their negative log-likelihoods."""
+    logs, predicted = _likelihood(outputs.float(), y)
+    return torch.stack([predicted.sum().double(), -logs.double().sum()])

@@ -1,0 +1,274 @@
+"""Text over periods: every client is a user, every task a period of time; a masked language model is trained.
+
+"Coordinated Replay Sample Selection for Continual Federated Learning", Sect. 5.2: a period is some weeks, of which the
+last are for testing. Utterances without dates have numbered periods (an act of a play, say), of which every user's last
+utterances are for testing. The tokenizer is trained on the first period's training text and shared.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.core.data import Data
+from everfed.data.tokenizer import SPECIAL, Tokenizer
+from everfed.data.utterances import SECONDS_PER_DAY, Utterances, load_utterances
+from everfed.streams.base import CACHE_BYTES, SPLITS, IncrementalStream
+from everfed.streams.cache import DataCache
+from everfed.streams.draws import cohort_size, generator
+from everfed.streams.masking import mask_tokens, masked_counts, masked_loss
+from everfed.streams.options import OptionError, Options, require_number, require_whole
+
+_MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels")
+
+
+class Division(NamedTuple):
+    """Of every utterance: its period (-1: none) and whether it is for testing. starts: where each period begins."""
+
+    period: np.ndarray
+    testing: np.ndarray
+    starts: tuple[int, ...]
+
+
+class Periods(IncrementalStream):
+    """Clients are users drawn by the stream's seed from those with `min_utterances` training utterances or more.
+
+    train_weeks, test_weeks: of a period, for dated utterances; periods without training or test text are left out.
+    test_share: of a user's utterances in a period, for numbered ones. vocabulary: at most so many word pieces.
+    length: tokens of a sample. mask_rate: share of tokens to be predicted; which ones is fixed for every sample.
+    `max_train` counts per client and period, `max_test` per period, and so does the scale of a quick look.
+    """
+
+    scenario = "periods"
+    about = "users' utterances over periods of time; masked language modelling, scored by perplexity"
+    score = "perplexity"
+    loss = staticmethod(masked_loss)
+    measure = staticmethod(masked_counts)
+
+    read = staticmethod(load_utterances)
+
+    def __init__(
+        self,
+        source: Utterances,
+        options: Options,
+        *,
+        seed: int,
+        rounds_per_task: int,
+        scale: float = 1.0,
+        train_weeks: int = 2,
+        test_weeks: int = 1,
+        test_share: float = 0.2,
+        vocabulary: int = 4000,
+        length: int = 32,
+        mask_rate: float = 0.15,
+        min_utterances: int = 1,
+    ) -> None:
+        _check(source, options, seed=seed, rounds_per_task=rounds_per_task, min_utterances=min_utterances)
+        require_number("scale", scale, above=0.0, to=1.0)
+        require_whole("vocabulary", vocabulary, least=len(SPECIAL) + 1)
+        require_whole("length", length, least=3)
+        require_number("mask_rate", mask_rate, above=0.0, to=1.0)
+        self.utterances, self.options, self.seed, self.scale = source, options, seed, scale
+        self.clients, self.tasks, self.boundaries = options.clients, options.tasks, options.boundaries
+        self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * options.tasks
+        self.mask_rate, self.input_shape = mask_rate, (length,)
+        self.name = f"{source.name}-periods"
+        if source.dated:
+            self._settings: dict[str, Any] = {"train_weeks": train_weeks, "test_weeks": test_weeks}
+            division = divide_dated(source, train_weeks, test_weeks)
+        else:
+            self._settings = {"test_share": test_share}
+            division = divide_numbered(source, test_share)
+        self._settings |= {"length": length, "mask_rate": mask_rate, "min_utterances": min_utterances}
+        self._use_periods(division, min_utterances, vocabulary)
+        self._cache = DataCache(CACHE_BYTES)
+
+    # The protocol
+
+    def data(self, client: int, task: int) -> Data:
+        """The client's training utterances of the period, with their masks; ids are positions in the file."""
+        user = self.chosen[_within("client", client, self.clients)]
+        rows = self._train[_within("task", task, self.tasks)].get(int(user), np.zeros(0, dtype=np.int64))
+        return self._cache.get((client, task), lambda: self._masked(rows, "train", int(user), task))
+
+    def test(self, task: int, split: str = "test") -> Data:
+        """All clients' test utterances of the period, or the validation ones held out of the training text."""
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is not one of the allowed values: {', '.join(SPLITS)}")
+        if split == "validation" and not self.options.validation:
+            raise OptionError("validation", "no validation split was held out; set a share above 0")
+        rows = (self._test if split == "test" else self._validation)[_within("task", task, self.tasks)]
+        return self._cache.get((split, task), lambda: self._masked(rows, split, task))
+
+    def labels(self, task: int) -> tuple[int, ...]:
+        """All word pieces."""
+        return tuple(range(self.classes))
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Token numbers, as they are."""
+        return x
+
+    def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
+        """Nothing: masks are fixed, so that a sample's gradient is a function of the sample."""
+        return None
+
+    def augment(self, x: Tensor, draws: Tensor) -> Tensor:
+        """The samples themselves."""
+        return x
+
+    def describe(self) -> dict[str, Any]:
+        """The settings in full, and how many utterances every client has in every period."""
+        given = ("tasks", "clients", "participation", "validation", "boundaries", "max_train", "max_test")
+        return {
+            "name": self.name,
+            "scenario": self.scenario,
+            "dataset": self.utterances.name,
+            "origin": self.utterances.origin,
+            "stands_for": self.utterances.stands_for,
+            "classes": self.classes,
+            "input_shape": list(self.input_shape),
+            "seed": self.seed,
+            "scale": self.scale,
+            "rounds": self.rounds,
+            "rounds_per_task": self.rounds_per_task,
+            "clients_per_round": cohort_size(self.clients, self.options.participation),
+            "task_ids": self.task_ids,
+            **{key: getattr(self.options, key) for key in given},
+            **self._settings,
+            "vocabulary": self.classes,
+            "period_starts": list(self.starts),
+            "users": [self.utterances.users[user] for user in self.chosen],
+            "samples": {
+                "train": [[len(rows.get(int(user), ())) for user in self.chosen] for rows in self._train],
+                "test": [len(rows) for rows in self._test],
+            },
+        }
+
+    # How data comes about
+
+    def _use_periods(self, division: Division, min_utterances: int, vocabulary: int) -> None:
+        """Choose the clients, train the tokenizer, and keep the tokens of all that may be asked for."""
+        if self.tasks > len(division.starts):
+            raise OptionError(
+                "tasks", f"{self.tasks} is too many; {self.utterances.name} has {len(division.starts)} periods"
+            )
+        self.starts = division.starts[: self.tasks]
+        self.chosen = self._choose_users(division, min_utterances)
+        train, test = self._split(division)
+        first = [self.utterances.texts[row] for rows in train[0].values() for row in rows]
+        if not first:
+            raise OptionError("clients", "the chosen users say nothing in the first period; nothing to make tokens of")
+        self.tokenizer = Tokenizer.train(first, vocabulary)
+        self.classes = self.tokenizer.size
+        if self.classes <= len(SPECIAL):
+            raise OptionError("vocabulary", "the first period's text gives no word piece that occurs twice")
+        self._tokenize(train, test)
+
+    def _choose_users(self, division: Division, least: int) -> np.ndarray:
+        training = (division.period >= 0) & (division.period < self.tasks) & ~division.testing
+        counts = np.bincount(self.utterances.user[training], minlength=len(self.utterances.users))
+        eligible = np.flatnonzero(counts >= least)
+        if len(eligible) < self.clients:
+            raise OptionError(
+                "clients", f"{self.clients} is too many; {len(eligible)} users have {least} training utterances or more"
+            )
+        return np.sort(generator(self.seed, "users").choice(eligible, size=self.clients, replace=False))
+
+    def _split(self, division: Division) -> tuple[list[dict[int, np.ndarray]], list[np.ndarray]]:
+        """By period: the training rows of every chosen user, and the test rows of all of them."""
+        options, user = self.options, self.utterances.user
+        ours, train, test = np.isin(user, self.chosen), [], []
+        for task in range(self.tasks):
+            here = ours & (division.period == task)
+            rows = np.flatnonzero(here & ~division.testing)
+            by_user = {int(u): rows[user[rows] == u] for u in np.unique(user[rows])}
+            train.append({u: self._some(own, options.max_train, u, task) for u, own in by_user.items()})
+            test.append(self._some(np.flatnonzero(here & division.testing), options.max_test, -1, task))
+        return train, test
+
+    def _some(self, rows: np.ndarray, most: int | None, user: int, task: int) -> np.ndarray:
+        """At most so many of the rows, and no more than the scale allows, in order."""
+        count = min(math.ceil(self.scale * len(rows)), len(rows) if most is None else most)
+        return np.sort(generator(self.seed, "some", user + 1, task).choice(rows, size=count, replace=False))
+
+    def _tokenize(self, train: list[dict[int, np.ndarray]], test: list[np.ndarray]) -> None:
+        """Encode what is used; rows without an ordinary token say nothing and go."""
+        used = np.unique(np.concatenate([*test, *(rows for period in train for rows in period.values())]))
+        tokens = self.tokenizer.encode([self.utterances.texts[row] for row in used], self.input_shape[0])
+        speaking = (tokens >= len(SPECIAL)).any(axis=1)
+        self._used, self._tokens = used[speaking], tokens[speaking]
+        kept = [{user: rows[np.isin(rows, self._used)] for user, rows in period.items()} for period in train]
+        self._test = [rows[np.isin(rows, self._used)] for rows in test]
+        self._train, self._validation = [], []
+        for task, period in enumerate(kept):
+            held = {user: self._validated(rows, user, task) for user, rows in period.items()}
+            self._train.append({user: np.setdiff1d(rows, held[user]) for user, rows in period.items()})
+            self._validation.append(np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *held.values()])))
+        silent = [task + 1 for task, rows in enumerate(self._test) if not len(rows)]
+        if silent:
+            raise OptionError("tasks", f"period {silent[0]} of {self.tasks} has no test utterance to be scored on")
+
+    def _validated(self, rows: np.ndarray, user: int, task: int) -> np.ndarray:
+        count = round(self.options.validation * len(rows))
+        return generator(self.seed, "validation", user, task).choice(rows, size=count, replace=False)
+
+    def _masked(self, rows: np.ndarray, purpose: str, *keys: int) -> Data:
+        tokens = self._tokens[np.searchsorted(self._used, rows)]
+        rng = generator(self.seed, f"masking {purpose}", *keys)
+        x, y = mask_tokens(tokens, self.mask_rate, self.classes, rng) if len(rows) else (tokens, tokens)
+        return Data(torch.from_numpy(x.astype(np.int64)), torch.from_numpy(y.astype(np.int64)), rows)
+
+
+def divide_dated(source: Utterances, train_weeks: int, test_weeks: int) -> Division:
+    """Periods of train_weeks + test_weeks weeks, counted from the first day on."""
+    require_whole("train_weeks", train_weeks)
+    require_whole("test_weeks", test_weeks)
+    weeks = train_weeks + test_weeks
+    first = int(source.time.min()) // SECONDS_PER_DAY * SECONDS_PER_DAY
+    week = (source.time - first) // (7 * SECONDS_PER_DAY)
+    testing = week % weeks >= train_weeks
+    period, starts = _renumbered(week // weeks, testing)
+    return Division(period, testing, tuple(first + int(s) * weeks * 7 * SECONDS_PER_DAY for s in starts))
+
+
+def divide_numbered(source: Utterances, test_share: float) -> Division:
+    """A period for every number; each user's last utterances in it are for testing, as long as one is left to train."""
+    require_number("test_share", test_share, above=0.0, below=1.0)
+    testing = np.zeros(len(source), dtype=bool)
+    order = np.lexsort((np.arange(len(source)), source.time, source.user))
+    changes = np.diff(source.user[order]) | np.diff(source.time[order])
+    for rows in np.split(order, np.flatnonzero(changes) + 1):
+        count = min(len(rows) - 1, math.ceil(test_share * len(rows)))
+        testing[rows[len(rows) - count :]] = True
+    period, starts = _renumbered(source.time, testing)
+    return Division(period, testing, tuple(int(s) for s in starts))
+
+
+def _renumbered(period: np.ndarray, testing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Periods that have training and test text, counted from 0; -1 for the others."""
+    complete = np.intersect1d(np.unique(period[~testing]), np.unique(period[testing]))
+    found = np.searchsorted(complete, period)
+    inside = np.isin(period, complete)
+    return np.where(inside, found, -1), complete
+
+
+def _check(source: Utterances, options: Options, **whole: int) -> None:
+    if not isinstance(source, Utterances):
+        raise OptionError("scenario", "periods takes utterances; arrays fit the other scenarios")
+    usual = Options()
+    for field in fields(Options):
+        if field.name in _MEANINGLESS and getattr(options, field.name) != getattr(usual, field.name):
+            raise OptionError(field.name, "means nothing for utterances; leave it out")
+    for key, value in whole.items():
+        require_whole(key, value, least=0 if key == "seed" else 1)
+
+
+def _within(what: str, index: int, count: int) -> int:
+    if not 0 <= index < count:
+        raise IndexError(f"{what} {index} is not within 0..{count - 1}")
+    return index
