@@ -13,11 +13,15 @@ from everfed.core.method import Method, compose
 from everfed.core.part import CompositionError, Part
 from everfed.naming import load_object
 from everfed.parts.agem import AGEM
+from everfed.parts.ala import ALA
 from everfed.parts.average import FedAvg
 from everfed.parts.curvature import FedCurv
+from everfed.parts.dbe import DBE
 from everfed.parts.der import DER, DERPlusPlus
 from everfed.parts.ewc import EWC
+from everfed.parts.fedas import FedAS
 from everfed.parts.fedgp import FedGP
+from everfed.parts.fedl2p import FedL2P
 from everfed.parts.fedlwf2t import FedLwF2T
 from everfed.parts.fedomg import FedOMG
 from everfed.parts.fedssi import FedSSI
@@ -87,10 +91,14 @@ PRESETS: dict[str, Preset] = {
     "uncoordinated": _choosing("replays samples that each client chose for diverse gradients", "uncoordinated"),
     "coordinated": _choosing("replays samples that all clients chose together for diverse gradients", "coordinated"),
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
+    "fedala": _preset("personalised: a learned mixture of the global model and the client's own", FedAvg, ALA),
+    "feddbe": _preset("personalised: every client adds a vector of its own to the features", FedAvg, DBE),
+    "fedas": _preset("personalised heads on an aligned base, averaged by Fisher information", FedAS),
+    "fedl2p": _preset("personalised: learned rates and statistics for fine-tuning", FedAvg, FedL2P),
     "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
 }
-# the upper bound keeps no buffer; decomposed weights have no gradient to share; an ablation stands by itself
-_WITHOUT_FEDGP = ("ideal", "fedweit", "stamp-temporal")
+# the upper bound keeps no buffer; decomposed and personal weights have no gradient to share; ablations stand alone
+_WITHOUT_FEDGP = ("ideal", "fedweit", "stamp-temporal", "fedala", "feddbe", "fedas", "fedl2p")
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for
 
 

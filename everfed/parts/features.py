@@ -1,0 +1,74 @@
+"""What a network's head is given: features, and passes through the head with features changed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from everfed.core.extras import EXTRAS
+from everfed.core.fit import Trainer
+from everfed.core.layout import Entry, Layout
+from everfed.core.part import Model
+from everfed.parts.layers import in_precision
+
+CHUNK = 1000  # samples at once in a pass over a client's data
+
+
+def network(layout: Layout) -> list[Entry]:
+    """The network's own parameters, in order: without those that methods add."""
+    return [entry for entry in layout.params if not entry.name.startswith(EXTRAS)]
+
+
+def head_weight(layout: Layout) -> Entry:
+    """The weight (classes, features) of the head, the last linear layer."""
+    matrices = [entry for entry in network(layout) if len(entry.shape) == 2]
+    if not matrices:
+        raise ValueError("the model has no linear layer, so no head that features could be given to")
+    return matrices[-1]
+
+
+def head(module: nn.Module) -> nn.Module:
+    """The head itself."""
+    names = [n for n, p in module.named_parameters() if p.dim() == 2 and not n.startswith(EXTRAS)]
+    return module.get_submodule(names[-1].rpartition(".")[0])
+
+
+def through_head(
+    module: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(outputs, features (n, F)) of network inputs x; the head is given change(features)."""
+    seen: list[Tensor] = []
+
+    def before(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        seen.append(args[0])
+        return None if change is None else (change(args[0]),)
+
+    handle = head(module).register_forward_pre_hook(before)
+    try:
+        outputs: Tensor = module(x)
+    finally:
+        handle.remove()
+    return outputs, seen[0]
+
+
+def features(trainer: Trainer, model: Model, x: Tensor) -> Tensor:
+    """(n, F) features of samples in storage form under `model`: eval mode, no gradients."""
+    trainer.replica.load(model)
+    module = trainer.replica.module.eval()
+    with torch.no_grad(), in_precision(trainer):
+        chunks = [through_head(module, trainer.stream.inputs(part.to(trainer.device)))[1] for part in x.split(CHUNK)]
+    return torch.cat(chunks).float()
+
+
+def class_means(rows: Tensor, y: Tensor, classes: int) -> Tensor:
+    """(classes, F) mean of the rows (n, F) of every class; zeros for a class without samples."""
+    sums = rows.new_zeros(classes, rows.shape[1]).index_add_(0, y, rows)
+    return sums / torch.bincount(y, minlength=classes).clamp(min=1).unsqueeze(1)
+
+
+def span(entries: Iterable[Entry]) -> slice:
+    """Where consecutive entries lie in a parameter vector."""
+    listed = list(entries)
+    return slice(listed[0].start, listed[-1].start + listed[-1].size)
