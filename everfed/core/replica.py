@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from everfed.core.dropout import adopt
@@ -18,6 +19,9 @@ class Replica:
 
     In bf16 the weights of convolutions and linear layers are bfloat16 copies of the float32 vector, made for all of
     them at once (`refresh`) instead of one by one in every forward pass; the vector stays the truth.
+
+    mixes_samples: does a sample's output depend on the others in its forward pass, as with BatchNorm? A layer of your
+    own that does so says it with an attribute of this name.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device, precision: str = "fp32") -> None:
@@ -31,6 +35,9 @@ class Replica:
         adopt(self.module, self.generator)
         named = dict(self.module.named_parameters())
         self.trainable: list[Tensor] = [named[entry.name] for entry in layout.params]
+        self.mixes_samples = any(
+            isinstance(m, _BatchNorm) or getattr(m, "mixes_samples", False) for m in module.modules()
+        )
         self.low: Tensor | None = None
         if precision == "bf16":
             self._lower()

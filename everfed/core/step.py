@@ -22,8 +22,8 @@ from everfed.core.tree import Tree
 
 @dataclass
 class Batch:
-    """Samples a part brings into a step. joined: forwarded together with the real batch and part of the task loss;
-    otherwise forwarded alone, and the part's own `loss` says what to do with `outputs`."""
+    """Samples a part brings into a step. joined: part of the task loss, forwarded together with the real batch;
+    otherwise they have the outputs of a forward pass of their own, and the part's `loss` says what to do with them."""
 
     x: Tensor
     y: Tensor
@@ -107,19 +107,27 @@ def train_step(
 
 
 def _forward(step: Step) -> None:
-    """One forward for the real batch and the joined ones together, one for each separate batch."""
+    """One forward for the real batch and the joined ones together, one for each separate batch.
+
+    A network that treats every sample by itself gives separate batches the same outputs in one forward with the rest,
+    and is spared the others.
+    """
     joined = [batch for batch in step.batches.values() if batch.joined]
-    if joined:
-        step.all_outputs = step.forward(torch.cat([step.x, *(batch.x for batch in joined)]))
-        step.all_y = torch.cat([step.y, *(batch.y for batch in joined)])
-        step.outputs, *rest = step.all_outputs.split([len(step.x), *(len(batch.x) for batch in joined)])
-        for batch, outputs in zip(joined, rest, strict=True):
-            batch.outputs = outputs
+    apart = [batch for batch in step.batches.values() if not batch.joined]
+    together = joined if step.replica.mixes_samples else [*joined, *apart]
+    step.all_y = step.y
+    if together:
+        outputs = step.forward(torch.cat([step.x, *(batch.x for batch in together)]))
+        step.outputs, *rest = outputs.split([len(step.x), *(len(batch.x) for batch in together)])
+        for batch, own in zip(together, rest, strict=True):
+            batch.outputs = own
+        counted = len(step.x) + sum(len(batch.x) for batch in joined)
+        step.all_outputs = outputs[:counted]
+        step.all_y = torch.cat([step.y, *(batch.y for batch in joined)]) if joined else step.y
     else:
         step.outputs = step.all_outputs = step.forward(step.x)
-        step.all_y = step.y
-    for batch in step.batches.values():
-        if not batch.joined:
+    for batch in apart:
+        if step.replica.mixes_samples:
             batch.outputs = step.forward(batch.x)
 
 

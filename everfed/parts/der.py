@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import functional
 
 from everfed.core.context import Context
 from everfed.core.part import CompositionError, Part, State, Tables
@@ -55,7 +56,8 @@ class DER(Part):
         batch = step.batches.get(self.name)
         if batch is None or batch.outputs is None:
             return None
-        return self.weight * (batch.outputs - batch.extra["logits"]).square().mean()
+        term = functional.mse_loss(batch.outputs, batch.extra["logits"])
+        return term if self.weight == 1.0 else self.weight * term
 
 
 @dataclass(frozen=True)

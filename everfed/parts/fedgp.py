@@ -26,7 +26,7 @@ from everfed.core.reduce import Mean
 from everfed.core.step import Step
 from everfed.core.tree import Tree
 from everfed.parts import memory
-from everfed.parts.projection import check_finite, dot, project
+from everfed.parts.projection import check_finite, project, squared_norm
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FedGP(Part):
     def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
         """|g_ref|^2 stays the same for the whole round, so it is computed once."""
         reference = message.get(self.name, {}).get("reference")
-        return ({} if reference is None else {"norm": dot(reference, reference)}), model
+        return ({} if reference is None else {"norm": squared_norm(reference)}), model
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         reference = step.message.get(self.name, {}).get("reference")

@@ -13,14 +13,20 @@ def project(gradient: Tensor, reference: Tensor | None, norm: Tensor | None = No
 
     Both are (P,) gradients, ascent directions of a loss. The branch is arithmetic, so that no device has to be asked:
     the coefficient is zero unless there is a conflict. Scalar products of long vectors are summed in float64.
-    norm: |reference|^2, when it is known already.
+    norm: `squared_norm(reference)`, when it is known already.
     """
     if reference is None:
         return gradient
-    s, q = dot(gradient, reference), dot(reference, reference) if norm is None else norm
-    coefficient = torch.where((s < 0) & (q > _TINY), s / q, torch.zeros_like(s))
+    q = squared_norm(reference) if norm is None else norm
+    coefficient = dot(gradient, reference).clamp(max=0.0) / q
     # g - (s/q) ref; subtracting an exact zero leaves g as it was, bit for bit
     return torch.addcmul(gradient, reference, coefficient.to(gradient.dtype), value=-1.0)
+
+
+def squared_norm(reference: Tensor) -> Tensor:
+    """|reference|^2 as a divisor: infinite for a zero reference, which then removes nothing."""
+    q = dot(reference, reference)
+    return torch.where(q > _TINY, q, torch.inf)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
