@@ -1,4 +1,4 @@
-"""A WordPiece vocabulary trained on a stream's own text, and text as rows of token numbers."""
+"""A vocabulary of word pieces trained on a stream's own text, and text as rows of token numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ PAD, UNKNOWN, START, END, MASK = range(len(SPECIAL))
 
 
 class Tokenizer:
-    """Lower-cased WordPiece, as BERT's. `text` is its description in the format of the tokenizers package."""
+    """Lower-cased byte pairs. `text` is its description in the format of the tokenizers package.
+
+    Not the package's WordPiece: it numbers letters in the order of a hash table, so that its training gives another
+    vocabulary in every process, and every client of a stream must have the same.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -23,10 +27,10 @@ class Tokenizer:
     def train(texts: Sequence[str], vocabulary: int) -> Tokenizer:
         """At most `vocabulary` pieces, the five special ones first; fewer when the texts do not give more."""
         tokenizers = _package()
-        made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token=SPECIAL[UNKNOWN]))
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=SPECIAL[UNKNOWN]))
         made.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
-        made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-        trainer = tokenizers.trainers.WordPieceTrainer(
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+        trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocabulary, special_tokens=list(SPECIAL), min_frequency=2, show_progress=False
         )
         made.train_from_iterator(texts, trainer)
