@@ -72,7 +72,7 @@ def _three_layers(inputs: int, hidden: int, outputs: int, first: float) -> nn.Se
 
 def clamped(x: Tensor, low: float, high: float) -> Tensor:
     """x within bounds, with the gradient of x itself (straight-through)."""
-    return x + (x.clamp(low, high) - x).detach()
+    return x.detach().clamp(low, high) + (x - x.detach())  # the second term is exactly 0
 
 
 def symmetric_divergence(mean: Tensor, var: Tensor, other_mean: Tensor, other_var: Tensor, eps: float = 1e-5) -> Tensor:

@@ -1,0 +1,224 @@
+"""FedL2P: what the meta-nets may say, how a client fine-tunes by them, and the hypergradient in closed form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everfed import methods
+from everfed.core.context import Context, TrainOptions
+from everfed.core.layout import Layout
+from everfed.core.optimizer import Optimizer
+from everfed.parts.fedl2p import FedL2P, Look, spread
+from everfed.parts.meta_nets import MetaNets, Sites, clamped, symmetric_divergence
+from everfed.parts.moments import watch_inputs
+from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
+
+QUICK = {"fedl2p": {"epochs": 2, "hidden": 5}}
+
+
+def norm_bench(**fields: Any) -> Bench:
+    return Bench("fedl2p", QUICK, module=Norm, **fields)
+
+
+def looked(bench: Bench) -> tuple[Look, Context, Any]:
+    ctx = bench.context()
+    model, data = bench.model(), bench.stream.data(0, 0)
+    return Look.at(model, data, ctx), ctx, model
+
+
+# the meta-nets -------------------------------------------------------------------------------------------------------
+def test_sites_of_a_network() -> None:
+    sites = Sites.of(Layout.of(norm_bench().bare_module()))
+    assert sites.layers == ("conv", "norm", "head") and sites.norms == ("norm",)
+    assert sites.tensors == ("conv.weight", "conv.bias", "norm.weight", "norm.bias", "head.weight", "head.bias")
+
+
+def test_without_batchnorm_there_is_no_bn_net() -> None:
+    plain, normed = (FedL2P().nets(b.layout()) for b in (Bench("fedl2p", QUICK), norm_bench()))
+    assert plain.bn_net is None and normed.bn_net is not None
+    assert not any(name.startswith("bn_net") for name, _ in plain.named_parameters())
+    assert plain(torch.zeros(4), torch.zeros(0))[1].shape == (0,)
+
+
+def test_first_outputs() -> None:
+    rates, betas = MetaNets(Sites(("a",), ("a.w", "a.b"), ("n",)), 100, 1e-3, 1000.0)(torch.ones(2), torch.ones(1))
+    assert rates.tolist() == pytest.approx([1e-3, 1e-3]) and betas.tolist() == [0.5]
+
+
+def test_three_layers_of_a_hundred() -> None:
+    nets = FedL2P().nets(norm_bench().layout())
+    assert [tuple(p.shape) for p in nets.lr_net.parameters()] == [(100, 6), (100,), (100, 100), (100,), (6, 100), (6,)]
+    assert [tuple(p.shape) for p in nets.bn_net.parameters()] == [(100, 1), (100,), (100, 100), (100,), (1, 100), (1,)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.1, 1e4))
+def test_outputs_are_clamped(seed: int, size: float) -> None:
+    nets = MetaNets(Sites(("a", "b"), ("a.w", "b.w", "b.b"), ("m", "n")), 4, 1.0, 1000.0)
+    vector = size * torch.randn(nets.vector().numel(), generator=torch.Generator().manual_seed(seed))
+    vector[:3] = 1.0  # the base rates come first
+    factors, betas = nets.at(vector, torch.ones(4), torch.ones(2))
+    assert factors.min() >= 0.0 and factors.max() <= 1000.0
+    assert betas.min() >= 0.0 and betas.max() <= 1.0
+
+
+def test_clamping_lets_the_gradient_through() -> None:
+    x = torch.tensor([-2.0, 0.5, 7.0], requires_grad=True)
+    y = clamped(x, 0.0, 1.0)
+    assert y.tolist() == [0.0, 0.5, 1.0]
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_divergence_by_hand() -> None:
+    """N(0, 1) against N(1, 4): KL = ln 2 + 2/8 - 1/2 one way, -ln 2 + 5/2 - 1/2 the other; half their sum is 0.875."""
+    found = symmetric_divergence(torch.zeros(1), torch.ones(1), torch.ones(1), 4 * torch.ones(1), eps=0.0)
+    assert float(found) == pytest.approx(0.875)
+    assert float(symmetric_divergence(torch.ones(3), torch.ones(3), torch.ones(3), torch.ones(3))) == pytest.approx(0.0)
+
+
+# statistics ----------------------------------------------------------------------------------------------------------
+def test_beta_zero_keeps_the_stored_statistics_and_one_takes_the_clients() -> None:
+    look, _, model = looked(norm_bench())
+    assert torch.equal(look.mixed(model, torch.zeros(1))["stats"], model["stats"])
+    own = look.mixed(model, torch.ones(1))["stats"]
+    assert torch.allclose(own, torch.cat(look.client["norm"]), atol=1e-6)
+    half = look.mixed(model, torch.tensor([0.5]))["stats"]
+    assert torch.allclose(half, (model["stats"] + own) / 2, atol=1e-6)
+
+
+def test_client_statistics_are_those_of_the_layers_inputs() -> None:
+    bench = norm_bench()
+    look, ctx, _ = looked(bench)
+    module, x = bench.bare_module(), ctx.train.stream.inputs(bench.stream.data(0, 0).x)
+    inside = module.conv(x)
+    mean, var = look.client["norm"]
+    assert torch.allclose(mean, inside.mean((0, 2, 3)), atol=1e-5)
+    assert torch.allclose(var, inside.var((0, 2, 3), unbiased=False), atol=1e-5)
+    assert look.inputs.shape == (6,)
+    assert look.inputs[:2].tolist() == pytest.approx([float(x.mean()), float(x.std(unbiased=False))], abs=1e-5)
+
+
+def test_inputs_are_watched_in_chunks_too() -> None:
+    bench = norm_bench()
+    ctx, x = bench.context(), bench.stream.data(0, 0).x
+    once = watch_inputs(ctx.train, bench.model(), x, ["conv"])["conv"].overall()
+    many = watch_inputs(ctx.train, bench.model(), x.repeat(200, 1, 1, 1), ["conv"])["conv"].overall()  # 2400 samples
+    assert torch.allclose(torch.stack(once), torch.stack(many), atol=1e-6)
+
+
+def test_fine_tuning_keeps_the_chosen_statistics() -> None:
+    bench, part = norm_bench(), FedL2P(epochs=3)
+    look, ctx, model = looked(bench)
+    chosen = look.mixed(model, torch.tensor([0.3]))
+    tuned = part.tune(chosen, torch.full((6,), 0.1), bench.stream.data(0, 0), ctx)
+    assert torch.equal(tuned["stats"], chosen["stats"])
+    assert not torch.equal(tuned["params"], chosen["params"])
+
+
+# rates ---------------------------------------------------------------------------------------------------------------
+def test_a_factor_of_zero_freezes_a_tensor() -> None:
+    bench, part = Bench("fedl2p", QUICK), FedL2P(epochs=2)
+    ctx, model, data = bench.context(), bench.model(), bench.stream.data(0, 0)
+    tuned = part.tune(model, torch.tensor([0.0, 0.1, 0.1, 0.0]), data, ctx)["params"]
+    moved = [not torch.equal(e.view(tuned), e.view(model["params"])) for e in ctx.facts.layout.params]
+    assert moved == [False, True, True, False]
+
+
+def test_rates_are_spread_over_their_tensors() -> None:
+    vector = spread(torch.tensor([1.0, 2.0, 3.0, 4.0]), Bench("fedl2p", QUICK).layout())
+    assert vector.unique_consecutive(return_counts=True)[1].tolist() == [128, 8, 32, 4]
+
+
+# the hypergradient ---------------------------------------------------------------------------------------------------
+def scalar_bench(table: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> Bench:
+    stream = Given(clients=1, tasks=1, table=table, classes=1, objective=mean_square)
+    return Bench("fedl2p", QUICK, stream, TrainOptions(1, 10, Optimizer(lr=0.1)), Linear)
+
+
+@pytest.mark.parametrize("terms", [1, 3])
+def test_the_hypergradient_of_a_rate_by_hand(terms: int) -> None:
+    """L_T = (w - a)^2 / 2, L_V = (w - b)^2 / 2: u = r (w - a), du/dw = r, and Eq. 7 is a geometric sum."""
+    a, b, w, rate, step = 2.0, -1.0, 0.7, 0.4, 0.1
+    bench = scalar_bench({(0, 0): (torch.ones(1, 1), torch.tensor([a]))})
+    ctx, part = bench.context(), FedL2P(hidden=5, terms=terms, base_rate=rate, step=step)
+    batch = bench.stream.data(0, 0)
+    model = {**bench.model(), "params": torch.tensor([w])}
+    look, nets = Look.at(model, batch, ctx), part.nets(ctx.facts.layout)
+    held = type(batch)(batch.x, torch.tensor([b]), batch.ids)
+    found = part.hypergradient(nets.vector(), nets, look, model, batch, held, ctx)
+    series = sum((1 - step * rate) ** j for j in range(terms))
+    expected = -step * series * (w - b) * (w - a)  # with respect to the rate; the factor is 1
+    assert float(found[0]) == pytest.approx(expected, rel=1e-4)  # the base rate
+    assert float(found[-1]) == pytest.approx(expected * rate, rel=1e-4)  # the last bias, which is the factor
+
+
+def test_the_direct_gradient_reaches_the_bn_net() -> None:
+    """With no indirect path (step 0) the gradient is that of the validation loss through beta, checked numerically."""
+    bench, part = norm_bench(), FedL2P(hidden=3, step=0.0)
+    look, ctx, model = looked(bench)
+    data = bench.stream.data(0, 0)
+    nets = part.nets(ctx.facts.layout)
+    meta = nets.vector()
+    found = part.hypergradient(meta, nets, look, model, data, data, ctx)
+    tensors = {e.name: e.view(model["params"]) for e in ctx.facts.layout.params}
+    losses = [float(look.loss(tensors, torch.tensor([0.5 + h]), data, ctx)) for h in (1e-2, -1e-2)]
+    assert float(found[-1]) == pytest.approx((losses[0] - losses[1]) / 2e-2, abs=2e-3)
+
+
+def test_norms_by_hand_equal_torchs() -> None:
+    bench = norm_bench()
+    look, ctx, model = looked(bench)
+    data = bench.stream.data(0, 0)
+    tensors = {e.name: e.view(model["params"]) for e in ctx.facts.layout.params}
+    for beta in (0.0, 0.3, 1.0):
+        ours = look.loss(tensors, torch.tensor([beta]), data, ctx)
+        outputs = ctx.train.outputs(look.mixed(model, torch.tensor([beta])), data.x)
+        assert float(ours) == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, data.y)), abs=1e-5)
+
+
+# the whole -----------------------------------------------------------------------------------------------------------
+def test_the_base_is_fedavgs_and_the_meta_nets_move() -> None:
+    outcome = Bench("fedl2p", QUICK).run()
+    assert torch.allclose(outcome.params, Bench("fedavg").run().params, atol=1e-6)
+    first = FedL2P(hidden=5).server_slots(Bench("fedl2p", QUICK).world().server("init"))["meta"]
+    meta = outcome.state.server["fedl2p"]["meta"]
+    assert meta.shape == first.shape and not torch.equal(meta, first)
+    assert (meta - first).abs().max() <= 4 * 3 * 1e-3 + 1e-6  # 4 rounds of 3 clamped steps at 1e-3, averaged
+
+
+def test_it_is_scored_with_the_fine_tuned_models() -> None:
+    bench = Bench("fedl2p", {"fedl2p": {"epochs": 5, "hidden": 5, "base_rate": 0.2}}, Toy(clients=2))
+    outcome, test = bench.run(), bench.stream.test(1)
+    assert methods.build("fedl2p").personal
+    own = [outcome.clients[c]["fedl2p"] for c in range(2)]
+    right = sum(int((bench.trainer().outputs(model, test.x).argmax(1) == test.y).sum()) for model in own)
+    assert outcome.state.rows[1][1][:2] == [80, right]
+    assert not torch.equal(own[0]["params"], own[1]["params"])
+
+
+def test_traffic_is_the_meta_nets_on_top_of_the_model() -> None:
+    stream = Toy(tasks=1, rounds_per_task=1)
+    ours, plain = (b.run().state for b in (Bench("fedl2p", QUICK, stream), Bench("fedala", stream=stream)))
+    size = ours.server["fedl2p"]["meta"].numel() * 4
+    assert ours.traffic.as_dict()["bytes_up"] - plain.traffic.as_dict()["bytes_up"] == 3 * size
+    assert ours.traffic.as_dict()["bytes_down"] - plain.traffic.as_dict()["bytes_down"] == 3 * size
+
+
+def test_a_client_with_one_sample_sits_out() -> None:
+    outcome = Bench("fedl2p", QUICK, Toy(clients=2, tasks=1, sizes={(0, 0): 1})).run()
+    assert "fedl2p" not in outcome.clients[0] and "params" in outcome.clients[1]["fedl2p"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"epochs": -1}, {"terms": 0}, {"hidden": 0}, {"validation": 0.0}, {"validation": 1.0}, {"meta_lr": -1.0}],
+)
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(methods.MethodError, match=next(iter(options))):
+        methods.build("fedl2p", {"fedl2p": options})
