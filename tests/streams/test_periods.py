@@ -1,0 +1,297 @@
+"""Text over periods: who says what when, what is masked, and that a run over it is scored by perplexity."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import everfed
+from everfed import streams
+from everfed.core.stream import Stream
+from everfed.data.errors import DataError
+from everfed.data.tokenizer import MASK, PAD, SPECIAL, Tokenizer
+from everfed.data.utterances import load_utterances
+from everfed.streams.masking import IGNORED, mask_tokens, masked_counts, masked_loss
+from everfed.streams.options import OptionError
+
+pytest.importorskip("tokenizers")
+WORDS = "the cat sat on a mat while rain fell over old grey roofs and someone sang songs about summer".split()
+
+
+def day(number: float) -> str:
+    return (datetime(2020, 1, 6, 9, tzinfo=UTC) + timedelta(days=number)).isoformat()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def said(rng: np.random.Generator) -> str:
+    return " ".join(rng.choice(WORDS, 6))
+
+
+def dated(path: Path, users: int = 4, weeks: int = 9, per_week: int = 5) -> Path:
+    """Every user says something on the same days of every week."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {"user": f"u{user}", "time": day(7 * week + d), "text": said(rng)}
+        for week in range(weeks)
+        for d in range(per_week)
+        for user in range(users)
+    ]
+    return write(path, rows)
+
+
+def build(path: Path, rounds: int = 2, seed: int = 0, scale: float = 1.0, **options: Any) -> Any:
+    table = {"dataset": str(path), "scenario": "periods", "tasks": 3, "clients": 4, "length": 12, **options}
+    return streams.build({"vocabulary": 60, **table}, seed, rounds, scale=scale)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dated(tmp_path_factory.mktemp("text") / "talk.jsonl")
+
+
+@pytest.fixture(scope="module")
+def talk(file: Path) -> Any:
+    return build(file)
+
+
+# periods -------------------------------------------------------------------------------------------------------------
+def test_a_period_is_two_weeks_to_train_and_one_to_test(talk: Any) -> None:
+    assert isinstance(talk, Stream)
+    assert [len(talk.data(client, task)) for task in range(3) for client in range(4)] == [10] * 12
+    assert [len(talk.test(task)) for task in range(3)] == [20, 20, 20]
+    start = int(datetime(2020, 1, 6, tzinfo=UTC).timestamp())
+    assert talk.starts == tuple(start + k * 21 * 86_400 for k in range(3))
+
+
+def test_train_and_test_text_is_of_its_own_weeks_and_user(talk: Any) -> None:
+    lines = talk.utterances
+    for task in range(3):
+        for client in range(4):
+            rows = talk.data(client, task).ids
+            assert {lines.users[u] for u in lines.user[rows]} == {f"u{client}"}
+            assert all(21 * task <= (lines.time[row] - talk.starts[0]) / 86_400 < 21 * task + 14 for row in rows)
+        rows = talk.test(task).ids
+        assert all(21 * task + 14 <= (lines.time[row] - talk.starts[0]) / 86_400 < 21 * task + 21 for row in rows)
+
+
+@pytest.mark.parametrize(("train_weeks", "test_weeks", "periods"), [(1, 1, 4), (4, 1, 1), (2, 1, 3), (1, 2, 3)])
+def test_weeks_are_options(file: Path, train_weeks: int, test_weeks: int, periods: int) -> None:
+    """Nine weeks; a last period without test weeks is left out."""
+    with pytest.raises(OptionError, match=f"50 is too many; talk has {periods} periods"):
+        build(file, tasks=50, train_weeks=train_weeks, test_weeks=test_weeks)
+
+
+def test_weeks_in_which_nobody_speaks_are_no_period(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    days = [0, 1, 15, 105, 106, 120, 126, 141]  # weeks 0 and 2, then 15 and 17, then 18 and 20
+    rows = [{"user": "a", "time": day(d), "text": said(rng)} for d in days]
+    stream = build(write(tmp_path / "gap.jsonl", rows), clients=1)
+    assert [len(stream.data(0, task)) for task in range(3)] == [2, 2, 1]
+
+
+def test_without_dates_a_number_is_a_period_and_the_last_utterances_test(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    counts = {("a", 0): 10, ("a", 1): 5, ("b", 0): 1, ("b", 1): 4}
+    rows = [{"user": u, "time": t, "text": said(rng)} for (u, t), n in counts.items() for _ in range(n)]
+    stream = build(write(tmp_path / "acts.jsonl", rows), tasks=2, clients=2)
+    assert [[len(stream.data(c, t)) for c in (0, 1)] for t in (0, 1)] == [[8, 1], [4, 3]]
+    assert [len(stream.test(t)) for t in (0, 1)] == [2, 2]  # a fifth, rounded up; the only one is for training
+    assert stream.test(0).ids.tolist() == [8, 9]
+
+
+def test_users_are_drawn_by_the_seed_from_those_who_say_enough(tmp_path: Path) -> None:
+    path = dated(tmp_path / "many.jsonl", users=12, weeks=6)
+    picks = [tuple(build(path, seed=seed, tasks=2).chosen) for seed in range(5)]
+    assert len(set(picks)) > 1 and all(len(set(pick)) == 4 for pick in picks)
+    assert picks[0] == tuple(build(path, seed=0, tasks=2).chosen)
+    with pytest.raises(OptionError, match="clients: 4 is too many; 0 users have 21 training utterances or more"):
+        build(path, tasks=2, min_utterances=21)
+
+
+def test_limits_count_per_client_and_period(file: Path) -> None:
+    stream = build(file, max_train=3, max_test=7)
+    assert [len(stream.data(c, t)) for t in range(3) for c in range(4)] == [3] * 12
+    assert [len(stream.test(t)) for t in range(3)] == [7] * 3
+    assert [len(build(file, scale=0.25).data(c, 0)) for c in range(4)] == [3] * 4
+
+
+def test_validation_text_is_held_out_of_training_text(file: Path) -> None:
+    stream = build(file, validation=0.2)
+    held = set(stream.test(1, "validation").ids.tolist())
+    trained = {row for client in range(4) for row in stream.data(client, 1).ids.tolist()}
+    assert len(held) == 8 and len(trained) == 32 and not held & trained
+    with pytest.raises(OptionError, match="validation"):
+        build(file).test(0, "validation")
+
+
+# tokens --------------------------------------------------------------------------------------------------------------
+def test_the_tokenizer_knows_the_first_period_only(tmp_path: Path) -> None:
+    rows = [{"user": "a", "time": t, "text": text} for t, text in [(0, "aba aba"), (1, "xyz xyz")] for _ in range(5)]
+    stream = build(write(tmp_path / "two.jsonl", rows), tasks=2, clients=1)
+    assert set(stream.data(0, 0).y[stream.data(0, 0).y >= 0].tolist()) <= set(range(len(SPECIAL), stream.classes))
+    assert stream.tokenizer.encode(["aba"], 12).max() >= len(SPECIAL)
+    assert (stream.tokenizer.encode(["xyz"], 12) < len(SPECIAL)).sum() >= 10  # letters it has never seen
+
+
+def test_rows_are_cut_and_padded() -> None:
+    tokenizer = Tokenizer.train(["one two three one two three"] * 3, 100)
+    short, long = tokenizer.encode(["one", "one two three one two three"], 5)
+    assert short[0] == long[0] == 2 and short[2] == 3 and short[3:].tolist() == [PAD, PAD]
+    assert long[-1] == 3 and len(long) == 5
+
+
+def test_every_process_trains_the_same_tokenizer(file: Path) -> None:
+    code = f"""
+import json, hashlib
+from everfed.data.tokenizer import Tokenizer
+texts = [json.loads(line)["text"] for line in open({str(file)!r})]
+print(hashlib.sha256(Tokenizer.train(texts, 60).text.encode()).hexdigest())
+"""
+    runs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(3)}
+    assert len(runs) == 1 and len(runs.pop()) == 65
+
+
+def test_without_the_package_the_remedy_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"need the package tokenizers; install it with: pip install 'everfed\[text\]'"):
+        build(file)
+
+
+# masks ---------------------------------------------------------------------------------------------------------------
+@given(st.integers(1, 6), st.integers(1, 20), st.floats(0.01, 1.0), st.integers(0, 1000))
+@settings(max_examples=60)
+def test_masks_hide_ordinary_tokens_and_at_least_one(n: int, length: int, rate: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 40, (n, length))
+    x, y = mask_tokens(tokens, rate, 40, rng)
+    predicted = y != IGNORED
+    assert (y[predicted] == tokens[predicted]).all()
+    assert (tokens[predicted] >= len(SPECIAL)).all()
+    assert (x[~predicted] == tokens[~predicted]).all()
+    assert (predicted.any(1) == (tokens >= len(SPECIAL)).any(1)).all()
+    assert ((x[predicted] >= len(SPECIAL)) | (x[predicted] == MASK)).all()
+
+
+def test_fifteen_in_a_hundred_and_eighty_ten_ten() -> None:
+    tokens = np.full((500, 200), 7)
+    x, y = mask_tokens(tokens, 0.15, 1000, np.random.default_rng(0))
+    predicted = y != IGNORED
+    assert predicted.mean() == pytest.approx(0.15, abs=0.005)
+    assert (x[predicted] == MASK).mean() == pytest.approx(0.8, abs=0.01)
+    assert (x[predicted] == 7).mean() == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_sample_has_one_mask_for_ever(file: Path, talk: Any) -> None:
+    first, again = talk.data(1, 2), build(file).data(1, 2)
+    assert torch.equal(first.x, again.x) and torch.equal(first.y, again.y)
+    assert not torch.equal(first.x, build(file, seed=1).data(1, 2).x)
+    assert talk.draw_augmentation(np.random.default_rng(0), 5) is None
+
+
+def test_the_loss_is_the_mean_over_predicted_tokens() -> None:
+    outputs = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]], [[0.2, 0.3, 0.5], [1 / 3, 1 / 3, 1 / 3]]]))
+    y = torch.tensor([[0, IGNORED], [2, IGNORED]])
+    assert masked_loss(outputs, y).item() == pytest.approx(-(math.log(0.5) + math.log(0.5)) / 2)
+    assert masked_counts(outputs, y).tolist() == pytest.approx([2.0, 2 * math.log(2)])
+    nothing = torch.full((2, 2), IGNORED)
+    assert masked_loss(outputs, nothing).item() == 0.0
+    uniform = torch.zeros(3, 4, 10)
+    tokens, nll = masked_counts(uniform, torch.ones(3, 4, dtype=torch.int64)).tolist()
+    assert math.exp(nll / tokens) == pytest.approx(10.0)
+
+
+# files ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([{"user": "a", "text": "b"}], r"line 1: needs the fields user, time and text; it has \['user', 'text'\]"),
+        ([{"user": "a", "time": "soon", "text": "b"}], "line 1: time: expected a date"),
+        ([{"user": "a", "time": 1, "text": "b"}, {"user": "a", "time": day(0), "text": "b"}], "use one of them"),
+        ([], "holds no utterance"),
+    ],
+)
+def test_files_that_are_not_utterances_are_refused(tmp_path: Path, rows: list[dict[str, Any]], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        load_utterances(write(tmp_path / "bad.jsonl", rows))
+
+
+def test_sets_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="chitchat.*Looked for"):
+        load_utterances("chitchat", tmp_path)
+    with pytest.raises(DataError, match="Allowed: chitchat, shakespeare, or the path of a jsonl file"):
+        load_utterances("elsewhere", tmp_path)
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(DataError, match="line 1: not JSON"):
+        load_utterances(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"partition": {"kind": "dirichlet", "alpha": 1.0}}, "stream.partition: means nothing for utterances"),
+        ({"augment": "crop-flip"}, "stream.augment: means nothing"),
+        ({"train_weeks": 0}, "stream.train_weeks"),
+        ({"mask_rate": 0.0}, "stream.mask_rate"),
+        ({"vocabulary": 3}, "stream.vocabulary"),
+        ({"transform": "rotate"}, "stream.transform: is not a key of the periods stream"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(file: Path, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
+        build(file, **options)
+
+
+# a run ---------------------------------------------------------------------------------------------------------------
+MODEL = {"kind": "tinybert", "layers": 1, "width": 16, "heads": 2, "feed_forward": 16, "positions": 12, "dropout": 0.0}
+
+
+def recipe(file: Path, method: str, size: int = 4) -> dict[str, Any]:
+    return {
+        "stream": {"dataset": str(file), "scenario": "periods", "tasks": 3, "clients": 4, "length": 12,
+                   "vocabulary": 60, "max_train": 6},
+        "model": MODEL,
+        "train": {"rounds_per_task": 2, "batch_size": 4, "optimizer": {"kind": "adam", "lr": 0.01}},
+        "eval": {"zero_shot": True},
+        "engine": {"kind": "eager", "device": "cpu"},
+        "method": {"name": method} | ({"memory": {"size": size}} if method != "fedavg" else {}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["fedavg", "coordinated", "gss-greedy", "re-fed"])
+def test_a_run_is_scored_by_perplexity_in_all_periods(file: Path, tmp_path: Path, method: str) -> None:
+    result = everfed.run(recipe(file, method), tmp_path / "run").data
+    assert result["score"] == "perplexity"
+    matrix, tokens = np.array(result["accuracy_matrix"]), result["n_test"]
+    assert matrix.shape == (3, 3) and (matrix > 1).all() and (matrix[-1] < matrix[0]).all()
+    assert all(count > 0 for count in tokens)
+    overall = np.exp((np.log(matrix) * tokens).sum(1) / sum(tokens))
+    assert result["metrics"]["perplexity"] == pytest.approx(overall[-1])
+    assert result["metrics"]["forgetting_factor"] == pytest.approx(overall[-1] - overall[:-1].min())
+    assert result["metrics"]["rcp"] is None  # nobody said what the run without replay reached
+
+
+def test_without_zero_shot_earlier_models_were_not_scored_on_all_periods(file: Path, tmp_path: Path) -> None:
+    table = recipe(file, "fedavg") | {"eval": {}}
+    result = everfed.run(table, tmp_path / "run").data
+    assert result["metrics"]["perplexity"] > 1 and result["metrics"]["forgetting_factor"] is None
+    assert result["accuracy_matrix"][0][1:] == [None, None]
+
+
+def test_herding_needs_classes(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="memory.policy = 'herding' needs classes, which this stream has not"):
+        everfed.run(recipe(file, "herding"), tmp_path / "run")
