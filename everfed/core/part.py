@@ -103,7 +103,7 @@ class Part:
         return model
 
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        """Numbers worth telling of a `train` phase, before aggregation: reported as they are, and used for nothing."""
+        """Numbers worth telling of ctx.phase, before the server learns from it: reported, and used for nothing."""
         return {}
 
     def done(self, server: State, phase: str, ctx: Context) -> bool:

@@ -34,7 +34,7 @@ class Reducer(ABC):
     def start(self) -> Reducing: ...
 
 
-class _Total(Reducing):
+class Total(Reducing):
     """Weighted sum in float64 (integers stay exact)."""
 
     def __init__(self, mean: bool, weighted: bool) -> None:
@@ -71,7 +71,7 @@ class Mean(Reducer):
     secure = True
 
     def start(self) -> Reducing:
-        return _Total(mean=True, weighted=self.weighted)
+        return Total(mean=True, weighted=self.weighted)
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Sum(Reducer):
     secure = True
 
     def start(self) -> Reducing:
-        return _Total(mean=False, weighted=False)
+        return Total(mean=False, weighted=False)
 
 
-class _Collected(Reducing):
+class Collected(Reducing):
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
 
@@ -100,7 +100,7 @@ class Collect(Reducer):
     """Every reply by itself, {client: value}. The server sees each client's value."""
 
     def start(self) -> Reducing:
-        return _Collected()
+        return Collected()
 
 
 class Reduction:

@@ -7,6 +7,7 @@ in a state that can be saved, so a run resumes in the middle of a round, and of 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.engine import ClientError, Engine
+from everfed.core.intake import Intake, Spread, Trained
 from everfed.core.message import MODEL, Message, Once, Traffic, payload_bytes, versions
 from everfed.core.part import Model, State
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
-from everfed.core.reduce import Reduction, Sum
+from everfed.core.reduce import Sum
 from everfed.core.score import Exam, has_own_tests, score_value
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
@@ -111,7 +113,6 @@ class Runner:
         self.world, self.engine, self.evaluation = world, engine, evaluation
         self.notify, self.save = notify, save
         self.state = state or RunState(self._first_server_state(model))
-        self._plans: dict[int, RoundPlan] = {}
 
     def run(self) -> RunState:
         """To the end of the stream; `save` is offered the state after every phase."""
@@ -182,6 +183,7 @@ class Runner:
         ctx = self.world.server(phase.name, moment)
         reduced = self._exchange(phase, moment, self._message(phase, moment)).get(phase.owner, {})
         part = self.world.method.part(phase.owner)
+        self._measure(moment, {phase.owner: reduced}, ctx)
         self._set_slots(phase.owner, part.update(self.state.server, phase.name, reduced, ctx))
         return moment.repeat + 1 >= phase.repeat or part.done(self.state.server, phase.name, ctx)
 
@@ -203,10 +205,10 @@ class Runner:
 
     def _measure(self, moment: Moment, reduced: dict[str, dict[str, Any]], ctx: Context) -> None:
         """Tell what the parts measure."""
-        for part in self.world.method.parts:
-            values = part.measure(self.state.server, reduced.get(part.name, {}), ctx)
+        for name, replies in reduced.items():
+            values = self.world.method.part(name).measure(self.state.server, replies, ctx)
             if values:
-                event = {"event": "measure", "round": moment.round, "task": moment.plan.task, "part": part.name}
+                event = {"event": "measure", "round": moment.round, "task": moment.plan.task, "part": name}
                 self.notify({**event, **values})
 
     def _set_slots(self, part: str, slots: Tree) -> None:
@@ -236,43 +238,39 @@ class Runner:
     def _exchange(self, phase: Phase, moment: Moment, message: Message | None) -> dict[str, dict[str, Any]]:
         """Send, wait, reduce in client order, and account for it."""
         started = time.monotonic()
-        clients = phase.clients(moment.plan)
-        reduction = Reduction(self.world.method.reducers(phase))
-        losses: list[tuple[int, Tensor | float, int]] = []
-        before = Traffic(self.state.traffic.up.copy(), self.state.traffic.down.copy())
-        replied = []
-        if clients:
-            self._account_down(clients, message)
-            for client, reply in self.engine.exchange(phase, clients, message, moment):
-                reduction.add(client, reply.values, float(reply.samples))
-                self.state.traffic.received(reply.values)
-                if reply.steps:
-                    losses.append((client, 0.0 if reply.loss is None else reply.loss, reply.steps))
-                    self.state.samples += reply.samples * self.world.options.local_epochs
-                    replied.append(client)
-        self._report(phase, moment, clients, replied, losses, before, time.monotonic() - started)
-        return reduction.result()
+        intake = Intake(self.world.method.reducers(phase))
+        down = self._take_in(intake, phase, moment, message)
+        self.state.samples += sum(one.samples for one in intake.trained) * self.world.options.local_epochs
+        self._report(phase, moment, intake, down, time.monotonic() - started)
+        return intake.reduction.result()
 
-    def _account_down(self, clients: tuple[int, ...], message: Message | None) -> None:
+    def _take_in(self, intake: Intake, phase: Phase, moment: Moment, message: Message | None) -> int:
+        """Run a phase on its clients and take their replies in; returns the bytes sent to them."""
+        clients = phase.clients(moment.plan)
+        if not clients:
+            return 0
+        down = self._account_down(clients, message)
+        for client, reply in self.engine.exchange(phase, clients, message, moment):
+            intake.add(client, reply)
+        if isinstance(self.engine, Spread):
+            self.engine.merge(intake)
+        self.state.traffic.up.update(intake.traffic.up)
+        return down
+
+    def _account_down(self, clients: tuple[int, ...], message: Message | None) -> int:
         if message is None:
-            return
-        name, new = self.world.method.aggregator.name, versions(message)
+            return 0
+        name, new, down = self.world.method.aggregator.name, versions(message), 0
         for client in clients:
             sizes = payload_bytes(message, self.state.held.get(client, {}))
             sizes[name] = sizes.get(name, 0) + sizes.pop(MODEL, 0)
             self.state.traffic.sent(sizes)
             self.state.held[client] = self.state.held.get(client, {}) | new
+            down += sum(sizes.values())
+        return down
 
-    def _report(
-        self,
-        phase: Phase,
-        moment: Moment,
-        clients: tuple[int, ...],
-        replied: list[int],
-        losses: list[tuple[int, Tensor | float, int]],
-        before: Traffic,
-        seconds: float,
-    ) -> None:
+    def _report(self, phase: Phase, moment: Moment, intake: Intake, down: int, seconds: float) -> None:
+        clients = phase.clients(moment.plan)
         event: Event = {
             "event": "phase",
             "round": moment.round,
@@ -280,24 +278,24 @@ class Runner:
             "phase": phase.name,
             "repeat": moment.repeat,
             "clients": list(clients) if len(clients) <= 100 else len(clients),
-            "bytes_up": sum((self.state.traffic.up - before.up).values()),
-            "bytes_down": sum((self.state.traffic.down - before.down).values()),
+            "bytes_up": sum(intake.traffic.up.values()),
+            "bytes_down": down,
             "seconds": seconds,
         }
-        if losses:
-            event["loss"] = self._mean_loss(phase, moment, losses)
-            event["trained"] = len(replied)
+        if intake.trained:
+            event["loss"] = self._mean_loss(phase, moment, intake.trained)
+            event["trained"] = len(intake.trained)
         self.notify(event)
 
-    def _mean_loss(self, phase: Phase, moment: Moment, losses: list[tuple[int, Tensor | float, int]]) -> float:
+    def _mean_loss(self, phase: Phase, moment: Moment, trained: list[Trained]) -> float:
         """Mean over clients of their mean step loss; reads the device once. Raises Diverged."""
-        sums = torch.stack([torch.as_tensor(loss).detach() for _, loss, _ in losses]).cpu().double()
-        steps = torch.tensor([n for _, _, n in losses], dtype=torch.float64)
-        bad = [client for (client, _, _), value in zip(losses, sums.tolist(), strict=True) if value - value != 0.0]
+        sums = torch.stack([torch.as_tensor(one.loss).detach() for one in trained]).cpu().double()
+        steps = torch.tensor([one.steps for one in trained], dtype=torch.float64)
+        bad = [one.client for one, total in zip(trained, sums.tolist(), strict=True) if not math.isfinite(total)]
         if bad:
             raise Diverged(
                 f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {moment.round} "
-                f"({len(bad)} of {len(losses)} clients); lower train.optimizer.lr or the method's weights"
+                f"({len(bad)} of {len(trained)} clients); lower train.optimizer.lr or the method's weights"
             )
         return float((sums / steps).mean())
 
@@ -336,13 +334,9 @@ class Runner:
         if not self._scored_on_clients:
             return self.engine.evaluate(self.state.model, exam)
         message: Message = {**self._model_message(), EVALUATE: exam.to_tree()}
-        total = Sum().start()
-        clients = phase.clients(moment.plan)
-        self._account_down(clients, message)
-        for client, reply in self.engine.exchange(phase, clients, message, moment):
-            self.state.traffic.received(reply.values)
-            total.add(client, reply.values[EVALUATE]["counts"], 1.0)
-        counts: Tensor = total.result()
+        intake = Intake({EVALUATE: {"counts": Sum()}})
+        self._take_in(intake, phase, moment, message)
+        counts: Tensor = intake.reduction.result()[EVALUATE]["counts"]
         return counts
 
 

@@ -1,0 +1,139 @@
+"""The same run on several GPUs or machines: clients sharded over the ranks of torch.distributed, started by torchrun.
+
+    torchrun --nproc-per-node 4 -m everfed run RECIPE --set engine.kind=ranks
+
+Every rank runs the same loop and holds the same server state; each runs its own clients (client modulo ranks) with one of
+the other engines inside. After a phase the ranks add their sums in float64, so a round moves two models per rank however
+many clients there are, and the number of ranks changes a result by no more than the last bit of a float32 rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everfed.core import tree
+from everfed.core.client import Reply
+from everfed.core.engine import Engine
+from everfed.core.intake import Intake, Trained
+from everfed.core.message import Message
+from everfed.core.part import Model
+from everfed.core.phase import Phase
+from everfed.core.reduce import Collected, Reducing, Total
+from everfed.core.score import Exam
+from everfed.core.world import Moment
+
+
+class Ranks:
+    """Wraps the engine that runs this rank's clients."""
+
+    name = "ranks"
+
+    def __init__(self, inner: Engine, device: torch.device) -> None:
+        self.inner, self.device = inner, device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply]]:
+        """The replies of this rank's own clients; `merge` brings in the rest."""
+        own = [client for client in clients if client % self.size == self.rank]
+        return self.inner.exchange(phase, own, message, moment)
+
+    def merge(self, intake: Intake) -> None:
+        """Add up what all ranks took in."""
+        here = [[one.client, float(one.loss), one.steps, one.samples] for one in intake.trained]
+        reducing = [(part, key, r) for part, keys in intake.reduction.under_way.items() for key, r in keys.items()]
+        notes = {
+            "trained": here,
+            "up": dict(intake.traffic.up),
+            "totals": [_note(r) for _, _, r in reducing],
+        }
+        everybody = self.gather(notes)
+        intake.trained = sorted(
+            (Trained(*one) for note in everybody for one in note["trained"]), key=lambda t: t.client
+        )
+        intake.traffic.up.clear()
+        for note in everybody:
+            intake.traffic.up.update(note["up"])
+        for index, (_, _, r) in enumerate(reducing):
+            self._merge_one(r, [note["totals"][index] for note in everybody])
+
+    def _merge_one(self, reducing: Reducing, notes: list[dict[str, Any]]) -> None:
+        if isinstance(reducing, Collected):
+            values = {str(client): value for client, value in reducing.values.items()}
+            merged = [tree.from_bytes(data) for data in self.gather_bytes(tree.to_bytes(values))]
+            found = {int(client): value for part in merged for client, value in part.items()}
+            reducing.values = {client: found[client] for client in sorted(found)}
+        elif isinstance(reducing, Total):
+            self._merge_total(reducing, notes)
+        else:
+            raise TypeError(f"the ranks engine cannot merge a {type(reducing).__name__}")
+
+    def _merge_total(self, total: Total, notes: list[dict[str, Any]]) -> None:
+        """Sums of tensors are added on the device; a rank whose clients sent nothing adds zeros."""
+        total.weight = sum(note["weight"] for note in notes)
+        sent = [note for note in notes if note["kind"] != "nothing"]
+        if not sent:
+            return
+        if sent[0]["kind"] == "number":
+            total.total = sum(note["value"] for note in sent)
+            return
+        total.dtype = getattr(torch, sent[0]["dtype"])
+        value = total.total
+        if not isinstance(value, Tensor):
+            value = torch.zeros(sent[0]["shape"], dtype=torch.float64, device=self.device)
+        value = value.contiguous()
+        dist.all_reduce(value)
+        total.total = value
+
+    # the rest ----------------------------------------------------------------------------------------------------
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        """Each rank scores some of the tasks."""
+        own = tuple(task for index, task in enumerate(exam.tasks) if index % self.size == self.rank)
+        rows: dict[str, list[int]] = {}
+        if own:
+            counts = self.inner.evaluate(model, Exam(own, exam.seen, exam.split, exam.top_k))
+            rows = {str(task): row for task, row in zip(own, counts.tolist(), strict=True)}
+        found = {int(task): row for part in self.gather(rows) for task, row in part.items()}
+        return torch.tensor([found[task] for task in exam.tasks])
+
+    def describe(self) -> dict[str, Any]:
+        inner = self.inner.describe()
+        return {**inner, "engine": self.name, "inner": inner["engine"], "ranks": self.size}
+
+    def close(self) -> None:
+        self.inner.close()
+        dist.destroy_process_group()
+
+    # plain data between ranks: JSON and safetensors, never pickle -------------------------------------------------
+    def gather(self, note: Any) -> list[Any]:
+        """Everybody's `note`, by rank."""
+        return [json.loads(data) for data in self.gather_bytes(json.dumps(note).encode())]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)], device=self.device))
+        longest = int(torch.stack(sizes).max())
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: len(mine)] = mine
+        boxes = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(boxes, padded)
+        return [bytes(box[: int(n)].cpu().numpy()) for box, n in zip(boxes, sizes, strict=True)]
+
+
+def _note(reducing: Reducing) -> dict[str, Any]:
+    """What the others must know of a sum before they add theirs."""
+    if not isinstance(reducing, Total) or reducing.total is None:
+        return {"kind": "nothing", "weight": getattr(reducing, "weight", 0.0)}
+    if isinstance(reducing.total, Tensor):
+        kind = str(reducing.dtype).removeprefix("torch.")
+        return {"kind": "tensor", "weight": reducing.weight, "shape": list(reducing.total.shape), "dtype": kind}
+    return {"kind": "number", "weight": reducing.weight, "value": reducing.total}
