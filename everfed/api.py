@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed.recipe import Recipe, from_table, read, scaled, to_toml
-from everfed.store.run import LOCK, RunError, RunFolder
+from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,23 +71,13 @@ def run(
     """
     recipe = _as_recipe(recipe)
     path = Path(out) if out is not None else default_folder(recipe)
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    # the folder comes first, so that a run killed at any later moment can be resumed
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
-    folder = RunFolder.create(path, to_toml(recipe), settings)
-    try:
-        with _locked(folder):
-            from everfed.session import assemble
+    # the folder comes first, before heavy imports, so that a run killed at any later moment can be resumed
+    with RunFolder.new(path, to_toml(recipe), settings) as folder:
+        from everfed.session import assemble, execute
 
-            assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream)
-    except BaseException:
-        # nothing was run: leave things as they were found
-        folder.discard()
-        for empty in made:
-            with contextlib.suppress(OSError):
-                empty.rmdir()
-        raise
-    return _execute(folder, assembly, observers, checkpoint_every)
+        assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream)
+        return Result(path, execute(assembly, folder, observers, checkpoint_every))
 
 
 def resume(
@@ -102,9 +90,10 @@ def resume(
     """Go on with a run from its newest checkpoint. A finished run is returned as it is."""
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
-    if data is not None:
-        return Result(opened.path, data)
-    return _execute(opened, _reassemble(opened, stream), observers, checkpoint_every)
+    if data is None:
+        with opened.held():
+            data = opened.read_result() or _go_on(opened, stream, observers, checkpoint_every)
+    return Result(opened.path, data)
 
 
 def load(folder: str | Path, *, stream: Stream | None = None) -> LoadedRun:
@@ -119,6 +108,15 @@ def load(folder: str | Path, *, stream: Stream | None = None) -> LoadedRun:
     return LoadedRun(load_module(opened, assembly), data, assembly.recipe)
 
 
+def _go_on(
+    folder: RunFolder, stream: Stream | None, observers: Sequence[Observer], checkpoint_every: float
+) -> dict[str, Any]:
+    from everfed.session import execute
+
+    folder.tidy()
+    return execute(_reassemble(folder, stream), folder, observers, checkpoint_every)
+
+
 def _reassemble(folder: RunFolder, stream: Stream | None) -> Any:
     from everfed.session import assemble
 
@@ -129,13 +127,6 @@ def _reassemble(folder: RunFolder, stream: Stream | None) -> Any:
     return assemble(scaled(recipe, scale), settings.get("data_dir"), scale, stream)
 
 
-def _execute(folder: RunFolder, assembly: Any, observers: Sequence[Observer], checkpoint_every: float) -> Result:
-    from everfed.session import execute
-
-    with _locked(folder):
-        return Result(folder.path, execute(assembly, folder, observers, checkpoint_every))
-
-
 def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
@@ -144,14 +135,3 @@ def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:
 
 def _text(data_dir: str | Path | None) -> str | None:
     return None if data_dir is None else str(data_dir)
-
-
-@contextlib.contextmanager
-def _locked(folder: RunFolder) -> Iterator[None]:
-    """One process per run; the lock goes with the process, however it ends."""
-    with open(folder.path / LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RunError(f"{folder.path} is being run by another process") from error
-        yield

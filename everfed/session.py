@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import platform
 import resource
 from collections.abc import Callable, Sequence
@@ -26,14 +28,15 @@ from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.score import score_value
 from everfed.core.stream import Stream
 from everfed.core.world import World
+from everfed.errors import UserError
 from everfed.metrics import language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scoring import RULES
 from everfed.recipe import Recipe
 from everfed.store.checkpoint import Checkpoints, latest
 from everfed.store.clients import ClientStore
-from everfed.store.files import write_atomic
-from everfed.store.run import EVENTS, EventLog, RunFolder
+from everfed.store.files import digest
+from everfed.store.run import EventLog, RunFolder
 
 Observer = Callable[[Event], None]
 
@@ -135,16 +138,28 @@ def execute(
     assembly: Assembly, folder: RunFolder, observers: Sequence[Observer], checkpoint_every: float
 ) -> dict[str, Any]:
     """Run, or go on from the newest checkpoint, to the end; returns what result.json holds."""
-    recipe = assembly.recipe
     torch.set_num_threads(1)  # results are exact only at one thread; engines use the cores in other ways
+    log = EventLog(folder.events)
+    told: list[Observer] = [log, *observers]
+    try:
+        return _drive(assembly, folder, _fan_out(told), checkpoint_every)
+    except BaseException as error:
+        fault = folder.fault(error) or error
+        _tell_fault(told, fault)
+        if fault is not error:
+            raise fault from error
+        raise
+    finally:
+        log.close()
+
+
+def _drive(assembly: Assembly, folder: RunFolder, notify: Observer, checkpoint_every: float) -> dict[str, Any]:
+    recipe, world, fingerprint = assembly.recipe, assembly.world, _fingerprint(assembly)
     store = ClientStore(folder.clients, int(recipe.engine.state_memory * 2**30))
-    log = EventLog(folder.path / EVENTS)
-    notify = _fan_out([log, *observers])
-    world = assembly.world
+    checkpoints = Checkpoints(folder.checkpoint, store, checkpoint_every, fingerprint)
+    state = latest(folder.checkpoint, store, fingerprint)
     engine = engines.build(recipe.engine, world, store, assembly.build_module, notify)
     try:
-        checkpoints = Checkpoints(folder.checkpoint, store, checkpoint_every)
-        state = latest(folder.checkpoint, store)
         where = engines.device(recipe.engine)
         if state is not None:
             state.server = {name: on_device(slots, where) for name, slots in state.server.items()}
@@ -165,12 +180,18 @@ def execute(
         folder.write_result(result)
         notify({"event": "end", "metrics": result["metrics"], "seconds": final.seconds})
         return result
-    except BaseException as error:
-        notify({"event": "fault", "message": f"{type(error).__name__}: {error}"})
-        raise
     finally:
         engine.close()
-        log.close()
+        checkpoints.close()
+
+
+def _fingerprint(assembly: Assembly) -> str:
+    """Of all that decides a run's numbers, as far as it can be told: two runs that differ in it share no checkpoint.
+    The engine is left out: a run may go on in another one."""
+    stream = assembly.stream
+    table = assembly.recipe.model_dump(mode="json", exclude={"engine", "compare"})
+    facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
+    return digest(json.dumps([table, facts], sort_keys=True).encode())
 
 
 def _fan_out(observers: Sequence[Observer]) -> Observer:
@@ -179,6 +200,13 @@ def _fan_out(observers: Sequence[Observer]) -> Observer:
             observer(event)
 
     return notify
+
+
+def _tell_fault(observers: Sequence[Observer], error: BaseException) -> None:
+    """Tell whoever still listens: the log may be what failed."""
+    for observer in observers:
+        with contextlib.suppress(OSError, UserError):
+            observer({"event": "fault", "message": f"{type(error).__name__}: {error}"})
 
 
 def _saver(checkpoints: Checkpoints, notify: Observer) -> Callable[[RunState, bool], None]:
@@ -273,7 +301,7 @@ def _save_model(folder: RunFolder, assembly: Assembly, state: RunState) -> None:
     params = torch.cat([state.model["params"].cpu(), facts.personal])
     facts.layout.bind(module, params, *(state.model[key].cpu() for key in ("stats", "counters")))
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in module.state_dict().items()}
-    write_atomic(folder.model, safetensors.torch.save(tensors))
+    folder.write_model(safetensors.torch.save(tensors))
 
 
 def load_module(folder: RunFolder, assembly: Assembly) -> nn.Module:

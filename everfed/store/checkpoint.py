@@ -1,7 +1,7 @@
 """Checkpoints: written beside the run, atomically, by a thread of their own, every few seconds of work.
 
 checkpoint/<number>/run.safetensors   the server's side
-checkpoint/<number>/clients.json      which version of each client's state belongs to it
+checkpoint/<number>/clients.json      which version of each client's state belongs to it, with checksums of all files
 clients/<client>.<version>.safetensors
 
 A checkpoint exists once its folder has its final name. Older ones are removed after a newer one is durable. Between two
@@ -16,6 +16,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everfed.core import tree
@@ -23,7 +24,7 @@ from everfed.core.runner import RunState
 from everfed.core.tree import Tree
 from everfed.errors import UserError
 from everfed.store.clients import ClientStore
-from everfed.store.files import sync_folder
+from everfed.store.files import digest, file_digest, make_folder, sync_folder, write_synced
 
 RUN, CLIENTS = "run.safetensors", "clients.json"
 
@@ -32,16 +33,48 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be read or written."""
 
 
-class Checkpoints:
-    """Saves a run's state under `folder`, at most every `every` seconds unless told that it must."""
+@dataclass(frozen=True)
+class Manifest:
+    """What clients.json says. recipe: the fingerprint of what was run; run: checksum of the server's side; clients:
+    version and checksum of each client's state."""
 
-    def __init__(self, folder: Path, store: ClientStore, every: float = 5.0) -> None:
-        self.folder, self.store, self.every = folder, store, every
+    recipe: str
+    run: str
+    clients: dict[int, tuple[int, str]]
+
+    @property
+    def versions(self) -> dict[int, int]:
+        return {client: version for client, (version, _) in self.clients.items()}
+
+    def to_json(self) -> bytes:
+        content = json.dumps(asdict(self))
+        return json.dumps({"digest": digest(content.encode()), "content": content}).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Manifest:
+        """Raises ValueError, KeyError or TypeError when it is damaged."""
+        outer = json.loads(data)
+        if digest(outer["content"].encode()) != outer["digest"]:
+            raise ValueError(f"{CLIENTS} is damaged")
+        content = json.loads(outer["content"])
+        clients = {int(client): (int(version), str(seal)) for client, (version, seal) in content["clients"].items()}
+        return Manifest(content["recipe"], content["run"], clients)
+
+
+class Checkpoints:
+    """Saves a run's state under `folder`, at most every `every` seconds unless told that it must.
+
+    recipe: a fingerprint of what is run; `latest` refuses the checkpoint for anything else.
+    """
+
+    def __init__(self, folder: Path, store: ClientStore, every: float = 5.0, recipe: str = "") -> None:
+        self.folder, self.store, self.every, self.recipe = folder, store, every, recipe
         self.written = 0
         self._last = time.monotonic()
         self._thread: threading.Thread | None = None
-        self._failure: OSError | None = None
-        folder.mkdir(parents=True, exist_ok=True)
+        self._failure: Exception | None = None
+        self._seals: dict[int, tuple[int, str]] = {}  # client -> (version, checksum) of the newest known file
+        make_folder(folder)
 
     def offer(self, state: RunState, must: bool) -> bool:
         """Save when it is due. A task's end must be saved: it waits for a writer that is still busy."""
@@ -59,35 +92,44 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the last checkpoint is durable. Raises CheckpointError when it could not be written."""
+        self.close()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Until nothing is being written any more."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure, self._failure = self._failure, None
+        if isinstance(failure, OSError):
             raise CheckpointError(
                 f"cannot write a checkpoint to {self.folder}: {failure.strerror or failure}. "
                 "The last good checkpoint is kept; free some space and `everfed resume` the run"
             ) from failure
+        if failure is not None:
+            raise failure
 
     def _write_safely(self, run: Tree, versions: dict[int, int], dirty: dict[int, Tree]) -> None:
         try:
             self.write(run, versions, dirty)
-        except OSError as error:
+        except Exception as error:
             self._failure = error
 
     def write(self, run: Tree, versions: dict[int, int], dirty: dict[int, Tree]) -> None:
         """Put one checkpoint on disk and remove what it replaces."""
         self.store.write(versions, dirty)
+        data = tree.to_bytes(run)
+        manifest = Manifest(self.recipe, digest(data), self._sealed(versions))
         number = max(numbers(self.folder), default=0) + 1
         temporary, final = self.folder / f".{number}.tmp", self.folder / str(number)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir()
-            _write_synced(temporary / RUN, tree.to_bytes(run))
-            _write_synced(temporary / CLIENTS, json.dumps(versions).encode())
+            write_synced(temporary / RUN, data)
+            write_synced(temporary / CLIENTS, manifest.to_json())
+            sync_folder(temporary)
             os.replace(temporary, final)
         except OSError:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -99,34 +141,58 @@ class Checkpoints:
                 shutil.rmtree(self.folder / str(older), ignore_errors=True)
         self.store.collect(versions)
 
+    def _sealed(self, versions: dict[int, int]) -> dict[int, tuple[int, str]]:
+        """Versions with the checksums of their files; only files that are new since the last checkpoint are read."""
+        seals: dict[int, tuple[int, str]] = {}
+        for client, version in versions.items():
+            known = self._seals.get(client)
+            path = self.store._path(client, version)
+            seals[client] = known if known and known[0] == version else (version, file_digest(path))
+        self._seals = seals
+        return seals
+
 
 def numbers(folder: Path) -> list[int]:
     """The checkpoints there are, ascending."""
     with contextlib.suppress(FileNotFoundError):
-        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     return []
 
 
-def latest(folder: Path, store: ClientStore) -> RunState | None:
-    """The newest checkpoint, its client states put back into `store`; None when there is none yet."""
+def latest(folder: Path, store: ClientStore, recipe: str = "") -> RunState | None:
+    """The newest checkpoint, its client states put back into `store`; None when there is none yet.
+
+    Raises CheckpointError when a file of it is missing or damaged, or when it belongs to another `recipe`; nothing is
+    changed then. Client states that are newer than the checkpoint are removed: their rounds are run again.
+    """
     found = numbers(folder)
     if not found:
+        store.collect({})
         return None
     path = folder / str(found[-1])
     try:
-        run = tree.from_bytes((path / RUN).read_bytes())
-        versions = {int(client): int(v) for client, v in json.loads((path / CLIENTS).read_text()).items()}
-        store.restore(versions)
-        return RunState.from_tree(run)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = Manifest.from_json((path / CLIENTS).read_bytes())
+        state = RunState.from_tree(tree.from_bytes(_intact(path / RUN, manifest.run)))
+        for client, (version, seal) in manifest.clients.items():
+            _intact(store._path(client, version), seal)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be read ({error}); nothing was changed. Restore the folder from a copy, "
             "or start the run again in another folder"
         ) from error
+    if manifest.recipe != recipe:
+        raise CheckpointError(
+            f"checkpoint {path} belongs to another recipe, --scale or stream than the run folder now names; nothing "
+            "was changed. Put back the recipe.toml that was run, or start the run again in another folder"
+        )
+    store.restore(manifest.versions)
+    store.collect(manifest.versions)
+    return state
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _intact(path: Path, seal: str) -> bytes:
+    """The content of a file whose checksum is known. Raises ValueError when it is not what was written."""
+    data = path.read_bytes()
+    if digest(data) != seal:
+        raise ValueError(f"{path} is damaged")
+    return data

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from everfed.errors import UserError
-from everfed.store.files import write_atomic
+from everfed.store.files import make_folder, remove_temporaries, write_atomic
+from everfed.store.lock import Locked, locked
 
 RECIPE, EVENTS, RESULT, MODEL, REPORT = "recipe.toml", "events.jsonl", "result.json", "model.safetensors", "report.html"
 CHECKPOINT, CLIENTS, SETTINGS, LOCK = "checkpoint", "clients", "settings.json", ".lock"
+DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+REMEDY = "The last checkpoint is kept: put that right and `everfed resume` the run"
 
 
 class RunError(UserError):
-    """A folder that is not a run, or belongs to another one."""
+    """A folder that is not a run, belongs to another one, or cannot be written."""
 
 
 class RunFolder:
@@ -27,21 +34,37 @@ class RunFolder:
 
     @staticmethod
     def create(path: Path, recipe_toml: str, settings: dict[str, Any]) -> RunFolder:
-        """A new run folder. An existing one is taken only when it holds the same recipe and no result yet."""
+        """A new run folder; one that holds anything else is refused."""
         folder = RunFolder(path)
-        if path.exists() and not path.is_dir():
-            raise RunError(f"--out {path} is a file; name a folder")
-        if folder.recipe.exists():
-            folder._refuse_other(recipe_toml)
-        elif path.is_dir() and any(found.name != SETTINGS for found in path.iterdir()):
-            raise RunError(f"--out {path} is not empty and not a run; name a new folder")
-        try:
-            path.mkdir(parents=True, exist_ok=True)
+        with folder._writing(""):
+            folder._refuse_taken(recipe_toml)
+            make_folder(path)
             write_atomic(folder.settings, json.dumps(settings, indent=2).encode())
             write_atomic(folder.recipe, recipe_toml.encode())
-        except OSError as error:
-            raise RunError(f"cannot write the run folder {path}: {error.strerror or error}") from error
         return folder
+
+    @staticmethod
+    @contextmanager
+    def new(path: Path, recipe_toml: str, settings: dict[str, Any]) -> Iterator[RunFolder]:
+        """A new run folder, held by this process. It is taken back when the run fails before its first event, so that
+        a run that is refused leaves things as they were found."""
+        folder = RunFolder(path)
+        with folder._writing(""):
+            folder._refuse_taken(recipe_toml)  # before anything is made
+            made = [missing for missing in (path, *path.parents) if not missing.exists()]
+        try:
+            with folder._writing(""):
+                make_folder(path)
+            with folder.held(""):
+                folder._refuse_taken(recipe_toml)  # another process may have been quicker
+                with folder._taken_back():
+                    RunFolder.create(path, recipe_toml, settings)
+                    yield folder
+        except BaseException:
+            for empty in made:
+                with contextlib.suppress(OSError):
+                    empty.rmdir()
+            raise
 
     @staticmethod
     def open(path: Path) -> RunFolder:
@@ -51,13 +74,45 @@ class RunFolder:
             raise RunError(f"{path} is not a run: it has no {RECIPE}")
         return folder
 
-    def discard(self) -> None:
-        """Take back what `create` wrote."""
-        for path in (self.recipe, self.settings, self.path / LOCK):
-            path.unlink(missing_ok=True)
+    @contextmanager
+    def held(self, remedy: str = REMEDY) -> Iterator[None]:
+        """Keep other processes from running this run."""
+        with contextlib.ExitStack() as stack:
+            try:
+                with self._writing(remedy):
+                    stack.enter_context(locked(self.path / LOCK))
+            except Locked as error:
+                raise RunError(f"{self.path} is being run by another process") from error
+            yield
 
-    def _refuse_other(self, recipe_toml: str) -> None:
-        if self.recipe.read_text() != recipe_toml:
+    def tidy(self) -> None:
+        """Remove what a killed process has left half-written. Hold the folder."""
+        with self._writing():
+            for name in (RECIPE, SETTINGS, MODEL, RESULT):
+                remove_temporaries(self.path, f"{name}.*")
+            remove_temporaries(self.clients)
+
+    @contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if not self.events.exists():
+                for path in (self.recipe, self.settings, self.path / LOCK):
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
+            raise
+
+    def _refuse_taken(self, recipe_toml: str) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise RunError(f"--out {self.path} is a file; name a folder")
+        if self.recipe.exists():
+            self._refuse_run(recipe_toml)
+        if self.path.is_dir() and not all(map(_is_beginning, self.path.iterdir())):
+            raise RunError(f"--out {self.path} is not empty and not a run; name a new folder")
+
+    def _refuse_run(self, recipe_toml: str) -> None:
+        if self.recipe.read_bytes() != recipe_toml.encode():
             raise RunError(
                 f"{self.path} belongs to another recipe (compare its {RECIPE}); nothing was overwritten. "
                 "Choose another --out, or remove the folder"
@@ -73,6 +128,10 @@ class RunFolder:
     @property
     def settings(self) -> Path:
         return self.path / SETTINGS
+
+    @property
+    def events(self) -> Path:
+        return self.path / EVENTS
 
     @property
     def result(self) -> Path:
@@ -91,42 +150,113 @@ class RunFolder:
         return self.path / CLIENTS
 
     def read_settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = json.loads(self.settings.read_text()) if self.settings.exists() else {}
-        return settings
+        """settings.json: what the command line said beside the recipe."""
+        return self._read_object(self.settings) if self.settings.exists() else {}
 
     def read_result(self) -> dict[str, Any] | None:
         """result.json, or None while the run is unfinished."""
         if not self.result.exists():
             return None
-        try:
-            data: dict[str, Any] = json.loads(self.result.read_text())
-        except ValueError as error:
-            raise RunError(f"{self.result} is not valid JSON: {error}") from error
+        data = self._read_object(self.result)
+        if not isinstance(data.get("metrics"), dict):
+            raise RunError(f"{self.result} is not a result of everfed: it has no metrics. {_REDO}")
         return data
 
+    def _read_object(self, path: Path) -> dict[str, Any]:
+        remedy = f" {_REDO}" if path == self.result else ""
+        try:
+            data = json.loads(path.read_text())
+        except ValueError as error:
+            raise RunError(f"{path} is not valid JSON: {error}.{remedy}") from error
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+        if not isinstance(data, dict):
+            raise RunError(f"{path} must hold a JSON object, not {type(data).__name__}.{remedy}")
+        return data
+
+    def write_model(self, data: bytes) -> None:
+        with self._writing():
+            write_atomic(self.model, data)
+
     def write_result(self, data: dict[str, Any]) -> None:
-        write_atomic(self.result, (json.dumps(data, indent=2) + "\n").encode())
+        with self._writing():
+            write_atomic(self.result, (json.dumps(data, indent=2) + "\n").encode())
+
+    def fault(self, error: BaseException) -> RunError | None:
+        """What to tell the user when `error`, or what caused it, is the disk's doing; None when it is not."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UserError):  # which says what it is itself
+            if isinstance(cause, OSError) and self._is_disk_fault(cause):
+                return _cannot_write(self.path, cause)
+            cause = cause.__cause__
+        return None
+
+    def _is_disk_fault(self, error: OSError) -> bool:
+        named = str(error.filename or "").startswith(f"{self.path}{os.sep}")
+        return error.errno in DISK_FAULTS or (named and error.errno in (errno.EACCES, errno.EPERM))
+
+    @contextmanager
+    def _writing(self, remedy: str = REMEDY) -> Iterator[None]:
+        with writing(self.path, remedy):
+            yield
+
+
+_REDO = "Remove that file and `everfed resume` the run to write it again"
+
+
+def _is_beginning(path: Path) -> bool:
+    """Is this all that a process killed before its run began may have left?"""
+    return path.name in (SETTINGS, LOCK) or (path.name.startswith(".") and path.name.endswith(".tmp"))
+
+
+@contextmanager
+def writing(folder: Path, remedy: str = REMEDY) -> Iterator[None]:
+    """What the disk refuses becomes one message that names the folder and says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_write(folder, error, remedy) from error
+
+
+def _cannot_write(folder: Path, error: OSError, remedy: str = REMEDY) -> RunError:
+    reason = f"cannot write the run folder {folder}: {error.strerror or error}"
+    return RunError(f"{reason}. {remedy}" if remedy else reason)
 
 
 class EventLog:
-    """events.jsonl: append-only, one JSON object per line. After a resume, later lines of a round supersede earlier."""
+    """events.jsonl: append-only, one JSON object per line. After a resume, later lines of a round supersede earlier.
+
+    Every line is one write without a buffer: what was told is there when the process is killed right after.
+    """
 
     def __init__(self, path: Path) -> None:
-        _end_half_line(path)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
+        self._folder = path.parent
+        with writing(self._folder):
+            _cut_half_line(path)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def __call__(self, event: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"
+        with writing(self._folder):
+            while line:  # a disk that becomes full takes a part first, and refuses the rest
+                line = line[self._file.write(line) :]
 
     def close(self) -> None:
         self._file.close()
 
 
-def _end_half_line(path: Path) -> None:
-    """A killed run may leave half a line; end it, so that the next event starts on its own."""
-    if not path.exists() or path.stat().st_size == 0:
+def _cut_half_line(path: Path) -> None:
+    """A killed run may leave half a line, which tells nothing; the next event starts where it did."""
+    if not path.exists():
         return
     with open(path, "rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
+        keep = end = file.seek(0, os.SEEK_END)
+        while keep and not _ends_line(file, keep):
+            keep -= 1
+        if keep < end:
+            file.truncate(keep)
+
+
+def _ends_line(file: Any, position: int) -> bool:
+    file.seek(position - 1)
+    return bool(file.read(1) == b"\n")
