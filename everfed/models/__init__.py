@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from everfed.core import random
-from everfed.models.cnn import MLP, McMahanCNN, SmallCNN
+from everfed.models.cnn import MLP, McMahanCNN, SmallCNN, TwoConvCNN
 from everfed.models.resnet import ResNet18
+from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
 from everfed.naming import load_object
 
@@ -19,6 +20,8 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "mlp": (MLP, "flatten and hidden ReLU layers; option hidden = [100, 100]"),
     "small-cnn": (SmallCNN, "the 21,840-parameter CNN of FedGP's code; option dropout = 0.5"),
     "mcmahan-cnn": (McMahanCNN, "the 1,663,370-parameter CNN of the FedAvg paper"),
+    "two-conv-cnn": (TwoConvCNN, "the two-convolution CNN of STAMP's code, 924,708 parameters on CIFAR-100"),
+    "swin-t": (SwinT, "Swin-T from random weights; needs the package transformers"),
     "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
     "resnet18": (ResNet18, "ResNet-18 with a 3x3 stem for small images"),
 }
