@@ -17,7 +17,8 @@ from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, State
 from everfed.core.tree import tensor_bytes
-from everfed.parts.fedweit import FedWeIT, channel_means, composed, large, least_entropy, pruned
+from everfed.parts.decomposed import channel_means, composed, large, least_entropy, pruned
+from everfed.parts.fedweit import FedWeIT
 from everfed.parts.layers import hidden_weights
 from everfed.parts.proximal import FedProx
 from everfed.parts.sparse import dense, sparse
