@@ -26,7 +26,7 @@ from everfed.streams.masking import IGNORED, mask_tokens, masked_counts, masked_
 from everfed.streams.options import OptionError
 
 pytest.importorskip("tokenizers")
-WORDS = "the cat sat on a mat while rain fell over old grey roofs and someone sang songs about summer".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "roofs", "and", "sang", "songs"]
 
 
 def day(number: float) -> str:
