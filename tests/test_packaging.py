@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 
-# What the extras bring. jinja2 is named because torch requires it, too: being installed is no licence to import it.
+# What the extras bring.
 OPTIONAL = {
     "flwr",
     "datasets",
@@ -25,13 +25,16 @@ OPTIONAL = {
     "tokenizers",
     "torchmetrics",
     "pycocotools",
-    "plotly",
     "fastapi",
     "uvicorn",
-    "jinja2",
     "matplotlib",
     "dp_accounting",
     "PIL",
+    "tensorboard",
+    "mlflow",
+    "sqlalchemy",
+    "alembic",
+    "wandb",
 }
 
 # Runs in a process of its own: refuses the named packages, then imports everfed and all its modules, and prints as JSON
@@ -137,7 +140,7 @@ def test_optional_names_are_all_that_the_extras_name() -> None:
     """An extra added to pyproject.toml is refused above, too."""
     extras = PROJECT["optional-dependencies"]
     lines = [line for name, lines in extras.items() if name not in ("all", "dev", "docs") for line in lines]
-    imported_as = {"pillow": "PIL"}
+    imported_as = {"pillow": "PIL", "mlflow-skinny": "mlflow"}
     named = {imported_as.get(name, name.replace("-", "_")) for name in map(requirement_name, lines)}
     assert named == OPTIONAL
 
@@ -196,4 +199,4 @@ def test_the_wheel_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
     core = {
         requirement_name(line) for line in re.findall(r"^Requires-Dist: (.*)$", about, re.M) if "extra ==" not in line
     }
-    assert core == {"torch", "numpy", "pydantic", "typer", "rich", "safetensors", "scikit-learn", "tomli-w"}
+    assert core == {"torch", "numpy", "pydantic", "typer", "rich", "safetensors", "scikit-learn", "scipy", "tomli-w"}

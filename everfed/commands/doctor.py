@@ -16,7 +16,7 @@ from everfed.commands.output import show_table
 Findings = list[tuple[str, str]]
 # Extras that users ask for; the others serve development.
 _FOR_DEVELOPMENT = ("dev", "docs", "all")
-_IMPORTED_AS = {"pillow": "PIL"}
+_IMPORTED_AS = {"pillow": "PIL", "mlflow-skinny": "mlflow"}
 
 
 def doctor(data: options.Data = None, as_json: options.Json = False) -> None:
