@@ -58,6 +58,7 @@ class RunFolder:
             with folder.held(""):
                 folder._refuse_taken(recipe_toml)  # another process may have been quicker
                 with folder._taken_back():
+                    folder.tidy()
                     RunFolder.create(path, recipe_toml, settings)
                     yield folder
         except BaseException:

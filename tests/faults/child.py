@@ -1,0 +1,176 @@
+"""everfed's command line in processes of their own that can be killed, at a moment or at a file operation.
+
+Starting Python and importing torch takes seconds, so most of these processes are forked from one server that has done
+it already (multiprocessing's forkserver); they are real processes with a pid of their own. `python_m` starts one the
+long way.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+KILLED = -signal.SIGKILL
+WAIT = 120.0  # seconds after which a process that should have ended is a failure
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(
+    # the last is what torch imports when it first maps a function over samples, as FedCurv does
+    ["everfed.cli", "everfed.session", "everfed.engines.processes", "sklearn.datasets", "torch._dynamo"]
+)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What befalls a process. dies_at: the file operation, counted from 1, at which it is killed. dies_over: it is
+    killed when it is about to rename, make or remove something with this in its name. file_limit: the largest file
+    it can write, in bytes."""
+
+    dies_at: int = 0
+    dies_over: str = ""
+    file_limit: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that is over. code: its exit code, or minus the signal that killed it."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Child:
+    """One everfed command, running in the folder `cwd`."""
+
+    def __init__(self, cwd: Path, *arguments: str, fate: Fate = Fate()) -> None:  # noqa: B008 - frozen
+        self._logs = [cwd / f".{name}-{time.monotonic_ns()}" for name in ("stdout", "stderr")]
+        job = (list(arguments), str(cwd), [str(path) for path in self._logs], fate)
+        self.process: BaseProcess = _SERVER.Process(target=_serve, args=job)
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+    def wait(self) -> Ended:
+        self.process.join(WAIT)
+        code = self.process.exitcode
+        if code is None:
+            self.kill()
+            raise AssertionError(f"still running after {WAIT:.0f} s: {self._texts()}")
+        return Ended(code, *self._texts())
+
+    def workers(self) -> list[int]:
+        """Pids of the processes it has forked."""
+        try:
+            return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        except FileNotFoundError:
+            return []
+
+    def _texts(self) -> list[str]:
+        return [path.read_text() if path.exists() else "" for path in self._logs]
+
+
+def everfed(cwd: Path, *arguments: str, fate: Fate = Fate()) -> Ended:  # noqa: B008 - frozen
+    """A command, to its end."""
+    return Child(cwd, *arguments, fate=fate).wait()
+
+
+def python_m(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The same, started as a user would."""
+    command = [sys.executable, "-m", "everfed", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+@contextmanager
+def running(cwd: Path, *arguments: str) -> Iterator[Child]:
+    """A command that is killed at the end of the block if it still runs."""
+    child = Child(cwd, *arguments)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def until(condition: Callable[[], Any], child: Child | subprocess.Popen[str]) -> None:
+    """Wait for a condition, or for the end of the process that should bring it about."""
+    deadline = time.monotonic() + WAIT
+    alive = child.alive if isinstance(child, Child) else lambda: child.poll() is None
+    while not condition() and alive():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """The events a run has told so far, half a line left out."""
+    path = folder / "events.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def count(folder: Path, kind: str) -> int:
+    return sum(event["event"] == kind for event in events(folder))
+
+
+# inside the process ----------------------------------------------------------------------------------------------
+
+
+def _serve(arguments: list[str], cwd: str, logs: Sequence[str], fate: Fate) -> None:
+    for descriptor, path in zip((1, 2), logs, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+    os.chdir(cwd)
+    if fate.file_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fate.file_limit, fate.file_limit))
+    if fate.dies_at or fate.dies_over:
+        sys.addaudithook(_Reaper(fate))
+    from everfed.cli import app
+
+    sys.argv = ["everfed", *arguments]
+    app(arguments, prog_name="everfed")
+
+
+class _Reaper:
+    """Kills its process at the fated file operation: Python announces every one before it happens."""
+
+    CHANGES = frozenset({"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"})
+
+    def __init__(self, fate: Fate) -> None:
+        self.fate, self.operations = fate, 0
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in self.CHANGES and not (event == "open" and self._changes(arguments)):
+            return
+        self.operations += 1
+        over = self.fate.dies_over and event != "open" and any(self.fate.dies_over in str(a) for a in arguments)
+        if over or self.operations == self.fate.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @staticmethod
+    def _changes(arguments: tuple[Any, ...]) -> bool:
+        """Opened for writing, or a folder to be synced."""
+        path, _, flags = arguments
+        writes = isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        return writes or (isinstance(path, (str, os.PathLike)) and os.path.isdir(path))
