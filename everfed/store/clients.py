@@ -2,21 +2,28 @@
 
 Every state that reaches the disk is a file of its own, named by client and version, and is never rewritten. A
 checkpoint is then a list of versions: the same files serve paging and resuming, and a checkpoint costs what changed
-since the last.
+since the last. Paging alone waits for no disk: a page need only outlive a power failure once a checkpoint names it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from everfed.core import tree
 from everfed.core.part import State
-from everfed.store.files import write_atomic
+from everfed.store.files import sync_folder
 
 DEFAULT_BUDGET = 2 << 30
+_SUFFIX = ".safetensors"
+_AT_ONCE = 16
+
+Page = tuple[int, int]  # (client, version)
 
 
 class ClientStore:
@@ -33,10 +40,13 @@ class ClientStore:
         self._sizes: dict[int, int] = {}
         self._version: dict[int, int] = {}
         self._saved: dict[int, int] = {}  # client -> newest version that is on disk
+        self._unsynced: set[Page] = set()  # on disk, but a power failure may take them
+        self._stale: set[Page] = set()  # on disk, and the live run needs them no more; a checkpoint may
         self._clock = 0
         self._lock = threading.RLock()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            self._forget(set())
 
     def get(self, client: int) -> State | None:
         """The client's state, or None when it was never put."""
@@ -46,13 +56,16 @@ class ClientStore:
                 return self._hot[client]
             if client not in self._version:
                 return None
-            state = self._read(client, self._version[client])
+            state = tree.from_bytes(self._path(client, self._version[client]).read_bytes())
             self._keep(client, state)
             return state
 
     def put(self, client: int, state: State) -> None:
         """Replace the client's state."""
         with self._lock:
+            before = self._version.get(client)
+            if before is not None and self._saved.get(client) == before:
+                self._stale.add((client, before))
             self._clock += 1
             self._version[client] = self._clock
             self._keep(client, state)
@@ -76,29 +89,55 @@ class ClientStore:
             return dict(self._version), dirty
 
     def write(self, versions: Mapping[int, int], dirty: Mapping[int, State]) -> None:
-        """Put a snapshot's states on disk."""
+        """Put a snapshot's states on disk, and wait until all that `versions` names is durable."""
         for client, state in dirty.items():
             self._write(client, versions[client], state)
+        with self._lock:
+            pages = [(client, version) for client, version in self._unsynced if versions.get(client) == version]
+        if pages and self.folder is not None:
+            # a file system commits what is asked of it at one time together: many times faster than one by one
+            with ThreadPoolExecutor(min(_AT_ONCE, len(pages))) as pool:
+                list(pool.map(lambda page: _sync(self._path(*page)), pages))
+            sync_folder(self.folder)  # their names
+        with self._lock:
+            self._unsynced.difference_update(pages)
 
     def restore(self, versions: Mapping[int, int]) -> None:
         """Go back to the states a checkpoint names."""
         with self._lock:
+            self._sizes = {client: _payload(self._path(client, v)) for client, v in versions.items()}
             self._hot.clear()
             self._hot_bytes = 0
             self._version = dict(versions)
             self._saved = dict(versions)
-            self._clock = max(versions.values(), default=0)
-            self._sizes = {client: _payload(self._path(client, v)) for client, v in versions.items()}
+            self._forget(set(versions.items()))
 
     def collect(self, versions: Mapping[int, int]) -> None:
         """Remove files that neither the checkpoint `versions` nor the live run needs."""
         if self.folder is None:
             return
         with self._lock:
-            needed = {self._path(c, v).name for kept in (versions, self._version) for c, v in kept.items()}
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
+            gone = {(client, version) for client, version in self._stale if versions.get(client) != version}
+            self._stale -= gone
+            self._unsynced -= gone
+        for client, version in gone:
+            self._path(client, version).unlink(missing_ok=True)
+
+    def _forget(self, named: set[Page]) -> None:
+        """Nothing is live but `named`. What else lies in the folder was left by an earlier life of the run; versions
+        count on from the highest of all, so that a file never stands for a state it does not hold."""
+        found = set(self._pages())
+        self._stale = found - named
+        self._unsynced = set()
+        self._clock = max((version for _, version in found | named), default=0)
+
+    def _pages(self) -> Iterator[Page]:
+        """The pages in the folder."""
+        if self.folder is not None:
+            for name in os.listdir(self.folder):
+                client, _, version = name.removesuffix(_SUFFIX).partition(".")
+                if name.endswith(_SUFFIX) and client.isdecimal() and version.isdecimal():
+                    yield int(client), int(version)
 
     # paging ------------------------------------------------------------------------------------------------------
     def _keep(self, client: int, state: State) -> None:
@@ -109,25 +148,51 @@ class ClientStore:
         self._sizes[client] = tree.tensor_bytes(state)
         self._hot_bytes += self._sizes[client]
         while self.folder is not None and self._hot_bytes > self.budget and len(self._hot) > 1:
-            cold, cold_state = self._hot.popitem(last=False)
-            self._hot_bytes -= self._sizes[cold]
-            if self._saved.get(cold) != self._version[cold]:
-                self._write(cold, self._version[cold], cold_state)
+            self._page_out()
+
+    def _page_out(self) -> None:
+        """Let go of the state that was not used for longest, once it is on disk."""
+        client, state = next(iter(self._hot.items()))
+        if self._saved.get(client) != self._version[client]:
+            self._write(client, self._version[client], state)
+        del self._hot[client]
+        self._hot_bytes -= self._sizes[client]
 
     def _path(self, client: int, version: int) -> Path:
         if self.folder is None:
             raise RuntimeError("this store has no folder")
-        return self.folder / f"{client}.{version}.safetensors"
+        return self.folder / f"{client}.{version}{_SUFFIX}"
 
     def _write(self, client: int, version: int, state: State) -> None:
-        path = self._path(client, version)
-        if not path.exists():
-            write_atomic(path, tree.to_bytes(state))
         with self._lock:
+            if self._saved.get(client) == version:
+                return
+        _write_page(self._path(client, version), tree.to_bytes(state))
+        with self._lock:
+            self._unsynced.add((client, version))
             self._saved[client] = max(version, self._saved.get(client, 0))
+            if self._version[client] != version:  # the client went on while a checkpoint wrote this
+                self._stale.add((client, version))
 
-    def _read(self, client: int, version: int) -> State:
-        return tree.from_bytes(self._path(client, version).read_bytes())
+
+def _write_page(path: Path, data: bytes) -> None:
+    """A whole file or none, as far as other threads and later lives of the process can see; nothing is synced."""
+    # a checkpoint and a page-out may write the same file at once, so each has a temporary one of its own
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    """Wait until the content of `path` is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _payload(path: Path) -> int:
