@@ -9,7 +9,9 @@ their own; nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+import gc
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -69,7 +71,10 @@ class CapturedTrainer(Trainer):
             self.cuda_stream.synchronize()
             graph.register_generator_state(self.replica.generator)
             # "thread_local": the other slots' threads go on working meanwhile
-            with torch.cuda.graph(graph, self._pool, self.cuda_stream, capture_error_mode="thread_local"):
+            with (
+                _no_garbage_collection(),
+                torch.cuda.graph(graph, self._pool, self.cuda_stream, capture_error_mode="thread_local"),
+            ):
                 body()
         self.captures += 1
         return graph
@@ -232,6 +237,19 @@ class CapturedGradient:
     def _body(self) -> None:
         loss = self.loss(self.trainer.forward(self.x), self.y)
         self.out.copy_(self.trainer.replica.gradient(loss))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Freeing somebody's old graphs or tensors in the middle of a capture would invalidate it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def signature(job: Job) -> Hashable:

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m everfed run RECIPE --set engine.kind=ranks
 
-Every rank runs the same loop and holds the same server state; each runs its own clients (client modulo ranks) with one of
-the other engines inside. After a phase the ranks add their sums in float64, so a round moves two models per rank however
-many clients there are, and the number of ranks changes a result by no more than the last bit of a float32 rounding.
+Every rank runs the same loop and holds the same server state; each runs its own clients (client modulo ranks) with one
+of the other engines inside. After a phase the ranks add their sums in float64, so a round moves two models per rank
+however many clients there are, and the number of ranks changes a result by at most a float32 rounding.
 """
 
 from __future__ import annotations
