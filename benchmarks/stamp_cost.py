@@ -4,8 +4,8 @@ Run as `python benchmarks/stamp_cost.py [--classes-per-task 20] [--per-class 38 
 Random images in the shape of CIFAR in a task pool: 38 images and one exemplar of a class are CIFAR-100's 500 and 13.
 All methods see the same stream in one process and take turns, a round each. On a CPU it is the time of this process on
 one thread that counts, which other work on the machine changes little. Evaluation is counted in, and is one image a
-class. The paper has, for STAMP and FedOMG beside FedAvg, 2.0 and 1.2 times the seconds a round at 20 classes a task, 2.8
-and 1.2 at 2; its code replays whole earlier tasks, not exemplars (`--exemplars 38`).
+class. The paper has, for STAMP and FedOMG beside FedAvg, 2.0 and 1.2 times the seconds a round at 20 classes a task and
+2.8 and 1.2 at 2; its code replays whole earlier tasks, not exemplars (`--exemplars 38`).
 """
 
 from __future__ import annotations
