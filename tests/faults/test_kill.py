@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.child import KILLED, Ended, Fate, count, everfed, events, python_m, running, until
+from tests.faults.child import KILLED, Ended, Fate, count, events, everfed, python_m, running, until
 from tests.faults.small import CASES, outcome, prepare, resume_command, run_command
 
 ENGINES = ("eager", "processes")
