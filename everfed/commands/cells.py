@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everfed.commands import tracking
 from everfed.commands.output import stdout, tell_interrupted
 from everfed.errors import RecipeError, UserError, exit_code
-from everfed.recipe import Places, Recipe, placed, to_toml
+from everfed.recipe import Places, Recipe, placed, read_placed, settled, to_toml
 from everfed.recipe.places import Key
 from everfed.recipe.reading import parse_set
 from everfed.store.run import RunFolder
@@ -42,6 +43,15 @@ class Settings:
     scale: float
     checkpoint_every: float
     as_json: bool
+    track: Sequence[str] = ()
+
+
+def new_cell(row: str, source: str, folder: Path, *, method: str | None, seed: int, sets: Sequence[str]) -> Cell:
+    """A cell of the recipe `source` with `method`, `seed` and `sets` on top. Raises RecipeError."""
+    reading = read_placed(source, method=method, seed=seed, sets=sets)
+    with placed(reading.places):
+        own = settled(reading.recipe).model_copy(update={"compare": None})
+    return Cell(row, own, folder, reading.places)
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -106,7 +116,8 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
     title = f"{number}{cell.row} seed {cell.recipe.seed}"
     with tell_interrupted("the same command"), watching(stdout(), settings.as_json, title) as observer:
         told = _with_folder(observer, cell.folder) if settings.as_json else observer
-        how: dict[str, Any] = {"observers": [told], "checkpoint_every": settings.checkpoint_every}
+        trackers = tracking.observers(settings.track, cell.folder, cell.recipe)
+        how: dict[str, Any] = {"observers": [told, *trackers], "checkpoint_every": settings.checkpoint_every}
         try:
             if RunFolder(cell.folder).recipe.exists():
                 return Outcome(cell, api.resume(cell.folder, **how).data)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everfed.commands import options
+from everfed.commands import options, tracking
 from everfed.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def compare(
     ] = None,
     scale: options.Scale = 1.0,
     checkpoint_every: options.CheckpointEvery = 5.0,
+    track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Run several methods over several seeds and print one table, sorted by
@@ -49,7 +50,7 @@ def compare(
     """
     from everfed.commands.cells import Settings
 
-    settings = Settings(options.absolute(data), scale, checkpoint_every, as_json)
+    settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track)
     folder, rows = compared(recipe, methods, seeds, sets, out, settings)
     tell(folder, rows, as_json)
     if any(outcome.result is None for row in rows for outcome in row.outcomes):
@@ -103,18 +104,14 @@ def _seeds(text: str | None, recipe: Recipe) -> list[int]:
 
 
 def _cells(recipe: str, methods: Sequence[str], seeds: Sequence[int], sets: Sequence[str], folder: Path) -> list[Cell]:
-    from everfed.commands.cells import Cell
-    from everfed.recipe import placed, read_placed, settled
+    from everfed.commands.cells import new_cell
 
     grid, used = [], set()
     for method in methods:
         usable = [entry for entry in sets if _serves(entry, method)]
         used.update(usable)
         for seed in seeds:
-            reading = read_placed(recipe, method=method, seed=seed, sets=usable)
-            with placed(reading.places):
-                own = settled(reading.recipe).model_copy(update={"compare": None})
-            grid.append(Cell(method, own, folder / f"{method}-{seed}", reading.places))
+            grid.append(new_cell(method, recipe, folder / f"{method}-{seed}", method=method, seed=seed, sets=usable))
     for entry in sets:
         if entry not in used:
             raise RecipeError(f"--set {entry}: none of the methods {', '.join(methods)} has that part")

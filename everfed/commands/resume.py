@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from everfed.commands import options
+from everfed.commands import options, tracking
 from everfed.commands.output import stdout, tell_interrupted, tell_result
 
 
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     checkpoint_every: options.CheckpointEvery = 5.0,
+    track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Go on with a run from its newest checkpoint, to the same bits as if it had
@@ -27,7 +28,10 @@ def resume(
     """
     from everfed import api
     from everfed.progress import watching
+    from everfed.recipe import read
+    from everfed.store.run import RunFolder
 
+    trackers = tracking.observers(track, run, read(RunFolder.open(run).recipe)) if track else []
     with tell_interrupted(f"`everfed resume {run}`"), watching(stdout(), as_json) as observer:
-        result = api.resume(run, observers=[observer], checkpoint_every=checkpoint_every)
+        result = api.resume(run, observers=[observer, *trackers], checkpoint_every=checkpoint_every)
     tell_result(result.folder, result.data, as_json)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from everfed.commands import options
+from everfed.commands import options, tracking
 from everfed.commands.output import stdout, tell_interrupted, tell_result
 
 
@@ -23,6 +23,7 @@ def run(
     ] = None,
     scale: options.Scale = 1.0,
     checkpoint_every: options.CheckpointEvery = 5.0,
+    track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Run a recipe; the run folder holds the recipe, events, checkpoints, the
@@ -38,6 +39,7 @@ def run(
       everfed run demo --method fedavg --seed 1 --out runs/mine
       everfed run fedgp/table1-rotated-mnist --data ~/data --scale 0.1
       everfed run my.toml --set train.rounds_per_task=5 --set stream.tasks=3
+      everfed run demo --track tensorboard
     """
     from everfed import api
     from everfed.progress import watching
@@ -46,13 +48,15 @@ def run(
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
     folder = out or api.default_folder(reading.recipe)
     remedy = f"`everfed resume {folder}`"
+    with placed(reading.places):
+        trackers = tracking.observers(track, folder, reading.recipe)
     with placed(reading.places), tell_interrupted(remedy), watching(stdout(), as_json) as observer:
         result = api.run(
             reading.recipe,
             folder,
             data_dir=options.absolute(data),
             scale=scale,
-            observers=[observer],
+            observers=[observer, *trackers],
             checkpoint_every=checkpoint_every,
         )
     tell_result(result.folder, result.data, as_json)

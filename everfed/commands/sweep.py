@@ -114,17 +114,13 @@ def _cells(
     seeds: Sequence[int],
     folder: Path,
 ) -> list[Cell]:
-    from everfed.commands.cells import Cell
-    from everfed.recipe import placed, read_placed, settled
+    from everfed.commands.cells import new_cell
 
     found = []
     for combination in combinations:
         for seed in seeds:
-            reading = read_placed(recipe, method=method, seed=seed, sets=[*sets, *combination])
-            with placed(reading.places):
-                own = settled(reading.recipe).model_copy(update={"compare": None})
-            place = folder / f"{folder_name(combination)}-{seed}"
-            found.append(Cell(as_arguments(combination), own, place, reading.places))
+            place, row = folder / f"{folder_name(combination)}-{seed}", as_arguments(combination)
+            found.append(new_cell(row, recipe, place, method=method, seed=seed, sets=[*sets, *combination]))
     return found
 
 
