@@ -57,8 +57,7 @@ class DBE(Part):
 
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
         vector = cast(Extras, module.extras)[self.name]["vector"]
-        alone = own.get("host", {}).get("alone", False)
-        outputs, features = through_head(module, x, None if alone else lambda f: f + vector)  # Eq. 4
+        outputs, features = through_head(module, x, None if "alone" in own else lambda f: f + vector)  # Eq. 4
         if module.training and "mean" in own:
             own.setdefault("batch", features.float().mean(0))  # for `loss`; the first of a step is the real batch
         return outputs
@@ -78,7 +77,8 @@ class DBE(Part):
         if len(data) == 0:
             return {}, {}
         model = message[MODEL]
-        state = {self.name: {"mean": self._zeros(ctx, model), "host": {"alone": True}}}
+        mean = self._zeros(ctx, model)
+        state = {self.name: {"mean": mean, "alone": torch.ones_like(mean)}}
         fitted = ctx.train.fit(ctx, (self,), model, model["params"], state, {}, data, tag="features")
         return {}, {"mean": fitted.state[self.name]["mean"]}
 

@@ -97,7 +97,7 @@ class FedL2P(Part):
     # the client --------------------------------------------------------------------------------------------------
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
         """While a client fine-tunes, BatchNorm uses the statistics that BN-Net chose."""
-        if not own.get("host", {}).get("fixed", False):
+        if "fixed" not in own:
             outputs: Tensor = module(x)
             return outputs
         with fixed_statistics(module):
@@ -130,10 +130,11 @@ class FedL2P(Part):
         """Fine-tuned with a rate per tensor; `model` holds the statistics to use."""
         if self.epochs == 0:
             return model
-        state: State = {self.name: {"host": {"fixed": True}}, Rates.name: {"rates": spread(rates, ctx.facts.layout)}}
+        vector = spread(rates, ctx.facts.layout)
+        state: State = {self.name: {"fixed": torch.ones((), device=vector.device)}, Rates.name: {"rates": vector}}
         fitted = ctx.train.fit(
             ctx.at(rate=1.0),
-            (_rates(),),
+            (self, _rates()),
             model,
             model["params"],
             state,

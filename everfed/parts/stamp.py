@@ -136,7 +136,9 @@ class STAMP(Part):
         # a whole pool may be smaller than a minibatch
         context = ctx.at(options=replace(ctx.options, drop_last=False))
         moments = copied if self.moments == "copied" else None
-        args = (context, (), model, start["params"], client, message, exemplars)
+        changed = ctx.train.forward_part  # the only other part whose say matters: how the network is run
+        parts = () if changed is None else (changed,)
+        args = (context, parts, model, start["params"], client, message, exemplars)
         return ctx.train.fit(*args, epochs=epochs, moments=moments, tag=f"exemplars {task}").model["params"]
 
     def _matched(self, updates: list[Tensor]) -> Tensor:

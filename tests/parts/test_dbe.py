@@ -89,7 +89,7 @@ def test_the_consensus_is_formed_without_the_vector_and_leaves_no_trace() -> Non
     outcome = weighted().run(rounds=1)
     assert outcome.events[0]["phase"] == "features"
     assert "batch" not in outcome.clients[0]["dbe"]
-    assert "host" not in outcome.clients[0]["dbe"]
+    assert "alone" not in outcome.clients[0]["dbe"]
 
 
 def test_the_running_mean_is_reset_at_each_local_training() -> None:

@@ -229,3 +229,19 @@ def test_the_pool_is_storage_form() -> None:
     blank = Toy().data(0, 0)
     assert (kept["x"].dtype, kept["x"].shape[1:]) == (blank.x.dtype, blank.x.shape[1:])
     assert isinstance(blank, Data)
+
+
+def test_personal_parameters_are_not_matched() -> None:
+    """With FedDBE's vectors: they end as the current task's training left them, and clones run the changed network."""
+
+    def build(epochs: int) -> Bench:
+        options = {"stamp": {"exemplars": 2, "epochs": epochs, "scale": "1+k"}, "dbe": {"weight": 1.0}}
+        return Bench(lambda: methods.build("", options, ["fedavg", "dbe", "stamp"]), stream=Toy(clients=2))
+
+    still, plain = build(0).run(), Bench("feddbe", {"dbe": {"weight": 1.0}}, stream=Toy(clients=2)).run()
+    # clones that do not move, and 1 + kappa divided out: matching is the identity on the shared part
+    assert torch.allclose(still.params, plain.params, atol=1e-5)
+    for client in range(2):
+        vectors = [outcome.clients[client]["client"]["personal"] for outcome in (still, plain)]
+        assert torch.allclose(*vectors, atol=1e-5)
+    assert not torch.allclose(build(2).run().params, plain.params, atol=1e-5)
