@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ def run(
     recipe = _as_recipe(recipe)
     path = Path(out) if out is not None else default_folder(recipe)
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
+    if _follows(recipe):
+        return Result(path, _follow(scaled(recipe, scale), RunFolder(path), settings, stream, checkpoint_every))
     # the folder comes first, before heavy imports, so that a run killed at any later moment can be resumed
     with RunFolder.new(path, to_toml(recipe), settings) as folder:
         from everfed.session import assemble, execute
@@ -90,7 +93,11 @@ def resume(
     """Go on with a run from its newest checkpoint. A finished run is returned as it is."""
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
-    if data is None:
+    if data is None and _follows(read(opened.recipe)):
+        from everfed.session import execute
+
+        data = execute(_reassemble(opened, stream), opened, (), checkpoint_every)
+    elif data is None:
         with opened.held():
             data = opened.read_result() or _go_on(opened, stream, observers, checkpoint_every)
     return Result(opened.path, data)
@@ -115,6 +122,20 @@ def _go_on(
 
     folder.tidy()
     return execute(_reassemble(folder, stream), folder, observers, checkpoint_every)
+
+
+def _follows(recipe: Recipe) -> bool:
+    """Is this a rank other than the first? Rank 0 makes, holds and writes the folder."""
+    return recipe.engine.kind == "ranks" and os.environ.get("RANK", "0") != "0"
+
+
+def _follow(
+    recipe: Recipe, folder: RunFolder, settings: dict[str, Any], stream: Stream | None, checkpoint_every: float
+) -> dict[str, Any]:
+    from everfed.session import assemble, execute
+
+    assembly = assemble(recipe, settings["data_dir"], settings["scale"], stream)
+    return execute(assembly, folder, (), checkpoint_every)
 
 
 def _reassemble(folder: RunFolder, stream: Stream | None) -> Any:

@@ -20,6 +20,7 @@ from everfed import engines, methods, models, streams
 from everfed.core.context import Facts, TrainOptions
 from everfed.core.extras import attach
 from everfed.core.fit import on_device
+from everfed.core.intake import Spread
 from everfed.core.layout import Layout
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
@@ -28,6 +29,8 @@ from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.score import score_value
 from everfed.core.stream import Stream
 from everfed.core.world import World
+from everfed.engines.group import Group
+from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.errors import UserError
 from everfed.metrics import language
 from everfed.metrics import matrix as accuracy_matrix
@@ -139,10 +142,13 @@ def execute(
 ) -> dict[str, Any]:
     """Run, or go on from the newest checkpoint, to the end; returns what result.json holds."""
     torch.set_num_threads(1)  # results are exact only at one thread; engines use the cores in other ways
+    group = engines.join(assembly.recipe.engine)
+    if group is not None and not group.leads:
+        return _drive(assembly, folder, lambda event: None, checkpoint_every, group)
     log = EventLog(folder.events)
     told: list[Observer] = [log, *observers]
     try:
-        return _drive(assembly, folder, _fan_out(told), checkpoint_every)
+        return _drive(assembly, folder, _fan_out(told), checkpoint_every, group)
     except BaseException as error:
         fault = folder.fault(error) or error
         _tell_fault(told, fault)
@@ -153,12 +159,15 @@ def execute(
         log.close()
 
 
-def _drive(assembly: Assembly, folder: RunFolder, notify: Observer, checkpoint_every: float) -> dict[str, Any]:
+def _drive(
+    assembly: Assembly, folder: RunFolder, notify: Observer, checkpoint_every: float, group: Group | None
+) -> dict[str, Any]:
     recipe, world, fingerprint = assembly.recipe, assembly.world, _fingerprint(assembly)
     store = ClientStore(folder.clients, int(recipe.engine.state_memory * 2**30))
-    checkpoints = Checkpoints(folder.checkpoint, store, checkpoint_every, fingerprint)
+    alone = Checkpoints(folder.checkpoint, store, checkpoint_every, fingerprint)
     state = latest(folder.checkpoint, store, fingerprint)
-    engine = engines.build(recipe.engine, world, store, assembly.build_module, notify)
+    checkpoints = alone if group is None else RankCheckpoints(alone, group)
+    engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
     try:
         where = engines.device(recipe.engine)
         if state is not None:
@@ -175,9 +184,11 @@ def _drive(assembly: Assembly, folder: RunFolder, notify: Observer, checkpoint_e
         )
         final = runner.run()
         checkpoints.wait()
-        result = _result(assembly, final, engine.describe(), store)
-        _save_model(folder, assembly, final)
-        folder.write_result(result)
+        state_bytes = engine.total(store.bytes()) if isinstance(engine, Spread) else store.bytes()
+        result = _result(assembly, final, engine.describe(), state_bytes)
+        if group is None or group.leads:
+            _save_model(folder, assembly, final)
+            folder.write_result(result)
         notify({"event": "end", "metrics": result["metrics"], "seconds": final.seconds})
         return result
     finally:
@@ -209,7 +220,7 @@ def _tell_fault(observers: Sequence[Observer], error: BaseException) -> None:
             observer({"event": "fault", "message": f"{type(error).__name__}: {error}"})
 
 
-def _saver(checkpoints: Checkpoints, notify: Observer) -> Callable[[RunState, bool], None]:
+def _saver(checkpoints: Checkpoints | RankCheckpoints, notify: Observer) -> Callable[[RunState, bool], None]:
     def save(state: RunState, task_end: bool) -> None:
         if checkpoints.offer(state, task_end):
             notify({"event": "checkpoint", "round": state.round})
@@ -237,7 +248,7 @@ def _announce(notify: Observer, assembly: Assembly, state: RunState | None) -> N
         notify({"event": "warning", "message": warning})
 
 
-def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], store: ClientStore) -> dict[str, Any]:
+def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], state_bytes: int) -> dict[str, Any]:
     """result.json: a stable interface; accuracies are fractions."""
     recipe, stream = assembly.recipe, assembly.stream
     n_test = [int(row[0]) for row in _last_full_row(state) if row is not None]
@@ -262,7 +273,7 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
             "rounds": state.round,
             "seconds": state.seconds,
             **state.traffic.as_dict(),
-            "client_state_bytes": store.bytes(),
+            "client_state_bytes": state_bytes,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "samples": state.samples,
         },

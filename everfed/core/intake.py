@@ -44,3 +44,6 @@ class Spread(Protocol):
 
     def merge(self, intake: Intake) -> None:
         """Make `intake` the same everywhere: what all processes took in together."""
+
+    def total(self, value: int) -> int:
+        """The sum of everybody's `value`."""

@@ -12,6 +12,7 @@ from everfed.core.engine import Engine
 from everfed.core.world import World
 from everfed.engines.base import BuildModule
 from everfed.engines.eager import Eager
+from everfed.engines.group import Group, launched, local_rank
 from everfed.errors import UserError
 from everfed.store.clients import ClientStore
 
@@ -32,6 +33,8 @@ def cores() -> int:
 
 def device(section: EngineSection) -> torch.device:
     """The recipe's device; "auto" is a GPU when there is one, unless the engine is for the CPU."""
+    if section.kind == "ranks" and section.device in ("auto", "cuda") and torch.cuda.is_available():
+        return torch.device("cuda", local_rank())
     if section.device == "auto":
         wants_gpu = section.kind != "processes" and torch.cuda.is_available()
         return torch.device("cuda" if wants_gpu else "cpu")
@@ -63,15 +66,37 @@ def check(section: EngineSection) -> None:
     chosen = device(section)
     if section.kind == "graphs" and chosen.type != "cuda":
         raise EngineError("engine.kind = 'graphs' needs a CUDA device; use auto, eager or processes")
+    if section.kind == "ranks" and not launched():
+        raise EngineError(
+            "engine.kind = 'ranks' is started by torchrun: torchrun --nproc-per-node N -m everfed run RECIPE "
+            "--set engine.kind=ranks"
+        )
     if section.kind == "processes" and chosen.type != "cpu":
         raise EngineError("engine.kind = 'processes' runs on the CPU; set engine.device = 'cpu' or use graphs")
 
 
+def join(section: EngineSection) -> Group | None:
+    """Meet the other ranks of this run; None for an engine that is a single process."""
+    check(section)
+    return Group(device(section)) if section.kind == "ranks" else None
+
+
 def build(
-    section: EngineSection, world: World, store: ClientStore, build_module: BuildModule, notify: Notify
+    section: EngineSection,
+    world: World,
+    store: ClientStore,
+    build_module: BuildModule,
+    notify: Notify,
+    group: Group | None = None,
 ) -> Engine:
     """The engine that `section` asks for; "auto" takes graphs on a GPU, else processes when they are faster."""
     check(section)
+    if group is not None:
+        from everfed.engines.ranks import Ranks
+
+        inside = "graphs" if group.device.type == "cuda" else "eager"
+        alone = section.model_copy(update={"kind": inside, "device": str(group.device)})
+        return Ranks(build(alone, world, store, build_module, notify), group)
     where, kind = device(section), str(section.kind)
     if where.type == "cuda":
         _set_precision(precision(section))

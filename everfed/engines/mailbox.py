@@ -7,6 +7,7 @@ A mailbox is an anonymous shared mapping, so it vanishes with its processes, how
 from __future__ import annotations
 
 import mmap
+from math import prod
 from typing import Any
 
 import torch
@@ -15,13 +16,7 @@ from torch import Tensor
 from everfed.core.tree import Tree
 
 _ALIGN = 64
-_KINDS = {
-    str(kind).removeprefix("torch."): kind
-    for kind in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
+_KINDS = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 # address space, not memory: pages are taken when they are first written
 CAPACITY = 8 << 30
 
@@ -32,7 +27,7 @@ class Mailbox:
     def __init__(self, capacity: int = CAPACITY) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self._map = mmap.mmap(-1, capacity, flags=flags)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._capacity = capacity
 
     def write(self, tree: Tree) -> Any:
         """Copy a tree in; returns the header with which another process reads it."""
@@ -71,9 +66,9 @@ class Mailbox:
         return tree
 
     def _view(self, offset: int, kind: torch.dtype, shape: list[int]) -> Tensor:
-        size = kind.itemsize
-        for length in shape:
-            size *= length
-        if offset + size > len(self._bytes):
-            raise MemoryError(f"a message of more than {len(self._bytes) >> 30} GiB does not fit between two processes")
-        return self._bytes[offset : offset + size].view(kind).reshape(shape)
+        count = prod(shape)
+        if offset + count * kind.itemsize > self._capacity:
+            raise MemoryError(f"a message of more than {self._capacity >> 30} GiB does not fit between two processes")
+        if count == 0:  # a buffer may not be empty
+            return torch.empty(shape, dtype=kind)
+        return torch.frombuffer(self._map, dtype=kind, count=count, offset=offset).view(shape)

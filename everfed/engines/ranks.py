@@ -9,12 +9,10 @@ however many clients there are, and the number of ranks changes a result by at m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from everfed.core import tree
@@ -27,6 +25,7 @@ from everfed.core.phase import Phase
 from everfed.core.reduce import Collected, Reducing, Total
 from everfed.core.score import Exam
 from everfed.core.world import Moment
+from everfed.engines.group import Group
 
 
 class Ranks:
@@ -34,16 +33,14 @@ class Ranks:
 
     name = "ranks"
 
-    def __init__(self, inner: Engine, device: torch.device) -> None:
-        self.inner, self.device = inner, device
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, inner: Engine, group: Group) -> None:
+        self.inner, self.group = inner, group
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply]]:
         """The replies of this rank's own clients; `merge` brings in the rest."""
-        own = [client for client in clients if client % self.size == self.rank]
-        return self.inner.exchange(phase, own, message, moment)
+        return self.inner.exchange(phase, [c for c in clients if self.group.owns(c)], message, moment)
 
     def merge(self, intake: Intake) -> None:
         """Add up what all ranks took in."""
@@ -54,7 +51,7 @@ class Ranks:
             "up": dict(intake.traffic.up),
             "totals": [_note(r) for _, _, r in reducing],
         }
-        everybody = self.gather(notes)
+        everybody = self.group.gather(notes)
         intake.trained = sorted(
             (Trained(*one) for note in everybody for one in note["trained"]), key=lambda t: t.client
         )
@@ -67,7 +64,7 @@ class Ranks:
     def _merge_one(self, reducing: Reducing, notes: list[dict[str, Any]]) -> None:
         if isinstance(reducing, Collected):
             values = {str(client): value for client, value in reducing.values.items()}
-            merged = [tree.from_bytes(data) for data in self.gather_bytes(tree.to_bytes(values))]
+            merged = [tree.from_bytes(data) for data in self.group.gather_bytes(tree.to_bytes(values))]
             found = {int(client): value for part in merged for client, value in part.items()}
             reducing.values = {client: found[client] for client in sorted(found)}
         elif isinstance(reducing, Total):
@@ -87,46 +84,32 @@ class Ranks:
         total.dtype = getattr(torch, sent[0]["dtype"])
         value = total.total
         if not isinstance(value, Tensor):
-            value = torch.zeros(sent[0]["shape"], dtype=torch.float64, device=self.device)
+            value = torch.zeros(sent[0]["shape"], dtype=torch.float64, device=self.group.device)
         value = value.contiguous()
-        dist.all_reduce(value)
+        self.group.add(value)
         total.total = value
 
     # the rest ----------------------------------------------------------------------------------------------------
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         """Each rank scores some of the tasks."""
-        own = tuple(task for index, task in enumerate(exam.tasks) if index % self.size == self.rank)
+        own = exam.tasks[self.group.rank :: self.group.size]
         rows: dict[str, list[int]] = {}
         if own:
             counts = self.inner.evaluate(model, Exam(own, exam.seen, exam.split, exam.top_k))
             rows = {str(task): row for task, row in zip(own, counts.tolist(), strict=True)}
-        found = {int(task): row for part in self.gather(rows) for task, row in part.items()}
+        found = {int(task): row for part in self.group.gather(rows) for task, row in part.items()}
         return torch.tensor([found[task] for task in exam.tasks])
+
+    def total(self, value: int) -> int:
+        return sum(self.group.gather(value))
 
     def describe(self) -> dict[str, Any]:
         inner = self.inner.describe()
-        return {**inner, "engine": self.name, "inner": inner["engine"], "ranks": self.size}
+        return {**inner, "engine": self.name, "inner": inner["engine"], "ranks": self.group.size}
 
     def close(self) -> None:
         self.inner.close()
-        dist.destroy_process_group()
-
-    # plain data between ranks: JSON and safetensors, never pickle -------------------------------------------------
-    def gather(self, note: Any) -> list[Any]:
-        """Everybody's `note`, by rank."""
-        return [json.loads(data) for data in self.gather_bytes(json.dumps(note).encode())]
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's bytes, by rank."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)], device=self.device))
-        longest = int(torch.stack(sizes).max())
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-        padded[: len(mine)] = mine
-        boxes = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(boxes, padded)
-        return [bytes(box[: int(n)].cpu().numpy()) for box, n in zip(boxes, sizes, strict=True)]
+        self.group.close()
 
 
 def _note(reducing: Reducing) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -111,6 +111,15 @@ class ClientStore:
             self._version = dict(versions)
             self._saved = dict(versions)
             self._forget(set(versions.items()))
+
+    def keep(self, wanted: Callable[[int], bool]) -> None:
+        """Forget the clients that are not `wanted` (another process keeps them); their files stay."""
+        with self._lock:
+            for client in [known for known in self._version if not wanted(known)]:
+                if self._hot.pop(client, None) is not None:
+                    self._hot_bytes -= self._sizes[client]
+                for table in (self._version, self._saved, self._sizes):
+                    table.pop(client, None)
 
     def collect(self, versions: Mapping[int, int]) -> None:
         """Remove files that neither the checkpoint `versions` nor the live run needs."""

@@ -1,0 +1,91 @@
+"""Two ranks of torch.distributed (gloo) as real processes: the eager result, and resuming on other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+OPTIONS = [
+    "stream.tasks=2", "stream.clients=5", "train.rounds_per_task=3", "train.local_epochs=1",
+]  # fmt: skip
+# sums of ranks are added in float64; what may differ is the last rounding to float32
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
+
+
+def command(out: Path, method: str, ranks: int) -> list[str]:
+    sets = [*OPTIONS, "engine.kind=ranks" if ranks else "engine.kind=eager"]
+    arguments = ["run", "demo", "--method", method, "--out", str(out), "--checkpoint-every", "0"]
+    return launcher(ranks) + arguments + [word for one in sets for word in ("--set", one)]
+
+
+def launcher(ranks: int) -> list[str]:
+    if not ranks:
+        return [sys.executable, "-m", "everfed"]
+    rendezvous = ["--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "everfed"]
+
+
+def finish(words: list[str]) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=dict(os.environ, OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def same(a: Path, b: Path) -> None:
+    ours, theirs = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], **TOLERANCE)
+    left, right = (json.loads((folder / "result.json").read_text()) for folder in (a, b))
+    for key in ("bytes_up", "bytes_down", "bytes_by_part", "samples", "client_state_bytes"):
+        assert left["cost"][key] == right["cost"][key]
+    assert left["n_test"] == right["n_test"]
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("eager") / "run"
+    finish(command(out, "fedgp+der", 0))
+    return out
+
+
+def test_two_ranks_equal_one_process(eager: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    finish(command(out, "fedgp+der", 2))
+    same(out, eager)
+    facts = json.loads((out / "result.json").read_text())["environment"]
+    assert (facts["engine"], facts["inner"], facts["ranks"]) == ("ranks", "eager", 2)
+
+
+def test_a_run_killed_on_two_ranks_goes_on_with_three(eager: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        command(out, "fedgp+der", 2), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    events = out / "events.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if events.exists() and '"checkpoint"' in events.read_text():
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if not (out / "result.json").exists():  # it may have been quicker than we are
+        finish([*launcher(3), "resume", str(out)])
+    same(out, eager)
+
+
+def test_without_torchrun_it_says_how(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "everfed", "run", "demo", "--set", "engine.kind=ranks", "--out", str(tmp_path / "r")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "torchrun" in done.stderr
+    assert not (tmp_path / "r").exists()
