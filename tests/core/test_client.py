@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from everfed import methods
 from everfed.core import tree
 from everfed.core.client import OWN, Reply, new_state, run_client, synchronises
 from everfed.core.context import Hidden, TrainOptions
@@ -14,6 +13,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import State
 from everfed.core.phase import EVALUATE, Phase
 from everfed.core.score import Exam
+from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Toy
 
 STEP = Optimizer(lr=0.1)
@@ -27,7 +27,7 @@ def called(bench: Bench, state: State | None = None, client: int = 0, round_inde
     return run_client(method, method.train_phase(), start, {"model": dict(bench.model())}, data, ctx)
 
 
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", each_preset())
 def test_the_same_call_twice_gives_the_same_bits_and_changes_nothing(name: str) -> None:
     bench = Bench(name, module=Norm)
     method, ctx = bench.build_method(), bench.context()

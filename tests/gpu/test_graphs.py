@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everfed import methods
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.world import World
 from everfed.engines.eager import Eager
 from everfed.store.clients import ClientStore
+from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Outcome, Toy
 
 pytestmark = [
@@ -56,7 +56,7 @@ def distance(a: Outcome, b: Outcome) -> float:
     return float((a.params.cpu() - b.params.cpu()).norm() / b.params.cpu().norm())
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", each_preset())
 def test_graphs_equal_eager(method: str) -> None:
     case = bench(method)
     reference, result = on_gpu(case), captured(case)

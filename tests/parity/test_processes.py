@@ -8,7 +8,6 @@ import signal
 import pytest
 import torch
 
-from everfed import methods
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
@@ -16,6 +15,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.world import World
 from everfed.engines.processes import Processes
 from everfed.store.clients import ClientStore
+from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 
 
@@ -37,7 +37,7 @@ def bench(method: str, **changes: object) -> Bench:
     return Bench(method, stream=stream, module=Norm).change(**changes)
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", each_preset())
 def test_processes_equal_eager(method: str) -> None:
     case = bench(method)
     eager, result = case.run(), on_processes(case)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from everfed import methods
 from everfed.core import tree
 from everfed.core.context import Context, TrainOptions
 from everfed.core.data import Data
@@ -22,6 +21,7 @@ from everfed.core.runner import EvalOptions
 from everfed.core.step import Step
 from everfed.core.tree import Tree, TreeError
 from everfed.parts.average import FedAvg
+from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 from tests.support.wire import crossed, run_over_wire
 
@@ -33,13 +33,13 @@ def assert_same(a: Outcome, b: Outcome) -> None:
     assert all(tree.equal(a.clients[client], b.clients[client]) for client in a.clients)
 
 
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", each_preset())
 def test_every_preset_equals_eager_bit_for_bit(name: str) -> None:
     bench = Bench(name)
     assert_same(bench.run(), run_over_wire(bench))
 
 
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", each_preset())
 def test_with_batchnorm_dropout_augmentation_and_partial_participation(name: str) -> None:
     stream = Toy(clients=2, augmented=True, cohorts={0: (0, 1), 1: (1,), 2: (0,), 3: (0, 1)})
     bench = Bench(name, stream=stream, module=Norm, seed=3)

@@ -15,6 +15,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import overrides
 from everfed.parts.memory import NAME
+from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Toy
 
 ZERO: list[tuple[str, dict[str, dict[str, Any]]]] = [
@@ -65,7 +66,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", each_preset())
 def test_every_method_runs_on_small_streams(name: str, stream: Toy) -> None:
     outcome = Bench(name, stream=stream, train=TrainOptions(1, 5, Optimizer(lr=0.1))).run()
     assert outcome.state.round == stream.rounds
