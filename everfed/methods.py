@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from everfed.core.method import Method, compose
+from everfed.core.method import SGD, Method, compose
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Part
 from everfed.naming import load_object
 from everfed.parts.agem import AGEM
@@ -116,7 +117,7 @@ def build(
     name: str = "",
     options: Mapping[str, Mapping[str, Any]] | None = None,
     parts: list[str | Mapping[str, Any]] | None = None,
-    optimizer_kind: str = "sgd",
+    optimizer: Optimizer = SGD,
 ) -> Method:
     """A method from a preset's name, or from a list of parts: part names, or tables {part = NAME, option = value, ...};
     a part may be named `package.module:Name`. `options` are by part: {"memory": {"size": 200}}."""
@@ -130,7 +131,7 @@ def build(
     if given:
         known = ", ".join(part.name for part in built)
         raise MethodError(f"method.{next(iter(given))} names no part of this method; it has {known}")
-    return compose(*built, name=name, optimizer_kind=optimizer_kind)
+    return compose(*built, name=name, optimizer=optimizer)
 
 
 def part_classes() -> dict[str, type[Part]]:

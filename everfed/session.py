@@ -121,7 +121,7 @@ def build_method(recipe: Recipe) -> Method:
         options[name] = dict(value)
     if section.weighting != "uniform":
         options.setdefault("fedavg", {}).setdefault("weighting", section.weighting)
-    return methods.build(section.name, options, section.parts, recipe.train.optimizer.kind)
+    return methods.build(section.name, options, section.parts, Optimizer(**recipe.train.optimizer.model_dump()))
 
 
 def _train_options(recipe: Recipe) -> TrainOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import BOUNDARIES, HISTORY, TASK_ID, CompositionError, Part, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reducer
@@ -12,6 +13,7 @@ from everfed.core.stream import Stream
 
 PERSONAL = "extras.personal/"  # where personal extra parameters are registered on a module
 _ONE_OWNER = ("objective", "forward")
+SGD = Optimizer()
 _STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY})
 
 
@@ -85,7 +87,7 @@ class Method:
                 )
 
 
-def compose(*parts: Part, name: str = "", optimizer_kind: str = "sgd") -> Method:
+def compose(*parts: Part, name: str = "", optimizer: Optimizer = SGD) -> Method:
     """A method from parts, in the order in which their hooks run. Raises CompositionError when they do not fit."""
     _check_names(parts)
     aggregators = [part.name for part in parts if part.aggregates]
@@ -99,7 +101,7 @@ def compose(*parts: Part, name: str = "", optimizer_kind: str = "sgd") -> Method
     for part in parts:
         _check_needs(part, parts)
         _check_phases(part)
-        warnings.extend(part.check(parts, optimizer_kind))
+        warnings.extend(part.check(parts, optimizer))
     return Method(name or "+".join(part.name for part in parts), tuple(parts), tuple(warnings))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from everfed.core.data import Data
 from everfed.core.message import Message
+from everfed.core.optimizer import Optimizer
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducer
 from everfed.core.schedule import Schedule, Table
@@ -59,7 +60,7 @@ class Part:
         """Hyper-parameters by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         """Refuse a composition by raising CompositionError; return warnings about a doubtful one."""
         return ()
 

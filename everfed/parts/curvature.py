@@ -16,6 +16,7 @@ from everfed.core.client import synchronises
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.fit import Fitted
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, State, refuse_personal
 from everfed.core.reduce import Reducer, Sum
 from everfed.core.step import Step
@@ -42,7 +43,7 @@ class FedCurv(Part):
         if self.fisher_samples < 1:
             raise ValueError(f"fisher_samples must be at least 1; got {self.fisher_samples}")
 
-    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
         return ()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.context import Context
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Part, State, Tables
 from everfed.core.schedule import Schedule
 from everfed.core.step import Batch, Step
@@ -40,7 +41,7 @@ class DER(Part):
         if self.batch < 1:
             raise ValueError(f"batch must be at least 1; got {self.batch}")
 
-    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         buffer = next(part for part in parts if isinstance(part, memory.Memory))
         if not buffer.logits:
             raise CompositionError(f"part {self.name!r} needs the stored outputs: set memory.logits = true")

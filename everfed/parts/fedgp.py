@@ -20,6 +20,7 @@ from torch import Tensor
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.message import MODEL
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Model, Part, State, overrides, refuse_personal
 from everfed.core.phase import Phase
 from everfed.core.reduce import Mean
@@ -46,15 +47,15 @@ class FedGP(Part):
         if self.mode not in ("train", "eval"):
             raise ValueError(f"mode must be 'train' or 'eval'; got {self.mode!r}")
 
-    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]
         if later:
             raise CompositionError(f"fedgp must be the last gradient rule; move {', '.join(later)} before it")
-        if optimizer_kind != "sgd":
-            return (
-                f"fedgp with optimizer {optimizer_kind!r}: the update, unlike the gradient, may oppose the reference",
-            )
+        changed = [name for name in ("momentum", "weight_decay") if getattr(optimizer, name)]
+        if optimizer.kind != "sgd" or changed:
+            what = optimizer.kind if optimizer.kind != "sgd" else " and ".join(changed)
+            return (f"fedgp with {what}: the update, unlike the gradient, may oppose the reference",)
         return ()
 
     def phases(self) -> tuple[Phase, ...]:

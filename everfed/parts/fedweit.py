@@ -37,6 +37,7 @@ from everfed.core.extras import EXTRAS, Extras, registered
 from everfed.core.fit import Fitted
 from everfed.core.layout import Entry, Layout
 from everfed.core.message import MODEL, Once
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import BOUNDARIES, CompositionError, Model, Part, State, overrides
 from everfed.core.phase import END, FIRST, Cohort, Phase, Position
 from everfed.core.reduce import Collect, Mean, Reducer
@@ -81,14 +82,14 @@ class FedWeIT(Part):
         if not 0.0 <= self.share < 1.0:
             raise ValueError(f"share must be in [0, 1); got {self.share}")
 
-    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         others = [p.name for p in parts if p is not self and (overrides(p, "gradient") or overrides(p, "loss"))]
         if others:
             raise CompositionError(
                 f"fedweit trains decomposed weights, which {', '.join(others)} would take for a plain network's; "
                 "compose them with another method"
             )
-        if optimizer_kind == "sgd" and self.retention > 20:
+        if optimizer.kind == "sgd" and self.retention > 20:
             return (
                 f"fedweit.retention = {self.retention:g}: plain SGD diverges when lr * retention * finished tasks / 4 "
                 "reaches 2; its authors use Adam",

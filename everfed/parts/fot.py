@@ -29,6 +29,7 @@ from everfed.core.data import Data
 from everfed.core.fit import on_device
 from everfed.core.layout import Entry
 from everfed.core.message import MODEL
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model, Part, State
 from everfed.core.phase import END, Cohort, Phase
 from everfed.core.reduce import Mean, Sum
@@ -60,7 +61,7 @@ class FOT(Part):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
 
-    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         weighting = next((part.options().get("weighting") for part in parts if part.aggregates), None)
         if weighting == "samples":
             return ("fot: its authors average clients uniformly; method.weighting is 'samples'",)

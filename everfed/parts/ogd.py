@@ -59,14 +59,14 @@ class OGD(Part):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
 
-    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]
         if later and self.project != "update":
             raise CompositionError(
                 f"{', '.join(later)} changes the gradient after ogd has projected it; set ogd.project = 'update'"
             )
-        if self.project == "gradient" and optimizer_kind != "sgd":
-            return (f"ogd.project = 'gradient' with optimizer {optimizer_kind!r}: its steps are not orthogonal",)
+        if self.project == "gradient" and optimizer.kind != "sgd":
+            return (f"ogd.project = 'gradient' with optimizer {optimizer.kind!r}: its steps are not orthogonal",)
         return ()
 
     # building the basis ------------------------------------------------------------------------------------------

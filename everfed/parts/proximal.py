@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
 from everfed.core.step import Step
 
@@ -25,9 +26,9 @@ class FedProx(Part):
         if not self.mu >= 0:
             raise ValueError(f"mu must be at least 0; got {self.mu}")
 
-    def check(self, parts: Sequence[Part], optimizer_kind: str) -> Iterable[str]:
-        if self.mu >= 2:
-            return (f"fedprox.mu = {self.mu}: plain SGD diverges when lr * mu reaches 2",)
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        if optimizer.lr * self.mu >= 2:
+            return (f"fedprox.mu = {self.mu}: plain SGD diverges when lr * mu reaches 2; lr is {optimizer.lr}",)
         return ()
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:

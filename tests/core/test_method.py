@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from everfed import methods
 from everfed.core.method import Method, compose
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import BOUNDARIES, TASK_ID, CompositionError, Part
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, Position, When, every
 from everfed.core.reduce import Collect, Mean, Reducer
@@ -233,7 +234,7 @@ def test_what_the_server_sees_one_by_one() -> None:
 
 def test_doubtful_compositions_warn() -> None:
     assert compose(FedAvg(), Memory(), FedGP()).warnings == ()
-    assert "adam" in compose(FedAvg(), Memory(), FedGP(), optimizer_kind="adam").warnings[0]
+    assert "adam" in compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer("adam")).warnings[0]
 
 
 # presets -------------------------------------------------------------------------------------------------------------

@@ -259,8 +259,9 @@ def test_every_step_takes_the_projected_gradient_of_the_whole_base_method(base: 
 
 
 def test_it_must_be_the_last_rule_and_wants_plain_sgd() -> None:
-    assert compose(FedAvg(), Memory(), FedGP(), optimizer_kind="sgd").warnings == ()
-    assert "reference" in compose(FedAvg(), Memory(), FedGP(), optimizer_kind="adam").warnings[0]
+    assert compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer("sgd")).warnings == ()
+    assert "reference" in compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer("adam")).warnings[0]
+    assert "momentum" in compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer(momentum=0.9)).warnings[0]
 
 
 def test_the_reference_carries_over_task_boundaries() -> None:

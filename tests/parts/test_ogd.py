@@ -114,7 +114,7 @@ def test_projecting_only_the_gradient_is_not_enough_for_adam() -> None:
     first = bench.run(rounds=2)
     moved = bench.run(rounds=3).params - first.params
     assert (first.clients[0]["ogd"]["basis"] @ moved).norm() > 1e-3 * moved.norm()
-    assert "not orthogonal" in methods.build("ogd", ogd(project="gradient"), optimizer_kind="adam").warnings[0]
+    assert "not orthogonal" in methods.build("ogd", ogd(project="gradient"), optimizer=Optimizer("adam")).warnings[0]
 
 
 def test_for_plain_sgd_both_ways_agree() -> None:

@@ -78,8 +78,9 @@ def test_a_negative_mu_is_rejected(mu: float) -> None:
 
 
 def test_a_mu_that_may_diverge_warns() -> None:
-    assert compose(FedAvg(), FedProx(1.0)).warnings == ()
-    assert "diverges" in compose(FedAvg(), FedProx(2.0)).warnings[0]
+    """The condition is lr * mu >= 2."""
+    assert compose(FedAvg(), FedProx(19.9), optimizer=Optimizer(lr=0.1)).warnings == ()
+    assert "diverges" in compose(FedAvg(), FedProx(20.0), optimizer=Optimizer(lr=0.1)).warnings[0]
 
 
 def test_the_anchor_is_the_received_model_also_between_synchronisations() -> None:
