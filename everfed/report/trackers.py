@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from everfed.errors import UserError
 from everfed.recipe import Recipe
@@ -103,7 +103,7 @@ class WandB:
             name=folder.name,
             dir=os.environ.get("WANDB_DIR", str(folder)),
             config=_settings(recipe),
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=cast(Any, os.environ.get("WANDB_MODE", "offline")),  # one of wandb's own words
             resume="allow" if at else None,
             settings=wandb.Settings(silent=True),
         )

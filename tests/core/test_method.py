@@ -277,7 +277,8 @@ def test_defaults_are_the_papers() -> None:
     assert by_name["memory"]["size"] == 200 and by_name["memory"]["offer"] == "first_visit"
     assert by_name["der"] == {"weight": 1.0, "batch": 32}
     assert by_name["der++"] == {"weight": 0.1, "batch": 32, "label_weight": 0.5}
-    assert by_name["agem"] == {"batch": 32} == by_name["er"]
+    assert by_name["agem"] == {"batch": 32}
+    assert by_name["er"] == {"batch": 32, "mode": "per_step"}
     assert by_name["fedgp"] == {"samples": 32, "mode": "train"}
     assert by_name["fedprox"] == {"mu": 0.01}
     assert by_name["fedcurv"] == {"weight": 1.0, "fisher": "sample", "fisher_samples": 500}
