@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everfed.errors import RecipeError
 from everfed.recipe import Recipe, from_table, read, scaled, to_toml
+from everfed.recipe.objects import named
 from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
@@ -67,10 +69,12 @@ def run(
 ) -> Result:
     """Run a recipe (a Recipe, a dict, a path or a shipped name) and leave a run folder behind.
 
+    A dict may hold classes and parts themselves: {"model": {"kind": Net}, "method": {"parts": ["fedavg", Clip(0.5)]}}.
+    The run folder has them by name, `package.module:Name`, so they must stand at the top level of a module.
     stream: a stream of your own (from `everfed.streams.from_arrays`, say) instead of the recipe's; such a run cannot be
     resumed from the command line, only with `resume(folder, stream=...)`.
     """
-    recipe = _as_recipe(recipe)
+    recipe = _as_recipe(recipe) if stream is None else _fitted(_as_recipe(recipe), stream, scale)
     path = Path(out) if out is not None else default_folder(recipe)
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
     if _follows(recipe):
@@ -151,7 +155,21 @@ def _reassemble(folder: RunFolder, stream: Stream | None) -> Any:
 def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
-    return from_table(recipe) if isinstance(recipe, dict) else read(recipe)
+    return from_table(named(recipe)) if isinstance(recipe, dict) else read(recipe)
+
+
+def _fitted(recipe: Recipe, stream: Stream, scale: float) -> Recipe:
+    """The recipe of a run on a stream of the user's own, which says itself how many rounds a task has."""
+    if scale != 1.0:
+        raise RecipeError("scale shrinks the stream a recipe names; make your own as small as you like")
+    rounds = getattr(stream, "rounds_per_task", recipe.train.rounds_per_task)
+    if rounds == recipe.train.rounds_per_task:
+        return recipe
+    if "rounds_per_task" in recipe.train.model_fields_set:
+        given = recipe.train.rounds_per_task
+        raise RecipeError(f"train.rounds_per_task = {given}, but the stream has {rounds}; make them equal")
+    table = recipe.model_dump(exclude_none=True)
+    return from_table({**table, "train": {**table["train"], "rounds_per_task": rounds}})
 
 
 def _text(data_dir: str | Path | None) -> str | None:

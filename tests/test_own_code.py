@@ -1,0 +1,273 @@
+"""A model, arrays and parts of a user's own: the README's twenty lines, the examples, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import everfed
+from everfed.cli import app
+from everfed.core.context import Context
+from everfed.core.stream import Stream
+from everfed.parts.average import FedAvg
+from everfed.recipe import from_table, read, to_toml
+from everfed.recipe.objects import named
+from everfed.streams import from_arrays
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples/own_part.py"
+README = ROOT / "README.md"
+
+
+class Net(nn.Sequential):
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Linear(input_shape[0], 8), nn.ReLU(), nn.Linear(8, classes))
+
+
+def net(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Linear(input_shape[0], classes)
+
+
+@dataclass(frozen=True)
+class Frozen(everfed.Part):
+    """Steps are multiplied by `factor`: with 0 nothing is learned."""
+
+    factor: float = 0.0
+    limit: float | None = 3.0
+    tags: tuple[str, ...] = field(default=())
+
+    name: ClassVar[str] = "frozen"
+
+    def gradient(self, step: Any, gradient: Tensor) -> Tensor:
+        return gradient * self.factor
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def own_stream(**options: Any) -> Stream:
+    x = np.random.default_rng(0).normal(size=(150, 6))
+    y = x[:, :3].argmax(axis=1)
+    chosen = {"scenario": "domain-incremental", "transform": "permute", "tasks": 2, "clients": 3, "rounds_per_task": 3}
+    return from_arrays(x[:100], y[:100], x[100:], y[100:], **{**chosen, **options})
+
+
+def recipe(**sections: Any) -> dict[str, Any]:
+    return {
+        "model": {"kind": Net},
+        "method": {"parts": ["fedavg", Frozen(0.5)]},
+        "engine": {"kind": "eager"},
+    } | sections
+
+
+# the twenty lines ------------------------------------------------------------------------------------------------
+
+
+def readme_block() -> str:
+    """The code between the README's markers."""
+    if not README.exists():
+        pytest.skip("README.md is not there")
+    found = re.search(r"<!-- own-code -->\s*```python\n(.*?)```\s*<!-- /own-code -->", README.read_text(), re.DOTALL)
+    assert found, "README.md has no python block between <!-- own-code --> and <!-- /own-code -->"
+    return found.group(1)
+
+
+def lines_of_code(text: str) -> int:
+    """Without blank lines, comments and the docstring."""
+    document = {1} if ast.get_docstring(ast.parse(text)) else set()
+    lines = {number for number, line in enumerate(text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+    return len(lines - document)
+
+
+def test_the_readmes_twenty_lines(work: Path) -> None:
+    """A user's own model on a user's own two arrays with a user's own part, as a script in an empty folder."""
+    text = readme_block()
+    assert lines_of_code(text) <= 20
+    (work / "script.py").write_text(text)
+    done = subprocess.run([sys.executable, "script.py"], cwd=work, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((work / "runs/own/result.json").read_text())
+    assert done.stdout.strip().endswith(str(result["metrics"]["acc"]))
+    assert result["metrics"]["acc"] > 0.4, "four classes: chance is 0.25"
+
+
+def test_the_examples_twenty_lines(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lines_of_code(EXAMPLE.read_text()) <= 20
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    told = re.fullmatch(r"accuracy (0\.\d+), forgetting (-?0\.\d+)\n", capsys.readouterr().out)
+    assert told and float(told[1]) > 0.7, "ten digits: chance is 0.1"
+    assert json.loads((work / "runs/own/result.json").read_text())["method"] == "fedavg+memory+er+clip"
+
+
+# by name, in a recipe --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def example(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the recipe and its module, as a user would have them; a small run."""
+    for name in ("own_part_recipe.toml", "my_parts.py"):
+        shutil.copy(ROOT / "examples" / name, work)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_parts", raising=False)
+    return work
+
+
+def test_the_example_recipe(example: Path) -> None:
+    small = ["--set", "train.rounds_per_task=2", "--set", "stream.tasks=2", "--set", "stream.max_train=200"]
+    done = CliRunner().invoke(app, ["run", "own_part_recipe.toml", "--out", "mine", *small])
+    assert done.exit_code == 0, done.output
+    assert json.loads((example / "mine/result.json").read_text())["method"] == "fedavg+memory+er+clip+server-momentum"
+    assert type(everfed.load("mine").model).__name__ == "Net"
+
+
+def test_a_wrong_option_of_a_users_part_is_refused(example: Path) -> None:
+    text = (example / "own_part_recipe.toml").read_text()
+    for old, new, message in (
+        ("norm = 0.5", "norm = -1", "norm must be above 0"),
+        ("norm = 0.5", "nrom = 1", "method.clip.nrom is not an option"),
+        ("hidden = 64", "hiden = 64", "model.hiden is not an option"),
+    ):
+        (example / "wrong.toml").write_text(text.replace(old, new))
+        done = CliRunner().invoke(app, ["run", "wrong.toml"])
+        assert done.exit_code == 2 and message in done.stderr
+
+
+def test_the_example_parts_do_what_they_say(example: Path) -> None:
+    parts = runpy.run_path(str(example / "my_parts.py"))
+    clip = parts["Clip"](norm=2.0)
+    assert torch.equal(clip.gradient(None, torch.tensor([3.0, 4.0])), torch.tensor([1.2, 1.6]))
+    assert torch.equal(clip.gradient(None, torch.tensor([0.3, 0.4])), torch.tensor([0.3, 0.4]))
+    momentum = parts["ServerMomentum"](beta=0.5)
+    server = {"model": {"params": torch.tensor([3.0])}, "server-momentum": {"before": torch.tensor([1.0])}}
+    moved = momentum.transform(server, {"params": torch.tensor([10.0])}, None)
+    assert moved["params"].item() == 10.0 + 0.5 * (3.0 - 1.0)
+
+
+# objects in a recipe ---------------------------------------------------------------------------------------------
+
+
+def test_classes_and_parts_become_names() -> None:
+    here = __name__
+    table = named(recipe(method={"parts": ["memory", FedAvg(), Frozen, Frozen(0.25, tags=("a",))]}))
+    assert table["model"] == {"kind": f"{here}:Net"}
+    assert table["method"]["parts"] == [
+        "memory",
+        {"part": "everfed.parts.average:FedAvg"},
+        f"{here}:Frozen",
+        {"part": f"{here}:Frozen", "factor": 0.25, "tags": ("a",)},
+    ]
+    made = from_table(table)
+    assert from_table(tomllib.loads(to_toml(made))) == made, "the run folder holds all of it"
+
+
+def test_names_and_tables_stay_as_they_are() -> None:
+    table = {"model": {"kind": "mlp"}, "method": {"parts": ["fedavg", {"part": "memory", "size": 3}]}}
+    assert named(table) == table
+    assert named({"method": {"name": "fedavg"}}) == {"method": {"name": "fedavg"}}
+
+
+def test_a_function_may_build_the_model(work: Path) -> None:
+    everfed.run(recipe(model={"kind": net}), "mine", stream=own_stream())
+    assert isinstance(everfed.load("mine", stream=own_stream()).model, nn.Linear)
+
+
+def test_what_cannot_be_found_again_is_refused() -> None:
+    class Inner(Net):
+        pass
+
+    for kind, message in ((Inner, "top level of a module"), (lambda shape, classes: None, "top level")):
+        with pytest.raises(everfed.RecipeError, match=message):
+            named(recipe(model={"kind": kind}))
+    with pytest.raises(everfed.RecipeError, match="model.kind: give the class .* not an object of class Net"):
+        named(recipe(model={"kind": Net((4,), 2)}))
+    with pytest.raises(everfed.RecipeError, match="a recipe cannot hold None; give limit another default"):
+        named(recipe(method={"parts": [Frozen(limit=None)]}))
+
+
+# a stream of one's own -------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_own_arrays_can_be_resumed_and_loaded(work: Path) -> None:
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "evaluation":
+            raise KeyboardInterrupt
+
+    whole = everfed.run(recipe(), "whole", stream=own_stream())
+    with pytest.raises(KeyboardInterrupt):
+        everfed.run(recipe(), "mine", stream=own_stream(), observers=[stop], checkpoint_every=0.0)
+    with pytest.raises(everfed.UserError, match="pass the same stream again"):
+        everfed.resume("mine")
+    assert everfed.resume("mine", stream=own_stream()).metrics == whole.metrics
+    assert (work / "mine/model.safetensors").read_bytes() == (work / "whole/model.safetensors").read_bytes()
+
+
+def test_another_stream_than_before_is_refused(work: Path) -> None:
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "evaluation":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        everfed.run(recipe(), "mine", stream=own_stream(), observers=[stop], checkpoint_every=0.0)
+    with pytest.raises(everfed.UserError, match="belongs to another recipe"):
+        everfed.resume("mine", stream=own_stream(clients=4))
+
+
+def test_the_part_is_used(work: Path) -> None:
+    """Nothing is learned with a factor of 0."""
+    still = everfed.run(recipe(method={"parts": ["fedavg", Frozen(0.0)]}), "still", stream=own_stream())
+    moved = everfed.run(recipe(), "moved", stream=own_stream())
+    assert (work / "still/model.safetensors").read_bytes() != (work / "moved/model.safetensors").read_bytes()
+    rows = still.data["accuracy_matrix"]
+    assert rows[1][0] == rows[0][0] and moved.data["cost"]["rounds"] == 6
+
+
+def test_the_stream_says_how_long_a_task_is(work: Path) -> None:
+    everfed.run(recipe(), "mine", stream=own_stream(rounds_per_task=4))
+    assert read(work / "mine/recipe.toml").train.rounds_per_task == 4
+    with pytest.raises(everfed.RecipeError, match="train.rounds_per_task = 5, but the stream has 3"):
+        everfed.run(recipe(train={"rounds_per_task": 5}), "other", stream=own_stream())
+    with pytest.raises(everfed.RecipeError, match="multiple of sync_every"):
+        everfed.run(recipe(train={"sync_every": 2}), "other", stream=own_stream())
+    with pytest.raises(everfed.RecipeError, match="scale shrinks"):
+        everfed.run(recipe(), "other", stream=own_stream(), scale=0.5)
+    assert not (work / "other").exists()
+
+
+def test_the_rate_moves_over_the_streams_own_rounds(work: Path) -> None:
+    """A linear schedule over tasks of 4 rounds, of which the recipe says nothing."""
+    seen: list[float] = []
+    _Rates.seen = seen
+    schedule = {"optimizer": {"lr": 0.4, "schedule": "linear"}}
+    parts = {"parts": ["fedavg", _Rates]}
+    everfed.run(recipe(train=schedule, method=parts), "mine", stream=own_stream(rounds_per_task=4, clients=1, tasks=1))
+    assert seen == pytest.approx([0.4, 0.3, 0.2, 0.1])
+
+
+class _Rates(everfed.Part):
+    """Notes the learning rate of every round; a test may keep what it sees."""
+
+    name = "rates"
+    seen: ClassVar[list[float]] = []
+
+    def receive(self, client: Any, message: Any, model: Any, ctx: Context) -> Any:
+        type(self).seen.append(ctx.rate)
+        return super().receive(client, message, model, ctx)
