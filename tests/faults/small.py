@@ -47,6 +47,7 @@ class Normed(nn.Sequential):
 CASES = {
     "fedavg": [],
     "fedgp+der": ["method.name=fedgp+der", "method.memory.size=10"],
+    "paged": ["method.name=fedgp+der", "method.memory.size=10", "engine.state_memory=0.000001"],
     "fedcurv": ["method.name=fedcurv"],
     "equalised": ["method.name=fedgp", "method.memory.size=10", "train.sync_every=2"],
     "kept optimiser": ['train.optimizer={ kind = "adam", lr = 0.01, state = "kept" }'],

@@ -125,6 +125,15 @@ def test_a_log_that_cannot_grow_any_more(work: Path) -> None:
     goes_on(work)
 
 
+@pytest.mark.parametrize("engine", ["eager", "processes"])
+def test_a_client_state_that_cannot_be_paged_out(work: Path, engine: str) -> None:
+    """Every client's state is more than the memory it is granted, and more than fits the disk."""
+    command = run_command("paged", "paged", WIDE, f"engine.kind={engine}", "engine.workers=2")
+    ended = everfed(work, *command, fate=Fate(file_limit=1500))
+    refused(ended, "cannot write the run folder paged: File too large")
+    goes_on(work, "paged")
+
+
 def test_a_model_that_does_not_fit_at_the_end(work: Path) -> None:
     """Everything was computed; only the result could not be written."""
     assert everfed(work, *resume_command("mine"), fate=Fate(dies_over="model.safetensors")).code < 0
