@@ -24,7 +24,6 @@ from everfed.core.phase import END, Cohort, Phase
 from everfed.core.reduce import Mean
 from everfed.core.tree import Tree
 from everfed.parts.coordination import ROUNDINGS, client_choice, client_step, client_target
-from everfed.parts.gradient_rows import GradientOptions, gradients_at
 from everfed.parts.policy import REMEMBER, Policy, Pool
 from everfed.parts.selection import RELAXATIONS, Candidates, select
 
@@ -34,7 +33,7 @@ _SEED = "selection"  # names the random start of the last descent: the same with
 
 
 @dataclass(frozen=True)
-class Uncoordinated(GradientOptions, Policy):
+class Uncoordinated(Policy):
     """relaxation: "zero-diagonal" or "convex". swap_refine: improve the choice by single exchanges (not in the
     paper)."""
 
@@ -45,20 +44,18 @@ class Uncoordinated(GradientOptions, Policy):
     about: ClassVar[str] = "each client by itself: samples whose gradients point in different directions"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.relaxation not in RELAXATIONS:
             raise ValueError(f"relaxation must be one of {', '.join(RELAXATIONS)}; got {self.relaxation!r}")
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
         if len(pool) <= size or size == 0:
             return np.arange(min(len(pool), size)), host
-        gradients = gradients_at(pool.ctx, pool.weights, pool.x, pool.y, self)
         seed = pool.ctx.key(_SEED)
-        return select(gradients, size, self.relaxation, seed=seed, swap_refine=self.swap_refine), host
+        return select(pool.gradients(), size, self.relaxation, seed=seed, swap_refine=self.swap_refine), host
 
 
 @dataclass(frozen=True)
-class Coordinated(GradientOptions, Policy):
+class Coordinated(Policy):
     """exchanges: T, how often the mean is exchanged; 0 is the uncoordinated choice. rounding: how weights become a
     choice, "zero-diagonal" (one more descent) or "top-n" (as printed). delta: subtracted from the Gram matrix's
     diagonal in the exchanges; 0 is the paper, 1 / clients removes the diagonal of the common one. tolerance: stop when
@@ -75,7 +72,6 @@ class Coordinated(GradientOptions, Policy):
     about: ClassVar[str] = "all clients together: samples whose gradients cancel over the federation"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.exchanges < 0:
             raise ValueError(f"exchanges must be at least 0; got {self.exchanges}")
         if self.rounding not in ROUNDINGS:
@@ -121,7 +117,7 @@ class Coordinated(GradientOptions, Policy):
         """One exchange: solve for the weights, send the weighted sum. A client without samples says nothing."""
         if len(pool) == 0:
             return host, {}
-        candidates = self._candidates(pool)
+        candidates = Candidates.of(pool.gradients())
         weights = self._weights(candidates, size, host, message, pool.ctx)
         mine = {"weights": torch.from_numpy(weights), "round": pool.ctx.round}
         return {**host, "spoken": mine}, {"sum": _sent(candidates, weights)}
@@ -130,15 +126,12 @@ class Coordinated(GradientOptions, Policy):
         rest = {key: value for key, value in host.items() if key != "spoken"}
         if len(pool) <= size or size == 0:
             return np.arange(min(len(pool), size)), rest
-        candidates, seed = self._candidates(pool), pool.ctx.key(_SEED)
+        candidates, seed = Candidates.of(pool.gradients()), pool.ctx.key(_SEED)
         target = self._target(candidates, host, message, pool.ctx)
         weights = np.zeros(len(candidates.directed))
         if self.rounding == "top-n" or size == 1:  # else they are not looked at
             weights = self._weights(candidates, size, host, message, pool.ctx)
         return client_choice(candidates, size, weights, target, self.rounding, seed), rest
-
-    def _candidates(self, pool: Pool) -> Candidates:
-        return Candidates.of(gradients_at(pool.ctx, pool.weights, pool.x, pool.y, self))
 
     def _weights(self, candidates: Candidates, size: int, host: Tree, message: Tree, ctx: Context) -> np.ndarray:
         target = self._target(candidates, host, message, ctx)

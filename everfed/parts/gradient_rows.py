@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ LAYERS = ("all", "last")
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """layers: differentiate "all" parameters, or those of the "last" layer. projection: project every gradient to so
-    many dimensions at random, the same at all clients (0: not at all). memory: GiB that gradients may take."""
+    """How policies that look at gradients compute them, and what is sent of them is that long.
+
+    layers: differentiate "all" parameters, or those of the "last" layer. projection: project every gradient to so
+    many dimensions at random, the same at all clients (0: not at all). memory: GiB that gradients may take.
+    """
 
     layers: str = "all"
     projection: int = 0
@@ -36,7 +40,22 @@ class GradientOptions:
 
     @property
     def limit(self) -> int:
+        """Bytes that gradients may take."""
         return int(self.memory * 2**30)
+
+    @staticmethod
+    def of(value: Mapping[str, Any] | GradientOptions) -> GradientOptions:
+        """From a table of options. Raises ValueError, which names the key."""
+        if isinstance(value, GradientOptions):
+            return value
+        allowed = [field.name for field in fields(GradientOptions)]
+        for key in value:
+            if key not in allowed:
+                raise ValueError(f"gradients.{key} is not an option; it has {', '.join(allowed)}")
+        try:
+            return GradientOptions(**value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"gradients.{error}") from error
 
 
 def gradients_at(ctx: Context, model: Model, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:

@@ -15,7 +15,7 @@ from everfed.core.phase import Phase
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Step
 from everfed.core.tree import Tree
-from everfed.parts.gradient_rows import GradientOptions, gradients_at, gradients_here
+from everfed.parts.gradient_rows import gradients_here
 from everfed.parts.gss import cluster_offer, draw_references, greedy_score, greedy_slot
 from everfed.parts.policy import Policy, Pool
 from everfed.parts.reservoir import offers
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GSSGreedy(GradientOptions, Policy):
+class GSSGreedy(Policy):
     """references: n_ref, random stored samples that a new one is compared with. Online: decides after every training
     step, at the current weights; scores of stored samples are never refreshed."""
 
@@ -37,7 +37,6 @@ class GSSGreedy(GradientOptions, Policy):
     capturable: ClassVar[bool] = False  # where a sample goes depends on its gradient
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.references < 1:
             raise ValueError(f"references must be at least 1; got {self.references}")
 
@@ -68,7 +67,7 @@ class GSSGreedy(GradientOptions, Policy):
         x, y = step.x.index_select(0, offered), step.y.index_select(0, offered)
         buffer = _Buffer(self, memory, own, step.ctx, int(rows["fill"][0]))
         rng = np.random.default_rng(int(rows["draws"][0]))
-        gradients = gradients_here(step.ctx, x, y, self)
+        gradients = gradients_here(step.ctx, x, y, memory.how)
         for row, gradient in enumerate(gradients):
             slot = buffer.offer(gradient, rng)
             if slot is not None:
@@ -82,14 +81,14 @@ class _Buffer:
     """The stored samples' gradients at the current weights, computed when they are first asked for."""
 
     def __init__(self, policy: GSSGreedy, memory: Memory, own: Tree, ctx: Context, filled: int) -> None:
-        self.policy, self.size, self.own, self.ctx, self.filled = policy, memory.size, own, ctx, filled
+        self.references, self.memory, self.own, self.ctx, self.filled = policy.references, memory, own, ctx, filled
         self.gradients: dict[int, Tensor] = {}
 
     def offer(self, gradient: Tensor, rng: np.random.Generator) -> int | None:
         """The row that a sample with this gradient takes, or None."""
         scores = self.own["host"]["scores"]
-        score = greedy_score(gradient, self._rows(draw_references(self.filled, self.policy.references, rng), gradient))
-        slot = greedy_slot(scores[: self.filled].numpy(), score, self.size, rng)
+        score = greedy_score(gradient, self._rows(draw_references(self.filled, self.references, rng), gradient))
+        slot = greedy_slot(scores[: self.filled].numpy(), score, self.memory.size, rng)
         if slot is not None:
             self.filled = max(self.filled, slot + 1)
             scores[slot], self.gradients[slot] = score, gradient
@@ -100,12 +99,12 @@ class _Buffer:
         if missing:
             index = torch.tensor(missing, device=self.own["x"].device)
             x, y = (self.own[key].index_select(0, index) for key in ("x", "y"))
-            self.gradients.update(zip(missing, gradients_here(self.ctx, x, y, self.policy), strict=True))
+            self.gradients.update(zip(missing, gradients_here(self.ctx, x, y, self.memory.how), strict=True))
         return torch.stack([self.gradients[int(row)] for row in rows]) if len(rows) else like.new_zeros(0, len(like))
 
 
 @dataclass(frozen=True)
-class GSSCluster(GradientOptions, Policy):
+class GSSCluster(Policy):
     """growth: beta, by which the least distance between stored samples grows when there are too many. At the end of a
     task its samples are offered in random order to the stored ones; it may keep fewer than the buffer holds."""
 
@@ -115,7 +114,6 @@ class GSSCluster(GradientOptions, Policy):
     about: ClassVar[str] = "GSS-clustering: samples whose gradients are further apart than a growing distance"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not self.growth > 0:
             raise ValueError(f"growth must be positive; got {self.growth}")
 
@@ -125,7 +123,7 @@ class GSSCluster(GradientOptions, Policy):
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
         if size == 0 or pool.new == 0:
             return np.arange(pool.new, len(pool))[:size], host
-        gradients = gradients_at(pool.ctx, pool.weights, pool.x, pool.y, self)
+        gradients = pool.gradients()
         rng, threshold = pool.ctx.rng(self.kind), float(host["threshold"])
         kept = np.arange(pool.new, len(pool))
         for row in rng.permutation(pool.new):

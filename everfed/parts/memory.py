@@ -23,6 +23,7 @@ from everfed.core.phase import Phase
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.gradient_rows import GradientOptions
 from everfed.parts.policies import make_policy
 from everfed.parts.policy import REMEMBER, Policy, Pool
 from everfed.parts.reservoir import reservoir_rows
@@ -30,18 +31,21 @@ from everfed.parts.reservoir import reservoir_rows
 __all__ = ["NAME", "Memory", "filled", "replay_rows", "reservoir_rows", "stored"]
 
 NAME = "memory"
+_PLAIN = GradientOptions()
 
 
 @dataclass(frozen=True)
 class Memory(Part):
     """size: B, samples per client. logits: also keep the outputs a sample had when it was stored (DER).
     offer: "first_visit" offers each sample once in the client's life, "every_visit" whenever it is trained on (to
-    policies that decide while training). policy: what is kept; a policy's kind, or a table {kind, and its options}."""
+    policies that decide while training). policy: what is kept; a policy's kind, or a table {kind, and its options}.
+    gradients: how policies that look at gradients compute them, a table {layers, projection, memory}."""
 
     size: int = 200
     logits: bool = False
     offer: str = "first_visit"
     policy: str | Mapping[str, Any] | Policy = "reservoir"
+    gradients: Mapping[str, Any] | GradientOptions = _PLAIN
 
     name: ClassVar[str] = NAME
 
@@ -51,11 +55,17 @@ class Memory(Part):
         if self.offer not in ("first_visit", "every_visit"):
             raise ValueError(f"offer must be 'first_visit' or 'every_visit'; got {self.offer!r}")
         object.__setattr__(self, "policy", make_policy(self.policy))
+        object.__setattr__(self, "gradients", GradientOptions.of(self.gradients))
 
     @property
     def chooser(self) -> Policy:
         """The policy, made from what the option says."""
         return make_policy(self.policy)
+
+    @property
+    def how(self) -> GradientOptions:
+        """How gradients are computed, made from what the option says."""
+        return GradientOptions.of(self.gradients)
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
@@ -123,7 +133,7 @@ class Memory(Part):
         kept = stored(own)
         rows = kept.x.to(own["x"].device), kept.y.to(own["y"].device)
         x, y = (torch.cat([new.to(old.device), old]) for new, old in zip((data.x, data.y), rows, strict=True))
-        pool = Pool(x, y, len(data), len(kept), int(own["host"]["n"]), message.get(MODEL), ctx)
+        pool = Pool(x, y, len(data), len(kept), int(own["host"]["n"]), message.get(MODEL), self.how, ctx)
         if phase != REMEMBER:
             host, reply = self.chooser.speak(pool, self.size, own["host"], heard)
             return {**own, "host": host}, reply

@@ -102,13 +102,12 @@ class Herding(Policy):
 class ReFed(Policy):
     """passes: s, steps of the personalised informative model v. informative: lambda in (0, 1); near 0 v stays at the
     global model, near 1 it goes its own way. power: 2 adds up squared gradient norms. exact: score all samples of a
-    pass at the v of its start. memory: GiB that gradients may take."""
+    pass at the v of its start."""
 
     passes: int = 5
     informative: float = 0.5
     power: int = 1
     exact: bool = True
-    memory: float = 1.0
 
     kind: ClassVar[str] = "re-fed"
     about: ClassVar[str] = "Re-Fed: the samples that matter most to a model between the local and the global one"
@@ -119,8 +118,6 @@ class ReFed(Policy):
             raise ValueError(f"passes must be at least 1; got {self.passes}")
         if self.power not in (1, 2):
             raise ValueError(f"power must be 1 (norms) or 2 (squared norms); got {self.power}")
-        if not self.memory > 0:
-            raise ValueError(f"memory must be positive (GiB); got {self.memory}")
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> Choice:
         if len(pool) <= size:
@@ -137,7 +134,7 @@ class ReFed(Policy):
             return pool.x.index_select(0, index), pool.y.index_select(0, index)
 
         def norms(v: Tensor, rows: np.ndarray) -> Tensor:
-            return norms_at(ctx, {**model, "params": v}, *samples(rows), int(self.memory * 2**30))
+            return norms_at(ctx, {**model, "params": v}, *samples(rows), pool.how.limit)
 
         def gradient(v: Tensor, rows: np.ndarray) -> Tensor:
             return ctx.train.gradient(ctx, {**model, "params": v}, *samples(rows), mode="eval", tag=self.kind)

@@ -18,6 +18,7 @@ from everfed.core.phase import END, Cohort, Phase
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.gradient_rows import GradientOptions, gradients_at
 
 if TYPE_CHECKING:
     from everfed.parts.memory import Memory
@@ -30,7 +31,7 @@ class Pool:
     """What a client chooses from at the end of a task: its new samples X_t first, then its stored ones R_t.
 
     x, y: (new + stored, ...) in storage form. seen_before: samples seen in all earlier tasks, stored or not.
-    model: the shared model at the end of the task; None for policies that need none.
+    model: the shared model at the end of the task; None for policies that need none. how: gradients are computed.
     """
 
     x: Tensor
@@ -39,6 +40,7 @@ class Pool:
     stored: int
     seen_before: int
     model: Model | None
+    how: GradientOptions
     ctx: Context
 
     def __len__(self) -> int:
@@ -50,6 +52,10 @@ class Pool:
         if self.model is None:
             raise ValueError("this policy needs the model, but its phase is silent")
         return self.model
+
+    def gradients(self) -> Tensor:
+        """(new + stored, d) gradients of the single-sample losses at the model."""
+        return gradients_at(self.ctx, self.weights, self.x, self.y, self.how)
 
 
 @dataclass(frozen=True)

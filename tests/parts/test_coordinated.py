@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +24,8 @@ from everfed.parts.coordination import coordinate
 from everfed.parts.gradient_rows import GradientOptions, gradients_at
 from everfed.parts.memory import NAME, stored
 from everfed.parts.policies import make_policy
-from everfed.parts.selection import select
+from everfed.parts.policy import Pool
+from everfed.parts.selection import Candidates, select
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 from tests.support.wire import run_over_wire
 
@@ -34,7 +34,8 @@ LONG = Toy(clients=4, tasks=3)
 
 def bench(size: int = 5, stream: Toy = LONG, kind: str = "coordinated", **options: Any) -> Bench:
     fields = {key: options.pop(key) for key in ("module", "train") if key in options}
-    memory = {"size": size, "policy": {"kind": kind, **options}}
+    gradients = {key: options.pop(key) for key in ("layers", "projection") if key in options}
+    memory = {"size": size, "policy": {"kind": kind, **options}, "gradients": gradients}
     return Bench("er", {"memory": memory, "er": {"mode": "union"}}, stream=stream, **fields)
 
 
@@ -125,16 +126,14 @@ def policy_target(policy: Coordinated, running: Bench, client: int) -> Tensor:
     mean = torch.stack([reply["sum"] for _, reply in said.values()]).double().mean(0).float()
     own, data = said[client][0], running.stream.data(client, 0)
     ctx = running.context(client, 1, "remember")
-    candidates = policy._candidates(pool(running, data, ctx))
+    candidates = Candidates.of(pool(running, data, ctx).gradients())
     target = policy._target(candidates, own["host"], {"mean": mean}, ctx)
     assert target is not None
     return target
 
 
 def pool(running: Bench, data: Data, ctx: Any) -> Any:
-    from everfed.parts.policy import Pool
-
-    return Pool(data.x, data.y, len(data), 0, 0, running.model(), ctx)
+    return Pool(data.x, data.y, len(data), 0, 0, running.model(), GradientOptions(), ctx)
 
 
 def test_targets_sum_to_zero() -> None:
@@ -291,7 +290,7 @@ def test_what_was_said_in_another_round_does_not_count() -> None:
     running, policy = bench(exchanges=1), Coordinated(exchanges=1)
     own, reply = spoken(policy, running, [0])[0]
     ctx, data = running.context(0, 3, "remember"), running.stream.data(0, 1)
-    candidates = policy._candidates(pool(running, data, ctx))
+    candidates = Candidates.of(pool(running, data, ctx).gradients())
     assert policy._target(candidates, own["host"], {"mean": reply["sum"]}, ctx) is None
 
 
@@ -347,4 +346,4 @@ def test_a_thousand_clients_select_together_in_bounded_memory() -> None:
 
 def test_the_policy_is_named_in_recipes_by_its_kind() -> None:
     assert make_policy({"kind": "coordinated", "exchanges": 4}) == Coordinated(exchanges=4)
-    assert np.isclose(Coordinated(memory=0.5).limit, 2**29)
+    assert GradientOptions(memory=0.5).limit == 2**29
