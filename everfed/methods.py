@@ -57,7 +57,7 @@ def _preset(about: str, *parts: type[Part], **fixed: Mapping[str, Any]) -> Prese
     return Preset(about, parts, fixed)
 
 
-def _choosing(about: str, policy: str) -> Preset:
+def _choosing(about: str, policy: str | Mapping[str, Any]) -> Preset:
     """Replay as one data set of new and stored samples; only how the stored ones are chosen differs."""
     return _preset(about, FedAvg, Memory, Replay, memory={"policy": policy}, er={"mode": "union"})
 
@@ -91,6 +91,7 @@ PRESETS: dict[str, Preset] = {
     "gss-cluster": _choosing("replays samples whose gradients lie apart", "gss-cluster"),
     "uncoordinated": _choosing("replays samples that each client chose for diverse gradients", "uncoordinated"),
     "coordinated": _choosing("replays samples that all clients chose together for diverse gradients", "coordinated"),
+    "coordinated-4": _choosing("coordinated, with four exchanges instead of one", {"kind": "coordinated", "exchanges": 4}),
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
     "fedala": _preset("personalised: a learned mixture of the global model and the client's own", FedAvg, ALA),
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", FedAvg, DBE),
@@ -99,7 +100,7 @@ PRESETS: dict[str, Preset] = {
     "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
 }
 # the upper bound keeps no buffer; decomposed and personal weights have no gradient to share; ablations stand alone
-_WITHOUT_FEDGP = ("ideal", "fedweit", "stamp-temporal", "fedala", "feddbe", "fedas", "fedl2p")
+_WITHOUT_FEDGP = ("ideal", "fedweit", "stamp-temporal", "coordinated-4", "fedala", "feddbe", "fedas", "fedl2p")
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for
 
 
