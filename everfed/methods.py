@@ -91,7 +91,9 @@ PRESETS: dict[str, Preset] = {
     "gss-cluster": _choosing("replays samples whose gradients lie apart", "gss-cluster"),
     "uncoordinated": _choosing("replays samples that each client chose for diverse gradients", "uncoordinated"),
     "coordinated": _choosing("replays samples that all clients chose together for diverse gradients", "coordinated"),
-    "coordinated-4": _choosing("coordinated, with four exchanges instead of one", {"kind": "coordinated", "exchanges": 4}),
+    "coordinated-4": _choosing(
+        "coordinated, with four exchanges instead of one", {"kind": "coordinated", "exchanges": 4}
+    ),
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
     "fedala": _preset("personalised: a learned mixture of the global model and the client's own", FedAvg, ALA),
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", FedAvg, DBE),
