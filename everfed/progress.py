@@ -34,6 +34,7 @@ class Standing:
     task: int = 0
     loss: float | None = None
     acc: float | None = None
+    score: str = "accuracy"
     bytes_up: int = 0
     bytes_down: int = 0
     began: float = 0.0
@@ -50,6 +51,7 @@ class Standing:
             self._phase(event)
         elif kind == "evaluation":
             self.acc = event["acc"]
+            self.score = event.get("score", "accuracy")
 
     def _phase(self, event: Event) -> None:
         self.task = event["task"]
@@ -75,11 +77,14 @@ class Standing:
         """Loss, accuracy, time left and bytes in one line; a narrow terminal cuts it off at its end."""
         known = [
             None if self.loss is None else f"loss {self.loss:.3f}",
-            None if self.acc is None else f"acc {100 * self.acc:.1f} %",
+            None if self.acc is None else self._scored(self.acc),
             None if self.left is None else f"{duration(self.left)} left",
             f"{size(self.bytes_up)} up {size(self.bytes_down)} down",
         ]
         return ", ".join(fact for fact in known if fact)
+
+    def _scored(self, value: float) -> str:
+        return f"acc {100 * value:.1f} %" if self.score == "accuracy" else f"{self.score} {value:.1f}"
 
     def place(self) -> str:
         return f"task {self.task + 1}/{self.tasks}, round {self.done}/{self.rounds}"

@@ -31,7 +31,7 @@ from everfed.core.stream import Stream
 from everfed.core.world import World
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
-from everfed.errors import UserError
+from everfed.errors import RecipeError, UserError
 from everfed.metrics import language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scoring import RULES
@@ -77,6 +77,8 @@ def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, st
     if stream is None:
         stream = streams.build(options, seed, recipe.train.rounds_per_task, data_dir, scale)
     method.fit_stream(stream)
+    if recipe.train.logits != "full" and stream.score != "accuracy":
+        raise RecipeError(f"train.logits must be 'full' on a stream that is scored by {stream.score}")
     kind = recipe.model.kind
     extra = dict(recipe.model.model_extra or {})
     channels_last = engines.memory_format(recipe.engine) == "channels-last"
@@ -120,7 +122,8 @@ def build_method(recipe: Recipe) -> Method:
             raise methods.MethodError(f"method.{name} must be a table with the options of part {name!r}; got {value!r}")
         options[name] = dict(value)
     if section.weighting != "uniform":
-        options.setdefault("fedavg", {}).setdefault("weighting", section.weighting)
+        aggregator = methods.build(section.name, parts=section.parts).aggregator.name
+        options.setdefault(aggregator, {}).setdefault("weighting", section.weighting)
     return methods.build(section.name, options, section.parts, Optimizer(**recipe.train.optimizer.model_dump()))
 
 

@@ -194,7 +194,7 @@ class Part:
         return gradient
 
     def after(self, step: Step) -> None:
-        """After the optimiser: update own slots in place."""
+        """After the optimiser: update own slots in place (and `step.params`, for a rule on the update itself)."""
 
 
 def refuse_personal(part: Part, parts: Sequence[Part]) -> None:

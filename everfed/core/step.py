@@ -100,9 +100,9 @@ def train_step(
         for part in parts:
             gradient = part.gradient(step, gradient)
         optimizer.apply(step.params, gradient, moments, rate)
-        step.replica.refresh()
         for part in parts:
             part.after(step)
+        step.replica.refresh()
     return loss.detach()
 
 

@@ -93,6 +93,7 @@ class EvalSection(Section):
     every: int = Field(0, ge=0)
     zero_shot: bool = False
     split: Literal["test", "validation"] = "test"
+    top_k: int = Field(1, ge=1)
 
 
 class MethodSection(OpenSection):
