@@ -131,8 +131,7 @@ class Memory(Part):
     def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
         own, heard = client[NAME], message.get(NAME, {})
         kept = stored(own)
-        rows = kept.x.to(own["x"].device), kept.y.to(own["y"].device)
-        x, y = (torch.cat([new.to(old.device), old]) for new, old in zip((data.x, data.y), rows, strict=True))
+        x, y = (torch.cat([new.to(old.device), old]) for new, old in ((data.x, kept.x), (data.y, kept.y)))
         pool = Pool(x, y, len(data), len(kept), int(own["host"]["n"]), message.get(MODEL), self.how, ctx)
         if phase != REMEMBER:
             host, reply = self.chooser.speak(pool, self.size, own["host"], heard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -238,6 +239,19 @@ def test_sets_that_are_not_there_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text("{\n")
     with pytest.raises(DataError, match="line 1: not JSON"):
         load_utterances(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize(("name", "tasks"), [("chitchat", 5), ("shakespeare", 6)])
+def test_the_public_sets_stand_in_for_private_text(name: str, tasks: int) -> None:
+    folder = Path(os.environ.get("EVERFED_DATA", "/nowhere"))
+    if not (folder / "utterances" / f"{name}.jsonl").is_file():
+        pytest.skip(f"{name} is not in EVERFED_DATA")
+    table = {"dataset": name, "scenario": "periods", "tasks": tasks, "clients": 10, "max_train": 5, "max_test": 20}
+    facts = streams.build(table, 0, 1, folder).describe()
+    assert "private voice-assistant transcripts" in facts["stands_for"]
+    assert len(facts["period_starts"]) == tasks and all(facts["samples"]["test"])
+    with pytest.raises(OptionError, match=f"too many; {name} has {tasks} periods"):
+        streams.build({**table, "tasks": tasks + 1}, 0, 1, folder)
 
 
 @pytest.mark.parametrize(
