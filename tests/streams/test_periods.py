@@ -246,7 +246,7 @@ def test_the_public_sets_stand_in_for_private_text(name: str, tasks: int) -> Non
     folder = Path(os.environ.get("EVERFED_DATA", "/nowhere"))
     if not (folder / "utterances" / f"{name}.jsonl").is_file():
         pytest.skip(f"{name} is not in EVERFED_DATA")
-    table = {"dataset": name, "scenario": "periods", "tasks": tasks, "clients": 10, "max_train": 5, "max_test": 20}
+    table = {"dataset": name, "scenario": "periods", "tasks": tasks, "clients": 100, "max_train": 5, "max_test": 20}
     facts = streams.build(table, 0, 1, folder).describe()
     assert "private voice-assistant transcripts" in facts["stands_for"]
     assert len(facts["period_starts"]) == tasks and all(facts["samples"]["test"])
