@@ -12,6 +12,7 @@ from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
 from everfed.commands.listing import listing
 from everfed.commands.report import report
+from everfed.commands.reproduce import reproduce
 from everfed.commands.resume import resume
 from everfed.commands.run import run
 from everfed.commands.sweep import sweep
@@ -40,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, resume, compare, sweep, demo, report, ui, doctor):
+for command in (run, resume, compare, sweep, reproduce, demo, report, ui, doctor):
     app.command()(command)
 app.command("list")(listing)
 
@@ -70,6 +71,7 @@ def everfed(
       everfed resume runs/demo-fedgp+der-0    go on after an interruption
       everfed compare demo --methods fedavg,der --seeds 0,1,2
       everfed sweep demo --grid train.optimizer.lr=0.01,0.1
+      everfed reproduce --list                the papers' tables, and what they cost
       everfed doctor                          versions, device, data found
 
     Every command explains itself with examples: everfed COMMAND --help.

@@ -69,13 +69,23 @@ def key_of_set(entry: str) -> Key:
 
 def check(cells: Sequence[Cell], settings: Settings) -> None:
     """Refuse what any cell would refuse, before the first one runs: one check per row and one per seed."""
-    from everfed import api
+    check_folders(cells, settings)
+    for cell in _representatives(cells):
+        check_run(cell, settings)
 
+
+def check_folders(cells: Iterable[Cell], settings: Settings) -> None:
+    """Refuse folders from an earlier time that hold other runs."""
     for cell in cells:
         _check_folder(cell, settings)
-    for cell in _representatives(cells):
-        with placed(cell.places):
-            api.check(cell.recipe, settings.data, settings.scale)
+
+
+def check_run(cell: Cell, settings: Settings) -> None:
+    """Refuse what the run of a cell would refuse."""
+    from everfed import api
+
+    with placed(cell.places):
+        api.check(cell.recipe, settings.data, settings.scale)
 
 
 def run(cells: Sequence[Cell], settings: Settings) -> list[Outcome]:

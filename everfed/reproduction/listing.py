@@ -1,0 +1,85 @@
+"""Every table with what can be run of it and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from everfed.recipe import Recipe, read
+from everfed.reproduction.cost import training_samples
+from everfed.reproduction.planning import Cell, Experiment, experiments, plan
+from everfed.reproduction.tables import Table, tables
+
+COLUMNS = ["table", "about", "cells", "runs", "samples", "missing"]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """cells, runnable: how many there are, and how many can be run. runs: over all seeds. samples: processed in
+    training, None where it cannot be told. missing: the reasons, with how many cells each costs. nothing: why there is
+    nothing to run."""
+
+    table: str
+    about: str
+    cells: int
+    runnable: int
+    runs: int
+    samples: float | None
+    missing: dict[str, int]
+    nothing: str
+
+    def line(self) -> list[str]:
+        if self.nothing:
+            return [self.table, self.about, "-", "-", "-", f"nothing to run: {self.nothing}"]
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in self.missing.items())
+        samples = "?" if self.samples is None else f"{self.samples / 1e6:,.1f} M"
+        return [self.table, self.about, f"{self.runnable}/{self.cells}", str(self.runs), samples, reasons]
+
+
+def overview(prefix: str, seeds: Callable[[str], list[int]], scale: float) -> list[Overview]:
+    """Every table whose name begins with `prefix`. seeds: those of a recipe, by its name."""
+    remembered = cache(seeds)
+    return [_overview(table, remembered, scale) for name, table in tables().items() if name.startswith(prefix)]
+
+
+def _overview(table: Table, seeds: Callable[[str], list[int]], scale: float) -> Overview:
+    cells = plan(table)
+    wanted = experiments(cells)
+    runs = sum(len(seeds(experiment.recipe)) for experiment in wanted)
+    costs = [_cost(experiment, len(seeds(experiment.recipe)), scale) for experiment in wanted]
+    known = [cost for cost in costs if cost is not None]
+    return Overview(
+        table.name,
+        table.item.about,
+        len(cells),
+        sum(not cell.missing for cell in cells),
+        runs,
+        sum(known) if len(known) == len(costs) else None,
+        _reasons(cells),
+        table.item.nothing,
+    )
+
+
+def _cost(experiment: Experiment, seeds: int, scale: float) -> float | None:
+    one = training_samples(_recipe(experiment), experiment.method, scale)
+    return None if one is None else one * seeds
+
+
+def _recipe(experiment: Experiment) -> Recipe:
+    """The recipe with what the cells set in its stream and its training, which is what a cost depends on."""
+    relevant = tuple(entry for entry in experiment.sets if entry.startswith(("stream.", "train.")))
+    return _read(experiment.recipe, relevant)
+
+
+@cache
+def _read(name: str, sets: tuple[str, ...]) -> Recipe:
+    return read(name, sets=sets)
+
+
+def _reasons(cells: Sequence[Cell]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for cell in cells:
+        if cell.missing:
+            found[cell.missing] = found.get(cell.missing, 0) + 1
+    return found

@@ -1,0 +1,244 @@
+"""A cell's number from a run: accuracies and forgetting in points, sizes in MiB, times in seconds.
+
+A measure is None where a run did not measure it: a GPU's memory on a CPU, a curve that was not evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everfed import metrics
+from everfed.recipe.schema import Logits
+
+Result = dict[str, Any]
+MIB = 2**20
+LAST_ROUNDS = 10  # FedSSI's A(f) is their mean
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A finished run as a cell looks at it. task: counted from 1; None for the end. logits: which logits are scored,
+    None for the recipe's own. against: the other run of the same seed, where the measure needs one."""
+
+    folder: Path
+    result: Result
+    task: int | None = None
+    logits: Logits | None = None
+    against: Sample | None = None
+
+    @property
+    def scores(self) -> Result:
+        """The metrics and the accuracy matrix under the logits of the cell."""
+        if self.logits is None:
+            return self.result
+        found: Result = self.result["by_logits"][self.logits]
+        return found
+
+    @property
+    def matrix(self) -> list[list[float | None]]:
+        """The accuracy matrix up to the cell's task."""
+        rows: list[list[float | None]] = self.scores["accuracy_matrix"]
+        return rows[: self.task]
+
+
+Measure = Callable[[Sample], float | None]
+
+
+def measure(name: str, unit: str, sample: Sample) -> float | None:
+    """The number that `name` stands for; of a ratio, that of the run over that of the other one."""
+    value = MEASURES[name](sample)
+    if unit != "ratio" or value is None:
+        return value
+    other = MEASURES[name](sample.against) if sample.against else None
+    return value / other if other else None
+
+
+# from the metrics and the accuracy matrix ------------------------------------------------------------------------
+
+
+def _metric(name: str) -> Measure:
+    return lambda sample: _points(sample.scores["metrics"].get(name))
+
+
+def _acc_after_task(sample: Sample) -> float | None:
+    return _points(metrics.acc_t(sample.matrix))
+
+
+def _forgetting_clipped_after_task(sample: Sample) -> float | None:
+    return _points(metrics.forgetting_clipped(sample.matrix))
+
+
+def _points(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+# from the accuracy after every round -----------------------------------------------------------------------------
+
+
+def curves(result: Result) -> list[list[list[float | None]]]:
+    """curves[t][r][i] of `everfed.metrics`, from a result's evaluations."""
+    found: list[list[list[float | None]]] = [[] for _ in result["accuracy_matrix"]]
+    for entry in result["curves"]:
+        found[entry["task"]].append(entry["accuracy"])
+    return found
+
+
+def _acc_last_rounds(sample: Sample) -> float | None:
+    """Over the last ten rounds; a scaled run may have fewer."""
+    found = curves(sample.result)
+    return _points(metrics.acc_last_rounds(found, min(LAST_ROUNDS, len(found[-1])) or 1))
+
+
+def _rounds_to_best(sample: Sample) -> float | None:
+    return metrics.rounds_to_best_sum(curves(sample.result))
+
+
+def _rounds_to_best_of_task(sample: Sample) -> float | None:
+    return metrics.rounds_to_best_per_task(curves(sample.result))[(sample.task or 1) - 1]
+
+
+def _delta(sample: Sample) -> float | None:
+    """FedSSI's Delta of this run's method: `against` is FedSSI's own run."""
+    if sample.against is None:
+        return None
+    numbers = [of(run) for of in (_acc_last_rounds, _rounds_to_best) for run in (sample.against, sample)]
+    present = [number for number in numbers if number]  # neither accuracies nor rounds of 0 can be compared
+    return metrics.delta(*present) if len(present) == len(numbers) else None
+
+
+# from perplexities -----------------------------------------------------------------------------------------------
+
+
+def _perplexity(sample: Sample) -> float | None:
+    value: float | None = sample.result["metrics"].get("perplexity")
+    return value
+
+
+def _rcp(sample: Sample) -> float | None:
+    ours, theirs = _perplexity(sample), _perplexity_without_replay(sample)
+    return metrics.rcp(ours, theirs) if ours and theirs else None
+
+
+def _forgetting_factor_relative(sample: Sample) -> float | None:
+    raw, theirs = sample.result["metrics"].get("forgetting_factor"), _perplexity_without_replay(sample)
+    return raw / theirs if raw is not None and theirs else None
+
+
+def _perplexity_without_replay(sample: Sample) -> float | None:
+    return _perplexity(sample.against) if sample.against else None
+
+
+# costs -----------------------------------------------------------------------------------------------------------
+
+
+def _seconds(sample: Sample) -> float | None:
+    return float(sample.result["cost"]["seconds"])
+
+
+def _seconds_per_round(sample: Sample) -> float | None:
+    return float(sample.result["cost"]["seconds"] / sample.result["cost"]["rounds"])
+
+
+def _mebibytes(direction: str) -> Measure:
+    """Payload per client and round, mean over the rounds."""
+
+    def found(sample: Sample) -> float | None:
+        cost, clients = sample.result["cost"], sample.result["stream"].get("clients_per_round")
+        return cost[direction] / cost["rounds"] / clients / MIB if clients else None
+
+    return found
+
+
+def _device_mebibytes(sample: Sample) -> float | None:
+    peak = sample.result["environment"].get("peak_device_bytes")
+    return None if peak is None else peak / MIB
+
+
+def _state_mebibytes(sample: Sample) -> float | None:
+    """What a client keeps between rounds, mean over clients."""
+    clients = sample.result["stream"].get("clients")
+    return sample.result["cost"]["client_state_bytes"] / clients / MIB if clients else None
+
+
+def _train_seconds(first: bool) -> Measure:
+    """Mean seconds of local training per client and round, in the first task or in the later ones."""
+
+    def found(sample: Sample) -> float | None:
+        lines = [line for line in events(sample.folder, "phase") if line["phase"] == "train" and line.get("trained")]
+        values = [line["seconds"] / line["trained"] for line in lines if (line["task"] == 0) == first]
+        return sum(values) / len(values) if values else None
+
+    return found
+
+
+# from what parts tell while they run -------------------------------------------------------------------------------
+
+
+def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The events of one kind; of rounds that were run again after an interruption the newest."""
+    newest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in (folder / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == kind:
+            newest[tuple(event.get(key) for key in ("round", "phase", "repeat", "part"))] = event
+    yield from newest.values()
+
+
+def _told(name: str) -> Measure:
+    """Mean over the rounds of what a part tells."""
+
+    def found(sample: Sample) -> float | None:
+        values = [event[name] for event in events(sample.folder, "measure") if name in event]
+        return sum(values) / len(values) if values else None
+
+    return found
+
+
+def _gap(sample: Sample) -> float | None:
+    """Local less global accuracy in each task's round with the best global one, mean over tasks."""
+    best: dict[int, tuple[float, float]] = {}
+    for event in events(sample.folder, "measure"):
+        if "local_global_gap" in event:
+            found = (event["global_accuracy"], event["local_global_gap"])
+            best[event["task"]] = max(best.get(event["task"], found), found)
+    return 100 * sum(gap for _, gap in best.values()) / len(best) if best else None
+
+
+MEASURES: dict[str, Measure] = {
+    **{
+        name: _metric(name)
+        for name in (
+            "acc",
+            "acc_avg_incremental",
+            "acc_avg_incremental_micro",
+            "learning_accuracy",
+            "forgetting",
+            "forgetting_standard",
+            "forgetting_clipped",
+        )
+    },
+    "acc_after_task": _acc_after_task,
+    "forgetting_clipped_after_task": _forgetting_clipped_after_task,
+    "acc_last_rounds": _acc_last_rounds,
+    "rounds_to_best": _rounds_to_best,
+    "rounds_to_best_of_task": _rounds_to_best_of_task,
+    "delta": _delta,
+    "perplexity": _perplexity,
+    "rcp": _rcp,
+    "forgetting_factor_relative": _forgetting_factor_relative,
+    "seconds": _seconds,
+    "seconds_per_round": _seconds_per_round,
+    "mebibytes_up": _mebibytes("bytes_up"),
+    "mebibytes_down": _mebibytes("bytes_down"),
+    "device_mebibytes": _device_mebibytes,
+    "state_mebibytes": _state_mebibytes,
+    "train_seconds_first_task": _train_seconds(first=True),
+    "train_seconds_later_tasks": _train_seconds(first=False),
+    "temporal_cosine": _told("temporal_cosine"),
+    "spatial_cosine": _told("spatial_cosine"),
+    "gap": _gap,
+}

@@ -1,0 +1,159 @@
+"""Which runs stand for which cells: tables.toml, checked when it is read."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from everfed.errors import UserError
+from everfed.recipe.problems import suggestion
+from everfed.recipe.schema import Logits
+
+FILE = "tables.toml"
+# What a number is counted in. Only points are judged by the acceptance rule.
+Unit = Literal["points", "per cent", "rounds", "ratio", "MiB", "cosine", "relative"]
+
+
+class Section(BaseModel):
+    """A table of the file; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Metric(Section):
+    """measure: a name of `measures.MEASURES`. against: the paper's method whose run of the same seed is needed, too
+    (what a "ratio" is divided by; what FedSSI's Delta and RCP compare with). missing: why nothing measures it."""
+
+    measure: str = ""
+    unit: Unit = "points"
+    against: str = ""
+    missing: str = ""
+
+
+class Block(Section):
+    """Cells that one recipe gives.
+
+    dataset, setting: as targets.csv has them; without `setting` any will do. recipe: its short name. logits: which
+    logits are scored, if others than the recipe's own. sets: settings on top of the recipe. keys: names in the setting
+    ("B=500") that set a key of the recipe ({B = "method.memory.size"}). methods: only these of the paper's.
+
+    metrics: also cells that no number is printed for: every method with every one of these metrics, in each of
+    `settings`, or after each of `tasks` tasks.
+    """
+
+    dataset: str
+    recipe: str
+    setting: str | None = None
+    logits: Logits | None = None
+    sets: list[str] = []
+    keys: dict[str, str] = {}
+    methods: list[str] | None = None
+    metrics: list[str] = []
+    settings: list[str] = [""]
+    tasks: int = 0
+
+    def declared(self) -> list[str]:
+        """The settings of the cells that `metrics` asks for."""
+        return [f"after task {t}" for t in range(1, self.tasks + 1)] or self.settings
+
+    def sets_of(self, setting: str) -> tuple[str, ...]:
+        """All that is set on top of the recipe for a cell with this setting."""
+        named = dict(part.split("=", 1) for part in setting.split(",") if "=" in part)
+        return (*self.sets, *(f"{key}={named[name]}" for name, key in self.keys.items() if name in named))
+
+
+class Item(Section):
+    """A table or figure. table: its name in targets.csv, if it is there. about: what it shows. each: keys that all its
+    blocks share. methods, baselines: names that only this item uses, beside the paper's. A cell belongs to the first
+    block that names it.
+
+    nothing: why there is nothing to run. no_target: why cells without a printed number have none. unusable: why its
+    numbers must not be compared. note: what a reader of the result must know.
+    """
+
+    name: str
+    about: str
+    table: str = ""
+    blocks: list[Block] = []
+    methods: dict[str, str] = {}
+    baselines: dict[str, str] = {}
+    nothing: str = ""
+    no_target: str = "no number is printed"
+    unusable: str = ""
+    note: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_what_all_share(cls, table: dict[str, Any]) -> dict[str, Any]:
+        shared = table.get("each", {})
+        blocks = [{**shared, **block} for block in table.get("blocks", [])]
+        return {key: value for key, value in table.items() if key != "each"} | {"blocks": blocks}
+
+    @model_validator(mode="after")
+    def _something_or_nothing(self) -> Item:
+        if bool(self.blocks) == bool(self.nothing):
+            raise ValueError(f"{self.name} needs either blocks to run or the reason why there is nothing")
+        return self
+
+
+class Paper(Section):
+    """name: as in targets.csv. methods: {the paper's name: everfed's}. baselines: {method: what it is compared with};
+    any other method is compared with `baseline`. options: {the paper's method: settings that it needs here}."""
+
+    name: str
+    title: str
+    baseline: str
+    methods: dict[str, str]
+    metrics: dict[str, Metric]
+    baselines: dict[str, str] = {}
+    options: dict[str, list[str]] = {}
+    items: list[Item] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table or figure with its paper; `key` is the paper's short name."""
+
+    key: str
+    paper: Paper
+    item: Item
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}/{self.item.name}"
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """The paper's methods, with the names that only this table uses."""
+        return {**self.paper.methods, **self.item.methods}
+
+    def baseline_of(self, method: str) -> str:
+        """What the paper's method is compared with."""
+        return {**self.paper.baselines, **self.item.baselines}.get(method, self.paper.baseline)
+
+
+@cache
+def papers() -> dict[str, Paper]:
+    """Every paper by its short name."""
+    text = resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
+    return {key: Paper.model_validate(table) for key, table in tomllib.loads(text).items()}
+
+
+def tables() -> dict[str, Table]:
+    """Every table and figure by name, in the papers' order."""
+    found = [Table(key, paper, item) for key, paper in papers().items() for item in paper.items]
+    return {table.name: table for table in found}
+
+
+def find(name: str) -> Table:
+    """The table of that name. Raises UserError."""
+    known = tables()
+    if name.lower() not in known:
+        hint = suggestion(name.lower(), known)
+        raise UserError(f"there is no table {name!r}.{hint} `everfed reproduce --list` shows every one")
+    return known[name.lower()]
