@@ -7,10 +7,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from everfed.commands.bench import bench
 from everfed.commands.compare import compare
 from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
 from everfed.commands.listing import listing
+from everfed.commands.near_optimality import near_optimality
 from everfed.commands.report import report
 from everfed.commands.reproduce import reproduce
 from everfed.commands.resume import resume
@@ -41,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, resume, compare, sweep, reproduce, demo, report, ui, doctor):
+for command in (run, resume, compare, sweep, reproduce, demo, report, ui, bench, near_optimality, doctor):
     app.command()(command)
 app.command("list")(listing)
 

@@ -128,6 +128,26 @@ def _forgetting_factor_relative(sample: Sample) -> float | None:
     return raw / theirs if raw is not None and theirs else None
 
 
+def _rcp_of_period(sample: Sample) -> float | None:
+    """The period's, over the perplexity without replay on all periods."""
+    without = _perplexity_without_replay(sample)
+    if sample.against is None or without is None:
+        return None
+    ours, theirs = (_of_period(run, sample.task)[-1] for run in (sample, sample.against))
+    return metrics.rcp(ours, theirs, without)
+
+
+def _forgetting_of_period(sample: Sample) -> float | None:
+    without = _perplexity_without_replay(sample)
+    *history, latest = _of_period(sample, sample.task)
+    return None if without is None else metrics.forgetting_factor_relative(history, latest, without)
+
+
+def _of_period(sample: Sample, period: int | None) -> list[float]:
+    """The perplexity on a period's test text after every period."""
+    return [row[(period or 1) - 1] for row in sample.result["accuracy_matrix"]]
+
+
 def _perplexity_without_replay(sample: Sample) -> float | None:
     return _perplexity(sample.against) if sample.against else None
 
@@ -230,6 +250,8 @@ MEASURES: dict[str, Measure] = {
     "perplexity": _perplexity,
     "rcp": _rcp,
     "forgetting_factor_relative": _forgetting_factor_relative,
+    "rcp_of_period": _rcp_of_period,
+    "forgetting_of_period": _forgetting_of_period,
     "seconds": _seconds,
     "seconds_per_round": _seconds_per_round,
     "mebibytes_up": _mebibytes("bytes_up"),

@@ -47,8 +47,8 @@ class Cell:
 
     @property
     def task(self) -> int | None:
-        """The task, from 1, after which it is measured; None for the end of the run."""
-        found = re.fullmatch(r"after task (\d+)", self.setting)
+        """The task or period, from 1, that it is about; None where it is about all."""
+        found = re.search(r"(?:after task |period=)(\d+)$", self.setting)
         return int(found[1]) if found else None
 
     @property

@@ -91,6 +91,16 @@ def test_perplexity() -> None:
     assert value("rcp", ours, "relative") is None
 
 
+def test_perplexity_by_period() -> None:
+    """On period 1: 90 against 110 without replay, whose perplexity on all periods is 100; 90 after 85 was forgotten."""
+    ours = sample(accuracy_matrix=[[85.0, 120.0], [90.0, 95.0]])
+    without = sample(accuracy_matrix=[[80.0, 130.0], [110.0, 91.0]], metrics={"perplexity": 100.0})
+    both = Sample(Path(), ours.result, task=1, against=without)
+    assert value("rcp_of_period", both, "relative") == pytest.approx(-0.2)
+    assert value("forgetting_of_period", both, "relative") == pytest.approx(0.05)
+    assert value("rcp_of_period", ours, "relative") is None
+
+
 def test_what_parts_tell(tmp_path: Path) -> None:
     first = {"event": "measure", "round": 0, "part": "stamp", "task": 0, "temporal_cosine": 0.2}
     told = [first, {**first, "round": 1, "temporal_cosine": 0.4}]
