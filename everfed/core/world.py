@@ -64,7 +64,7 @@ class World:
             rate=self.options.optimizer.rate(moment.round % self.facts.rounds_per_task, self.facts.rounds_per_task),
             trainer=trainer,
             past=self._past(client, task),
-            allowed_labels=self._allowed(task),
+            allowed_labels=self._allowed(client, task),
         )
 
     def data(self, client: int, phase: Phase, moment: Moment) -> Data:
@@ -79,11 +79,13 @@ class World:
             return None
         return lambda: [self.stream.data(client, earlier) for earlier in range(task)]
 
-    def _allowed(self, task: int | None) -> tuple[int, ...] | None:
+    def _allowed(self, client: int, task: int | None) -> tuple[int, ...] | None:
         if self.options.logits == "full" or task is None:
             return None
         tasks = (task,) if self.options.logits == "task" else range(task + 1)
-        return tuple(sorted({label for t in tasks for label in self.stream.labels(t)}))
+        own = getattr(self.stream, "labels_of", None)  # where clients' tasks differ
+        found = (self.stream.labels(t) if own is None else own(client, t) for t in tasks)
+        return tuple(sorted({label for labels in found for label in labels}))
 
 
 def _no_data(stream: Stream) -> Data:
