@@ -21,12 +21,12 @@ from typing import Any
 Work = Callable[[], Any]
 Processes = Callable[[], Iterable[int]]
 _TICK = os.sysconf("SC_CLK_TCK")
-QUIET = 0.1  # cores that others may use in a timing that counts as quiet
+QUIET = 0.2  # cores that others may use in a timing that counts as quiet
 
 
 @dataclass(frozen=True)
 class Contender:
-    """run: one round. processes: the ids of those that work for it, beside this process."""
+    """run: one round. processes: the ids of those that work for it, beside this process and what it has waited for."""
 
     run: Work
     processes: Processes = tuple
@@ -98,13 +98,14 @@ def ratios(over: Sequence[Timing], under: Sequence[Timing], of: str = "seconds")
 
 
 def summary(timings: Sequence[Timing]) -> dict[str, Any]:
-    """What a result file says of one competitor."""
-    return {
+    """What a result file says of one contender."""
+    found: dict[str, Any] = {
         "seconds": spread([t.seconds for t in timings]),
         "cpu_seconds": spread([t.cpu for t in timings]),
         "cores_used_by_others": spread([t.others for t in timings]),
-        "quiet": sum(t.quiet for t in timings),
     }
+    quiet = [t.seconds for t in timings if t.quiet]
+    return {**found, "quiet_seconds": spread(quiet)} if quiet else found
 
 
 def machine() -> dict[str, Any]:
@@ -138,7 +139,9 @@ class _Reading:
 
     @classmethod
     def of(cls, processes: Iterable[int]) -> _Reading:
-        own = time.process_time() + sum(_cpu_of(pid) for pid in processes)
+        ended = os.times()
+        own = time.process_time() + ended.children_user + ended.children_system
+        own += sum(_cpu_of(pid) for pid in processes)
         return cls(time.perf_counter(), own, _machine_cpu())
 
 

@@ -36,7 +36,7 @@ COLUMNS = ("case", "engine", "start", "a round (quartiles)", "samples/s", f"time
 
 def bench(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="A TOML file or a shipped recipe, else built-in cases.")
+        str | None, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe, else built-in cases.")
     ] = None,
     cases: Annotated[
         str | None, typer.Option(metavar="C,C,...", help=f"Built-in cases: {', '.join(BUILT_IN)}.")
