@@ -149,11 +149,11 @@ def test_options_reach_the_run(work: Path) -> None:
 
 
 def test_another_method_takes_the_files_options_that_fit_it() -> None:
-    """Ten samples of 8x8 pixels, not the 200 that a buffer holds by default."""
+    """Ten samples of 8x8 pixels with label and id, not the 200 that a buffer holds by default."""
     done("run", "tiny.toml", "--method", "er", "--out", "ten")
     done("run", "tiny.toml", "--method", "er", "--out", "two", "--set", "method.memory.size=2")
     ten, two = (result_of(folder)["cost"]["client_state_bytes"] for folder in ("ten", "two"))
-    assert ten - two == 3 * (10 - 2) * (64 + 8)
+    assert ten - two == 3 * (10 - 2) * (64 + 8 + 8)
 
 
 def test_scale_shrinks_rounds_and_data() -> None:

@@ -44,7 +44,10 @@ def serve(
             answer = worker.answer(request)
         except CLIENT_FAULTS as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        pipe.send_bytes(json.dumps(answer).encode())
+        try:
+            pipe.send_bytes(json.dumps(answer).encode())
+        except OSError:  # nobody waits for it any more
+            return
 
 
 class Worker:
