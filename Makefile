@@ -30,7 +30,7 @@ demo: $(RUN_STAMP)
 	$(BIN)/everfed demo
 
 test: $(DEV_STAMP)
-	$(PYTEST)
+	$(PYTEST) -n 2 --dist worksteal
 
 slow: $(DEV_STAMP)
 	$(PYTEST) -m slow --timeout 3600
