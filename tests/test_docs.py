@@ -1,0 +1,204 @@
+"""The documentation builds without a broken link, its commands are commands, and its examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from everfed import methods, recipes
+from everfed.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+CLI = typer.main.get_command(app)
+FENCE = re.compile(r"^(?:<!-- (?P<note>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.M | re.S)
+INDENTED = re.compile(r"(?:^    .*\n)+", re.M)
+# everfed itself, behind a variable, in another folder, or under torchrun
+COMMAND = re.compile(r"\s*(?:\w+=.*? |cd \S+ && |torchrun .*? -m )?everfed (?=[a-z])(.*)")
+SHELLS = ("console", "sh", "bash")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. note: the comment right before it. lead: the text before it, back to the last block."""
+
+    language: str
+    code: str
+    note: str
+    lead: str
+
+
+def blocks(text: str) -> Iterator[Block]:
+    end = 0
+    for found in FENCE.finditer(text):
+        yield Block(found["language"], found["code"], found["note"] or "", text[end : found.start()])
+        end = found.end()
+
+
+def commands(text: str) -> list[str]:
+    """What is written after `everfed` in the shell blocks of a page, fenced or indented."""
+    lines = [line for block in blocks(text) if block.language in SHELLS for line in _lines(block.code)]
+    lines += [line for found in INDENTED.findall(FENCE.sub("", text)) for line in _lines(found)]
+    return [found[1] for line in lines if (found := COMMAND.match(line))]
+
+
+def _lines(code: str) -> list[str]:
+    return re.sub(r"\\\n\s*", " ", code).splitlines()
+
+
+def is_placeholder(word: str) -> bool:
+    """RECIPE, METHOD: for the reader to fill in."""
+    return word.isupper()
+
+
+ALL = [(page.relative_to(ROOT).as_posix(), command) for page in PAGES for command in commands(page.read_text())]
+
+
+def test_commands_are_found() -> None:
+    fenced = "```console\nA=1 everfed run demo \\\n    --seed 1  # why\nmake demo\n```\n"
+    text = f"{fenced}\n    make test  # installs everfed for tests\n    everfed list methods\n\neverfed is"
+    assert commands(text) == ["run demo  --seed 1  # why", "list methods"]
+    assert len(ALL) > 60
+
+
+@pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{page}: {command[:60]}" for page, command in ALL])
+def test_a_command_in_the_documentation_is_one(page: str, command: str) -> None:
+    name, *arguments = shlex.split(command, comments=True)
+    assert name in CLI.commands, f"{page}: everfed has no command {name!r}"
+    parsed = CLI.commands[name].make_context(name, arguments).params
+    chosen = [parsed.get("method"), *(parsed.get("methods") or "").split(",")]
+    for method in (m for m in chosen if m and not is_placeholder(m)):
+        methods.build(method)
+    recipe = parsed.get("recipe")
+    if recipe and not is_placeholder(recipe) and not recipe.endswith(".toml"):
+        assert recipe in recipes.names(), f"{page}: there is no recipe {recipe!r}"
+
+
+def test_the_documentation_builds_without_a_broken_link(tmp_path: Path) -> None:
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'everfed[docs]'")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert built.returncode == 0, built.stderr
+    assert "Adding a method" in (tmp_path / "site/contributing.html").read_text()
+    assert "run_client" in (tmp_path / "site/protocol.html").read_text()
+    api = (tmp_path / "site/api.html").read_text()
+    assert "everfed.core.part.Part" in api and "may change the model that training starts from" in api
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "REPRODUCIBILITY.md"])
+def test_links_outside_the_site_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    if not path.exists():
+        pytest.skip(f"{page} is not there")
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", path.read_text())
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+# the tutorial ----------------------------------------------------------------------------------------------------
+
+
+def file_of(block: Block) -> str:
+    """The file that a block is the content of: the last one its paragraph names, with a colon at the end."""
+    found = re.findall(r"`([\w.]+\.(?:py|toml))`:\s*$", block.lead)
+    return found[-1] if found else ""
+
+
+def test_the_tutorial_works_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block in blocks((ROOT / "docs/tutorial.md").read_text()):
+        if file_of(block):
+            (tmp_path / file_of(block)).write_text(block.code)
+        elif block.language == "python":
+            exec(compile(block.code, "tutorial", "exec"), {"__name__": "tutorial"})
+        elif block.language in SHELLS:
+            expected = 2 if block.note == "refused" else 0
+            for line in _lines(block.code):
+                _run(line, expected)
+    monkeypatch.delitem(sys.modules, "anchor", raising=False)
+    made = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("result.json")}
+    assert {"runs/first", "runs/clinic/fedgp-er", "runs/clinic/anchor", "runs/clinic/all", "runs/from-python"} <= made
+    assert (tmp_path / "runs/clinic.html").exists() and not (tmp_path / "runs/no").exists()
+
+
+def _run(line: str, expected: int) -> None:
+    """Runs what begins with everfed; `make demo` has tests of its own, and an environment is active here."""
+    name, *arguments = shlex.split(line)
+    assert name == "everfed" or line in ("make demo", ". .venv/bin/activate"), line
+    if name == "everfed":
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == expected, f"{line}\n{done.output}"
+
+
+def test_what_the_guide_to_choosing_says_about_methods() -> None:
+    (block,) = (b for b in blocks((ROOT / "docs/choosing.md").read_text()) if b.language == "python")
+    for call, said in re.findall(r"print\((methods\..*?)\)\s+# (\{.*?\}):", block.code):
+        assert str(eval(call, {"methods": methods})) == said
+
+
+# contributing ----------------------------------------------------------------------------------------------------
+
+REGISTERED = """\
+from dusk import Dusk
+from momentum import ServerMomentum
+
+from everfed import methods, streams
+from everfed.data import catalogue
+
+methods.PRESETS.update(eval({preset!r}, {{**vars(methods), "ServerMomentum": ServerMomentum}}))
+catalogue.KNOWN.update(eval({known!r}, vars(catalogue)))
+streams._CLASSES[Dusk.scenario], streams.SCENARIOS[Dusk.scenario] = Dusk, Dusk.about
+"""
+TOGETHER = """\
+import everfed
+
+
+def test_the_three_together(tmp_path):
+    stream = {"dataset": "digits", "scenario": "dusk", "darkest": 0.5, "tasks": 2, "clients": 3, "max_train": 90}
+    recipe = {"stream": {**stream, "max_test": 60}, "model": {"kind": "mlp", "hidden": [8]}}
+    recipe |= {"train": {"rounds_per_task": 2}, "method": {"name": "fedgp+fedavgm", "momentum": {"beta": 0.5}}}
+    result = everfed.run(recipe, tmp_path / "run").data
+    assert result["stream"]["brightness"] == [1.0, 0.5] and result["method"] == "fedgp+fedavgm"
+"""
+
+
+def test_the_examples_for_contributors_work(tmp_path: Path) -> None:
+    found = list(blocks((ROOT / "CONTRIBUTING.md").read_text()))
+    files = {b.note.removeprefix("example: "): b.code for b in found if b.note.startswith("example: ")}
+    assert set(files) == {"momentum.py", "test_momentum.py", "dusk.py", "test_dusk.py", "test_kmnist.py"}
+    entries = {b.note: "{" + b.code + "}" for b in found if b.note in ("preset", "known")}
+    for name, code in {**files, "conftest.py": REGISTERED.format(**entries), "test_together.py": TOGETHER}.items():
+        (tmp_path / name).write_text(code)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout
+    # beside each other, modules sort as foreign ones, which in everfed they are not; RUF043 is off in its tests, too
+    lint = ["ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", "I001,RUF043"]
+    linted = subprocess.run(
+        [sys.executable, "-m", *lint, *files],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert linted.returncode == 0, linted.stdout
