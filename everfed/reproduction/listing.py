@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from everfed.recipe import Recipe, read
 from everfed.reproduction.cost import training_samples
-from everfed.reproduction.planning import Cell, Experiment, experiments, plan
+from everfed.reproduction.planning import Experiment, experiments, plan
 from everfed.reproduction.tables import Table, tables
 
-COLUMNS = ["table", "about", "cells", "runs", "samples", "missing"]
+COLUMNS = ["table", "about", "cells", "runs", "samples", "missing", "not judged"]
 
 
 @dataclass(frozen=True)
 class Overview:
     """cells, runnable: how many there are, and how many can be run. runs: over all seeds. samples: processed in
-    training, None where it cannot be told. missing: the reasons, with how many cells each costs. nothing: why there is
-    nothing to run."""
+    training, None where it cannot be told. missing, not_judged: the reasons, with how many cells each concerns.
+    nothing: why there is nothing to run."""
 
     table: str
     about: str
@@ -27,14 +28,15 @@ class Overview:
     runs: int
     samples: float | None
     missing: dict[str, int]
+    not_judged: dict[str, int]
     nothing: str
 
     def line(self) -> list[str]:
         if self.nothing:
-            return [self.table, self.about, "-", "-", "-", f"nothing to run: {self.nothing}"]
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in self.missing.items())
+            return [self.table, self.about, "-", "-", "-", f"nothing to run: {self.nothing}", ""]
         samples = "?" if self.samples is None else f"{self.samples / 1e6:,.1f} M"
-        return [self.table, self.about, f"{self.runnable}/{self.cells}", str(self.runs), samples, reasons]
+        counts = [f"{self.runnable}/{self.cells}", str(self.runs), samples]
+        return [self.table, self.about, *counts, _told(self.missing), _told(self.not_judged)]
 
 
 def overview(prefix: str, seeds: Callable[[str], list[int]], scale: float) -> list[Overview]:
@@ -56,7 +58,8 @@ def _overview(table: Table, seeds: Callable[[str], list[int]], scale: float) -> 
         sum(not cell.missing for cell in cells),
         runs,
         sum(known) if len(known) == len(costs) else None,
-        _reasons(cells),
+        _counted(cell.missing for cell in cells),
+        _counted(cell.not_judged for cell in cells),
         table.item.nothing,
     )
 
@@ -77,9 +80,9 @@ def _read(name: str, sets: tuple[str, ...]) -> Recipe:
     return read(name, sets=sets)
 
 
-def _reasons(cells: Sequence[Cell]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for cell in cells:
-        if cell.missing:
-            found[cell.missing] = found.get(cell.missing, 0) + 1
-    return found
+def _counted(reasons: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(reason for reason in reasons if reason))
+
+
+def _told(reasons: dict[str, int]) -> str:
+    return "; ".join(f"{reason} ({count})" for reason, count in reasons.items())

@@ -68,5 +68,8 @@ def test_the_list_counts_runs_and_samples() -> None:
     mnist, cifar10, cifar100 = 12e6, 5e6, 5e6  # of one run; ideal trains on (T + 1) / 2 times as many
     assert row.samples == 2 * (2 * mnist * (10 + 5.5) + cifar10 * (10 + 3) + cifar100 * (10 + 5.5))
     (drawing,) = overview("fedgp/fig2", lambda recipe: [0], 1.0)
-    assert drawing.line()[-1].startswith("nothing to run: a drawing")
+    assert drawing.line()[-2].startswith("nothing to run: a drawing")
+    (copied,) = overview("fedssi/table7-scalability", lambda recipe: [0], 1.0)
+    assert copied.not_judged == {"the printed numbers repeat Table 2 digit by digit": 20}
+    assert "repeat Table 2 digit by digit (20)" in copied.line()[-1]
     assert len(overview("", lambda recipe: [0], 1.0)) >= 50
