@@ -75,6 +75,8 @@ def reproduce(
     asked = Asked(_split(methods), _split(columns), seeds, engine, out or _default_folder(factor))
     settings = Settings(options.absolute(data), factor, checkpoint_every, as_json, track)
     if show:
+        if methods or columns:
+            raise UserError("--list shows whole tables; leave --methods and --columns out")
         _show_list(table or "", asked, settings)
         return
     if table is None:

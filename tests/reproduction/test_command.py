@@ -135,6 +135,7 @@ def test_what_the_command_line_refuses() -> None:
         ((), "name a table"),
         (("fedgp/table0",), "there is no table 'fedgp/table0'. Did you mean"),
         (("fedgp/fig1",), "there is nothing to run; a diagram"),
+        (("--list", "--methods", "der"), "--list shows whole tables"),
         (("fedgp/table1", "--scale", "tiny"), "--scale must be a number above 0 and at most 1, or small; got 'tiny'"),
         (("fedgp/table1", "--methods", "der2"), "--methods der2: not in fedgp/table1"),
         (("fedgp/table1", "--columns", "audio"), "no cell of fedgp/table1 is left"),
