@@ -87,9 +87,9 @@ class Context:
 
     @property
     def train(self) -> Trainer:
-        """Local training and gradients as functions; only on clients."""
+        """Local training and gradients as functions: on clients, and in the server's own phases (without any data)."""
         if self.trainer is None:
-            raise Hidden("there is no local training on the server")
+            raise Hidden("there is no local training on the server outside its own phases")
         return self.trainer
 
     def history(self) -> list[Data]:

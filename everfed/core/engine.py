@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from everfed.core.client import Reply
+from everfed.core.fit import Trainer
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
@@ -32,6 +33,9 @@ class Engine(Protocol):
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply]]:
         """Run `phase` on `clients` and yield their replies in ascending client order. Raises ClientError."""
+
+    def workbench(self) -> Trainer:
+        """A trainer for the server's own phases: a generator is trained against the shared model on its device."""
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         """(tasks, 4) counts of the shared model, as `score_tasks`."""

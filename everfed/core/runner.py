@@ -180,7 +180,8 @@ class Runner:
         if phase.name == TRAIN:
             self._train(phase, moment)
             return True
-        ctx = self.world.server(phase.name, moment)
+        trainer = self.engine.workbench() if phase.cohort is Cohort.SERVER else None
+        ctx = self.world.server(phase.name, moment, trainer)
         reduced = self._exchange(phase, moment, self._message(phase, moment)).get(phase.owner, {})
         part = self.world.method.part(phase.owner)
         self._measure(moment, {phase.owner: reduced}, ctx)

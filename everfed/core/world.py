@@ -42,16 +42,21 @@ class World:
         local_statistics = self.options.batchnorm == "local" and bool(layout.stats)
         return self.method.personal or local_statistics or layout.shared < layout.size
 
-    def server(self, phase: str, moment: Moment | None = None) -> Context:
-        """The context of a server hook."""
+    def server(self, phase: str, moment: Moment | None = None, trainer: Trainer | None = None) -> Context:
+        """The context of a server hook; the server's own phases are given a trainer to work with."""
         if moment is None:
             return Context(self.seed, self.facts, self.options, phase=phase)
-        return Context(self.seed, self.facts, self.options, moment.round, phase, moment.repeat)
+        place = (moment.round, phase, moment.repeat)
+        task = self._told(moment.plan.task)
+        return Context(self.seed, self.facts, self.options, *place, current_task=task, trainer=trainer)
+
+    def _told(self, task: int | None) -> int | None:
+        """What a hook may know of a task's index."""
+        return task if self.stream.task_ids or self.stream.boundaries else None
 
     def client(self, client: int, phase: Phase, moment: Moment, trainer: Trainer) -> Context:
         """The context of a call on a client."""
         task = moment.plan.tasks.get(client)
-        visible = self.stream.task_ids or self.stream.boundaries
         return Context(
             self.seed,
             self.facts,
@@ -60,7 +65,7 @@ class World:
             phase.name,
             moment.repeat,
             client,
-            current_task=task if visible else None,
+            current_task=self._told(task),
             rate=self.options.optimizer.rate(moment.round % self.facts.rounds_per_task, self.facts.rounds_per_task),
             trainer=trainer,
             past=self._past(client, task),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.engine import ClientError
+from everfed.core.fit import Trainer
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
@@ -44,6 +45,9 @@ class Eager:
                 raise ClientError(client, phase.name, moment.round, error) from error
             self.store.put(client, state)
             yield client, reply
+
+    def workbench(self) -> Trainer:
+        return self.trainer
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         return score_tasks(self.trainer, model, exam)

@@ -18,6 +18,7 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.data import Data
 from everfed.core.engine import ClientError
+from everfed.core.fit import Trainer
 from everfed.core.message import Message
 from everfed.core.part import Model, Part, State
 from everfed.core.phase import TRAIN, Phase
@@ -148,6 +149,9 @@ class Graphs:
             self.notify({"event": "warning", "message": message})
 
     # the rest ----------------------------------------------------------------------------------------------------
+    def workbench(self) -> Trainer:
+        return self.trainer
+
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         return score_tasks(self.trainer, model, exam)
 

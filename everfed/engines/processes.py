@@ -18,12 +18,13 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.engine import ClientError
+from everfed.core.fit import Trainer
 from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.score import Exam
 from everfed.core.world import Moment, World
-from everfed.engines.base import BuildModule, ClientStore
+from everfed.engines.base import BuildModule, ClientStore, new_trainer
 from everfed.engines.mailbox import Mailbox
 from everfed.engines.slots import deal
 from everfed.engines.worker import serve
@@ -65,7 +66,8 @@ class Processes:
     name = "processes"
 
     def __init__(self, world: World, store: ClientStore, build_module: BuildModule, workers: int) -> None:
-        self.world, self.store = world, store
+        self.world, self.store, self._build_module = world, store, build_module
+        self._trainer: Trainer | None = None
         self.broadcast = Mailbox()
         self.crews: list[Crew] = []
         for _ in range(workers):
@@ -134,6 +136,11 @@ class Processes:
         return Reply(tree["values"], answer["samples"], answer["steps"], answer["loss"])
 
     # the rest ----------------------------------------------------------------------------------------------------
+    def workbench(self) -> Trainer:
+        """In this process, made when it is first asked for: most methods never do."""
+        self._trainer = self._trainer or new_trainer(self.world, self._build_module)
+        return self._trainer
+
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         """Tasks are scored side by side."""
         header = self.broadcast.write({MODEL: dict(model)})

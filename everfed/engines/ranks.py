@@ -18,6 +18,7 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.engine import Engine
+from everfed.core.fit import Trainer
 from everfed.core.intake import Intake, Trained
 from everfed.core.message import Message
 from everfed.core.part import Model
@@ -90,6 +91,10 @@ class Ranks:
         total.total = value
 
     # the rest ----------------------------------------------------------------------------------------------------
+    def workbench(self) -> Trainer:
+        """Every rank does the server's work: the same numbers in, the same out."""
+        return self.inner.workbench()
+
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         """Each rank scores some of the tasks."""
         own = exam.tasks[self.group.rank :: self.group.size]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 
 from everfed.core import tree
 from everfed.core.client import OWN, Reply, new_state, run_client, synchronises
-from everfed.core.context import Hidden, TrainOptions
+from everfed.core.context import Context, Hidden, TrainOptions
+from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import State
-from everfed.core.phase import EVALUATE, Phase
+from everfed.core.part import Part, State
+from everfed.core.phase import END, EVALUATE, Cohort, Phase
 from everfed.core.score import Exam
+from everfed.core.tree import Tree
+from everfed.parts.average import FedAvg
 from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Toy
 
@@ -159,6 +164,28 @@ def test_the_past_is_gone_unless_a_part_declares_it() -> None:
 def test_there_is_no_training_on_the_server() -> None:
     with pytest.raises(Hidden, match="no local training"):
         _ = Bench().world().server("train").train
+
+
+def test_the_servers_own_phases_have_a_trainer_and_know_the_task() -> None:
+    class Looks(Part):
+        name: ClassVar[str] = "looks"
+
+        def phases(self) -> tuple[Phase, ...]:
+            return (Phase("look", owner=self.name, cohort=Cohort.SERVER, when=END),)
+
+        def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+            if phase != "look":
+                return server.get(self.name, {})
+            outputs = ctx.train.outputs(server["model"], ctx.facts.blank.x)
+            return {"task": ctx.task, "outputs": outputs}
+
+    for stream, known in ((Toy(), True), (Toy(task_ids=False), False)):
+        bench = Bench(lambda: compose(FedAvg(), Looks()), stream=stream)
+        if known:
+            assert bench.run().state.server["looks"]["task"] == stream.tasks - 1
+        else:
+            with pytest.raises(Hidden, match="which task"):
+                bench.run()
 
 
 def test_the_learning_rate_follows_the_rounds_of_a_task() -> None:

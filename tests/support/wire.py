@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
+from everfed.core.fit import Trainer
 from everfed.core.message import Message, Once
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
@@ -78,6 +79,9 @@ class Wire:
         state, reply = call(world, self.bench.trainer(world), phase, client, state, message, moment)
         self.states[client] = to_bytes(state)
         return to_bytes(reply_to_tree(reply))
+
+    def workbench(self) -> Trainer:
+        return self.bench.trainer()
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         return score_tasks(self.bench.trainer(), crossed(dict(model)), Exam.from_tree(crossed(exam.to_tree())))
