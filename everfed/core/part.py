@@ -103,6 +103,11 @@ class Part:
         """Change what aggregation made; `server` still holds the model before it. Any part may; in part order."""
         return model
 
+    def revise(self, server: State, phase: str, model: Model, ctx: Context) -> Model:
+        """The shared model after one of the part's own phases, when `update` has seen it: to restore an earlier one, or
+        to train it on the server. Returning `model` itself leaves it as it is."""
+        return model
+
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
         """Numbers worth telling of ctx.phase, before the server learns from it: reported, and used for nothing."""
         return {}

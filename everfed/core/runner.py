@@ -20,7 +20,7 @@ from everfed.core.context import Context
 from everfed.core.engine import ClientError, Engine
 from everfed.core.intake import Intake, Spread, Trained
 from everfed.core.message import MODEL, Message, Once, Traffic, payload_bytes, versions
-from everfed.core.part import Model, State
+from everfed.core.part import Model, Part, State
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Sum
 from everfed.core.score import Exam, has_own_tests, score_value
@@ -186,7 +186,15 @@ class Runner:
         part = self.world.method.part(phase.owner)
         self._measure(moment, {phase.owner: reduced}, ctx)
         self._set_slots(phase.owner, part.update(self.state.server, phase.name, reduced, ctx))
+        self._revise(part, ctx)
         return moment.repeat + 1 >= phase.repeat or part.done(self.state.server, phase.name, ctx)
+
+    def _revise(self, part: Part, ctx: Context) -> None:
+        """A model that a phase changed is a new version, which clients receive with the next message."""
+        model = part.revise(self.state.server, ctx.phase, self.state.model, ctx)
+        if model is not self.state.model:
+            self.state.server = {**self.state.server, MODEL: model}
+            self.state.version += 1
 
     def _train(self, phase: Phase, moment: Moment) -> None:
         every = self.world.options.sync_every

@@ -84,6 +84,7 @@ def test_state_is_the_caller_s(start: Tensor) -> None:
         ("constant", [0.1, 0.1, 0.1, 0.1, 0.1]),
         ("linear", [0.1, 0.08, 0.06, 0.04, 0.02]),
         ("exponential", [0.1, 0.1 * 10**-0.5, 0.01, 0.01 * 10**-0.5, 0.001]),
+        ("cosine", [0.1, 0.09054634, 0.06579634, 0.03520366, 0.01045366]),
     ],
 )
 def test_learning_rate_schedules(schedule: str, rates: list[float]) -> None:
@@ -100,7 +101,7 @@ def test_an_exponential_schedule_from_zero_stays_at_zero() -> None:
     ("options", "message"),
     [
         ({"kind": "lion"}, "optimizer.kind must be one of sgd, adam"),
-        ({"schedule": "cosine"}, "optimizer.schedule must be one of constant, linear, exponential"),
+        ({"schedule": "step"}, "optimizer.schedule must be one of constant, linear, exponential, cosine"),
         ({"state": "lost"}, "optimizer.state must be one of fresh, kept"),
         ({"lr": -0.1}, "optimizer.lr must be at least 0"),
         ({"lr": float("nan")}, "optimizer.lr must be at least 0"),

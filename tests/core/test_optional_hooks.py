@@ -1,4 +1,4 @@
-"""Hooks that few parts use: declining a phase, transforming the aggregate, extra parameters, scoring when told."""
+"""Hooks that few parts use: declined phases, changing the model on the server, extra parameters, scoring when told."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everfed.core.extras import Extras, registered
 from everfed.core.message import MODEL
 from everfed.core.method import Method, compose
 from everfed.core.part import Model, Part, State
-from everfed.core.phase import END, Cohort, Phase
+from everfed.core.phase import BEGIN, END, Cohort, Phase, Position
 from everfed.core.tree import Tree, tensor_bytes
 from everfed.parts.average import FedAvg
 from tests.support.toy import Bench, Toy
@@ -78,6 +78,34 @@ def test_what_aggregation_made_is_transformed_in_part_order() -> None:
     assert torch.allclose(halved, (start + plain) / 2 + 1.0)
     shifted = with_parts(Shifted(), Halved()).run(rounds=1).params
     assert torch.allclose(shifted, (start + plain + 1.0) / 2)
+
+
+@dataclass(frozen=True)
+class Restores(Part):
+    """At a task's end puts the model back to where the task began; in other rounds it only looks."""
+
+    name: ClassVar[str] = "restores"
+
+    def phases(self) -> tuple[Phase, ...]:
+        server = {"owner": self.name, "cohort": Cohort.SERVER}
+        return (Phase("keep", when=BEGIN, position=Position.BEFORE, **server), Phase("restore", when=END, **server))
+
+    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+        return {"kept": dict(server[MODEL])} if phase == "keep" else server[self.name]
+
+    def revise(self, server: State, phase: str, model: Model, ctx: Context) -> Model:
+        return dict(server[self.name]["kept"]) if phase == "restore" else model
+
+
+def test_a_phase_may_revise_the_model_and_clients_receive_the_new_version() -> None:
+    bench = with_parts(Restores())
+    start, plain = bench.model()["params"], Bench().run(rounds=1)
+    between, restored = bench.run(rounds=1), bench.run(rounds=2)
+    assert torch.equal(between.params, plain.params)
+    assert torch.equal(restored.params, start)
+    assert (between.state.version, restored.state.version) == (1, 3)  # two aggregations and a restored model
+    assert restored.state.traffic.down["fedavg"] == 2 * 3 * tensor_bytes(bench.model())
+    assert not torch.equal(bench.run(rounds=3).params, start)
 
 
 @dataclass(frozen=True)
