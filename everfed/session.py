@@ -8,7 +8,7 @@ import platform
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors.torch
@@ -18,6 +18,7 @@ from torch import nn
 import everfed
 from everfed import engines, methods, models, streams
 from everfed.core.context import Facts, TrainOptions
+from everfed.core.engine import Engine
 from everfed.core.extras import attach
 from everfed.core.fit import on_device
 from everfed.core.intake import Spread
@@ -28,7 +29,7 @@ from everfed.core.part import Model
 from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.score import score_value
 from everfed.core.stream import Stream
-from everfed.core.world import World
+from everfed.core.world import Place, World
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.errors import RecipeError, UserError
@@ -140,10 +141,21 @@ def _train_options(recipe: Recipe) -> TrainOptions:
     )
 
 
+class BuildEngine(Protocol):
+    """Makes the engine of a run whose clients are elsewhere. durable: from where a run that is killed now goes on."""
+
+    def __call__(self, assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine: ...
+
+
 def execute(
-    assembly: Assembly, folder: RunFolder, observers: Sequence[Observer], checkpoint_every: float
+    assembly: Assembly,
+    folder: RunFolder,
+    observers: Sequence[Observer],
+    checkpoint_every: float,
+    build_engine: BuildEngine | None = None,
 ) -> dict[str, Any]:
-    """Run, or go on from the newest checkpoint, to the end; returns what result.json holds."""
+    """Run, or go on from the newest checkpoint, to the end; returns what result.json holds. The engine is the recipe's,
+    or what `build_engine` makes."""
     torch.set_num_threads(1)  # results are exact only at one thread; engines use the cores in other ways
     group = engines.join(assembly.recipe.engine)
     if group is not None and not group.leads:
@@ -151,7 +163,7 @@ def execute(
     log = EventLog(folder.events)
     told: list[Observer] = [log, *observers]
     try:
-        return _drive(assembly, folder, _fan_out(told), checkpoint_every, group)
+        return _drive(assembly, folder, _fan_out(told), checkpoint_every, group, build_engine)
     except BaseException as error:
         fault = folder.fault(error) or error
         _tell_fault(told, fault)
@@ -163,14 +175,24 @@ def execute(
 
 
 def _drive(
-    assembly: Assembly, folder: RunFolder, notify: Observer, checkpoint_every: float, group: Group | None
+    assembly: Assembly,
+    folder: RunFolder,
+    notify: Observer,
+    checkpoint_every: float,
+    group: Group | None,
+    build_engine: BuildEngine | None = None,
 ) -> dict[str, Any]:
     recipe, world, fingerprint = assembly.recipe, assembly.world, _fingerprint(assembly)
     store = ClientStore(folder.clients, int(recipe.engine.state_memory * 2**30))
     alone = Checkpoints(folder.checkpoint, store, checkpoint_every, fingerprint)
     state = latest(folder.checkpoint, store, fingerprint)
     checkpoints = alone if group is None else RankCheckpoints(alone, group)
-    engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
+    engine: Engine
+    if build_engine is not None:
+        alone.durable = state.place if state is not None else alone.durable
+        engine = build_engine(assembly, notify, lambda: alone.durable)
+    else:
+        engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
     try:
         where = engines.device(recipe.engine)
         if state is not None:
@@ -279,6 +301,7 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
             "client_state_bytes": state_bytes,
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "samples": state.samples,
+            **({"absent": dict(state.absent)} if state.absent else {}),
         },
         "environment": {
             "python": platform.python_version(),

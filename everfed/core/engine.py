@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -24,6 +25,15 @@ class ClientError(RuntimeError):
         self.client, self.phase, self.round, self.cause = client, phase, round_index, cause
 
 
+@dataclass(frozen=True)
+class Absent:
+    """A client that does not count in a phase. kind: "failed" (it said so, or it is gone), "late" (the phase ended
+    without it) or "rejected" (what it sent may not be used). A round goes on with the others."""
+
+    kind: str
+    reason: str
+
+
 class Engine(Protocol):
     """Runs clients. Keeps their state (through a store), never the server's."""
 
@@ -31,8 +41,9 @@ class Engine(Protocol):
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
-    ) -> Iterator[tuple[int, Reply]]:
-        """Run `phase` on `clients` and yield their replies in ascending client order. Raises ClientError."""
+    ) -> Iterator[tuple[int, Reply | Absent]]:
+        """Run `phase` on `clients` and yield their replies in ascending client order. A simulation raises ClientError
+        where one fails; an engine of real clients may say that a client is absent, and why."""
 
     def workbench(self) -> Trainer:
         """A trainer for the server's own phases: a generator is trained against the shared model on its device."""

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from everfed.core.client import Reply
+from everfed.core.engine import Absent
 from everfed.core.message import Traffic
 from everfed.core.reduce import Reducer, Reduction
 
@@ -29,8 +30,12 @@ class Intake:
         self.reduction = Reduction(reducers)
         self.traffic = Traffic()
         self.trained: list[Trained] = []
+        self.absent: dict[int, Absent] = {}
 
-    def add(self, client: int, reply: Reply) -> None:
+    def add(self, client: int, reply: Reply | Absent) -> None:
+        if isinstance(reply, Absent):
+            self.absent[client] = reply
+            return
         self.reduction.add(client, reply.values, float(reply.samples))
         self.traffic.received(reply.values)
         if reply.steps:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from everfed.core.reduce import Sum
 from everfed.core.score import Exam, has_own_tests, score_value
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
-from everfed.core.world import Moment, World
+from everfed.core.world import Moment, Place, World
 
 Event = dict[str, Any]
 
@@ -59,6 +60,12 @@ class RunState:
     curves: list[dict[str, Any]] = field(default_factory=list)
     samples: int = 0
     seconds: float = 0.0
+    absent: Counter[str] = field(default_factory=Counter)  # how often clients did not count, by kind
+
+    @property
+    def place(self) -> Place:
+        """What comes next."""
+        return self.round, self.position, self.repeat
 
     @property
     def model(self) -> Model:
@@ -77,6 +84,7 @@ class RunState:
             "curves": self.curves,
             "samples": self.samples,
             "seconds": self.seconds,
+            "absent": self.absent,
         }
         return {"server": self.server, "plain": json.dumps(plain)}
 
@@ -90,6 +98,7 @@ class RunState:
         state.rows = {int(task): row for task, row in plain["rows"].items()}
         state.traffic.up.update(plain["up"])
         state.traffic.down.update(plain["down"])
+        state.absent.update(plain.get("absent", {}))
         return state
 
 
@@ -133,7 +142,7 @@ class Runner:
         while state.position < len(agenda):
             phase = agenda[state.position]
             started = time.monotonic()
-            finished = self._phase(phase, Moment(state.round, plan, state.repeat))
+            finished = self._phase(phase, Moment(state.round, plan, state.repeat, state.position))
             state.seconds += time.monotonic() - started
             last = finished and state.position + 1 == len(agenda)
             state.repeat = 0 if finished else state.repeat + 1
@@ -264,6 +273,7 @@ class Runner:
         if isinstance(self.engine, Spread):
             self.engine.merge(intake)
         self.state.traffic.up.update(intake.traffic.up)
+        self.state.absent.update(one.kind for one in intake.absent.values())
         return down
 
     def _account_down(self, clients: tuple[int, ...], message: Message | None) -> int:
@@ -294,7 +304,7 @@ class Runner:
         if intake.trained:
             event["loss"] = self._mean_loss(phase, moment, intake.trained)
             event["trained"] = len(intake.trained)
-        self.notify(event)
+        self.notify({**event, **_absences(intake)})
 
     def _mean_loss(self, phase: Phase, moment: Moment, trained: list[Trained]) -> float:
         """Mean over clients of their mean step loss; reads the device once. Raises Diverged."""
@@ -345,8 +355,16 @@ class Runner:
         message: Message = {**self._model_message(), EVALUATE: exam.to_tree()}
         intake = Intake({EVALUATE: {"counts": Sum()}})
         self._take_in(intake, phase, moment, message)
+        if intake.absent:
+            self.notify({"event": "absent", "round": moment.round, "phase": EVALUATE, **_absences(intake)})
         counts: Tensor = intake.reduction.result()[EVALUATE]["counts"]
         return counts
+
+
+def _absences(intake: Intake) -> Event:
+    """For an event: who did not count, and why."""
+    named = {str(client): f"{one.kind}: {one.reason}" for client, one in intake.absent.items()}
+    return {"absent": named} if named else {}
 
 
 __all__ = ["ClientError", "Diverged", "EvalOptions", "Event", "RunState", "Runner"]

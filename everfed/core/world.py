@@ -15,14 +15,22 @@ from everfed.core.part import HISTORY
 from everfed.core.phase import EVALUATE, Phase
 from everfed.core.stream import RoundPlan, Stream
 
+Place = tuple[int, int, int]  # round, position in its agenda, repeat
+
 
 @dataclass(frozen=True)
 class Moment:
-    """Where in the run a phase is: round, repeat of the phase, and the round's plan."""
+    """Where in the run a phase is: round, repeat of the phase, the plan, place in the round's agenda."""
 
     round: int
     plan: RoundPlan
     repeat: int = 0
+    position: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Grows from one exchange to the next; a run that is resumed comes by the same places again."""
+        return self.round, self.position, self.repeat
 
 
 @dataclass(frozen=True)

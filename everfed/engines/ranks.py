@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.engine import Engine
+from everfed.core.engine import Absent, Engine
 from everfed.core.fit import Trainer
 from everfed.core.intake import Intake, Trained
 from everfed.core.message import Message
@@ -39,7 +39,7 @@ class Ranks:
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
-    ) -> Iterator[tuple[int, Reply]]:
+    ) -> Iterator[tuple[int, Reply | Absent]]:
         """The replies of this rank's own clients; `merge` brings in the rest."""
         return self.inner.exchange(phase, [c for c in clients if self.group.owns(c)], message, moment)
 

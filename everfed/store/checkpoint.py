@@ -22,6 +22,7 @@ from pathlib import Path
 from everfed.core import tree
 from everfed.core.runner import RunState
 from everfed.core.tree import Tree
+from everfed.core.world import Place
 from everfed.errors import UserError
 from everfed.store.clients import ClientStore
 from everfed.store.files import digest, file_digest, make_folder, sync_folder, write_synced
@@ -73,6 +74,7 @@ class Checkpoints:
         self._last = time.monotonic()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.durable: Place = (0, 0, 0)  # a run that is killed goes on from here, or from later
         self._seals: dict[int, tuple[int, str]] = {}  # client -> (version, checksum) of the newest known file
         make_folder(folder)
 
@@ -85,7 +87,7 @@ class Checkpoints:
         self.wait()
         self._last = time.monotonic()
         # the state's trees are never changed in place, so holding them is a snapshot
-        job = (state.to_tree(), *self.store.snapshot())
+        job = (state.to_tree(), *self.store.snapshot(), state.place)
         self._thread = threading.Thread(target=self._write_safely, args=job, name="checkpoint", daemon=True)
         self._thread.start()
         return True
@@ -111,9 +113,10 @@ class Checkpoints:
         if failure is not None:
             raise failure
 
-    def _write_safely(self, run: Tree, versions: dict[int, int], dirty: dict[int, Tree]) -> None:
+    def _write_safely(self, run: Tree, versions: dict[int, int], dirty: dict[int, Tree], place: Place) -> None:
         try:
             self.write(run, versions, dirty)
+            self.durable = place
         except Exception as error:
             self._failure = error
 

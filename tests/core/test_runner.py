@@ -15,7 +15,7 @@ from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.context import Context, TrainOptions
 from everfed.core.data import Data
-from everfed.core.engine import ClientError, Engine
+from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
@@ -334,6 +334,30 @@ class Backwards(Eager):
         return iter(
             sorted(super().exchange(phase, tuple(reversed(clients)), message, moment), key=lambda pair: pair[0])
         )
+
+
+class Losing(Eager):
+    """Client 1 cannot be reached in round 1."""
+
+    def exchange(  # type: ignore[override]
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply | Absent]]:
+        for client in clients:
+            if (client, moment.round) == (1, 1):
+                yield client, Absent("failed", "gone")
+            else:
+                yield from super().exchange(phase, (client,), message, moment)
+
+
+def test_a_round_goes_on_without_a_client_that_is_absent() -> None:
+    bench = Bench("fedgp+der")
+    lost = bench.run(lambda world, store: Losing(world, store, bench.build_module))
+    planned = bench.change(stream=Toy(cohorts={1: (0, 2)})).run()
+    assert torch.equal(lost.params, planned.params)
+    assert tree.equal(lost.clients[1], planned.clients[1])
+    assert lost.state.absent == {"failed": 2}  # in `train` and in `reference`
+    assert [event["absent"] for event in lost.events if "absent" in event] == [{"1": "failed: gone"}] * 2
+    assert RunState.from_tree(crossed(lost.state.to_tree())).absent == lost.state.absent
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedcurv", "fedgp+der", "fedgp+agem", "fedgp+er"])
