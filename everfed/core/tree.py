@@ -19,6 +19,11 @@ Leaf = Tensor | int | float | bool | str | None
 Tree = dict[str, Any]  # str -> Leaf | Tree
 
 _TENSOR, _SCALAR = "tensor", "scalar"
+HEADER_LIMIT = 100_000_000  # what safetensors itself allows
+_DIMENSIONS = 64  # what torch's kernels take
+# what damaged bytes make safetensors, json, torch and our own code raise
+_DAMAGE = (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError,
+           OverflowError, MemoryError)  # fmt: skip
 
 
 class TreeError(ValueError):
@@ -88,15 +93,26 @@ def to_bytes(tree: Tree) -> bytes:
         raise TreeError(f"this tree has no bytes: {error}") from error
 
 
-def from_bytes(data: bytes) -> Tree:
-    """Inverse of `to_bytes`; tensors arrive on the CPU and own their memory."""
+def from_bytes(data: bytes, header_limit: int = HEADER_LIMIT) -> Tree:
+    """Inverse of `to_bytes`; tensors arrive on the CPU and own their memory.
+
+    Safe on bytes from anywhere: it raises nothing but TreeError, and needs memory in proportion to what is there, not
+    to what a header claims. header_limit: for bytes of strangers; a parsed header takes many times its own size.
+    """
     try:
-        tensors = safetensors.torch.load(data)
         length = int.from_bytes(data[:8], "little")
+        if length > min(header_limit, len(data)):
+            raise TreeError(f"a header of {length} bytes, at most {min(header_limit, len(data))}")
+        tensors = safetensors.torch.load(data)
         header = json.loads(data[8 : 8 + length])
-        return _fill(json.loads(header["__metadata__"]["tree"]), tensors)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = _fill(json.loads(header["__metadata__"]["tree"]), tensors)
+    except TreeError:
+        raise
+    except _DAMAGE as error:
         raise TreeError(f"not a tree in safetensors format: {error}") from error
+    if tensors:  # every tensor is at exactly one place, as `to_bytes` writes it
+        raise TreeError(f"{len(tensors)} tensors that the structure does not name")
+    return found
 
 
 def _skeleton(tree: Tree, tensors: dict[str, Tensor], prefix: str = "") -> Tree:
@@ -130,8 +146,17 @@ def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind is None or isinstance(kind, dict):
         return _fill(value, tensors)
     if kind == _TENSOR:
-        return tensors[value["at"]]
+        return _checked(tensors.pop(value["at"]))
     scalar = value["is"]
     if kind != _SCALAR or isinstance(scalar, list | dict):
         raise TreeError(f"unknown kind of leaf: {kind!r}")
     return scalar
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    """What torch can work with: a bool is 0 or 1, whatever byte arrived."""
+    if tensor.dim() > _DIMENSIONS:
+        raise TreeError(f"a tensor of {tensor.dim()} dimensions, at most {_DIMENSIONS}")
+    if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+        raise TreeError("a bool tensor that holds neither 0 nor 1")
+    return tensor

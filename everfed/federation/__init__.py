@@ -1,0 +1,1 @@
+"""A real federation: what is needed beyond simulation when clients are other people's machines."""
