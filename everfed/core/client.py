@@ -7,6 +7,7 @@ under "client" are the protocol's own (own weights between synchronisations, loc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from everfed.core.data import Data
 from everfed.core.fit import Fitted
 from everfed.core.message import MODEL
 from everfed.core.method import Method
-from everfed.core.part import Model, State, overrides
+from everfed.core.part import HELD_OUT, Model, State, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.score import Exam, score_tasks
 from everfed.core.tree import Tree
@@ -148,12 +149,14 @@ def _shared(model: Model, ctx: Context) -> Model:
 
 def _evaluate(method: Method, state: State, message: dict[str, Tree], model: Model, ctx: Context) -> Reply:
     """Score this client's personalised model on the tasks the server asks for."""
+    hooks = ctx if method.needs(HELD_OUT) else ctx.at(tests=None)
     for part in method.parts:
-        model = part.personalise(state, message, model, ctx)
+        model = part.personalise(state, message, model, hooks)
     exam = Exam.from_tree(message[EVALUATE])
-    counts = score_tasks(ctx.train, model, exam, state, message, ctx.client)
+    score = partial(score_tasks, ctx.train, ctx.held_out, model)
+    counts = score(exam, state, message, ctx.client)
     knowing = [part for part in method.parts if overrides(part, "told")]
     for row, task in enumerate(exam.tasks if knowing else ()):
         told = {**state, **{part.name: part.told(state.get(part.name, {}), task) for part in knowing}}
-        counts[row, -1] = score_tasks(ctx.train, model, replace(exam, tasks=(task,)), told, message, ctx.client)[0, -1]
+        counts[row, -1] = score(replace(exam, tasks=(task,)), told, message, ctx.client)[0, -1]
     return Reply({EVALUATE: {"counts": counts}})

@@ -16,6 +16,7 @@ from everfed.core.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from everfed.core.fit import Trainer
+    from everfed.core.held_out import HeldOut
 
 
 class Hidden(RuntimeError):
@@ -68,6 +69,7 @@ class Context:
     rate: float = 0.0
     trainer: Trainer | None = None
     past: Callable[[], list[Data]] | None = None
+    tests: HeldOut | None = None
     allowed_labels: tuple[int, ...] | None = None
 
     def key(self, tag: str) -> int:
@@ -97,6 +99,13 @@ class Context:
         if self.past is None:
             raise Hidden("the data of earlier tasks is gone; a part that needs it must declare 'history'")
         return self.past()
+
+    @property
+    def held_out(self) -> HeldOut:
+        """The test sets, for scoring, and for parts that declare HELD_OUT."""
+        if self.tests is None:
+            raise Hidden("test sets are for scoring; a part that measures on them must declare 'held_out'")
+        return self.tests
 
     def at(self, **changes: object) -> Context:
         """A copy with some fields changed."""

@@ -25,6 +25,7 @@ from everfed.core.schedule import Schedule
 from everfed.core.step import Step, train_step
 from everfed.core.stream import Stream
 from everfed.core.tree import Tree, clone, map_tensors
+from everfed.core.view import StreamView
 
 _CORE = "core"  # the schedule's own tables, beside those of the parts
 
@@ -72,7 +73,7 @@ class Trainer:
         precision: str = "fp32",
         forward_part: Part | None = None,
     ) -> None:
-        self.stream = stream
+        self.stream = StreamView(stream)
         self.device = torch.device(device)
         self.precision = precision
         self.forward_part = forward_part

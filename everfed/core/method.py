@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, HISTORY, TASK_ID, CompositionError, Part, overrides
+from everfed.core.part import BOUNDARIES, HELD_OUT, HISTORY, TASK_ID, CompositionError, Part, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reducer
 from everfed.core.stream import Stream
@@ -14,7 +14,7 @@ from everfed.core.stream import Stream
 PERSONAL = "extras.personal/"  # where personal extra parameters are registered on a module
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()
-_STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY})
+_STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT})
 
 
 @dataclass(frozen=True)

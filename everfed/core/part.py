@@ -39,6 +39,7 @@ Tables = dict[str, Table]
 BOUNDARIES = "boundaries"  # must know when a task begins or ends
 TASK_ID = "task_id"  # must know which task it is in
 HISTORY = "history"  # reads the data of earlier tasks (an upper bound, not a method for real clients)
+HELD_OUT = "held_out"  # measures on test sets (a look at a simulation, not a method for real clients)
 
 
 class CompositionError(ValueError):
@@ -214,4 +215,15 @@ def overrides(part: Part, hook: str) -> bool:
     return getattr(type(part), hook) is not getattr(Part, hook)
 
 
-__all__ = ["BOUNDARIES", "HISTORY", "TASK_ID", "CompositionError", "Message", "Model", "Part", "State", "Tables"]
+__all__ = [
+    "BOUNDARIES",
+    "HELD_OUT",
+    "HISTORY",
+    "TASK_ID",
+    "CompositionError",
+    "Message",
+    "Model",
+    "Part",
+    "State",
+    "Tables",
+]

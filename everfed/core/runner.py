@@ -19,12 +19,13 @@ from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.engine import ClientError, Engine
+from everfed.core.held_out import has_own_tests
 from everfed.core.intake import Intake, Spread, Trained
 from everfed.core.message import MODEL, Message, Once, Traffic, payload_bytes, versions
 from everfed.core.part import Model, Part, State
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Sum
-from everfed.core.score import Exam, has_own_tests, score_value
+from everfed.core.score import Exam, score_value
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, Place, World

@@ -3,19 +3,16 @@ the stream itself measures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from everfed.core.data import Data
 from everfed.core.fit import Trainer
+from everfed.core.held_out import HeldOut
 from everfed.core.part import Model, State
-from everfed.core.stream import Stream
 from everfed.core.tree import Tree
 from everfed.metrics.language import perplexity
 from everfed.metrics.scoring import RULES, class_mask, correct_counts
@@ -42,14 +39,9 @@ class Exam:
         return Exam(tasks, int(tree["seen"]), str(tree["split"]), int(tree["top_k"]))
 
 
-def has_own_tests(stream: Stream) -> bool:
-    """Has every client tests of its own? Such a stream tells them by `test_of(client, task, split)` and
-    `labels_of(client, task)`, and every model is scored on the clients."""
-    return bool(getattr(stream, "own_tests", False))
-
-
 def score_tasks(
     trainer: Trainer,
+    held_out: HeldOut,
     model: Model,
     exam: Exam,
     state: State | None = None,
@@ -62,19 +54,18 @@ def score_tasks(
     (tokens and negative log-likelihood, say); then it is these, the sum under every rule.
     state, message: a client's own, for a personalised forward pass. client: whose tests, where each has its own.
     """
-    stream = trainer.stream
-    labels, test = _tests(stream, client)
+    stream, device = trainer.stream, trainer.device
+    tests = (held_out.get(client, task, exam.split, device) for task in exam.tasks)
     if hasattr(stream, "measure"):
-        return torch.stack([_measured(trainer, model, test(task, exam.split), state, message) for task in exam.tasks])
-    known = sorted({label for task in range(exam.seen) for label in labels(task)})
-    seen_mask = class_mask(known, stream.classes).to(trainer.device)
+        return torch.stack([_measured(trainer, model, data, state, message) for data in tests])
+    known = sorted({label for task in range(exam.seen) for label in held_out.labels(client, task)})
+    seen_mask = class_mask(known, stream.classes).to(device)
     rows = []
-    for task in exam.tasks:
-        data = test(task, exam.split)
+    for task, data in zip(exam.tasks, tests, strict=True):
         outputs = trainer.outputs(model, data.x, state, message)
-        own = class_mask(labels(task), stream.classes).to(trainer.device)
-        counts = correct_counts(outputs, data.y.to(trainer.device), seen_mask, own, exam.top_k)
-        rows.append(torch.stack([torch.tensor(len(data), device=trainer.device), *(counts[rule] for rule in RULES)]))
+        own = class_mask(held_out.labels(client, task), stream.classes).to(device)
+        counts = correct_counts(outputs, data.y.to(device), seen_mask, own, exam.top_k)
+        rows.append(torch.stack([torch.tensor(len(data), device=device), *(counts[rule] for rule in RULES)]))
     return torch.stack(rows).cpu()
 
 
@@ -89,16 +80,9 @@ def _measured(
     trainer: Trainer, model: Model, data: Data, state: State | None, message: dict[str, Tree] | None
 ) -> Tensor:
     """A row of `score_tasks` by the stream's own measure, a piece of the test set at a time: outputs may be large."""
-    stream: Any = trainer.stream
+    stream = trainer.stream
     piece = max(1, _LOGITS_AT_ONCE // (prod(stream.input_shape) * stream.classes))
     total = torch.zeros(2, dtype=torch.float64)
     for x, y in zip(data.x.split(piece), data.y.split(piece), strict=True):
         total += stream.measure(trainer.outputs(model, x, state, message), y.to(trainer.device)).cpu()
     return torch.cat([total, total[1:].repeat(len(RULES) - 1)])
-
-
-def _tests(stream: Any, client: int | None) -> tuple[Callable[[int], tuple[int, ...]], Callable[[int, str], Data]]:
-    """(labels, test) by task: the client's own, where the stream has them."""
-    if client is None or not has_own_tests(stream):
-        return stream.labels, stream.test
-    return partial(stream.labels_of, client), partial(stream.test_of, client)

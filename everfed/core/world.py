@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from everfed.core.context import Context, Facts, TrainOptions
 from everfed.core.data import Data
 from everfed.core.fit import Trainer
+from everfed.core.held_out import HeldOut
 from everfed.core.method import Method
-from everfed.core.part import HISTORY
+from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
 from everfed.core.stream import RoundPlan, Stream
 
@@ -42,6 +43,10 @@ class World:
     facts: Facts
     options: TrainOptions
     seed: int
+    held_out: HeldOut = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "held_out", HeldOut(self.stream))
 
     @property
     def personal(self) -> bool:
@@ -77,6 +82,7 @@ class World:
             rate=self.options.optimizer.rate(moment.round % self.facts.rounds_per_task, self.facts.rounds_per_task),
             trainer=trainer,
             past=self._past(client, task),
+            tests=self.held_out if phase.name == EVALUATE or self.method.needs(HELD_OUT) else None,
             allowed_labels=self._allowed(client, task),
         )
 

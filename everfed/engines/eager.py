@@ -50,7 +50,7 @@ class Eager:
         return self.trainer
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.trainer, model, exam)
+        return score_tasks(self.trainer, self.world.held_out, model, exam)
 
     def describe(self) -> dict[str, Any]:
         facts: dict[str, Any] = {

@@ -153,7 +153,7 @@ class Graphs:
         return self.trainer
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.trainer, model, exam)
+        return score_tasks(self.trainer, self.world.held_out, model, exam)
 
     def describe(self) -> dict[str, Any]:
         return {

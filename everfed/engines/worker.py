@@ -64,7 +64,8 @@ class Worker:
         header = request["message"]
         message: Message | None = None if header is None else self.broadcast.read(header, copy=False)
         if "exam" in request:
-            counts = score_tasks(self.trainer, (message or {})[MODEL], Exam.from_tree(request["exam"]))
+            exam = Exam.from_tree(request["exam"])
+            counts = score_tasks(self.trainer, self.world.held_out, (message or {})[MODEL], exam)
             return {"counts": counts.tolist()}
         return self._client(request, message)
 

@@ -115,7 +115,7 @@ class FedSSI(PathRegulariser):
         """Does this client update its importance now?"""
         if self.psm_participation == "all":
             return True
-        return ctx.client in ctx.train.stream.round(ctx.round + 1).participants
+        return ctx.train.stream.takes_part(ctx.client, ctx.round + 1)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.fit import Fitted
 from everfed.core.message import MODEL
-from everfed.core.part import BOUNDARIES, Model, Part, State
+from everfed.core.part import BOUNDARIES, HELD_OUT, Model, Part, State
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducer, Sum
 from everfed.core.score import Exam, score_tasks
@@ -35,7 +35,7 @@ class Gap(Part):
     """All logits compete, whatever eval.logits says."""
 
     name: ClassVar[str] = "gap"
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
+    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES, HELD_OUT})
 
     def reducers(self) -> Mapping[str, Reducer]:
         return COUNTS
@@ -53,7 +53,8 @@ class Gap(Part):
     def _counts(self, model: Model, client: State, message: dict[str, Tree], ctx: Context) -> Tree:
         """Plain numbers, which cost no payload."""
         task = ctx.current_task or 0
-        samples, correct, *_ = score_tasks(ctx.train, model, Exam((task,), task + 1), client, message, ctx.client)[0]
+        exam = Exam((task,), task + 1)
+        samples, correct, *_ = score_tasks(ctx.train, ctx.held_out, model, exam, client, message, ctx.client)[0]
         return {"correct": int(correct), "samples": int(samples)}
 
     def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:

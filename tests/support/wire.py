@@ -84,7 +84,8 @@ class Wire:
         return self.bench.trainer()
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.bench.trainer(), crossed(dict(model)), Exam.from_tree(crossed(exam.to_tree())))
+        exam, held_out = Exam.from_tree(crossed(exam.to_tree())), self.bench.world().held_out
+        return score_tasks(self.bench.trainer(), held_out, crossed(dict(model)), exam)
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.name}

@@ -1,0 +1,134 @@
+"""A client has the data of its current task and no other: neither its own of earlier tasks, nor another client's, nor
+the tests. A part that asks for them is refused with an error that says what it may declare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from everfed.core.context import Context, Hidden
+from everfed.core.data import Data
+from everfed.core.engine import ClientError
+from everfed.core.held_out import HeldOut
+from everfed.core.method import compose
+from everfed.core.part import HELD_OUT, Model, Part, State
+from everfed.core.step import Step
+from everfed.core.tree import Tree
+from everfed.core.view import TOLD
+from everfed.parts.average import FedAvg
+from everfed.streams import build
+from tests.support.toy import Bench, Toy
+
+STEALS: dict[str, Callable[[Context], Any]] = {
+    "its own past": lambda ctx: ctx.train.stream.data(ctx.client, 0),
+    "another client's data": lambda ctx: ctx.train.stream.data(1, ctx.task),
+    "the tests": lambda ctx: ctx.train.stream.test(0),
+    "the plan of a round": lambda ctx: ctx.train.stream.round(0),
+    "scoring's own tests": lambda ctx: ctx.held_out.get(None, 0, "test", ctx.train.device),
+    "the past without a word": lambda ctx: ctx.history(),
+}
+
+
+@dataclass(frozen=True)
+class Thief(Part):
+    """Tries to read what it should not, in one of its hooks and in the second task."""
+
+    what: str = ""
+    where: str = "receive"
+
+    name: ClassVar[str] = "thief"
+
+    def _steal(self, where: str, ctx: Context) -> None:
+        if where == self.where and ctx.current_task == 1:
+            STEALS[self.what](ctx)
+
+    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+        self._steal("receive", ctx)
+        return {}, model
+
+    def dataset(self, client: State, data: Data, ctx: Context) -> Data:
+        self._steal("dataset", ctx)
+        return data
+
+    def loss(self, step: Step) -> torch.Tensor | None:
+        self._steal("loss", step.ctx)
+        return None
+
+
+@pytest.mark.parametrize("where", ["receive", "dataset", "loss"])
+@pytest.mark.parametrize("what", sorted(STEALS))
+def test_a_part_that_reads_what_is_not_its_own_is_refused(what: str, where: str) -> None:
+    with pytest.raises(ClientError, match=r"client 0 failed .* (declare|declares) '(history|held_out)'") as caught:
+        Bench(lambda: compose(FedAvg(), Thief(what, where))).run()
+    assert isinstance(caught.value.cause, Hidden)
+
+
+def test_hooks_that_run_while_models_are_scored_do_not_see_the_tests_either() -> None:
+    @dataclass(frozen=True)
+    class Cheat(Part):
+        name: ClassVar[str] = "cheat"
+        personal: ClassVar[bool] = True
+
+        def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
+            return {**model, "params": model["params"] * len(ctx.held_out.get(None, 0, "test", ctx.train.device))}
+
+    with pytest.raises(ClientError, match="test sets are for scoring"):
+        Bench(lambda: compose(FedAvg(), Cheat())).run()
+
+
+def test_a_part_that_declares_it_measures_on_the_tests() -> None:
+    @dataclass(frozen=True)
+    class Looks(Part):
+        name: ClassVar[str] = "looks"
+        needs: ClassVar[frozenset[str]] = frozenset({HELD_OUT})
+
+        def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+            return {"seen": len(ctx.held_out.get(ctx.client, 1, "test", ctx.train.device))}, model
+
+    run = Bench(lambda: compose(FedAvg(), Looks())).run()
+    assert run.clients[0]["looks"] == {"seen": len(Toy().test(1))}
+
+
+def test_what_training_needs_of_a_stream_is_told() -> None:
+    """On a stream with data of its own, whose rows and sources are not told."""
+    options = {"dataset": "digits", "scenario": "class-incremental", "tasks": 5, "clients": 3}
+    stream = build(options, 0, 2, None, 0.1)
+    view = Bench(stream=stream).context().train.stream  # type: ignore[arg-type]
+    assert (view.classes, view.input_shape, view.labels(1)) == (10, stream.input_shape, stream.labels(1))
+    x = stream.test(0).x
+    assert torch.equal(view.inputs(x), stream.inputs(x))
+    assert view.takes_part(0, 0) and not view.takes_part(3, 0)
+    for name in sorted(n for n in dir(stream) if not n.startswith("_") and n not in TOLD):
+        with pytest.raises(Hidden, match=name):
+            getattr(view, name)
+    with pytest.raises(AttributeError, match="no 'nonsense'"):
+        _ = view.nonsense
+    assert not hasattr(view, "measure")
+
+
+def test_a_stream_may_tell_more_of_itself() -> None:
+    class Boxes(Toy):
+        told = frozenset({"anchors"})
+        anchors = (1, 2, 3)
+
+    view = Bench(stream=Boxes()).context().train.stream
+    assert view.anchors == (1, 2, 3)
+    with pytest.raises(Hidden):
+        _ = view.data
+
+
+def test_test_sets_are_copied_to_a_device_once_and_within_a_budget() -> None:
+    """The device of tensors without storage stands for a GPU."""
+    device, stream = torch.device("meta"), Toy()
+    size = sum(t.nbytes for t in (stream.test(0).x, stream.test(0).y))
+    held_out = HeldOut(stream, budget=size)
+    first = held_out.get(None, 0, "test", device)
+    assert first.x.device == device and held_out.get(2, 0, "test", device) is first
+    assert held_out.get(None, 1, "test", device).x.device == torch.device("cpu")  # no room: as the stream has it
+    assert held_out.bytes == size
+    assert held_out.get(None, 0, "test", device) is first  # and the first stays
+    assert held_out.get(None, 0, "test", torch.device("cpu")).x.device == torch.device("cpu")
