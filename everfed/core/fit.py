@@ -250,10 +250,14 @@ def on_device(slots: Tree, device: torch.device) -> Tree:
 
 
 def private(parts: Sequence[Part], state: State) -> State:
-    """The state with copies of the slots that steps change in place."""
-    return {name: clone(slots) if name in changing(parts) else slots for name, slots in state.items()}
+    """The state with copies of the slots that steps change in place; the others, which may be large, are shared."""
+    return {**state, **{name: {**state[name], **clone(slots)} for name, slots in changing(parts, state).items()}}
 
 
-def changing(parts: Sequence[Part]) -> set[str]:
-    """The parts whose slots a training step changes."""
-    return {part.name for part in parts if overrides(part, "after")}
+def changing(parts: Sequence[Part], state: State) -> State:
+    """Of the state, the slots that a training step changes in place."""
+    found = {part.name: part.changes for part in parts if part.name in state and overrides(part, "after")}
+    return {
+        name: {key: slot for key, slot in state[name].items() if changes is None or key in changes}
+        for name, changes in found.items()
+    }

@@ -55,6 +55,7 @@ class Part:
     capturable: ClassVar[bool] = True  # may its step hooks be captured in a CUDA graph?
     aggregates: ClassVar[bool] = False  # does it own aggregation? Exactly one part of a method does
     personal: ClassVar[bool] = False  # are its models scored on the clients, personalised?
+    changes: ClassVar[frozenset[str] | None] = None  # of its slots, those that steps change in place; None: all of them
     silent: ClassVar[frozenset[str]] = frozenset()  # its phases in which nothing is sent: clients use what they hold
 
     def options(self) -> dict[str, Any]:
@@ -200,7 +201,8 @@ class Part:
         return gradient
 
     def after(self, step: Step) -> None:
-        """After the optimiser: update own slots in place (and `step.params`, for a rule on the update itself)."""
+        """After the optimiser: update own slots in place, those named in `changes` (and `step.params`, for a rule on
+        the update itself)."""
 
 
 def refuse_personal(part: Part, parts: Sequence[Part]) -> None:

@@ -185,7 +185,7 @@ class Workspace:
 
     def _changed(self) -> list[Tensor]:
         replica = self.trainer.replica
-        slots = [tensor for tree in self.state.values() for _, tensor in leaves(tree) if isinstance(tensor, Tensor)]
+        slots = [leaf for _, leaf in leaves(changing(self.job.parts, self.state)) if isinstance(leaf, Tensor)]
         return [replica.params, replica.stats, replica.counters, *slots, *self.moments.values(), self.total, self.index]
 
     def _snapshot(self) -> tuple[list[Tensor], Tensor]:
@@ -199,11 +199,8 @@ class Workspace:
 
     def read(self, job: Job) -> Fitted:
         """Copy the trained client out."""
-        touched = changing(job.parts)
-        state = {
-            name: {**map_tensors(torch.clone, self.state[name]), **_host(slots)} if name in touched else slots
-            for name, slots in job.state.items()
-        }
+        changed = map_tensors(torch.clone, changing(job.parts, self.state))
+        state = {name: {**slots, **changed.get(name, {})} for name, slots in job.state.items()}
         moments = {name: tensor.clone() for name, tensor in self.moments.items()}
         model = self.trainer.replica.model()
         return Fitted(model, state, moments, self.total.clone(), len(job.data), job.schedule.steps)
@@ -276,10 +273,6 @@ def _room(needed: int, before: int) -> int:
 
 def _device_slots(slots: Tree) -> Tree:
     return {name: value for name, value in slots.items() if name != "host"}
-
-
-def _host(slots: Tree) -> Tree:
-    return {"host": slots["host"]} if "host" in slots else {}
 
 
 def _shape(slots: Tree) -> Hashable:

@@ -139,6 +139,7 @@ class Mixing(Part):
     end: int = 0
 
     name: ClassVar[str] = "ala-weights"
+    changes: ClassVar[frozenset[str]] = frozenset({"weights"})
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         own = step.state[self.name]

@@ -49,6 +49,7 @@ class OGD(Part):
     project: str = "auto"
 
     name: ClassVar[str] = "ogd"
+    changes: ClassVar[frozenset[str]] = frozenset({"before"})  # the basis is large and stays as it is
 
     def __post_init__(self) -> None:
         if self.vectors < 1:

@@ -27,6 +27,8 @@ from everfed.core.phase import END, FIRST, Cohort, Phase, Position
 from everfed.core.step import Step
 from everfed.core.tree import Tree
 
+SCRATCH = ("before", "gradient")
+
 
 def importance(omega: Tensor, contribution: Tensor, squared_distance: Tensor, eps: float, cap: float = 0.0) -> Tensor:
     """Omega after a task. cap: upper limit, 0 for none. A parameter without contribution keeps its importance."""
@@ -48,7 +50,7 @@ def end_step(own: Tree, params: Tensor) -> None:
 
 def scratch(params: Tensor) -> Tree:
     """Room for `begin_step`."""
-    return {"before": torch.zeros_like(params), "gradient": torch.zeros_like(params)}
+    return {name: torch.zeros_like(params) for name in SCRATCH}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from everfed.core.part import Model, State, Tables
 from everfed.core.schedule import Schedule
 from everfed.core.step import Step
 from everfed.core.tree import Tree
-from everfed.parts.path import PathRegulariser, begin_step, end_step, scratch
+from everfed.parts.path import SCRATCH, PathRegulariser, begin_step, end_step, scratch
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class SynapticIntelligence(PathRegulariser):
     the gradient of the data loss."""
 
     name: ClassVar[str] = "si"
+    changes: ClassVar[frozenset[str]] = frozenset({"contribution", *SCRATCH})
 
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         own = client[self.name]
@@ -43,7 +44,7 @@ class SynapticIntelligence(PathRegulariser):
         end_step(step.state[self.name], step.params)
 
     def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        return {k: v for k, v in client[self.name].items() if k not in ("before", "gradient")}, {}
+        return {k: v for k, v in client[self.name].items() if k not in SCRATCH}, {}
 
     def path(self, own: Tree, model: Model, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
         moved = model["params"] - own["anchor"]

@@ -45,6 +45,30 @@ def test_the_same_call_twice_gives_the_same_bits_and_changes_nothing(name: str) 
     assert torch.equal(results[0][1].loss, results[1][1].loss)
 
 
+@pytest.mark.parametrize("optimizer", [STEP, Optimizer("adam", lr=0.01)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("name", ["ogd", "si", "fedala", "fedssi", "ewc", "lwf", "er"])
+def test_a_call_in_a_later_task_changes_nothing_that_it_was_given(name: str, optimizer: Optimizer) -> None:
+    """When every slot is in use."""
+    bench = Bench(name, train=TrainOptions(1, 5, optimizer))
+    state = bench.run(rounds=3).clients[0]
+    before = tree.clone(state)
+    after, _ = called(bench, state, round_index=3)
+    assert tree.equal(before, state)
+    assert tree.equal(after, called(bench, state, round_index=3)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "shared"),
+    [("ogd", STEP, {"basis"}), ("ogd", Optimizer("adam", lr=0.01), {"basis"}), ("si", STEP, {"omega", "anchor"})],
+)
+def test_slots_that_steps_do_not_change_are_not_copied(name: str, optimizer: Optimizer, shared: set[str]) -> None:
+    bench = Bench(name, train=TrainOptions(1, 5, optimizer))
+    state = bench.run(rounds=3).clients[0]
+    after, _ = called(bench, state, round_index=3)
+    places = {key: value.data_ptr() for key, value in state[name].items() if key != "lengths"}
+    assert {key for key, place in places.items() if after[name][key].data_ptr() == place} == shared
+
+
 def test_what_a_reply_says() -> None:
     _, reply = called(Bench())
     assert (reply.samples, reply.steps) == (12, 2 * 3)  # 12 samples by 5 are 5, 5 and 2; two epochs
