@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from everfed.scores import score_of
+
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
 Write = Callable[[str], None]
@@ -84,7 +86,8 @@ class Standing:
         return ", ".join(fact for fact in known if fact)
 
     def _scored(self, value: float) -> str:
-        return f"acc {100 * value:.1f} %" if self.score == "accuracy" else f"{self.score} {value:.1f}"
+        score = score_of(self.score)
+        return f"{score.word} {score.text(value, digits=1)}"
 
     def place(self) -> str:
         return f"task {self.task + 1}/{self.tasks}, round {self.done}/{self.rounds}"

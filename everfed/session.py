@@ -33,7 +33,7 @@ from everfed.core.world import Place, World
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.errors import RecipeError, UserError
-from everfed.metrics import language
+from everfed.metrics import convergence, language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scoring import RULES
 from everfed.recipe import Recipe
@@ -277,7 +277,11 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
     """result.json: a stable interface; accuracies are fractions."""
     recipe, stream = assembly.recipe, assembly.stream
     n_test = [int(row[0]) for row in _last_full_row(state) if row is not None]
-    by_logits = {rule: _scores(stream.score, state, column, n_test) for column, rule in enumerate(RULES, start=1)}
+    curves = _curves(state, stream)
+    by_logits = {
+        rule: _scores(stream.score, state, column, n_test, curves if rule == recipe.eval.logits else None)
+        for column, rule in enumerate(RULES, start=1)
+    }
     chosen = by_logits[recipe.eval.logits]
     return {
         "everfed": everfed.__version__,
@@ -317,18 +321,29 @@ def _last_full_row(state: RunState) -> list[list[float] | None]:
     return state.rows[max(state.rows)] if state.rows else []
 
 
-def _scores(score: str, state: RunState, column: int, n_test: list[int]) -> dict[str, Any]:
+def _curves(state: RunState, stream: Stream) -> convergence.Curves | None:
+    """The scores after every round, for metrics that count rounds; None when not every round was scored."""
+    if [entry["round"] for entry in state.curves] != list(range(stream.rounds)):
+        return None
+    return convergence.by_task(state.curves, stream.tasks)
+
+
+def _scores(
+    score: str, state: RunState, column: int, n_test: list[int], curves: convergence.Curves | None
+) -> dict[str, Any]:
     rows = [
         [score_value(score, row[column], row[0]) if row else None for row in state.rows[task]]
         for task in sorted(state.rows)
     ]
-    return {"accuracy_matrix": rows, "metrics": _summary(score, rows, n_test)}
+    return {"accuracy_matrix": rows, "metrics": _summary(score, rows, n_test, curves)}
 
 
-def _summary(score: str, rows: list[list[float | None]], n_test: list[int]) -> dict[str, float | None]:
+def _summary(
+    score: str, rows: list[list[float | None]], n_test: list[int], curves: convergence.Curves | None
+) -> dict[str, float | None]:
     """Metrics by name. Perplexities are summed up over all periods, from the models that were scored on all of them."""
     if score != "perplexity":
-        return accuracy_matrix.summary(rows, n_test=n_test)
+        return accuracy_matrix.summary(rows, n_test=n_test, curves=curves)
     return language.summary([[v for v in row if v is not None] for row in rows if None not in row], n_test)
 
 

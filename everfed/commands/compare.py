@@ -34,8 +34,8 @@ def compare(
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
-    """Run several methods over several seeds and print one table, sorted by
-    accuracy.
+    """Run several methods over several seeds and print one table, the
+    best first.
 
     Every cell is an ordinary run folder DIR/METHOD-SEED. Asked again, finished
     cells are kept and interrupted ones resumed. The table is also written as

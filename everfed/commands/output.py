@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from everfed.scores import METRICS, score_of
+
 INTERRUPTED = 130  # what shells give a command that ctrl-C ended
 
 
@@ -25,8 +27,9 @@ def tell_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "result", "folder": str(folder), "metrics": metrics}))
         return
-    shown = {"Acc": metrics.get("acc"), "forgetting": metrics.get("forgetting")}
-    numbers = "  ".join(f"{name} {100 * value:.2f} %" for name, value in shown.items() if value is not None)
+    score = score_of(result["score"])
+    shown = {METRICS[key].named(score): metrics.get(key) for key in (score.main, score.lost)}
+    numbers = "  ".join(f"{name} {score.text(value)}" for name, value in shown.items() if value is not None)
     typer.echo(f"{result['method']} seed {result['seed']}: {numbers}")
     typer.echo(f"run folder: {folder}")
 

@@ -12,16 +12,9 @@ from typing import Any
 
 from everfed.commands.cells import Outcome
 from everfed.commands.output import markdown_table
+from everfed.scores import METRICS, PERCENT, Score, score_of
 from everfed.store.files import write_atomic
 
-# What tables show, as (heading, metric); JSON and CSV hold every metric.
-SHOWN = (
-    ("Acc", "acc"),
-    ("Acc task-IL", "acc_task"),
-    ("Forgetting", "forgetting"),
-    ("Learning acc", "learning_accuracy"),
-    ("Avg incr acc", "acc_avg_incremental"),
-)
 COSTS = (("Bytes up", "bytes_up"), ("Time", "seconds"))
 
 
@@ -34,17 +27,27 @@ class Row:
     spreads: dict[str, dict[str, float]]
 
     def mean(self, metric: str) -> float:
-        spread = self.spreads.get(metric)
-        return spread["mean"] if spread else -float("inf")
+        return self.spreads[metric]["mean"]
+
+    @property
+    def score(self) -> Score:
+        """What its runs are scored by."""
+        return score_of(next((outcome.result["score"] for outcome in self.outcomes if outcome.result), "accuracy"))
+
+    @property
+    def rank(self) -> float:
+        """The better, the higher; lowest where nothing was scored."""
+        score = self.score
+        return score.better * self.mean(score.main) if score.main in self.spreads else -float("inf")
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Outcomes by row, best accuracy first; rows without a finished run come last."""
+    """Outcomes by row, the best first; rows without a finished run come last."""
     grouped: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         grouped.setdefault(outcome.cell.row, []).append(outcome)
     found = [Row(name, tuple(group), _spreads(group)) for name, group in grouped.items()]
-    return sorted(found, key=lambda row: row.mean("acc"), reverse=True)
+    return sorted(found, key=lambda row: row.rank, reverse=True)
 
 
 def _spreads(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
@@ -70,21 +73,25 @@ def _numbers(result: dict[str, Any]) -> dict[str, float]:
 
 
 def table(found: Sequence[Row], heading: str) -> tuple[list[str], list[list[str]]]:
-    """(columns, lines), accuracies in per cent; a column that nobody has a value for is left out."""
+    """(columns, lines), fractions in per cent; a column that nobody has a value for is left out."""
     from everfed.progress import duration, size
 
-    metrics = [(head, key) for head, key in SHOWN if any(key in row.spreads for row in found)]
+    score = next((row.score for row in found if row.spreads), score_of("accuracy"))
+    metrics = [key for key in METRICS if any(key in row.spreads for row in found)]
     lines = []
     for row in found:
-        scores = [_percent(row.spreads.get(key)) for _, key in metrics]
+        scores = [_text(row.spreads.get(key), METRICS[key].kind) for key in metrics]
         costs = [size(round(row.mean("bytes_up"))), duration(row.mean("seconds"))] if row.spreads else ["-", "-"]
         finished = sum(outcome.result is not None for outcome in row.outcomes)
         lines.append([row.name, f"{finished}/{len(row.outcomes)}", *scores, *costs])
-    return [heading, "Runs", *(head for head, _ in metrics), *(head for head, _ in COSTS)], lines
+    return [heading, "Runs", *(METRICS[key].named(score) for key in metrics), *(head for head, _ in COSTS)], lines
 
 
-def _percent(spread: dict[str, float] | None) -> str:
-    return f"{100 * spread['mean']:.2f} ± {100 * spread['deviation']:.2f}" if spread else "-"
+def _text(spread: dict[str, float] | None, kind: str) -> str:
+    if spread is None:
+        return "-"
+    scale = 100 if kind == PERCENT else 1
+    return f"{scale * spread['mean']:.2f} ± {scale * spread['deviation']:.2f}"
 
 
 def as_dict(found: Sequence[Row]) -> list[dict[str, Any]]:
@@ -111,7 +118,7 @@ def write(folder: Path, stem: str, found: Sequence[Row], heading: str, facts: di
     """stem.json, stem.md and stem.csv in `folder`."""
     content = {**facts, "deviation": "population", "rows": as_dict(found)}
     _write(folder / f"{stem}.json", json.dumps(content, indent=2) + "\n")
-    note = "Mean ± population deviation over seeds; accuracies in per cent; bytes and seconds per run."
+    note = "Mean ± population deviation over seeds; accuracies and forgetting in per cent; bytes and seconds per run."
     _write(folder / f"{stem}.md", f"{markdown_table(*table(found, heading))}\n\n{note}\n")
     _write(folder / f"{stem}.csv", _csv(found))
 

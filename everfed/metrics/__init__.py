@@ -18,6 +18,7 @@ From the accuracy matrix (`matrix`)
     summary                        all of them, for result.json
 
 From the accuracies after every round (`convergence`)
+    by_task                        the curves, from the evaluations of a result
     task_curve                     accuracy over the tasks learned, round by round
     rounds_to_best                 CoR; also rounds_to_best_per_task and rounds_to_best_sum
     delta                          relative gain in accuracy less relative growth in rounds, %
@@ -53,6 +54,7 @@ from everfed.metrics.acceptance import (
 from everfed.metrics.alignment import local_global_gap, mean_pairwise_cosine
 from everfed.metrics.convergence import (
     acc_last_rounds,
+    by_task,
     delta,
     learning_accuracy_best,
     rounds_to_best,
@@ -109,6 +111,7 @@ __all__ = [
     "amortised_bytes",
     "average_incremental_accuracy",
     "bwt",
+    "by_task",
     "cell_reproduced",
     "cell_tolerance",
     "class_mask",

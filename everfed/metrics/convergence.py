@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from everfed.metrics.numbers import Entry, Matrix, Row, accuracies, mean
 
 Curves = Sequence[Matrix]
+
+
+def by_task(evaluations: Sequence[Mapping[str, Any]], tasks: int) -> list[list[list[Entry]]]:
+    """curves[t][r][i] from a result's `curves`: evaluations {round, task, accuracy} in the order of their rounds."""
+    found: list[list[list[Entry]]] = [[] for _ in range(tasks)]
+    for entry in evaluations:
+        found[entry["task"]].append(entry["accuracy"])
+    return found
 
 
 def task_curve(curves: Curves, t: int) -> list[Entry]:

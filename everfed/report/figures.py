@@ -10,8 +10,7 @@ from everfed.report.charts import Axis, Bar, Marks
 from everfed.report.groups import Group
 from everfed.report.markup import Html, join
 from everfed.report.read import Run
-
-SCORES = {"accuracy": ("Accuracy", "%"), "map": ("mAP", "%"), "perplexity": ("Perplexity", "")}
+from everfed.scores import Score, score_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def curve(
 ) -> Html:
     """One of CURVES; by: "method" draws means over seeds with bands, "run" every run; window: first and last x."""
     spec = CURVES[kind]
-    title = spec.title.format(score=score(groups)[0])
+    title = spec.title.format(score=score(groups).title)
     draw = series.mean_lines if by == "method" else series.run_lines
     found = draw(groups, lambda run: series.within(spec.points(run), *window), limit)
     if not found:
@@ -93,16 +92,15 @@ def curve(
 
 def axis(spec: Curve, groups: Sequence[Group]) -> Axis:
     """The y axis of a curve. Scores that are no fractions have neither per cent nor bounds."""
-    name, unit = score(groups)
-    if not spec.score or unit == "%":
-        return Axis(spec.y.name.format(score=name), spec.y.unit, spec.y.floor, spec.y.ceiling)
-    return Axis(name, unit)
+    measured = score(groups)
+    if not spec.score or measured.unit:
+        return Axis(spec.y.name.format(score=measured.title), spec.y.unit, spec.y.floor, spec.y.ceiling)
+    return Axis(measured.title)
 
 
-def score(groups: Sequence[Group]) -> tuple[str, str]:
-    """(name, unit) of what the runs measure."""
-    kind = next((run.score for group in groups for run in group.runs if run.result is not None), "accuracy")
-    return SCORES.get(kind, (kind, ""))
+def score(groups: Sequence[Group]) -> Score:
+    """What the runs measure, as the first of them that told says."""
+    return score_of(next((run.score for group in groups for run in group.runs if run.scored), "accuracy"))
 
 
 def _tasks(groups: Sequence[Group]) -> Marks:
@@ -126,13 +124,14 @@ def _curve_notes(found: Sequence[series.Line]) -> list[str]:
 def accuracy_matrix(group: Group) -> Html:
     """The heat map of a method, mean over its seeds."""
     entries = series.mean_matrix(group.finished or group.runs)
-    name, unit = score([group])
-    title = f"{name} by task: {group.label}"
+    measured = score([group])
+    title = f"{measured.title} by task: {group.label}"
     if not entries:
         return charts.missing(title, "No task has ended yet.")
     seeds = len(group.finished or group.runs)
     about = f"Row: after which task; column: on which task{'' if seeds == 1 else f'; mean of {seeds} seeds'}."
-    return charts.figure(title, charts.matrix(entries, unit), f"{about} {'In per cent.' if unit else ''}".strip())
+    in_per_cent = " In per cent." if measured.unit else ""
+    return charts.figure(title, charts.matrix(entries, measured.unit), about + in_per_cent)
 
 
 def traffic(groups: Sequence[Group]) -> Html:

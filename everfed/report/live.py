@@ -18,6 +18,7 @@ from everfed.errors import UserError
 from everfed.report import series
 from everfed.report.log import Tail
 from everfed.report.read import DEPTH, Result, Run, read_recipe, read_result, read_settings
+from everfed.scores import PERCENT, score_of
 from everfed.store.run import EVENTS, RECIPE, RESULT, RunError
 
 SLICE = 4 << 20  # bytes of one run's events that are read before the next run has its turn
@@ -137,6 +138,8 @@ def summary(watched: Watched, now: float) -> dict[str, Any]:
         "problem": watched.problem,
         "rounds": run.rounds,
         "done": run.rounds_done,
+        "score": run.score if run.scored else "",
+        **_how_scored(run),
         "acc": _last_score(run),
         "forgetting": _last_forgetting(run),
         "loss": log.loss,
@@ -149,16 +152,22 @@ def summary(watched: Watched, now: float) -> dict[str, Any]:
     }
 
 
+def _how_scored(run: Run) -> dict[str, Any]:
+    """How the table prints the scores: a heading, and whether they are fractions."""
+    score = score_of(run.score)
+    return {"heading": score.short, "percent": score.kind == PERCENT}
+
+
 def _last_score(run: Run) -> float | None:
     if run.result is not None:
-        return run.result.metrics.get("acc")
+        return run.result.metrics.get(score_of(run.score).main)
     latest = max(run.log.evaluations, default=None)
     return None if latest is None else run.log.evaluations[latest].score
 
 
 def _last_forgetting(run: Run) -> float | None:
     if run.result is not None:
-        return run.result.metrics.get("forgetting")
+        return run.result.metrics.get(score_of(run.score).lost)
     found = series.forgetting_by_task(run)
     return found[max(found)] if found else None
 

@@ -104,6 +104,7 @@ class Log:
     bytes_up: int = 0
     bytes_down: int = 0
     loss: float | None = None
+    score: str = ""  # what evaluations measure; empty before the first
     slowest: float = 0.0  # seconds of the longest phase
     _half: bytes = b""
     _resumed: bool = False
@@ -202,6 +203,7 @@ class Log:
     def _take_evaluation(self, event: dict[str, Any]) -> None:
         accuracy = tuple(_number(value) for value in event["accuracy"])
         index = int(event["round"])
+        self.score = str(event.get("score", "accuracy"))
         self.evaluations[index] = Evaluation(
             index, int(event["task"]), bool(event.get("task_end")), accuracy, _number(event.get("acc"))
         )

@@ -122,7 +122,8 @@ def _matrix(group: Group) -> Any | None:
     entries = series.mean_matrix(group.finished or group.runs)
     if not entries:
         return None
-    name, unit = figures.score([group])
+    score = figures.score([group])
+    name, unit = score.title, score.unit
     scale = 100 if unit == "%" else 1
     values = [[float("nan") if entry is None else scale * entry[0] for entry in row] for row in entries]
     figure, axes = _axes((4.0, 3.4))

@@ -88,8 +88,13 @@ class Run:
 
     @property
     def score(self) -> str:
-        """What is measured: "accuracy", "perplexity" or "map"."""
-        return self.result.score if self.result else "accuracy"
+        """What is measured: "accuracy", "perplexity", "map"; an unfinished run tells with its first evaluation."""
+        return self.result.score if self.result else self.log.score or "accuracy"
+
+    @property
+    def scored(self) -> bool:
+        """Has it told what it measures?"""
+        return self.result is not None or bool(self.log.score)
 
     @property
     def rounds(self) -> int:

@@ -15,6 +15,7 @@ from everfed.metrics.statistics import mean_and_deviation
 from everfed.report.groups import Group
 from everfed.report.log import TRAIN, PhaseLine
 from everfed.report.read import Matrix, Run
+from everfed.scores import score_of
 
 POINTS = 600  # that a thinned curve has at most, about
 BINS = 240  # columns of the participation grid at most
@@ -90,9 +91,9 @@ def acc_by_task(run: Run) -> Points:
 
 
 def forgetting_by_task(run: Run) -> Points:
-    """Fgt_t as FedGP defines it, from the second task on, as fractions; perplexities have none."""
+    """Fgt_t as FedGP defines it, from the second task on, as fractions; there is none where less is better."""
     matrix = _whole_matrix(run)
-    return _numbered(over_time(forgetting, matrix)) if matrix and run.score != "perplexity" else {}
+    return _numbered(over_time(forgetting, matrix)) if matrix and score_of(run.score).better > 0 else {}
 
 
 def _whole_matrix(run: Run) -> Matrix:

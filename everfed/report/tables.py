@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from everfed.metrics.statistics import Spread, mean_and_deviation
-from everfed.report import numbers
+from everfed.report import figures, numbers
 from everfed.report.groups import Group
 from everfed.report.markup import Html, tag
 from everfed.report.read import Result, Run
 from everfed.report.series import mean_matrix
+from everfed.scores import METRICS, Metric, Score, score_of
 
 NONE = "–"
 
@@ -188,32 +189,29 @@ def _heading(column: Column) -> str:
 
 
 # the tables --------------------------------------------------------------------------------------------------------
-# Metrics in the order in which tables show them; the rest of a result's metrics is in result.json.
-_METRICS = {
-    "acc": Column("Acc", "percent", 1),
-    "acc_task": Column("Acc task-IL", "percent", 1),
-    "forgetting": Column("Forgetting", "percent", -1),
-    "bwt": Column("BWT", "percent", 1),
-    "learning_accuracy": Column("Learning acc", "percent", 1),
-    "acc_avg_incremental": Column("Avg incr acc", "percent", 1),
-}
 _SEEDS = "Mean ± population deviation over seeds; a single seed has no deviation. Finished runs only."
 
 
 def comparison(groups: Sequence[Group]) -> Table:
-    """Methods side by side, best first where they were measured by accuracy."""
+    """Methods side by side, the best first; those without a finished run come last."""
     values = [_metrics(group) for group in groups]
-    keys = [key for key in _METRICS if any(key in found for found in values)]
-    others = sorted({key for found in values for key in found} - set(_METRICS)) if not keys else []
-    columns = [
-        Column("Method"),
-        Column("Seeds"),
-        *(_METRICS[key] for key in keys),
-        *(Column(k, "plain") for k in others),
-    ]
+    keys = [key for key in METRICS if any(key in found for found in values)]
+    others = sorted({key for found in values for key in found} - set(METRICS)) if not keys else []
+    measured = [_column(METRICS[key], figures.score(groups)) for key in keys]
+    columns = (Column("Method"), Column("Seeds"), *measured, *(Column(key, "plain") for key in others))
     rows = [_comparison_row(group, found, [*keys, *others]) for group, found in zip(groups, values, strict=True)]
-    rows.sort(key=lambda row: -(mean(row[2]) or 0.0) if len(row) > 2 and mean(row[2]) is not None else 1.0)
-    return Table("comparison", "Comparison of methods", tuple(columns), tuple(rows), _SEEDS)
+    order = sorted(range(len(rows)), key=lambda i: _rank(groups[i], values[i]), reverse=True)
+    return Table("comparison", "Comparison of methods", columns, tuple(rows[i] for i in order), _SEEDS)
+
+
+def _column(metric: Metric, score: Score) -> Column:
+    return Column(metric.named(score), metric.kind, metric.better)
+
+
+def _rank(group: Group, found: dict[str, Spread]) -> float:
+    """The better, the higher."""
+    score = figures.score([group])
+    return score.better * found[score.main].mean if score.main in found else -float("inf")
 
 
 def _comparison_row(group: Group, found: dict[str, Spread], keys: Sequence[str]) -> tuple[Cell, ...]:
@@ -281,7 +279,7 @@ def accuracy_matrices(groups: Sequence[Group]) -> Table:
     """Every entry of every accuracy matrix, a row per method and task learned."""
     found = [(group, mean_matrix(group.finished or group.runs)) for group in groups]
     width = max((len(row) for _, rows in found for row in rows), default=0)
-    kind = "plain" if any(run.score == "perplexity" for group in groups for run in group.runs) else "percent"
+    kind = figures.score(groups).kind
     lines: list[tuple[Cell, ...]] = []
     for group, rows in found:
         count = len(group.finished or group.runs)
@@ -294,23 +292,23 @@ def accuracy_matrices(groups: Sequence[Group]) -> Table:
 
 def runs(found: Sequence[Run]) -> Table:
     """Every run with its state, its faults and the clients that did not train."""
+    scores = [score_of(name) for name in sorted({run.score for run in found})]
     columns = (
-        Column("Run"),
-        Column("Method"),
-        Column("Seed"),
-        Column("State"),
-        Column("Acc", "percent"),
+        *map(Column, ("Run", "Method", "Seed", "State")),
+        *(Column(score.short, score.kind) for score in scores),
         Column("Faults", "count"),
         Column("Skipped clients", "count"),
     )
-    return Table("runs", "Runs", columns, tuple(_run_row(run) for run in found))
+    return Table("runs", "Runs", columns, tuple(_run_row(run, scores) for run in found))
 
 
-def _run_row(run: Run) -> tuple[Cell, ...]:
-    acc = run.result.metrics.get("acc") if run.result else None
+def _run_row(run: Run, scores: Sequence[Score]) -> tuple[Cell, ...]:
+    own = score_of(run.score)
+    value = run.result.metrics.get(own.main) if run.result else None
     known = bool(run.log.lines)
     happened = [float(len(run.log.faults)), float(run.log.skipped)] if known else [None, None]
-    return (run.name, run.method, str(run.seed), state(run), acc, *happened)
+    scored = (value if score == own else None for score in scores)
+    return (run.name, run.method, str(run.seed), state(run), *scored, *happened)
 
 
 def state(run: Run) -> str:

@@ -183,7 +183,9 @@ def scalars(event: Event) -> Values:
         return numbers({f"{phase}/{name}": value for name, value in named.items()})
     if event["event"] == "evaluation":
         tasks = {f"evaluation/task_{i}": value for i, value in enumerate(event["accuracy"], start=1)}
-        return numbers({"evaluation/acc": event["acc"], **tasks})
+        score = event.get("score", "accuracy")
+        mean = "acc" if score == "accuracy" else score
+        return numbers({f"evaluation/{mean}": event["acc"], **tasks})
     return {}
 
 

@@ -81,10 +81,7 @@ def _points(value: float | None) -> float | None:
 
 def curves(result: Result) -> list[list[list[float | None]]]:
     """curves[t][r][i] of `everfed.metrics`, from a result's evaluations."""
-    found: list[list[list[float | None]]] = [[] for _ in result["accuracy_matrix"]]
-    for entry in result["curves"]:
-        found[entry["task"]].append(entry["accuracy"])
-    return found
+    return metrics.by_task(result["curves"], len(result["accuracy_matrix"]))
 
 
 def _acc_last_rounds(sample: Sample) -> float | None:

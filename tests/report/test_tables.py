@@ -88,12 +88,12 @@ def test_task_il_accuracy_is_shown_where_it_is_another_one(tmp_path: Path) -> No
     assert table.rows[0][i] == Spread(0.9, 0.0, 1)
 
 
-def test_other_metrics_are_shown_where_there_is_no_accuracy(tmp_path: Path) -> None:
+def test_other_metrics_are_shown_where_there_is_no_known_one(tmp_path: Path) -> None:
     folder = create(tmp_path / "a")
-    metrics = {"perplexity": 31.5, "rcp": None}
-    folder.write_result(result(score="perplexity", accuracy_matrix=[[31.5]], metrics=metrics, by_logits={}))
+    metrics = {"recall": 31.5, "rcp": None}
+    folder.write_result(result(score="recall", accuracy_matrix=[[31.5]], metrics=metrics, by_logits={}))
     table = tables.comparison(grouped(read_runs([tmp_path])).groups)
-    assert [column.heading for column in table.columns] == ["Method", "Seeds", "perplexity"]
+    assert [column.heading for column in table.columns] == ["Method", "Seeds", "recall"]
     assert cell_text(table.rows[0][2], "plain") == "31.5"
 
 

@@ -10,8 +10,8 @@
 
   // text ---------------------------------------------------------------------------------------------------------
   const dash = "–";
-  const percent = (value) => value == null ? dash : (100 * value).toFixed(2);
   const plain = (value) => value == null ? dash : Number(value.toPrecision(4)).toString();
+  const scored = (run, value) => value == null ? dash : run.percent ? `${(100 * value).toFixed(2)} %` : plain(value);
   const size = (value) => {
     const units = ["B", "kB", "MB", "GB", "TB"];
     let i = 0;
@@ -27,8 +27,8 @@
     { key: "seed", name: "Seed", text: (run) => String(run.seed), number: true },
     { key: "status", name: "Status", text: (run) => run.status, style: (run) => `status-${run.status}` },
     { key: "done", name: "Progress" },
-    { key: "acc", name: "Acc, %", text: (run) => percent(run.acc), number: true },
-    { key: "forgetting", name: "Forgetting, %", text: (run) => percent(run.forgetting), number: true },
+    { key: "acc", name: "Score", text: (run) => scored(run, run.acc), title: (run) => run.heading, number: true },
+    { key: "forgetting", name: "Forgetting", text: (run) => scored(run, run.forgetting), number: true },
     { key: "loss", name: "Loss", text: (run) => plain(run.loss), number: true },
     { key: "faults", name: "Faults", text: (run) => String(run.faults), style: (run) => run.faults ? "bad" : "", number: true },
     { key: "skipped", name: "Skipped", text: (run) => run.skipped.toLocaleString("en"), style: (run) => run.skipped ? "bad" : "", number: true },
