@@ -7,6 +7,7 @@ A mailbox is an anonymous shared mapping, so it vanishes with its processes, how
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -72,3 +73,11 @@ class Mailbox:
         if count == 0:  # a buffer may not be empty
             return torch.empty(shape, dtype=kind)
         return torch.frombuffer(self._map, dtype=kind, count=count, offset=offset).view(shape)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The mailboxes of one call: a client's state on its way in, state and reply on their way out."""
+
+    inbox: Mailbox
+    outbox: Mailbox

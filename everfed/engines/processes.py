@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections import deque
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -25,23 +26,29 @@ from everfed.core.phase import Phase
 from everfed.core.score import Exam
 from everfed.core.world import Moment, World
 from everfed.engines.base import BuildModule, ClientStore, new_trainer
-from everfed.engines.mailbox import Mailbox
+from everfed.engines.mailbox import Lane, Mailbox
 from everfed.engines.slots import deal
 from everfed.engines.worker import serve
 
+LANES = 2  # clients at a worker at a time: one runs, one waits
 REPLY_BYTES = 1 << 30  # replies that may wait for their turn; beyond, clients start in order
 
 
 class Crew:
-    """One worker: its process, its pipe and its mailboxes."""
+    """One worker: its process, its pipe and its lanes of mailboxes.
+
+    While the worker runs a client in one lane, the next may wait in the other, so that it never waits for us.
+    """
 
     def __init__(self, world: World, build_module: BuildModule, broadcast: Mailbox, earlier: list[Crew]) -> None:
-        self.inbox, self.outbox = Mailbox(), Mailbox()
+        self.lanes = [Lane(Mailbox(), Mailbox()) for _ in range(LANES)]
+        self.free = list(range(LANES))
+        self.given: deque[tuple[int, int]] = deque()  # (client, lane), in the order in which they will be answered
         self.pipe, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
         # a fork inherits our ends of all pipes so far; while it held them, no worker would see us go
         ours = [self.pipe, *(crew.pipe for crew in earlier)]
-        arguments = (theirs, ours, world, build_module, broadcast, self.inbox, self.outbox)
+        arguments = (theirs, ours, world, build_module, broadcast, self.lanes)
         self.process = context.Process(target=serve, args=arguments, daemon=True, name="everfed-worker")
         self.process.start()
         theirs.close()
@@ -96,7 +103,7 @@ class Processes:
 
     def _run(self, hands: list[list[int]], common: dict[str, Any]) -> Iterator[tuple[int, Reply]]:
         """Keep every worker busy; yields as they finish."""
-        running: dict[Connection, tuple[Crew, int]] = {}
+        crews = {crew.pipe: crew for crew in self.crews}
 
         def start(crew: Crew, own: list[int]) -> None:
             hand = own or max(hands, key=len)
@@ -104,36 +111,49 @@ class Processes:
                 # a thief takes the last, so that clients tend to stay with the worker that has their data at hand
                 client = hand.pop(0 if hand is own else -1)
                 self._send(crew, client, common)
-                running[crew.pipe] = (crew, client)
 
-        for crew, hand in zip(self.crews, hands, strict=True):
-            start(crew, hand)
-        while running:
-            for pipe in wait(list(running)):
-                crew, client = running.pop(pipe)  # type: ignore[call-overload]
-                reply = self._receive(crew, client, common)
-                start(crew, hands[self.crews.index(crew)])
+        def ahead(crew: Crew, own: list[int]) -> None:
+            """A second client waits at the worker, but not one of the last: they go to whoever is free first."""
+            if own and crew.free and sum(map(len, hands)) > len(crews):
+                start(crew, own)
+
+        for give in (start, ahead):
+            for crew, hand in zip(self.crews, hands, strict=True):
+                give(crew, hand)
+        while running := [crew.pipe for crew in self.crews if crew.given]:
+            for pipe in wait(running):
+                crew = crews[pipe]  # type: ignore[index]
+                client, reply = self._receive(crew, common)
+                hand = hands[self.crews.index(crew)]
+                if not crew.given:
+                    start(crew, hand)
+                ahead(crew, hand)
                 yield client, reply
 
     def _send(self, crew: Crew, client: int, common: dict[str, Any]) -> None:
         state = self.store.get(client)
+        lane = crew.free.pop()
+        header = None if state is None else crew.lanes[lane].inbox.write(state)
         try:
-            crew.send({**common, "client": client, "state": None if state is None else crew.inbox.write(state)})
+            crew.send({**common, "client": client, "lane": lane, "state": header})
         except OSError as error:
             raise ClientError(client, common["phase"], common["round"], crew.cause_of_death()) from error
+        crew.given.append((client, lane))
 
-    def _receive(self, crew: Crew, client: int, common: dict[str, Any]) -> Reply:
+    def _receive(self, crew: Crew, common: dict[str, Any]) -> tuple[int, Reply]:
+        client, lane = crew.given.popleft()
         try:
             answer = crew.receive()
         except (EOFError, OSError) as error:
             raise ClientError(client, common["phase"], common["round"], crew.cause_of_death()) from error
         if "error" in answer:
             raise ClientError(client, common["phase"], common["round"], answer["error"])
-        tree = crew.outbox.read(answer["header"], copy=True)
+        tree = crew.lanes[lane].outbox.read(answer["header"], copy=True)
+        crew.free.append(lane)
         self.store.put(client, tree["state"])
         if answer["samples"]:
             self._sizes[client] = answer["samples"]
-        return Reply(tree["values"], answer["samples"], answer["steps"], answer["loss"])
+        return client, Reply(tree["values"], answer["samples"], answer["steps"], answer["loss"])
 
     # the rest ----------------------------------------------------------------------------------------------------
     def workbench(self) -> Trainer:

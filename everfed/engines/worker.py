@@ -17,7 +17,7 @@ from everfed.core.score import Exam, score_tasks
 from everfed.core.stream import RoundPlan
 from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
-from everfed.engines.mailbox import Mailbox
+from everfed.engines.mailbox import Lane, Mailbox
 
 
 def serve(
@@ -26,15 +26,14 @@ def serve(
     world: World,
     build_module: BuildModule,
     broadcast: Mailbox,
-    inbox: Mailbox,
-    outbox: Mailbox,
+    lanes: list[Lane],
 ) -> None:
     """Answer calls until the other end of the pipe is gone. inherited: the parent's own ends, which are not ours."""
     for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's to handle
     torch.set_num_threads(1)
-    worker = Worker(world, new_trainer(world, build_module), broadcast, inbox, outbox)
+    worker = Worker(world, new_trainer(world, build_module), broadcast, lanes)
     while True:
         try:
             request = json.loads(pipe.recv_bytes())
@@ -53,9 +52,9 @@ def serve(
 class Worker:
     """Runs one call at a time."""
 
-    def __init__(self, world: World, trainer: Trainer, broadcast: Mailbox, inbox: Mailbox, outbox: Mailbox) -> None:
+    def __init__(self, world: World, trainer: Trainer, broadcast: Mailbox, lanes: list[Lane]) -> None:
         self.world, self.trainer = world, trainer
-        self.broadcast, self.inbox, self.outbox = broadcast, inbox, outbox
+        self.broadcast, self.lanes = broadcast, lanes
         self._phases = {p.name: p for position in Position for p in world.method.phases(position)}
         self._phases |= {TRAIN: world.method.train_phase(), EVALUATE: Phase(EVALUATE)}
         self._plan = lru_cache(maxsize=1)(world.stream.round)
@@ -72,9 +71,10 @@ class Worker:
     def _client(self, request: dict[str, Any], message: Message | None) -> dict[str, Any]:
         plan: RoundPlan = self._plan(request["round"])
         moment = Moment(request["round"], plan, request["repeat"])
-        state = None if request["state"] is None else self.inbox.read(request["state"], copy=False)
+        lane = self.lanes[request["lane"]]
+        state = None if request["state"] is None else lane.inbox.read(request["state"], copy=False)
         phase = self._phases[request["phase"]]
         state, reply = call(self.world, self.trainer, phase, request["client"], state, message, moment)
-        header = self.outbox.write({"state": state, "values": reply.values})
+        header = lane.outbox.write({"state": state, "values": reply.values})
         loss = None if reply.loss is None else float(reply.loss)
         return {"header": header, "samples": reply.samples, "steps": reply.steps, "loss": loss}
