@@ -31,6 +31,7 @@ from everfed.parts.fot import FOT
 from everfed.parts.ideal import Ideal
 from everfed.parts.lwf import LwF
 from everfed.parts.memory import Memory
+from everfed.parts.mfcl import MFCL
 from everfed.parts.ogd import OGD
 from everfed.parts.proximal import FedProx
 from everfed.parts.replay import Replay
@@ -75,6 +76,7 @@ PRESETS: dict[str, Preset] = {
     "ewc": _preset("Fisher penalty towards the previous task's model", FedAvg, EWC),
     "lwf": _preset("distillation from the previous task's model", FedAvg, LwF),
     "fedlwf2t": _preset("distillation from the client's own last model and the server's", FedAvg, FedLwF2T),
+    "mfcl": _preset("replays what a data-free generator makes of the previous task's model", FedAvg, MFCL),
     "ogd": _preset("gradients orthogonal to those of earlier tasks' outputs", FedAvg, OGD),
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
@@ -101,8 +103,9 @@ PRESETS: dict[str, Preset] = {
     "fedl2p": _preset("personalised: learned rates and statistics for fine-tuning", FedAvg, FedL2P),
     "ideal": _preset("joint training on all tasks so far, the upper bound", FedAvg, Ideal),
 }
-# the upper bound keeps no buffer; decomposed and personal weights have no gradient to share; ablations stand alone
-_WITHOUT_FEDGP = ("ideal", "fedweit", "stamp-temporal", "coordinated-4", "fedala", "feddbe", "fedas", "fedl2p")
+# the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no gradient to share;
+# ablations stand alone
+_WITHOUT_FEDGP = ("ideal", "mfcl", "fedweit", "stamp-temporal", "coordinated-4", "fedala", "feddbe", "fedas", "fedl2p")
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for
 
 

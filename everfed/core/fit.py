@@ -6,8 +6,9 @@ may run the same steps in another way (captured, say) by overriding `_steps` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core import schedule as scheduling
+from everfed.core.companion import Blueprint
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.layout import Layout
@@ -28,6 +30,7 @@ from everfed.core.tree import Tree, clone, map_tensors
 from everfed.core.view import StreamView
 
 _CORE = "core"  # the schedule's own tables, beside those of the parts
+Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Trainer:
         self.replica = Replica(build_module(), layout, self.device, precision)
         self.network: Callable[[Tensor], Tensor] = self.replica.module
         self._loss: Callable[[Tensor, Tensor], Tensor] = getattr(stream, "loss", functional.cross_entropy)
+        self._made: dict[str, tuple[Hashable, Any]] = {}
 
     # what parts and clients call ---------------------------------------------------------------------------------
     def fit(
@@ -156,7 +160,12 @@ class Trainer:
 
     def forward(self, x: Tensor, state: State | None = None, message: dict[str, Tree] | None = None) -> Tensor:
         """Storage form -> network outputs, in the replica's mode and the engine's precision."""
-        inputs = self.stream.inputs(x)
+        return self.forward_inputs(self.stream.inputs(x), state, message)
+
+    def forward_inputs(
+        self, inputs: Tensor, state: State | None = None, message: dict[str, Tree] | None = None
+    ) -> Tensor:
+        """Network inputs -> network outputs: `forward` for samples that were never in storage form."""
         if self.precision == "bf16":
             with torch.autocast(self.device.type, torch.bfloat16):
                 return self._network(inputs, state or {}, message or {}).float()
@@ -173,12 +182,55 @@ class Trainer:
 
         A sample's own label is always among them: a replayed one may come from another task.
         """
+        return self.masked_loss(self.label_mask(ctx))
+
+    def label_mask(self, ctx: Context) -> Tensor | None:
+        """(classes,) 0 where a logit takes part in the task loss, minus infinity elsewhere; None when all do."""
         if ctx.allowed_labels is None:
-            return self._loss
+            return None
         mask = torch.full((self.stream.classes,), -torch.inf)
         mask[list(ctx.allowed_labels)] = 0.0
-        mask = mask.to(self.device)
+        return mask.to(self.device)
+
+    def masked_loss(self, mask: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
+        """The stream's loss on the logits that `mask` leaves, and a sample's own."""
+        if mask is None:
+            return self._loss
         return lambda outputs, y: self._loss(outputs + mask.expand_as(outputs).scatter(1, y.unsqueeze(1), 0.0), y)
+
+    # what parts build beside the model ------------------------------------------------------------------------------
+    def companion(self, blueprint: Blueprint) -> Replica:
+        """A replica of another network of a method's, built once; load it before use, or use it by `evaluated`."""
+
+        def make() -> Replica:
+            with torch.random.fork_rng(devices=[]):  # its first weights are never used
+                module = blueprint.build()
+            return Replica(module, Layout.of(module), self.device, self.precision)
+
+        return self.made(repr(blueprint), blueprint, make)
+
+    def made(self, place: str, key: Hashable, make: Callable[[], Thing]) -> Thing:
+        """The thing kept under `place`, made anew when it was made for another `key`: one such thing at a time."""
+        if place not in self._made or self._made[place][0] != key:
+            self._made.pop(place, None)  # before the next one takes its memory
+            self._made[place] = (key, make())
+        thing: Thing = self._made[place][1]
+        return thing
+
+    def loop(
+        self, body: Callable[[], None], changed: Sequence[Tensor], generator: torch.Generator
+    ) -> Callable[[int], None]:
+        """A function that runs `body` a number of times. An engine may capture it, so `body` keeps the rules of a
+        training step: static shapes, no host synchronisation, no branch on data, tensors at fixed places.
+
+        changed: every tensor that it changes, in place. generator: the one that it draws from.
+        """
+
+        def run(times: int) -> None:
+            for _ in range(times):
+                body()
+
+        return run
 
     # how it is done ----------------------------------------------------------------------------------------------
     def _plan(

@@ -111,12 +111,18 @@ class Part:
         return model
 
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        """Numbers worth telling of ctx.phase, before the server learns from it: reported, and used for nothing."""
+        """Numbers worth telling of ctx.phase: reported, and used for nothing. Asked before the server learns from
+        replies; after it has done its work in a phase of its own."""
         return {}
 
     def done(self, server: State, phase: str, ctx: Context) -> bool:
         """Ends a repeated phase before its last repeat."""
         return False
+
+    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        """For parts with a generator: `count` of its images, as network inputs, and their labels (count,). ctx.train is
+        at hand. Raises ValueError when there is no generator yet."""
+        raise CompositionError(f"part {self.name!r} has no generator")
 
     # on the client, around training ------------------------------------------------------------------------------
     def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:

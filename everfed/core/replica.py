@@ -64,6 +64,10 @@ class Replica:
         if self.low is not None:
             self.low.copy_(self.params)
 
+    def vectors(self) -> list[Tensor]:
+        """Every vector that training changes in place."""
+        return [self.params, self.stats, self.counters, *([] if self.low is None else [self.low])]
+
     def gradient(self, loss: Tensor) -> Tensor:
         """(P,) float32 gradient of `loss`; zeros where it does not depend on a parameter."""
         grads = torch.autograd.grad(loss, self.trainable, materialize_grads=True)

@@ -190,8 +190,9 @@ class Runner:
         if phase.name == TRAIN:
             self._train(phase, moment)
             return True
-        trainer = self.engine.workbench() if phase.cohort is Cohort.SERVER else None
-        ctx = self.world.server(phase.name, moment, trainer)
+        if phase.cohort is Cohort.SERVER:
+            return self._work(phase, moment)
+        ctx = self.world.server(phase.name, moment)
         reduced = self._exchange(phase, moment, self._message(phase, moment)).get(phase.owner, {})
         part = self.world.method.part(phase.owner)
         self._measure(moment, {phase.owner: reduced}, ctx)
@@ -205,6 +206,23 @@ class Runner:
         if model is not self.state.model:
             self.state.server = {**self.state.server, MODEL: model}
             self.state.version += 1
+
+    def _work(self, phase: Phase, moment: Moment) -> bool:
+        """One repeat of the server's own work, told when it is done; True when the phase is finished."""
+        started = time.monotonic()
+        part, ctx = self.world.method.part(phase.owner), self.world.server(phase.name, moment, self.engine.workbench())
+        self._set_slots(phase.owner, part.update(self.state.server, phase.name, {}, ctx))
+        self._revise(part, ctx)
+        finished = moment.repeat + 1 >= phase.repeat or part.done(self.state.server, phase.name, ctx)
+        measured = self._measure(moment, {phase.owner: {}}, ctx)
+        self._report(phase, moment, Intake({}), 0, time.monotonic() - started)
+        bad = [name for name, value in measured.items() if not math.isfinite(value)]
+        if bad:
+            raise Diverged(
+                f"{bad[0]} is not finite in the server's phase {phase.name!r} of round {moment.round}, repeat "
+                f"{moment.repeat}; lower the learning rate of part {phase.owner!r}, or its weights"
+            )
+        return finished
 
     def _train(self, phase: Phase, moment: Moment) -> None:
         every = self.world.options.sync_every
@@ -222,13 +240,17 @@ class Runner:
         for part in method.parts:
             self._set_slots(part.name, part.update(self.state.server, TRAIN, reduced.get(part.name, {}), ctx))
 
-    def _measure(self, moment: Moment, reduced: dict[str, dict[str, Any]], ctx: Context) -> None:
+    def _measure(self, moment: Moment, reduced: dict[str, dict[str, Any]], ctx: Context) -> dict[str, float]:
         """Tell what the parts measure."""
+        told: dict[str, float] = {}
         for name, replies in reduced.items():
             values = self.world.method.part(name).measure(self.state.server, replies, ctx)
             if values:
-                event = {"event": "measure", "round": moment.round, "task": moment.plan.task, "part": name}
+                place = {"round": moment.round, "task": moment.plan.task, "phase": ctx.phase, "repeat": moment.repeat}
+                event = {"event": "measure", **place, "part": name}
                 self.notify({**event, **values})
+                told |= values
+        return told
 
     def _set_slots(self, part: str, slots: Tree) -> None:
         others = {name: tree for name, tree in self.state.server.items() if name != part}
@@ -297,6 +319,7 @@ class Runner:
             "task": moment.plan.task,
             "phase": phase.name,
             "repeat": moment.repeat,
+            "repeats": phase.repeat,
             "clients": list(clients) if len(clients) <= 100 else len(clients),
             "bytes_up": sum(intake.traffic.up.values()),
             "bytes_down": down,

@@ -23,13 +23,15 @@ from everfed.core.tree import Tree
 @dataclass
 class Batch:
     """Samples a part brings into a step. joined: part of the task loss, forwarded together with the real batch;
-    otherwise they have the outputs of a forward pass of their own, and the part's `loss` says what to do with them."""
+    otherwise they have the outputs of a forward pass of their own, and the part's `loss` says what to do with them.
+    ready: x are network inputs already (generated images, say), not samples in storage form."""
 
     x: Tensor
     y: Tensor
     joined: bool = False
     extra: dict[str, Tensor] = field(default_factory=dict)
     outputs: Tensor | None = None
+    ready: bool = False
 
 
 class Step:
@@ -74,6 +76,14 @@ class Step:
         self.x, self.y, self.rows = x, y, rows
         self.batches = {}
 
+    def inputs(self, x: Tensor) -> Tensor:
+        """Samples in storage form as network inputs."""
+        return self.ctx.train.stream.inputs(x)
+
+    def forward_inputs(self, inputs: Tensor) -> Tensor:
+        """Outputs for network inputs, as `forward` gives them for samples in storage form."""
+        return self.ctx.train.forward_inputs(inputs, self.state, self.message)
+
     def grad(self, loss: Tensor) -> Tensor:
         """(P,) gradient of `loss` with respect to the trainable parameters; zeros where it does not depend on them."""
         return self.replica.gradient(loss)
@@ -117,7 +127,7 @@ def _forward(step: Step) -> None:
     together = joined if step.replica.mixes_samples else [*joined, *apart]
     step.all_y = step.y
     if together:
-        outputs = step.forward(torch.cat([step.x, *(batch.x for batch in together)]))
+        outputs = _together(step, together)
         step.outputs, *rest = outputs.split([len(step.x), *(len(batch.x) for batch in together)])
         for batch, own in zip(together, rest, strict=True):
             batch.outputs = own
@@ -128,7 +138,15 @@ def _forward(step: Step) -> None:
         step.outputs = step.all_outputs = step.forward(step.x)
     for batch in apart:
         if step.replica.mixes_samples:
-            batch.outputs = step.forward(batch.x)
+            batch.outputs = step.forward_inputs(batch.x) if batch.ready else step.forward(batch.x)
+
+
+def _together(step: Step, batches: Sequence[Batch]) -> Tensor:
+    """The outputs of the real batch and the others, in one forward pass."""
+    if not any(batch.ready for batch in batches):
+        return step.forward(torch.cat([step.x, *(batch.x for batch in batches)]))
+    ready = (batch.x if batch.ready else step.inputs(batch.x) for batch in batches)
+    return step.forward_inputs(torch.cat([step.inputs(step.x), *ready]))
 
 
 def _objective(step: Step, parts: Sequence[Part]) -> Tensor:

@@ -41,10 +41,16 @@ def call(
     return run_client(world.method, phase, state or new_state(world.method, ctx), plain, data, ctx)
 
 
-def new_trainer(world: World, build_module: BuildModule, device: str = "cpu", precision: str = "fp32") -> Trainer:
+def new_trainer(
+    world: World,
+    build_module: BuildModule,
+    device: str = "cpu",
+    precision: str = "fp32",
+    kind: type[Trainer] = Trainer,
+) -> Trainer:
     """A trainer for this world's clients that runs every step as it comes."""
     forward_part = world.method.owner("forward")
-    return Trainer(world.stream, world.facts.layout, build_module, device, precision, forward_part)
+    return kind(world.stream, world.facts.layout, build_module, device, precision, forward_part)
 
 
 __all__ = ["CLIENT_FAULTS", "BuildModule", "ClientStore", "call", "new_trainer"]

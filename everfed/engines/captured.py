@@ -23,7 +23,7 @@ from everfed.core.part import Model, Part, Tables
 from everfed.core.step import Step, train_step
 from everfed.core.tree import Tree, leaves, map_tensors
 
-_WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces
+WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces
 _SLACK = 1.25  # room for clients a little larger than the one a workspace was made for
 
 
@@ -65,14 +65,14 @@ class CapturedTrainer(Trainer):
         """Capture `body`. It is run for real first, so `prepare` must be able to restore what it changes."""
         graph = torch.cuda.CUDAGraph()
         with self._lock:
-            for _ in range(_WARM_UPS):
+            for _ in range(WARM_UPS):
                 prepare()
                 body()
             self.cuda_stream.synchronize()
             graph.register_generator_state(self.replica.generator)
             # "thread_local": the other slots' threads go on working meanwhile
             with (
-                _no_garbage_collection(),
+                no_garbage_collection(),
                 torch.cuda.graph(graph, self._pool, self.cuda_stream, capture_error_mode="thread_local"),
             ):
                 body()
@@ -105,6 +105,7 @@ class Workspace:
         self.received = torch.empty_like(job.received, device=device)
         self.moments = {name: torch.empty_like(tensor, device=device) for name, tensor in job.moments.items()}
         self.rate = torch.zeros((), device=device)
+        self.mask = trainer.label_mask(job.ctx)
         self.total = torch.zeros((), device=device)
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
         self.step: Step | None = None
@@ -130,6 +131,9 @@ class Workspace:
             _fill(slots, job.message[name])
         self.received.copy_(job.received, non_blocking=True)
         self.rate.fill_(job.rate)
+        mask = self.trainer.label_mask(job.ctx)
+        if self.mask is not None and mask is not None:
+            self.mask.copy_(mask)
         self.reset()
 
     def reset(self) -> None:
@@ -180,7 +184,7 @@ class Workspace:
         def forward(x: Tensor) -> Tensor:
             return trainer.forward(x, self.state, self.message)
 
-        loss = trainer.task_loss(self.job.ctx)
+        loss = trainer.masked_loss(self.mask)
         return Step(self.job.ctx, trainer.replica, forward, loss, self.state, self.message, self.received)
 
     def _changed(self) -> list[Tensor]:
@@ -237,7 +241,7 @@ class CapturedGradient:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Freeing somebody's old graphs or tensors in the middle of a capture would invalidate it."""
     gc.collect()
     enabled = gc.isenabled()
@@ -254,7 +258,7 @@ def signature(job: Job) -> Hashable:
     return (
         tuple(job.parts),
         job.optimizer,
-        job.ctx.allowed_labels,
+        job.ctx.allowed_labels is None,  # which labels are allowed is loaded like data
         (job.data.x.shape[1:], job.data.x.dtype, job.data.y.shape[1:], job.data.y.dtype),
         tuple((name, _shape(slots)) for name, slots in job.state.items() if name in _names(job)),
         tuple((name, _shape(slots)) for name, slots in job.message.items()),

@@ -28,6 +28,7 @@ from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, call, new_trainer
 from everfed.engines.captured import CapturedTrainer
 from everfed.engines.device_data import DeviceData
+from everfed.engines.loops import LoopingTrainer
 from everfed.engines.slots import Tuner, deal
 
 WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
@@ -53,7 +54,8 @@ class Graphs:
         self.world, self.store, self.notify = world, store, notify
         self._build_module, self._precision, self._compiled = build_module, precision, compiled
         self.device = torch.device(device)
-        self.trainer = new_trainer(world, build_module, device, precision)  # for scoring, on the default stream
+        # for scoring and for the server's own phases, on the default stream
+        self.trainer = new_trainer(world, build_module, device, precision, LoopingTrainer)
         self.data = DeviceData(self.device)
         self.tuner = Tuner(slots, host_threads, self.device)
         self.slots: list[CapturedTrainer] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,14 @@ def through_head(
     module: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """(outputs, features (n, F)) of network inputs x; the head is given change(features)."""
+    with head_inputs(module, change) as seen:
+        outputs: Tensor = module(x)
+    return outputs, seen[0]
+
+
+@contextmanager
+def head_inputs(module: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """What the head is given in each pass meanwhile; it is then given change(features) instead."""
     seen: list[Tensor] = []
 
     def before(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -47,10 +56,9 @@ def through_head(
 
     handle = head(module).register_forward_pre_hook(before)
     try:
-        outputs: Tensor = module(x)
+        yield seen
     finally:
         handle.remove()
-    return outputs, seen[0]
 
 
 def features(trainer: Trainer, model: Model, x: Tensor) -> Tensor:

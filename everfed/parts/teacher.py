@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import functional
 
+from everfed.core.companion import evaluated
 from everfed.core.context import Context
 from everfed.core.part import Model
 from everfed.core.step import Step
+from everfed.parts.features import head_inputs
 from everfed.parts.layers import in_precision
 
 
@@ -20,22 +21,16 @@ def frozen_outputs(step: Step, model: Model, x: Tensor) -> Tensor:
 
     The step's own module computes them with the other model's tensors in place of its own.
     """
-    trainer, module = step.ctx.train, step.replica.module
-    tensors = {
-        entry.name: entry.view(vector)
-        for entries, vector in (
-            (step.layout.params, model["params"]),
-            (step.layout.stats, model["stats"]),
-            (step.layout.counters, model["counters"]),
-        )
-        for entry in entries
-    }
-    training = module.training
-    module.eval()
-    with torch.no_grad(), in_precision(trainer):
-        outputs: Tensor = functional_call(module, tensors, (trainer.stream.inputs(x),)).float()
-    module.train(training)
-    return outputs
+    with in_precision(step.ctx.train):
+        outputs: Tensor = evaluated(step.replica, model, step.inputs(x))
+    return outputs.float()
+
+
+def frozen_pass(step: Step, model: Model, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """(outputs (n, classes), features (n, F)) of another model on network inputs, in the same way."""
+    with in_precision(step.ctx.train), head_inputs(step.replica.module) as seen:
+        outputs: Tensor = evaluated(step.replica, model, inputs)
+    return outputs.float(), seen[0].float()
 
 
 def soft_cross_entropy(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

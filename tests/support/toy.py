@@ -175,10 +175,16 @@ def mean_square(outputs: Tensor, y: Tensor) -> Tensor:
     return 0.5 * (outputs.squeeze(1) - y).square().mean()
 
 
+# options of parts whose defaults are made for real data, {part: {option: value}}
+SMALL: dict[str, dict[str, Any]] = {
+    "mfcl": {"gen_steps": 5, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 6, "gen_light": True},
+}
+
+
 def small_memory(name: str, size: int = 8) -> dict[str, dict[str, Any]]:
-    """Options of preset `name` that make a buffer (where it has one) fill up within a toy task."""
-    has_memory = any(part.name == "memory" for part in methods.build(name).parts)
-    return {"memory": {"size": size}} if has_memory else {}
+    """Options of preset `name` that suit a toy: a buffer (where it has one) that fills up within a task, and SMALL."""
+    small = {**SMALL, "memory": {"size": size}}
+    return {part.name: small[part.name] for part in methods.build(name).parts if part.name in small}
 
 
 @dataclass

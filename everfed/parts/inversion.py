@@ -1,0 +1,141 @@
+"""Losses that invert a frozen classifier: what a generator is trained on where there is no data (ABD, MFCL, TARGET).
+
+The classifier is in eval mode; gradients flow through it to the images and on to the generator. Nothing here waits for
+the device or branches on data, so all of it can be captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+VARIANCE_EPS = 1e-8  # added to variances before they are compared
+REACH = 2  # pixels on each side that the image prior averages over
+SPREAD = 2.0  # of its weights exp(-(d / SPREAD)^2): a Gaussian with a standard deviation of sqrt(2)
+
+
+# which classes compete --------------------------------------------------------------------------------------------
+
+
+def only(outputs: Tensor, classes: Tensor) -> Tensor:
+    """Logits (n, C) in which all but the classes of a mask (C,) are out of the question: softmax gives them exactly 0,
+    and no gradient reaches them."""
+    return outputs.masked_fill(~classes, -torch.inf)
+
+
+def competing(outputs: Tensor) -> Tensor:
+    """0-d: how many classes compete for the logits (n, C)."""
+    return (~torch.isneginf(outputs[0])).sum()
+
+
+# what images should be predicted as ---------------------------------------------------------------------------------
+
+
+def content(outputs: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Cross-entropy of logits (n, C) at a temperature; classes at minus infinity do not take part."""
+    return functional.cross_entropy(outputs / temperature, labels)
+
+
+def diversity(outputs: Tensor) -> Tensor:
+    """1 + sum_k p_k log p_k / log q of the mean prediction p over the q classes that compete: 0 when it is uniform, 1
+    when all images are predicted as one class, 0 when q = 1."""
+    count = competing(outputs)
+    scale = count.clamp(min=2).to(outputs.dtype).log()
+    return torch.where(count > 1, 1.0 + _mean_log_likelihood(outputs) / scale, 0.0)
+
+
+def negative_entropy(outputs: Tensor) -> Tensor:
+    """(1/q) sum_k p_k log p_k, the form the MFCL paper prints: in [-log(q)/q, 0], lowest when p is uniform."""
+    return _mean_log_likelihood(outputs) / competing(outputs)
+
+
+def _mean_log_likelihood(outputs: Tensor) -> Tensor:
+    p = functional.softmax(outputs, dim=1).mean(0)
+    return (p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum()  # 0 log 0 = 0, with a finite gradient
+
+
+# what the classifier remembers of its data ----------------------------------------------------------------------------
+
+
+@dataclass
+class Statistics:
+    """Mean and biased variance, per channel, of what each BatchNorm layer was given, and what the layers store."""
+
+    layers: list[_BatchNorm]
+    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def divergence(self) -> Tensor:
+        """Mean over layers of KL(stored || seen); the network must have some."""
+        terms = [
+            normal_divergence(layer.running_mean, layer.running_var, *seen)
+            for layer, seen in zip(self.layers, self.seen, strict=True)
+            if layer.running_mean is not None and layer.running_var is not None
+        ]
+        return torch.stack(terms).mean()
+
+    def _note(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].float()  # (n, channels, ...)
+        variance, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
+        self.layers.append(layer)  # type: ignore[arg-type] # hooks are put on BatchNorm layers only
+        self.seen.append((mean, variance))
+
+
+@contextmanager
+def batch_statistics(module: nn.Module) -> Iterator[Statistics]:
+    """What the BatchNorm layers of a module are given in a forward pass meanwhile, in the order of their use."""
+    statistics = Statistics([])
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    handles = [layer.register_forward_pre_hook(statistics._note) for layer in norms]
+    try:
+        yield statistics
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def normal_divergence(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
+    """Mean over channels of KL(N(mean, variance) || N(other_mean, other_variance)), each (C,)."""
+    variance, other_variance = variance + VARIANCE_EPS, other_variance + VARIANCE_EPS
+    distance = (variance + (mean - other_mean).square()) / other_variance
+    return 0.5 * ((other_variance / variance).log() + distance - 1.0).mean()
+
+
+# what images look like --------------------------------------------------------------------------------------------
+
+
+def roughness(images: Tensor, smoother: Tensor) -> Tensor:
+    """Mean squared difference between images (n, c, side, side) and their smoothed selves."""
+    return (images - smoother @ images @ smoother.T).square().mean()
+
+
+def smoothing(side: int, device: torch.device | str = "cpu") -> Tensor:
+    """(side, side) S: S x S^T is the image x under a 5 x 5 Gaussian with reflected borders.
+
+    The kernel is a product of a row and a column, so two multiplications do it, on a GPU in a fixed order of sums.
+    """
+    if side <= REACH:
+        raise ValueError(f"the image prior needs images of more than {REACH} pixels; got {side}")
+    weights = gaussian()
+    matrix = torch.zeros(side, side, dtype=torch.float64)
+    for row in range(side):
+        for offset, weight in zip(range(-REACH, REACH + 1), weights, strict=True):
+            matrix[row, _reflected(row + offset, side)] += weight
+    return matrix.to(device, torch.float32)
+
+
+def gaussian() -> Sequence[float]:
+    """The five weights of the kernel's rows and columns; they sum to 1."""
+    raw = [math.exp(-((d / SPREAD) ** 2)) for d in range(-REACH, REACH + 1)]
+    return [value / sum(raw) for value in raw]
+
+
+def _reflected(index: int, side: int) -> int:
+    index = abs(index)
+    return 2 * (side - 1) - index if index >= side else index
