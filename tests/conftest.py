@@ -1,6 +1,7 @@
 """What every test shares: one thread, repeatable properties, and the folder of data sets where there is one."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import settings
 
 # Bit-exactness holds at one intra-op thread, so that is what the tests run at.
 torch.set_num_threads(1)
+
+# Features of texts are cached; tests keep theirs out of the user's folder.
+os.environ.setdefault("EVERFED_CACHE", tempfile.mkdtemp(prefix="everfed-cache-"))
 
 # Derandomised: a red run is red again for whoever looks into it. No deadline: shared machines are slow at times.
 settings.register_profile("everfed", derandomize=True, deadline=None, database=None)

@@ -20,7 +20,8 @@ class Source:
     """A data set with its own train and test parts.
 
     x_*: uint8 images (n, channels, height, width), float32 features (n, ...) or int64 tokens (n, length).
-    y_*: (n,) int64 class ids below `classes`. origin: where the data came from, for reports.
+    y_*: (n,) int64 class ids below `classes`. origin: where the data came from, for reports. encoder: what made
+    features of texts; "" where nothing did.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Source:
     classes: int
     class_names: tuple[str, ...]
     origin: str
+    encoder: str = ""
 
     def __post_init__(self) -> None:
         _check_pair(self.name, "train", self.x_train, self.y_train, self.classes)
@@ -50,6 +52,7 @@ def make_source(
     origin: str,
     classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    encoder: str = "",
 ) -> Source:
     """A source from arrays in any of the usual layouts; classes default to the names given, else to the labels seen."""
     train, test = storage_labels(y_train, name), storage_labels(y_test, name)
@@ -59,7 +62,7 @@ def make_source(
         )
     names = tuple(class_names) if class_names else tuple(str(c) for c in range(classes))
     x = storage_form(x_train, name), storage_form(x_test, name)
-    return Source(name, x[0], train, x[1], test, classes, names, origin)
+    return Source(name, x[0], train, x[1], test, classes, names, origin, encoder)
 
 
 def storage_form(x: np.ndarray | Tensor, name: str = "x") -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,27 @@ from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, read_npz, split_arrays
 from everfed.data.image_folder import is_image_folder, read_image_folder
 from everfed.data.source import Source, make_source
+from everfed.data.texts import KNOWN as KNOWN_TEXTS
+from everfed.data.texts import is_text, load_texts
 
-__all__ = ["HUB_PREFIX", "VARIABLE", "Source", "available", "load"]
+__all__ = ["HUB_PREFIX", "VARIABLE", "Source", "TextOptions", "available", "load"]
 
 VARIABLE = "EVERFED_DATA"
 HUB_PREFIX = "hub:"
 EMBEDDED = "digits"
 
 
-def load(name_or_path: str | Path, data_dir: str | Path | None = None) -> Source:
-    """The data set of that name.
+@dataclass(frozen=True)
+class TextOptions:
+    """encoder: as in stream.encoder, None for "auto". most_train, most_test: encode at most so many texts."""
+
+    encoder: str | None = None
+    most_train: int | None = None
+    most_test: int | None = None
+
+
+def load(name_or_path: str | Path, data_dir: str | Path | None = None, texts: TextOptions | None = None) -> Source:
+    """The data set of that name. `texts`: how a set of texts becomes vectors; allowed for those alone.
 
     `digits` is embedded; `hub:<dataset>` comes from the Hugging Face hub; the named sets come from the data folder
     (`data_dir`, else the environment variable EVERFED_DATA); anything else is a user's own npz or image folder, as a
@@ -35,7 +47,17 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None) -> Source
 
         return load_hub(name.removeprefix(HUB_PREFIX))
     folder = data_folder(data_dir)
+    if is_text(name, folder):
+        return _load_texts(name, folder, texts or TextOptions())
     return _load_known(name, folder) if name in KNOWN else _load_own(name, folder)
+
+
+def _load_texts(name: str, folder: Path | None, options: TextOptions) -> Source:
+    from everfed.data.encoders import make_encoder
+    from everfed.data.features import encoded
+
+    texts = load_texts(name, folder).thinned(options.most_train, options.most_test)
+    return encoded(texts, make_encoder(options.encoder, folder))
 
 
 def available(data_dir: str | Path | None = None) -> list[tuple[str, bool, str]]:
@@ -45,6 +67,9 @@ def available(data_dir: str | Path | None = None) -> list[tuple[str, bool, str]]
     for name, known in KNOWN.items():
         found = known.find(folder) if folder else None
         rows.append((name, found is not None, str(found[1][0]) if found else f"missing; {known.get_it}"))
+    for name, text in KNOWN_TEXTS.items():
+        place = text.find(folder) if folder else None
+        rows.append((name, place is not None, str(place[1]) if place else f"missing; {text.about}: {text.get_it}"))
     taken = {where for _, found, where in rows if found}
     return rows + [row for row in _own_sets(folder) if row[2] not in taken]
 
@@ -87,7 +112,7 @@ def _load_own(name: str, folder: Path | None) -> Source:
             return _from_arrays(place.stem, read_npz(place), place)
         if place.is_dir():
             return _from_arrays(place.name, read_image_folder(place), place)
-    names = ", ".join((EMBEDDED, *KNOWN, f"{HUB_PREFIX}<dataset>"))
+    names = ", ".join((EMBEDDED, *KNOWN, *KNOWN_TEXTS, f"{HUB_PREFIX}<dataset>"))
     raise DataError(
         f"data set {name!r} was not found. Looked for an npz file or an image folder at: "
         f"{', '.join(map(str, places))}. Allowed: {names}, or a path"

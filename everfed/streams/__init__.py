@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from everfed.core.stream import Stream
 from everfed.data.partition import FLWR_PREFIX, KINDS
-from everfed.data.source import make_source
-from everfed.data.sources import load
+from everfed.data.source import Source, make_source
+from everfed.data.sources import TextOptions, load
 from everfed.streams.base import IncrementalStream
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
@@ -57,8 +58,15 @@ def build(
     dataset = table.pop("dataset")
     kind, common, own = _split_options(table)
     seed = own.pop("seed", seed)
-    read: Callable[..., Any] = getattr(kind, "read", load)  # a scenario may need more than one set
+    read: Callable[..., Any] = getattr(kind, "read", partial(_read, common))  # a scenario may need more than one set
     return kind(read(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+
+
+def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
+    source = load(dataset, data_dir, TextOptions(common.encoder, common.max_train, common.max_test))
+    if common.encoder is not None and not source.encoder:
+        raise OptionError("encoder", f"{source.name} holds no texts; leave it out")
+    return source
 
 
 def from_arrays(

@@ -179,6 +179,7 @@ class IncrementalStream:
             "task_ids": self.task_ids,
             **_plain(vars(self.options)),
             "normalise": _plain(self.normalise),
+            "encoder": self.source.encoder or None,
             **self.facts(),
             "who_got_what": [self._report(d) for d in sorted(self._divisions)],
         }

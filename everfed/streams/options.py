@@ -39,7 +39,7 @@ class Options:
     normalise: "none", "half" (0.5/0.5), "cifar100" or {mean, std}; None means what is usual for the set.
     augment: "none" or "crop-flip". validation: share of every class held out of the training data, [0, 1).
     boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
-    image_size, channels: bring images to this format first.
+    image_size, channels: bring images to this format first. encoder: what makes vectors of texts ("auto" by default).
     """
 
     tasks: int = 5
@@ -54,6 +54,7 @@ class Options:
     max_test: int | None = None
     image_size: int | None = None
     channels: int | None = None
+    encoder: str | None = None
 
     def __post_init__(self) -> None:
         require_whole("tasks", self.tasks)
@@ -66,6 +67,8 @@ class Options:
         for key in ("max_train", "max_test", "image_size", "channels"):
             if getattr(self, key) is not None:
                 require_whole(key, getattr(self, key))
+        if self.encoder is not None and not isinstance(self.encoder, str):
+            raise OptionError("encoder", f"expected a name, got {self.encoder!r}")
         _check_partition(self.partition)
         if self.normalise is not None:
             normalisation(self.normalise)

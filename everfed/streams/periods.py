@@ -24,7 +24,7 @@ from everfed.streams.draws import cohort_size, generator
 from everfed.streams.masking import mask_tokens, masked_counts, masked_loss
 from everfed.streams.options import OptionError, Options, require_number, require_whole
 
-_MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels")
+_MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels", "encoder")
 
 
 class Division(NamedTuple):

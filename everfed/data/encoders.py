@@ -1,0 +1,182 @@
+"""Frozen encoders: texts in, one vector each out. A linear layer is trained on the vectors.
+
+`distilbert` is what FedGP's Table 6 uses: the first token's vector of the last layer. Its weights are not part of
+everfed. `hashing` needs none: signed hashed word counts, the same on every machine and every client.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from everfed.data.errors import DataError
+from everfed.naming import load_object
+from everfed.store.files import digest, file_digest
+
+AUTO, HASHING, DISTILBERT, HUB = "auto", "hashing", "distilbert", "hub:"
+FOLDERS = ("distilbert-base-uncased", "distilbert")  # where DistilBERT may lie below the data folder
+_LENGTH = 128  # tokens; longer texts are cut
+_BATCH = 64
+_MOST_DIMENSIONS = 2**16
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What turns texts into vectors."""
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that decides its vectors; the cache is keyed by it."""
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """(n, d) float32."""
+
+
+@dataclass(frozen=True)
+class HashingEncoder:
+    """Words of a text without English stop words, each counted once, hashed with a sign into `dimensions` numbers (a
+    sparse random projection of the bag of words), and brought to length `norm`: that of a transformer's vectors, so
+    that the same learning rates fit a linear layer on either."""
+
+    dimensions: int = 2048
+    norm: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.dimensions <= _MOST_DIMENSIONS:
+            raise DataError(f"stream.encoder: hashing needs 1 to {_MOST_DIMENSIONS} dimensions; got {self.dimensions}")
+
+    @property
+    def name(self) -> str:
+        return f"{HASHING}:{self.dimensions}"
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.name} norm {self.norm:g} version 1"
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        from sklearn.feature_extraction.text import HashingVectorizer
+
+        hashed = HashingVectorizer(n_features=self.dimensions, stop_words="english", binary=True, norm="l2")
+        vectors: np.ndarray = hashed.transform(texts).astype(np.float32).toarray()
+        return self.norm * vectors
+
+
+class TransformerEncoder:
+    """The first token's vector of a transformer's last layer, in eval mode. place: a folder with config.json, tokenizer
+    and model.safetensors, or a model of the Hugging Face hub, which is then downloaded."""
+
+    def __init__(self, place: str) -> None:
+        self.place, self.name = place, f"transformer:{Path(place).name if Path(place).is_dir() else place}"
+        self._loaded: tuple[Any, Any] | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights themselves, where they are at hand."""
+        weights = Path(self.place) / "model.safetensors"
+        return f"{self.name} {file_digest(weights) if weights.is_file() else ''} first token of {_LENGTH}"
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        import torch
+
+        tokenizer, model = self._load()
+        found = []
+        with torch.no_grad():
+            for batch in _batches(texts):
+                tokens = tokenizer(batch, padding=True, truncation=True, max_length=_LENGTH, return_tensors="pt")
+                kept = {key: tokens[key] for key in ("input_ids", "attention_mask")}
+                found.append(model(**kept).last_hidden_state[:, 0].float().numpy())
+        return np.concatenate(found) if found else np.zeros((0, model.config.hidden_size), np.float32)
+
+    def _load(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            transformers = _transformers()
+            own = Path(self.place).is_dir()
+            try:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(self.place, local_files_only=own)
+                # safetensors only: other weight files are pickles
+                model = transformers.AutoModel.from_pretrained(self.place, local_files_only=own, use_safetensors=True)
+            except (OSError, ValueError, json.JSONDecodeError) as problem:
+                raise DataError(f"stream.encoder: {self.place} cannot be loaded ({problem})") from problem
+            self._loaded = tokenizer, model.eval()
+        return self._loaded
+
+
+def make_encoder(spec: str | None, folder: Path | None) -> Encoder:
+    """The encoder that `stream.encoder = spec` names. Raises DataError.
+
+    auto: DistilBERT where its weights lie in the data folder, else hashing; the result of a run says which.
+    """
+    spec = AUTO if spec is None else spec
+    weights = _distilbert(folder)
+    if spec == AUTO:
+        return TransformerEncoder(str(weights)) if weights else HashingEncoder()
+    if spec == DISTILBERT:
+        if weights is None:
+            raise DataError(
+                f"stream.encoder: no folder {' or '.join(FOLDERS)} with config.json, tokenizer and model.safetensors "
+                f"lies in the data folder; get it from https://huggingface.co/distilbert/distilbert-base-uncased, or "
+                f"use '{HUB}distilbert/distilbert-base-uncased' or '{HASHING}'"
+            )
+        return TransformerEncoder(str(weights))
+    if spec.partition(":")[0] == HASHING:
+        return _hashing(spec)
+    if spec.startswith(HUB):
+        return TransformerEncoder(spec.removeprefix(HUB))
+    if Path(spec).expanduser().is_dir():
+        return TransformerEncoder(str(Path(spec).expanduser()))
+    return _own(spec)
+
+
+def _hashing(spec: str) -> HashingEncoder:
+    _, given, dimensions = spec.partition(":")
+    if not given:
+        return HashingEncoder()
+    if not dimensions.isdecimal():
+        raise DataError(f"stream.encoder: {spec!r}: expected {HASHING}:<dimensions>, such as {HASHING}:2048")
+    return HashingEncoder(int(dimensions))
+
+
+def _own(spec: str) -> Encoder:
+    if ":" not in spec:
+        raise DataError(
+            f"stream.encoder: {spec!r} is not one of the allowed values: {AUTO}, {DISTILBERT}, {HASHING}, "
+            f"{HASHING}:<dimensions>, {HUB}<owner/model>, the folder of a transformer, or package.module:Name"
+        )
+    made = load_object(spec, "stream.encoder")()
+    if not isinstance(made, Encoder):
+        raise DataError(f"stream.encoder: {spec!r} needs the attributes name and fingerprint, and encode(texts)")
+    return made
+
+
+def _distilbert(folder: Path | None) -> Path | None:
+    places = [folder / name for name in FOLDERS] if folder else []
+    return next((place for place in places if (place / "model.safetensors").is_file()), None)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as missing:
+        raise DataError(
+            "stream.encoder: transformers are not installed; install them with: pip install 'everfed[text]'"
+        ) from missing
+    return transformers
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    for first in range(0, len(texts), _BATCH):
+        yield list(texts[first : first + _BATCH])
+
+
+def text_digest(texts: Sequence[str]) -> str:
+    """Of the texts in their order."""
+    return digest("\x00".join(texts).encode())

@@ -1,0 +1,167 @@
+"""Frozen encoders and their cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from everfed import streams
+from everfed.data import load
+from everfed.data.encoders import HashingEncoder, TransformerEncoder, make_encoder
+from everfed.data.errors import DataError
+from everfed.data.features import features
+from everfed.streams.options import OptionError
+
+TEXTS = ("The quick brown fox", "a slow green turtle", "")
+
+
+class Counting:
+    """An encoder that counts its calls; also one of a user's own, named as package.module:Name."""
+
+    name, fingerprint = "counting", "counting 1"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        self.calls += 1
+        return np.array([[len(text), self.calls] for text in texts], dtype=np.float32).reshape(-1, 2)
+
+
+class Wrong(Counting):
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        return np.zeros((1, 2))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EVERFED_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_hashing_is_a_function_of_the_text_alone() -> None:
+    encoder = HashingEncoder(64)
+    vectors = encoder.encode(TEXTS)
+    assert vectors.shape == (3, 64) and vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), [10.0, 10.0, 0.0], rtol=1e-6)
+    np.testing.assert_array_equal(vectors[1], encoder.encode([TEXTS[1]])[0])
+    # neither case, order, repetition nor stop words matter
+    np.testing.assert_array_equal(encoder.encode(["fox fox BROWN the quick"]), vectors[:1])
+
+
+def test_texts_that_share_words_lie_nearer() -> None:
+    a, b, c = HashingEncoder().encode(["stock market price", "market price of gold", "football player goal"])
+    assert a @ b > a @ c
+
+
+def test_features_are_computed_once_per_encoder_and_texts(tmp_path: Path) -> None:
+    encoder = Counting()
+    first = features(encoder, TEXTS, tmp_path)
+    again = features(encoder, TEXTS, tmp_path)
+    assert encoder.calls == 1
+    np.testing.assert_array_equal(first, again)
+    features(encoder, TEXTS[:2], tmp_path)
+    features(HashingEncoder(4), TEXTS, tmp_path)
+    assert encoder.calls == 2 and len(list((tmp_path / "features").iterdir())) == 3
+
+
+def test_a_damaged_file_is_computed_again(tmp_path: Path) -> None:
+    encoder = Counting()
+    features(encoder, TEXTS, tmp_path)
+    (path,) = (tmp_path / "features").iterdir()
+    path.write_bytes(path.read_bytes()[:70])
+    assert features(encoder, TEXTS, tmp_path).tolist() == [[19, 2], [19, 2], [0, 2]]
+
+
+def test_wrong_shapes_and_folders_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gave \(1, 2\) for 3 texts"):
+        features(Wrong(), TEXTS, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="EVERFED_CACHE"):
+        features(Counting(), TEXTS, tmp_path / "file")
+
+
+def tiny_distilbert(folder: Path) -> Path:
+    """A DistilBERT of random weights, in the files the hub has it in."""
+    transformers = pytest.importorskip("transformers")
+    folder.mkdir(parents=True)
+    words = "[PAD] [UNK] [CLS] [SEP] [MASK] the quick brown fox a slow green turtle".split()
+    (folder / "vocab.txt").write_text("\n".join(words))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "DistilBertTokenizer"}))
+    config = transformers.DistilBertConfig(vocab_size=len(words), dim=16, n_layers=1, n_heads=2, hidden_dim=32)
+    transformers.DistilBertModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_transformer_of_a_folder_gives_its_first_tokens_vector(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModel
+
+    folder = tiny_distilbert(tmp_path / "distilbert-base-uncased")
+    vectors = TransformerEncoder(str(folder)).encode(TEXTS)
+    assert vectors.shape == (3, 16)
+    with torch.no_grad():  # [CLS] the quick brown fox [SEP]
+        hidden = AutoModel.from_pretrained(folder).eval()(torch.tensor([[2, 5, 6, 7, 8, 3]])).last_hidden_state
+    np.testing.assert_allclose(vectors[0], hidden[0, 0].numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_auto_takes_distilbert_where_its_weights_are_and_hashing_elsewhere(tmp_path: Path) -> None:
+    assert make_encoder(None, tmp_path).name == "hashing:2048"
+    assert make_encoder("auto", None).name == "hashing:2048"
+    with pytest.raises(DataError, match=r"huggingface.co/distilbert.*hashing"):
+        make_encoder("distilbert", tmp_path)
+    tiny_distilbert(tmp_path / "distilbert-base-uncased")
+    for spec in ("auto", "distilbert"):
+        assert make_encoder(spec, tmp_path).name == "transformer:distilbert-base-uncased"
+
+
+def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
+    one = TransformerEncoder(str(tiny_distilbert(tmp_path / "a" / "distilbert")))
+    other = TransformerEncoder(str(tiny_distilbert(tmp_path / "b" / "distilbert")))
+    assert one.name == other.name and one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("spec", ["bert", "hashing:many", "hashing:0", "builtins:dict"])
+def test_unknown_encoders_are_refused(spec: str) -> None:
+    with pytest.raises(DataError, match=r"stream.encoder"):
+        make_encoder(spec, None)
+
+
+def test_an_encoder_of_ones_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_encoder(f"{__name__}:Counting", None).name == "counting"
+
+
+def test_the_stream_says_which_encoder_made_its_features(cache: Path, tmp_path: Path) -> None:
+    rows = [{"split": p, "label": i % 4, "text": f"word{i % 4} other{i}"} for p in ("train", "test") for i in range(40)]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"dataset": str(path), "scenario": "class-incremental", "tasks": 2, "clients": 2, "encoder": "hashing:32"}
+    stream = streams.build({**options, "max_train": 20}, 0, 1)
+    assert stream.describe()["encoder"] == "hashing:32" and stream.input_shape == (32,)
+    assert sum(len(stream.data(client, task)) for client in range(2) for task in range(2)) == 20
+
+
+def test_an_encoder_for_images_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"stream.encoder: digits holds no texts"):
+        streams.build({"dataset": "digits", "scenario": "class-incremental", "encoder": "hashing"}, 0, 1)
+
+
+@pytest.mark.skipif("EVERFED_DATA" not in os.environ, reason="EVERFED_DATA is not set")
+@pytest.mark.parametrize(
+    ("name", "classes", "train", "test"),
+    [("yahooqa", 10, 200, 200), ("newsgroups", 20, 200, 200), ("dbpedia", 14, 210, 210), ("clinc150", 150, 300, 300)],
+)
+def test_real_sets(cache: Path, name: str, classes: int, train: int, test: int) -> None:
+    from everfed.data.sources import TextOptions
+
+    try:
+        source = load(name, texts=TextOptions("hashing:256", train, test))
+    except DataError as missing:
+        pytest.skip(str(missing))
+    assert source.classes == classes and source.x_train.shape == (train, 256) and source.x_test.shape == (test, 256)
+    assert len(set(source.y_train.tolist())) == classes
