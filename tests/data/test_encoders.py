@@ -90,7 +90,8 @@ def tiny_distilbert(folder: Path) -> Path:
     """A DistilBERT of random weights, in the files the hub has it in."""
     transformers = pytest.importorskip("transformers")
     folder.mkdir(parents=True)
-    words = "[PAD] [UNK] [CLS] [SEP] [MASK] the quick brown fox a slow green turtle".split()
+    special, words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["the", "quick", "brown", "fox", "slow", "turtle"]
+    words = special + words
     (folder / "vocab.txt").write_text("\n".join(words))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "DistilBertTokenizer"}))
     config = transformers.DistilBertConfig(vocab_size=len(words), dim=16, n_layers=1, n_heads=2, hidden_dim=32)
