@@ -14,6 +14,7 @@ import torch
 
 from everfed.data import DataError, available, load
 from everfed.data.catalogue import KNOWN
+from everfed.data.texts import KNOWN as KNOWN_TEXTS
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +240,7 @@ def test_available_lists_every_named_set_and_the_users_own(tmp_path):
     for part in ("train", "test"):
         (tmp_path / "photos" / part).mkdir(parents=True)
     rows = {name: (found, where) for name, found, where in available(tmp_path)}
-    assert set(rows) == {"digits", *KNOWN, "mine", "photos"}
+    assert set(rows) == {"digits", *KNOWN, *KNOWN_TEXTS, "mine", "photos"}
     assert rows["digits"][0]
     assert rows["mnist"] == (True, str(tmp_path / "train-images-idx3-ubyte.gz"))
     assert rows["mine"] == (True, str(tmp_path / "mine.npz"))
