@@ -87,7 +87,7 @@ def _train(
     for part in method.parts:
         own, model = part.start(state, message, model, data, ctx)
         state = {**state, part.name: own} if own else state
-    moments = state[OWN].get("moments")
+    moments = state[OWN].get("moments") if state[OWN].get("moments_of", ctx.current_task) == ctx.current_task else None
     fitted = ctx.train.fit(ctx, method.parts, model, received, state, message, data, moments=moments)
     for part in method.parts:
         fitted = part.finish(fitted.state, message, model, fitted, data, ctx)
@@ -125,8 +125,10 @@ def _remember(fitted: Fitted, message: dict[str, Tree], ctx: Context) -> Tree:
     if ctx.options.batchnorm == "local":
         own["stats"] = fitted.model["stats"]
         own["counters"] = fitted.model["counters"]
-    if ctx.options.optimizer.state == "kept":
+    if ctx.options.optimizer.state in ("kept", "task"):
         own["moments"] = fitted.moments
+    if ctx.options.optimizer.state == "task":
+        own["moments_of"] = ctx.current_task
     return own
 
 

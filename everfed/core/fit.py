@@ -26,6 +26,7 @@ from everfed.core.replica import Replica
 from everfed.core.schedule import Schedule
 from everfed.core.step import Step, train_step
 from everfed.core.stream import Stream
+from everfed.core.substep import Course
 from everfed.core.tree import Tree, clone, map_tensors
 from everfed.core.view import StreamView
 
@@ -128,7 +129,7 @@ class Trainer:
             schedule,
             plans,
             optimizer,
-            moments or optimizer.init(model["params"].to(self.device)),
+            moments or Course.of(parts, self.replica.layout).first_moments(optimizer, model["params"].to(self.device)),
             ctx.rate if rate is None else rate,
             ctx.key(f"{tag}/dropout"),
         )

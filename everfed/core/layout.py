@@ -72,6 +72,10 @@ class Layout:
                 return entry
         raise KeyError(f"no parameter {name!r}; the model has {', '.join(e.name for e in self.params)}")
 
+    def within(self, span: slice) -> tuple[Entry, ...]:
+        """The parameters that lie in a slice of the vector."""
+        return tuple(entry for entry in self.params if span.start <= entry.start < span.stop)
+
     def read(self, module: nn.Module) -> dict[str, Tensor]:
         """The model's vectors, copied: params (P,), stats (S,), counters (C,)."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -91,12 +95,15 @@ class Layout:
                 owner, _, leaf = entry.name.rpartition(".")
                 module.get_submodule(owner)._buffers[leaf] = entry.view(vector)
 
-    def flatten_gradient(self, grads: tuple[Tensor, ...]) -> Tensor:
-        """Per-parameter gradients, in `params` order, of any float type -> one float32 vector (P,)."""
-        vector = torch.empty(self.size, device=grads[0].device)
+    def flatten_gradient(self, grads: tuple[Tensor, ...], span: slice | None = None) -> Tensor:
+        """Per-parameter gradients, in `params` order, of any float type -> one float32 vector (P,); of the parameters
+        within `span` only, the slice of it."""
+        entries = self.params if span is None else self.within(span)
+        first = 0 if span is None else span.start
+        vector = torch.empty(sum(entry.size for entry in entries), device=grads[0].device)
         pairs = [
-            (vector[entry.start : entry.start + entry.size], entry.flat(grad))
-            for entry, grad in zip(self.params, grads, strict=True)
+            (vector[entry.start - first : entry.start - first + entry.size], entry.flat(grad))
+            for entry, grad in zip(entries, grads, strict=True)
         ]
         for kind in {source.dtype for _, source in pairs}:  # one fused copy for each type
             chosen = [pair for pair in pairs if pair[1].dtype == kind]

@@ -18,7 +18,8 @@ class Optimizer:
     kind: "sgd" or "adam". schedule: how lr moves over the rounds of a task: constant; linear, from lr towards 0
     (round i of R uses lr * (1 - i/R)); exponential, from lr at the first round to lr_end at the last; cosine,
     from lr to lr_end, which it would reach in round R.
-    state: "fresh" starts anew every round, "kept" carries momentum and moments from round to round on the client.
+    state: "fresh" starts anew every round, "kept" carries momentum and moments from round to round on the client,
+    "task" does so within a task.
     """
 
     kind: str = "sgd"
@@ -36,7 +37,7 @@ class Optimizer:
         for name, value, allowed in (
             ("kind", self.kind, ("sgd", "adam")),
             ("schedule", self.schedule, SCHEDULES),
-            ("state", self.state, ("fresh", "kept")),
+            ("state", self.state, ("fresh", "kept", "task")),
         ):
             if value not in allowed:
                 raise ValueError(f"optimizer.{name} must be one of {', '.join(allowed)}; got {value!r}")

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from everfed.core.data import Data
+from everfed.core.layout import Layout
 from everfed.core.message import Message
 from everfed.core.optimizer import Optimizer
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducer
 from everfed.core.schedule import Schedule, Table
+from everfed.core.substep import Substep
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
@@ -205,6 +207,15 @@ class Part:
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         """A rule on the flat gradient (P,)."""
         return gradient
+
+    def substeps(self, layout: Layout) -> tuple[Substep, ...]:
+        """Steps of its own around every training step, in order: with other parameters, another loss, another
+        optimiser."""
+        return ()
+
+    def substep(self, step: Step, name: str) -> Tensor:
+        """The loss of one of them."""
+        raise CompositionError(f"part {self.name!r} declares substep {name!r} but has no substep()")
 
     def after(self, step: Step) -> None:
         """After the optimiser: update own slots in place, those named in `changes` (and `step.params`, for a rule on

@@ -68,10 +68,13 @@ class Replica:
         """Every vector that training changes in place."""
         return [self.params, self.stats, self.counters, *([] if self.low is None else [self.low])]
 
-    def gradient(self, loss: Tensor) -> Tensor:
-        """(P,) float32 gradient of `loss`; zeros where it does not depend on a parameter."""
-        grads = torch.autograd.grad(loss, self.trainable, materialize_grads=True)
-        return self.layout.flatten_gradient(grads)
+    def gradient(self, loss: Tensor, span: slice | None = None) -> Tensor:
+        """(P,) float32 gradient of `loss`, or the slice `span` of it; zeros where it does not depend on a parameter."""
+        if span is None:
+            return self.layout.flatten_gradient(torch.autograd.grad(loss, self.trainable, materialize_grads=True))
+        chosen = {entry.name for entry in self.layout.within(span)}
+        some = [p for e, p in zip(self.layout.params, self.trainable, strict=True) if e.name in chosen]
+        return self.layout.flatten_gradient(torch.autograd.grad(loss, some, materialize_grads=True), span)
 
     def model(self) -> Model:
         """A copy of the vectors."""

@@ -17,6 +17,7 @@ from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, State, overrides
 from everfed.core.replica import Replica
+from everfed.core.substep import Course, Move
 from everfed.core.tree import Tree
 
 
@@ -61,6 +62,14 @@ class Step:
         self.all_outputs: Tensor = received  # of the real batch and the joined ones
         self.all_y: Tensor = received
         self.batches: dict[str, Batch] = {}
+        self.handed: dict[str, Tensor] = {}  # what a part's substeps hand on to what follows in the same step
+        self._course: Course | None = None
+
+    def course(self, parts: Sequence[Part]) -> Course:
+        """Who moves what; the same in all steps of a local training."""
+        if self._course is None:
+            self._course = Course.of(parts, self.layout)
+        return self._course
 
     @property
     def params(self) -> Tensor:
@@ -75,6 +84,7 @@ class Step:
         """Take the next minibatch and the parts' planned rows."""
         self.x, self.y, self.rows = x, y, rows
         self.batches = {}
+        self.handed = {}
 
     def inputs(self, x: Tensor) -> Tensor:
         """Samples in storage form as network inputs."""
@@ -97,7 +107,11 @@ class Step:
 def train_step(
     step: Step, parts: Sequence[Part], optimizer: Optimizer, moments: dict[str, Tensor], rate: Tensor
 ) -> Tensor:
-    """Forward, loss terms, backward, gradient rules, optimiser, the parts' own updates. Returns the loss, detached."""
+    """Forward, loss terms, backward, gradient rules, optimiser, the parts' own updates; substeps before and after.
+    Returns the loss of the step itself, detached."""
+    course = step.course(parts)
+    for move in course.before:
+        _substep(step, move, optimizer, moments, rate)
     for part in parts:
         step.batches.update(part.batches(step))
     _forward(step)
@@ -109,11 +123,20 @@ def train_step(
     with torch.no_grad():
         for part in parts:
             gradient = part.gradient(step, gradient)
-        optimizer.apply(step.params, gradient, moments, rate)
+        optimizer.apply(step.params[course.main], gradient[course.main], moments, rate)
         for part in parts:
             part.after(step)
         step.replica.refresh()
+    for move in course.after:
+        _substep(step, move, optimizer, moments, rate)
     return loss.detach()
+
+
+def _substep(step: Step, move: Move, optimizer: Optimizer, moments: dict[str, Tensor], rate: Tensor) -> None:
+    gradient = step.replica.gradient(move.part.substep(step, move.substep.name), move.span)
+    with torch.no_grad():
+        move.apply(step.params, gradient, moments, optimizer, rate)
+        step.replica.refresh()
 
 
 def _forward(step: Step) -> None:

@@ -62,7 +62,7 @@ class OptimizerSection(Section):
     eps: float = Field(1e-8, gt=0)
     schedule: Literal["constant", "linear", "exponential", "cosine"] = "constant"
     lr_end: float = Field(1e-3, gt=0)
-    state: Literal["fresh", "kept"] = "fresh"
+    state: Literal["fresh", "kept", "task"] = "fresh"
 
 
 class TrainSection(Section):

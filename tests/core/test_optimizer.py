@@ -102,7 +102,7 @@ def test_an_exponential_schedule_from_zero_stays_at_zero() -> None:
     [
         ({"kind": "lion"}, "optimizer.kind must be one of sgd, adam"),
         ({"schedule": "step"}, "optimizer.schedule must be one of constant, linear, exponential, cosine"),
-        ({"state": "lost"}, "optimizer.state must be one of fresh, kept"),
+        ({"state": "lost"}, "optimizer.state must be one of fresh, kept, task"),
         ({"lr": -0.1}, "optimizer.lr must be at least 0"),
         ({"lr": float("nan")}, "optimizer.lr must be at least 0"),
         ({"momentum": -1.0}, "optimizer.momentum must be at least 0"),
