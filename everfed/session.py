@@ -80,6 +80,10 @@ def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, st
     method.fit_stream(stream)
     if recipe.train.logits != "full" and stream.score != "accuracy":
         raise RecipeError(f"train.logits must be 'full' on a stream that is scored by {stream.score}")
+    if recipe.train.logits != "full" and not (stream.boundaries or stream.task_ids):
+        raise RecipeError(
+            "train.logits must be 'full' on a stream that hides its tasks: their classes would give them away"
+        )
     kind = recipe.model.kind
     extra = dict(recipe.model.model_extra or {})
     channels_last = engines.memory_format(recipe.engine) == "channels-last"
@@ -227,6 +231,7 @@ def _fingerprint(assembly: Assembly) -> str:
     stream = assembly.stream
     table = assembly.recipe.model_dump(mode="json", exclude={"engine", "compare"}, exclude_defaults=True)
     facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
+    facts += [files] if (files := getattr(stream, "fingerprint", "")) else []
     return digest(json.dumps([table, facts], sort_keys=True).encode())
 
 

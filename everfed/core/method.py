@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, HELD_OUT, HISTORY, TASK_ID, CompositionError, Part, overrides
+from everfed.core.part import BOUNDARIES, HELD_OUT, HISTORY, TASK_ID, TOGETHER, CompositionError, Part, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reducer
 from everfed.core.stream import Stream
@@ -14,7 +14,7 @@ from everfed.core.stream import Stream
 PERSONAL = "extras.personal/"  # where personal extra parameters are registered on a module
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()
-_STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT})
+_STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER})
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Method:
         return {phase: parts for phase, parts in seen.items() if parts}
 
     def fit_stream(self, stream: Stream) -> None:
-        """Refuse a stream that hides what a part needs."""
+        """Refuse a stream that hides what a part needs, or on which clients change tasks at different rounds where a
+        part needs them to do so together."""
         for part in self.parts:
             hidden = []
             if not stream.boundaries and (
@@ -84,6 +85,12 @@ class Method:
                 raise CompositionError(
                     f"method {self.name!r}: part {part.name!r} must know {' and '.join(hidden)}, "
                     f"but stream {stream.name!r} does not tell; choose another method or a stream with boundaries"
+                )
+            if getattr(stream, "asynchronous", False) and TOGETHER in part.needs:
+                raise CompositionError(
+                    f"method {self.name!r}: part {part.name!r} needs all clients to end a task in the same round, but "
+                    f"on stream {stream.name!r} each does by its own clock; choose another method, or leave out "
+                    "stream.asynchronous"
                 )
 
 

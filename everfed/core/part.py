@@ -42,6 +42,7 @@ BOUNDARIES = "boundaries"  # must know when a task begins or ends
 TASK_ID = "task_id"  # must know which task it is in
 HISTORY = "history"  # reads the data of earlier tasks (an upper bound, not a method for real clients)
 HELD_OUT = "held_out"  # measures on test sets (a look at a simulation, not a method for real clients)
+TOGETHER = "together"  # all clients must change tasks in the same round
 
 
 class CompositionError(ValueError):
@@ -239,6 +240,7 @@ __all__ = [
     "HELD_OUT",
     "HISTORY",
     "TASK_ID",
+    "TOGETHER",
     "CompositionError",
     "Message",
     "Model",

@@ -38,15 +38,6 @@ class When:
     every: int = 1
     offset: int = 0
 
-    def due(self, index: int, plan: RoundPlan) -> bool:
-        if self.kind == "first":
-            return index == 0
-        if self.kind == "begin":
-            return bool(plan.begins)
-        if self.kind == "end":
-            return bool(plan.ends)
-        return index % self.every == self.offset
-
     @property
     def needs_boundaries(self) -> bool:
         return self.kind in ("begin", "end")
@@ -85,6 +76,17 @@ class Phase:
     def needs_boundaries(self) -> bool:
         """Does it tell somebody when a task begins or ends?"""
         return self.when.needs_boundaries or self.cohort is Cohort.BOUNDARY
+
+    def due(self, index: int, plan: RoundPlan) -> bool:
+        """Does it run in this round? Tasks begin and end for the clients concerned (BOUNDARY), or for the server."""
+        when = self.when
+        if when.kind == "first":
+            return index == 0
+        if when.kind == "begin":
+            return bool(plan.begins) if self.cohort is Cohort.BOUNDARY else plan.task_opens
+        if when.kind == "end":
+            return bool(plan.ends) if self.cohort is Cohort.BOUNDARY else plan.task_closes
+        return index % when.every == when.offset
 
     def clients(self, plan: RoundPlan) -> tuple[int, ...]:
         if self.cohort is Cohort.SERVER:

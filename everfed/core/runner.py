@@ -10,13 +10,14 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from everfed.core import compact
 from everfed.core.context import Context
 from everfed.core.engine import ClientError, Engine
 from everfed.core.held_out import has_own_tests
@@ -28,6 +29,7 @@ from everfed.core.reduce import Sum
 from everfed.core.score import Exam, score_value
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
+from everfed.core.watch import Watcher
 from everfed.core.world import Moment, Place, World
 
 Event = dict[str, Any]
@@ -62,6 +64,7 @@ class RunState:
     samples: int = 0
     seconds: float = 0.0
     absent: Counter[str] = field(default_factory=Counter)  # how often clients did not count, by kind
+    watched: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the watchers remember
 
     @property
     def place(self) -> Place:
@@ -86,6 +89,7 @@ class RunState:
             "samples": self.samples,
             "seconds": self.seconds,
             "absent": self.absent,
+            "watched": self.watched,
         }
         return {"server": self.server, "plain": json.dumps(plain)}
 
@@ -95,6 +99,7 @@ class RunState:
         state = RunState(tree["server"])
         for name in ("round", "position", "repeat", "version", "curves", "samples", "seconds"):
             setattr(state, name, plain[name])
+        state.watched = plain.get("watched", {})
         state.held = {int(client): held for client, held in plain["held"].items()}
         state.rows = {int(task): row for task, row in plain["rows"].items()}
         state.traffic.up.update(plain["up"])
@@ -119,7 +124,9 @@ class Runner:
         notify: Callable[[Event], None] = lambda event: None,
         save: Callable[[RunState, bool], None] = lambda state, task_end: None,
         state: RunState | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
+        self.watchers = tuple(watchers)
         self.world, self.engine, self.evaluation = world, engine, evaluation
         self.notify, self.save = notify, save
         self.state = state or RunState(self._first_server_state(model))
@@ -161,7 +168,7 @@ class Runner:
         if block == index:
             return plan
         first = self.world.stream.round(block).participants
-        return RoundPlan(plan.task, first, plan.tasks, plan.begins, plan.ends, plan.evaluate, plan.notes)
+        return replace(plan, participants=first, notes={})
 
     def _agenda(self, index: int, plan: RoundPlan) -> Iterator[Phase]:
         method, every = self.world.method, self.world.options.sync_every
@@ -178,7 +185,7 @@ class Runner:
         method = self.world.method
         for phase in method.phases(position):
             ctx = self.world.server(phase.name, Moment(index, plan))
-            if phase.when.due(index, plan) and method.part(phase.owner).wanted(phase.name, ctx):
+            if phase.due(index, plan) and method.part(phase.owner).wanted(phase.name, ctx):
                 yield phase
 
     # phases ------------------------------------------------------------------------------------------------------
@@ -312,7 +319,6 @@ class Runner:
         return down
 
     def _report(self, phase: Phase, moment: Moment, intake: Intake, down: int, seconds: float) -> None:
-        clients = phase.clients(moment.plan)
         event: Event = {
             "event": "phase",
             "round": moment.round,
@@ -320,18 +326,31 @@ class Runner:
             "phase": phase.name,
             "repeat": moment.repeat,
             "repeats": phase.repeat,
-            "clients": list(clients) if len(clients) <= 100 else len(clients),
+            **_who(phase, moment.plan),
             "bytes_up": sum(intake.traffic.up.values()),
             "bytes_down": down,
             "seconds": seconds,
         }
-        if intake.trained:
-            event["loss"] = self._mean_loss(phase, moment, intake.trained)
+        if phase.name == TRAIN:
+            event |= moment.plan.notes
+        losses = self._losses(phase, moment, intake.trained) if intake.trained else None
+        if losses is not None:
+            event["loss"] = float(losses.mean())
             event["trained"] = len(intake.trained)
         self.notify({**event, **_absences(intake)})
+        if losses is not None:
+            self._watch(moment, {one.client: loss for one, loss in zip(intake.trained, losses.tolist(), strict=True)})
 
-    def _mean_loss(self, phase: Phase, moment: Moment, trained: list[Trained]) -> float:
-        """Mean over clients of their mean step loss; reads the device once. Raises Diverged."""
+    def _watch(self, moment: Moment, losses: dict[int, float]) -> None:
+        """Let the watchers look, and tell what they say."""
+        for watcher in self.watchers:
+            memory = self.state.watched.get(watcher.name, {})
+            self.state.watched[watcher.name], said = watcher.watch(memory, moment.round, losses)
+            for event in said:
+                self.notify({"round": moment.round, "task": moment.plan.task, **event})
+
+    def _losses(self, phase: Phase, moment: Moment, trained: list[Trained]) -> Tensor:
+        """(clients,) float64, each client's mean step loss; reads the device once. Raises Diverged."""
         sums = torch.stack([torch.as_tensor(one.loss).detach() for one in trained]).cpu().double()
         steps = torch.tensor([one.steps for one in trained], dtype=torch.float64)
         bad = [one.client for one, total in zip(trained, sums.tolist(), strict=True) if not math.isfinite(total)]
@@ -340,14 +359,15 @@ class Runner:
                 f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {moment.round} "
                 f"({len(bad)} of {len(trained)} clients); lower train.optimizer.lr or the method's weights"
             )
-        return float((sums / steps).mean())
+        return sums / steps
 
     # evaluation --------------------------------------------------------------------------------------------------
     def _evaluate(self, phase: Phase, moment: Moment) -> None:
         seen = moment.plan.task + 1
+        begun = max(moment.plan.task, *moment.plan.tasks.values()) + 1 if moment.plan.tasks else seen
         at_end = moment.plan.evaluate
         tasks = list(range(self.world.stream.tasks if self.evaluation.zero_shot and at_end else seen))
-        exam = Exam(tuple(tasks), seen, self.evaluation.split, self.evaluation.top_k)
+        exam = Exam(tuple(tasks), begun, self.evaluation.split, self.evaluation.top_k)
         counts = self._counts(phase, moment, exam).tolist()
         if at_end:
             missing = [None] * (self.world.stream.tasks - len(tasks))
@@ -381,8 +401,19 @@ class Runner:
         self._take_in(intake, phase, moment, message)
         if intake.absent:
             self.notify({"event": "absent", "round": moment.round, "phase": EVALUATE, **_absences(intake)})
-        counts: Tensor = intake.reduction.result()[EVALUATE]["counts"]
-        return counts
+        counts: Tensor | None = intake.reduction.result()[EVALUATE]["counts"]
+        return torch.zeros((len(exam.tasks), 4), dtype=torch.int64) if counts is None else counts  # nobody was there
+
+
+def _who(phase: Phase, plan: RoundPlan) -> Event:
+    """The clients of a phase, and their tasks where they differ from the round's; in short where they are many."""
+    clients = phase.clients(plan)
+    tasks = [plan.tasks.get(client, plan.task) for client in clients]
+    few = len(clients) <= compact.NAMED
+    event: Event = {"clients": list(clients) if few else compact.spans(clients)}
+    if any(task != plan.task for task in tasks):
+        event["tasks"] = tasks if few else compact.repeats(tasks)
+    return event
 
 
 def _absences(intake: Intake) -> Event:

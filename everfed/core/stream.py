@@ -24,6 +24,11 @@ class RoundPlan:
     tasks: the current task of every client that has one (participants at least).
     begins, ends: the clients whose task begins or ends with this round, whether or not they take part.
     evaluate: score every task after this round (the last round of a task).
+    notes: further facts that the events of this round's training tell (who was too late, say).
+
+    Where clients change tasks at different rounds: server_task is the task that the server is in (None: `task`), opens
+    and closes say whether a task begins or ends for the server (None: when one does for anybody).
+    drifting: clients that see more than one task at once; what they see is the stream's `data_in(client, round)`.
     """
 
     task: int
@@ -33,11 +38,35 @@ class RoundPlan:
     ends: tuple[int, ...] = ()
     evaluate: bool = False
     notes: Mapping[str, Any] = field(default_factory=dict)
+    server_task: int | None = None
+    opens: bool | None = None
+    closes: bool | None = None
+    drifting: frozenset[int] = frozenset()
+
+    @property
+    def task_of_server(self) -> int:
+        return self.task if self.server_task is None else self.server_task
+
+    @property
+    def task_opens(self) -> bool:
+        """Does a task begin for the server?"""
+        return bool(self.begins) if self.opens is None else self.opens
+
+    @property
+    def task_closes(self) -> bool:
+        """Does a task end for the server?"""
+        return bool(self.ends) if self.closes is None else self.closes
 
 
 @runtime_checkable
 class Stream(Protocol):
-    """Deterministic in its own seed alone, so that every method of a comparison sees the same stream."""
+    """Deterministic in its own seed alone, so that every method of a comparison sees the same stream.
+
+    A stream may have more: `asynchronous = True`, when clients change tasks at different rounds, with
+    `clock_of(client, round) -> (rounds of its task behind it, rounds that it lasts)`; `data_in(client, round)`, for
+    clients that drift; tests or labels that differ by client (`everfed.core.score`); `loss` and `measure`;
+    `fingerprint`, text that tells what was read from files beside the data.
+    """
 
     name: str
     clients: int

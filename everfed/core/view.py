@@ -19,12 +19,16 @@ TOLD = frozenset(
 )  # fmt: skip
 
 
+OF_TASKS = frozenset({"tasks", "labels", "labels_of"})  # not told where tasks are hidden
+
+
 class StreamView:
     """The attributes of a stream in `TOLD`, and those that the stream itself names in `told`; others are refused."""
 
     def __init__(self, stream: Stream) -> None:
         own: frozenset[str] = getattr(stream, "told", frozenset())
-        self._told = {name: getattr(stream, name) for name in TOLD | own if hasattr(stream, name)}
+        hidden = frozenset() if stream.boundaries or stream.task_ids else OF_TASKS
+        self._told = {name: getattr(stream, name) for name in (TOLD | own) - hidden if hasattr(stream, name)}
         self._known = frozenset(name for name in dir(stream) if not name.startswith("_"))
         self._round = stream.round
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,7 +46,10 @@ class World:
     held_out: HeldOut = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        """A stream that hides its tasks looks like a single one, to hooks and to the learning rate's schedule."""
         object.__setattr__(self, "held_out", HeldOut(self.stream))
+        if not (self.stream.boundaries or self.stream.task_ids):
+            object.__setattr__(self, "facts", replace(self.facts, tasks=1, rounds_per_task=self.facts.rounds))
 
     @property
     def personal(self) -> bool:
@@ -60,7 +63,7 @@ class World:
         if moment is None:
             return Context(self.seed, self.facts, self.options, phase=phase)
         place = (moment.round, phase, moment.repeat)
-        task = self._told(moment.plan.task)
+        task = self._told(moment.plan.task_of_server)
         return Context(self.seed, self.facts, self.options, *place, current_task=task, trainer=trainer)
 
     def _told(self, task: int | None) -> int | None:
@@ -79,18 +82,30 @@ class World:
             moment.repeat,
             client,
             current_task=self._told(task),
-            rate=self.options.optimizer.rate(moment.round % self.facts.rounds_per_task, self.facts.rounds_per_task),
+            rate=self.options.optimizer.rate(*self._progress(client, moment.round)),
             trainer=trainer,
             past=self._past(client, task),
             tests=self.held_out if phase.name == EVALUATE or self.method.needs(HELD_OUT) else None,
             allowed_labels=self._allowed(client, task),
         )
 
+    def _progress(self, client: int, index: int) -> tuple[int, int]:
+        """(rounds of the client's task behind it, rounds that it lasts), as far as the client may know."""
+        clock = getattr(self.stream, "clock_of", None)
+        length = self.facts.rounds_per_task
+        if clock is None or not self.stream.boundaries:
+            return index % length, length
+        within: tuple[int, int] = clock(client, index)
+        return within
+
     def data(self, client: int, phase: Phase, moment: Moment) -> Data:
         """What the client sees now."""
         task = moment.plan.tasks.get(client)
         if task is None or phase.name == EVALUATE:
             return _no_data(self.stream)
+        if client in moment.plan.drifting:
+            seen: Data = self.stream.data_in(client, moment.round)  # type: ignore[attr-defined]
+            return seen
         return self.stream.data(client, task)
 
     def _past(self, client: int, task: int | None) -> Callable[[], list[Data]] | None:

@@ -14,17 +14,17 @@ _SHARE = 0.3  # of the memory that is free at the start
 
 
 class DeviceData:
-    """What (client, task) sees, on the device."""
+    """What (client, task) sees, on the device; where tasks mix, what it sees in a round."""
 
     def __init__(self, device: torch.device, budget: int | None = None) -> None:
         self.device = device
         self.budget = int(torch.cuda.mem_get_info(device)[0] * _SHARE) if budget is None else budget
-        self._kept: OrderedDict[tuple[int, int | None], Data] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int | None, int | None], Data] = OrderedDict()
         self._bytes = 0
 
     def get(self, world: World, client: int, phase: Phase, moment: Moment) -> Data:
         task = None if phase.name == EVALUATE else moment.plan.tasks.get(client)
-        key = (client, task)
+        key = (client, task, moment.round if client in moment.plan.drifting else None)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]

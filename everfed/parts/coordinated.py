@@ -83,6 +83,11 @@ class Coordinated(Policy):
         if self.speakers not in COHORTS:
             raise ValueError(f"speakers must be one of {', '.join(COHORTS)}; got {self.speakers!r}")
 
+    @property
+    def together(self) -> bool:  # type: ignore[override]
+        """A mean over the few clients whose task happens to end now would coordinate nobody."""
+        return self.exchanges > 0
+
     def phases(self, owner: str) -> tuple[Phase, ...]:
         if self.exchanges == 0:
             return super().phases(owner)

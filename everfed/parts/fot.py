@@ -30,7 +30,7 @@ from everfed.core.fit import on_device
 from everfed.core.layout import Entry
 from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, Part, State
+from everfed.core.part import TOGETHER, Model, Part, State
 from everfed.core.phase import END, Cohort, Phase
 from everfed.core.reduce import Mean, Sum
 from everfed.core.tree import Tree
@@ -53,6 +53,8 @@ class FOT(Part):
     max_rank: int = 0
 
     name: ClassVar[str] = "fot"
+    # what is protected once one client has finished a task is what the others would still have to learn
+    needs: ClassVar[frozenset[str]] = frozenset({TOGETHER})
 
     def __post_init__(self) -> None:
         if not 0.0 < self.threshold <= 1.0:

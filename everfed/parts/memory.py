@@ -18,7 +18,7 @@ from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.fit import Fitted
 from everfed.core.message import MODEL
-from everfed.core.part import Part, State, Tables
+from everfed.core.part import TOGETHER, Part, State, Tables
 from everfed.core.phase import Phase
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Step
@@ -70,6 +70,10 @@ class Memory(Part):
     @property
     def capturable(self) -> bool:  # type: ignore[override]
         return self.chooser.capturable
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({TOGETHER}) if self.chooser.together else frozenset()
 
     @property
     def silent(self) -> frozenset[str]:  # type: ignore[override]

@@ -67,6 +67,7 @@ class Policy:
     needs_model: ClassVar[bool] = True  # must the model be sent to clients for them to choose?
     needs_classes: ClassVar[bool] = False  # is every target a class?
     capturable: ClassVar[bool] = True  # may what it does in a training step be captured?
+    together: ClassVar[bool] = False  # must all clients choose in the same round?
 
     def host(self, size: int) -> Tree:
         """What it remembers beside the buffer, on the host."""

@@ -46,9 +46,11 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def classes_of(ctx: Context, tasks: Iterable[int]) -> Tensor:
-    """The classes of some tasks together, ascending."""
+    """The classes of some tasks together, ascending: of the client's own, where clients' tasks differ."""
     stream = ctx.train.stream
-    return torch.tensor(sorted({label for task in tasks for label in stream.labels(task)}), dtype=torch.int64)
+    own = getattr(stream, "labels_of", None) if ctx.client is not None else None
+    found = (stream.labels(task) if own is None else own(ctx.client, task) for task in tasks)
+    return torch.tensor(sorted({label for labels in found for label in labels}), dtype=torch.int64)
 
 
 def tasks_before(ctx: Context) -> range:

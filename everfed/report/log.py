@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from everfed.core.compact import from_repeats, from_spans
+
 TRAIN = "train"
 INTERRUPTION = "KeyboardInterrupt"
 CHUNK = 1 << 20  # bytes read at a time
@@ -179,14 +181,14 @@ class Log:
 
     def _phase_line(self, event: dict[str, Any]) -> PhaseLine:
         clients, phase = event["clients"], str(event["phase"])
-        named = self._cohort(clients) if isinstance(clients, list) else None
-        tasks = event.get("tasks")
+        named = None if isinstance(clients, int) else self._cohort(clients, from_spans)
+        tasks = self._cohort(event["tasks"], from_repeats) if "tasks" in event else None
         return PhaseLine(
             round=int(event["round"]),
             task=int(event["task"]),
             phase=phase,
             clients=named,
-            tasks=self._cohort(tasks) if isinstance(tasks, list) and named and len(tasks) == len(named) else None,
+            tasks=tasks if tasks and named and len(tasks) == len(named) else None,
             asked=len(named) if named is not None else int(clients),
             trained=int(event.get("trained", 0)) if phase == TRAIN else None,
             loss=_number(event.get("loss")),
@@ -195,9 +197,10 @@ class Log:
             seconds=float(event["seconds"]),
         )
 
-    def _cohort(self, clients: list[Any]) -> tuple[int, ...]:
-        """Equal cohorts are kept once: with full participation every round has the same."""
-        cohort = tuple(int(client) for client in clients)
+    def _cohort(self, told: list[Any] | str, read: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
+        """A list of numbers, or many of them in short. Equal ones are kept once: with full participation every round
+        has the same."""
+        cohort = read(told) if isinstance(told, str) else tuple(int(number) for number in told)
         return self._cohorts.setdefault(cohort, cohort)
 
     def _take_evaluation(self, event: dict[str, Any]) -> None:

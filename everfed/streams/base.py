@@ -17,7 +17,8 @@ from everfed.data.errors import PartitionError
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
 from everfed.streams.cache import DataCache
-from everfed.streams.draws import cohort_size, generator, participants
+from everfed.streams.calendar import Calendar
+from everfed.streams.draws import cohort_size, generator
 from everfed.streams.options import (
     USUAL_NORMALISATION,
     OptionError,
@@ -50,7 +51,8 @@ class Division:
 
 
 class IncrementalStream:
-    """Tasks one after the other, at the same rounds for all clients; `rounds_per_task` rounds each.
+    """Tasks one after the other, `rounds_per_task` rounds each, at the same rounds for all clients or by clocks of
+    their own.
 
     Everything drawn comes from `seed` and a purpose, so every method of a comparison sees the same stream. A scenario
     says which classes a task has (`classes_of`), how its samples look (`view`), and which division among clients it
@@ -68,14 +70,22 @@ class IncrementalStream:
         require_whole("seed", seed, least=0)
         require_whole("rounds_per_task", rounds_per_task)
         require_number("scale", scale, above=0.0, to=1.0)
-        self.options, self.seed, self.scale = options, seed, scale
-        self.clients, self.tasks, self.boundaries = options.clients, options.tasks, options.boundaries
-        self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * options.tasks
+        self.scale = scale
+        self._set_out(options, seed, rounds_per_task)
         self._use(_formatted(source, options))
         # All divisions are drawn here, so that one that cannot be drawn is refused before any training.
-        self._divisions = {d: self._divide(d) for d in {self.division_of(t) for t in range(self.tasks)}}
+        self._divisions = {d: self._divide(d) for d in {self.division_of(t) for t in range(options.tasks)}}
         self._check_tests()
         self._cache = DataCache(CACHE_BYTES)
+
+    def _set_out(self, options: Options, seed: int, rounds_per_task: int) -> None:
+        """Who is where when."""
+        self.options, self.seed = options, seed
+        self.clients, self.tasks, self.boundaries = options.clients, options.episodes, options.boundaries
+        self.task_ids = type(self).task_ids and options.boundaries
+        self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * self.tasks
+        self.calendar = Calendar(options, self.tasks, rounds_per_task, seed)
+        self.asynchronous, self.fingerprint = self.calendar.asynchronous, self.calendar.fingerprint
 
     def _use(self, source: Source) -> None:
         """Take what is needed of the source, and refuse options that do not fit it."""
@@ -110,26 +120,34 @@ class IncrementalStream:
 
     def round(self, index: int) -> RoundPlan:
         """The plan of round `index`. With hidden boundaries nobody is said to begin or end."""
-        _require_index("round", index, self.rounds)
-        task, within = divmod(index, self.rounds_per_task)
-        everyone = tuple(range(self.clients))
-        last = within == self.rounds_per_task - 1
-        return RoundPlan(
-            task=task,
-            participants=participants(self.seed, index, self.clients, self.options.participation),
-            tasks=dict.fromkeys(everyone, task),
-            begins=everyone if within == 0 and self.boundaries else (),
-            ends=everyone if last and self.boundaries else (),
-            evaluate=last,
-        )
+        return self.calendar.plan(index)
+
+    def clock_of(self, client: int, index: int) -> tuple[int, int]:
+        """(rounds of the client's task behind it, rounds that it lasts)."""
+        return self.calendar.within(client, index)
 
     def data(self, client: int, task: int) -> Data:
-        """What `client` sees in `task`; ids are task * (size of the source) + position in the source."""
+        """What `client` sees in `task`; ids are task * (size of the source) + position in the source. A task that comes
+        again brings the same samples."""
         _require_index("client", client, self.clients)
         _require_index("task", task, self.tasks)
-        rows = self._divisions[self.division_of(task)][client]
+        kind = self.options.kind_of(task)
+        rows = self._divisions[self.division_of(kind)][client]
+        if self.options.holds_nothing(client, kind):
+            rows = rows[:0]
         x, y = self.source.x_train, self._y_train
-        return self._cache.get((client, task), lambda: self._materialise(x, y, rows, task))
+        return self._cache.get((client, kind), lambda: self._materialise(x, y, rows, kind))
+
+    def data_in(self, client: int, index: int) -> Data:
+        """What a drifting client sees in round `index`: some samples of its task, and some of the next already."""
+        task, share = self.calendar.task_of(client, index), self.calendar.coming(client, index)
+        rng = generator(self.seed, "drift", client, index)
+        old, new = self.data(client, task), self.data(client, task + 1)
+        some = [
+            data.take(np.sort(rng.permutation(len(data))[: round(part * len(data))]))
+            for data, part in ((old, 1 - share), (new, share))
+        ]
+        return Data.union(some)
 
     def test(self, task: int, split: str = "test") -> Data:
         """The test samples of `task`, or the validation samples held out of the training data."""
@@ -140,12 +158,13 @@ class IncrementalStream:
             raise OptionError(
                 "validation", "no validation split was held out; set a share that gives at least one sample"
             )
-        return self._cache.get((split, task), lambda: self._held_out(task, split))
+        kind = self.options.kind_of(task)
+        return self._cache.get((split, kind), lambda: self._held_out(kind, split))
 
     def labels(self, task: int) -> tuple[int, ...]:
         """The classes of `task`, ascending."""
         _require_index("task", task, self.tasks)
-        return self.classes_of(task)
+        return self.classes_of(self.options.kind_of(task))
 
     def inputs(self, x: Tensor) -> Tensor:
         """uint8 images scaled to [0, 1] and normalised; float features normalised; tokens as they are."""
@@ -187,13 +206,15 @@ class IncrementalStream:
     # How data comes about
 
     def _check_tests(self) -> None:
-        for task in range(self.tasks):
+        for task in range(self.options.tasks):
             if not len(self._pool(self._rows.test, self._y_test, task)):
-                raise OptionError("tasks", f"task {task + 1} of {self.tasks} has no test sample to be scored on")
+                raise OptionError(
+                    "tasks", f"task {task + 1} of {self.options.tasks} has no test sample to be scored on"
+                )
 
     def _pool(self, rows: np.ndarray, y: np.ndarray, task: int) -> np.ndarray:
         """The rows whose class belongs to `task`."""
-        return rows[np.isin(y[rows], self.labels(task))]
+        return rows[np.isin(y[rows], self.classes_of(task))]
 
     def _divide(self, division: int) -> Division:
         pool = self._pool(self._rows.train, self._y_train, division)
@@ -202,7 +223,9 @@ class IncrementalStream:
         try:
             parts = partition(kind, self._y_train[pool], self.clients, rng, **chosen)
         except PartitionError as problem:
-            raise OptionError("partition", f"{kind!r} in task {division + 1} of {self.tasks}: {problem}") from problem
+            raise OptionError(
+                "partition", f"{kind!r} in task {division + 1} of {self.options.tasks}: {problem}"
+            ) from problem
         return Division.of([pool[part] for part in parts])
 
     def _held_out(self, task: int, split: str) -> Data:

@@ -35,7 +35,7 @@ class ClassIncremental(IncrementalStream):
         order = np.arange(self.classes)
         if self.class_order == "shuffled":
             order = generator(self.seed, "class order").permutation(self.classes)
-        return [tuple(sorted(block.tolist())) for block in np.array_split(order, self.tasks)]
+        return [tuple(sorted(block.tolist())) for block in np.array_split(order, self.options.tasks)]
 
     def classes_of(self, task: int) -> tuple[int, ...]:
         """The classes that `task` brings."""

@@ -61,7 +61,7 @@ class DomainIncremental(IncrementalStream):
 
     def facts(self) -> dict[str, Any]:
         """The transform, with the angle or the fingerprint of the permutation of every task."""
-        tasks = range(self.tasks)
+        tasks = range(self.options.tasks)
         if self.transform == "rotate":
             return {"transform": self.transform, "angles": [self.angle(t) for t in tasks]}
         orders = [self.permutation(t).astype("<i8").tobytes() for t in tasks]

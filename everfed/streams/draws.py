@@ -14,15 +14,6 @@ def generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, word, len(keys), *keys]))
 
 
-def participants(seed: int, index: int, clients: int, ratio: float) -> tuple[int, ...]:
-    """The clients that take part in round `index`: max(1, round(ratio * K)), uniform without replacement, ascending."""
-    count = cohort_size(clients, ratio)
-    if count == clients:
-        return tuple(range(clients))
-    chosen = generator(seed, "participation", index).choice(clients, size=count, replace=False)
-    return tuple(sorted(chosen.tolist()))
-
-
 def cohort_size(clients: int, ratio: float) -> int:
     """How many clients take part in a round."""
     return max(1, round(ratio * clients))

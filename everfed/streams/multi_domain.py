@@ -63,7 +63,7 @@ class MultiDomain(IncrementalStream):
         ends = self._train_ends if y is self._y_train else self._test_ends
         return rows[(rows >= ends[task]) & (rows < ends[task + 1])]
 
-    def labels(self, task: int) -> tuple[int, ...]:
+    def classes_of(self, task: int) -> tuple[int, ...]:
         """All classes, in every task."""
         return tuple(range(self.source.classes))
 
@@ -82,7 +82,7 @@ class MultiDomain(IncrementalStream):
                 "train": len(self._pool(self._rows.train, self._y_train, task)),
                 "test": len(self._pool(self._rows.test, self._y_test, task)),
             }
-            for task in range(self.tasks)
+            for task in range(self.options.tasks)
         ]
         origins = [source.origin for source in self.domains.sources]
         return {"domains": list(self.domains.names), "origins": origins, "samples_per_domain": counts}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,11 @@ class Options:
     augment: "none" or "crop-flip". validation: share of every class held out of the training data, [0, 1).
     boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
     image_size, channels: bring images to this format first. encoder: what makes vectors of texts ("auto" by default).
+
+    asynchronous: each client changes tasks by its own clock (`everfed.streams.clocks`). availability, deadline: clients
+    come and go, and answer late (`everfed.streams.attendance`). without: {client: tasks in which it holds no data}.
+    order: the tasks in the order in which they come, again where they recur, counted from 0. drift: in so many rounds
+    before a change the next task's samples come in gradually; needs boundaries = False.
     """
 
     tasks: int = 5
@@ -55,6 +60,12 @@ class Options:
     image_size: int | None = None
     channels: int | None = None
     encoder: str | None = None
+    asynchronous: Mapping[str, Any] | None = None
+    availability: Mapping[str, Any] | None = None
+    deadline: Mapping[str, Any] | None = None
+    without: Mapping[str, Any] | None = None
+    order: Sequence[int] | None = None
+    drift: int = 0
 
     def __post_init__(self) -> None:
         require_whole("tasks", self.tasks)
@@ -72,6 +83,23 @@ class Options:
         _check_partition(self.partition)
         if self.normalise is not None:
             normalisation(self.normalise)
+        require_whole("drift", self.drift, least=0)
+        if self.drift and self.boundaries:
+            raise OptionError("drift", "nobody can say when a task ends that ends gradually; set boundaries = false")
+        _check_order(self.order, self.tasks)
+        _check_without(self.without, self.clients, self.tasks)
+
+    @property
+    def episodes(self) -> int:
+        """How many tasks come one after the other, recurring ones counted every time."""
+        return self.tasks if self.order is None else len(self.order)
+
+    def kind_of(self, episode: int) -> int:
+        """Which task it is that comes in this place."""
+        return episode if self.order is None else self.order[episode]
+
+    def holds_nothing(self, client: int, kind: int) -> bool:
+        return self.without is not None and kind in self.without.get(str(client), ())
 
 
 def normalisation(value: str | Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -126,6 +154,26 @@ def _check_partition(partition: Any) -> None:
         check_options(partition["kind"], {k: v for k, v in partition.items() if k != "kind"})
     except PartitionError as problem:
         raise OptionError("partition", str(problem)) from problem
+
+
+def _check_order(order: Any, tasks: int) -> None:
+    if order is None:
+        return
+    numbers = isinstance(order, (list, tuple)) and all(type(task) is int and 0 <= task < tasks for task in order)
+    if not numbers or not order:
+        raise OptionError("order", f"expected a list of task numbers from 0 to {tasks - 1}, got {order!r}")
+
+
+def _check_without(without: Any, clients: int, tasks: int) -> None:
+    if without is None:
+        return
+    if not isinstance(without, Mapping):
+        raise OptionError("without", f"expected a table {{ client = [tasks] }}, got {without!r}")
+    for client, held in without.items():
+        if not str(client).isdigit() or int(client) >= clients:
+            raise OptionError("without", f"client {client!r} is not one of 0 to {clients - 1}")
+        if not isinstance(held, (list, tuple)) or not all(type(task) is int and 0 <= task < tasks for task in held):
+            raise OptionError(f"without.{client}", f"expected a list of tasks from 0 to {tasks - 1}, got {held!r}")
 
 
 def _numbers(key: str, value: Any) -> tuple[float, ...]:

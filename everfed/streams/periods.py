@@ -24,7 +24,7 @@ from everfed.streams.draws import cohort_size, generator
 from everfed.streams.masking import mask_tokens, masked_counts, masked_loss
 from everfed.streams.options import OptionError, Options, require_number, require_whole
 
-_MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels", "encoder")
+_MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels", "encoder", "order")
 
 
 class Division(NamedTuple):
@@ -73,9 +73,8 @@ class Periods(IncrementalStream):
         require_whole("vocabulary", vocabulary, least=len(SPECIAL) + 1)
         require_whole("length", length, least=3)
         require_number("mask_rate", mask_rate, above=0.0, to=1.0)
-        self.utterances, self.options, self.seed, self.scale = source, options, seed, scale
-        self.clients, self.tasks, self.boundaries = options.clients, options.tasks, options.boundaries
-        self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * options.tasks
+        self.utterances, self.scale = source, scale
+        self._set_out(options, seed, rounds_per_task)
         self.mask_rate, self.input_shape = mask_rate, (length,)
         self.name = f"{source.name}-periods"
         if source.dated:
@@ -94,6 +93,8 @@ class Periods(IncrementalStream):
         """The client's training utterances of the period, with their masks; ids are positions in the file."""
         user = self.chosen[_within("client", client, self.clients)]
         rows = self._train[_within("task", task, self.tasks)].get(int(user), np.zeros(0, dtype=np.int64))
+        if self.options.holds_nothing(client, task):
+            rows = rows[:0]
         return self._cache.get((client, task), lambda: self._masked(rows, "train", int(user), task))
 
     def test(self, task: int, split: str = "test") -> Data:
@@ -123,7 +124,7 @@ class Periods(IncrementalStream):
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, and how many utterances every client has in every period."""
-        given = ("tasks", "clients", "participation", "validation", "boundaries", "max_train", "max_test")
+        given = [f.name for f in fields(Options) if f.name not in _MEANINGLESS]
         return {
             "name": self.name,
             "scenario": self.scenario,

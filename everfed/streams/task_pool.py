@@ -97,6 +97,8 @@ class TaskPool(IncrementalStream):
         """The client's training samples of its task's classes; ids are task * (size of the source) + position."""
         labels = self.labels_of(client, task)
         x, y, rows = self.source.x_train, self._y_train, self._divisions[0][client]
+        if self.options.holds_nothing(client, task):
+            rows = rows[:0]
         return self._cache.get((client, task), lambda: self._materialise(x, y, rows[np.isin(y[rows], labels)], task))
 
     # What a scenario decides
@@ -201,6 +203,8 @@ def _check(classes: int, options: Options, per_task: int, overlap: str) -> None:
     """Refuse what no pool can be made of."""
     if classes % per_task:
         raise OptionError("classes_per_task", f"{per_task} does not divide the {classes} classes")
+    if options.order is not None:
+        raise OptionError("order", "every client of a task pool has an order of its own; leave it out")
     if options.partition["kind"] != "iid":
         raise OptionError("partition", "a task pool divides by sample_split; leave partition out")
     if overlap == "forbid" and options.clients * per_task > classes:

@@ -314,7 +314,7 @@ def test_a_user_s_own_part_enters_by_its_name() -> None:
 # phases --------------------------------------------------------------------------------------------------------------
 def due(when: When, rounds: int = 6) -> list[int]:
     stream = Toy(tasks=2, rounds_per_task=3)
-    return [index for index in range(rounds) if when.due(index, stream.round(index))]
+    return [index for index in range(rounds) if Phase("x", "own", when=when).due(index, stream.round(index))]
 
 
 def test_in_which_rounds_a_phase_runs() -> None:

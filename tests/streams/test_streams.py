@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from everfed.core.stream import Stream
 from everfed.streams import PARTITIONS, SCENARIOS, build, from_arrays
+from everfed.streams.attendance import Attendance
 from everfed.streams.cache import DataCache
-from everfed.streams.draws import generator, participants
+from everfed.streams.draws import generator
 
 SHARED = {"dataset": "digits", "tasks": 5, "clients": 4}
 TABLES = [
@@ -161,6 +162,10 @@ def test_scale_and_caps_shrink_every_class_alike(table):
     assert np.abs(share - full / 2).max() <= 1
     capped = stream(table, max_train=100, max_test=50)
     assert capped.describe()["samples"] == {"train": 100, "validation": 0, "test": 50}
+
+
+def participants(seed, index, clients, ratio):
+    return Attendance(clients, ratio, seed).chosen(index)[0]
 
 
 @given(st.integers(1, 60), st.floats(0.001, 1.0), st.integers(0, 10_000), st.integers(0, 2**32 - 1))
