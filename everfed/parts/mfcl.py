@@ -27,7 +27,7 @@ from everfed.core.companion import evaluated, first_vectors
 from everfed.core.context import Context
 from everfed.core.message import MODEL, Once
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, CompositionError, Model, Part, State, Tables, refuse_personal
+from everfed.core.part import BOUNDARIES, TOGETHER, CompositionError, Model, Part, State, Tables, refuse_personal
 from everfed.core.phase import END, TRAIN, Cohort, Phase
 from everfed.core.schedule import Schedule
 from everfed.core.step import Batch, Step
@@ -90,7 +90,8 @@ class MFCL(Part):
     keep_adam: bool = False
 
     name: ClassVar[str] = "mfcl"
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
+    # the generator makes samples of the classes that a client has behind it: the same for all
+    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES, TOGETHER})
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

@@ -15,7 +15,7 @@ from everfed import methods
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
+from everfed.core.part import TOGETHER, CompositionError
 from everfed.streams import clocks
 from everfed.streams.options import OptionError
 from tests.parity.test_processes import on_processes
@@ -165,14 +165,10 @@ def test_events_tell_the_task_of_every_client() -> None:
 
 
 # methods -------------------------------------------------------------------------------------------------------------
-def refused(name: str) -> bool:
-    return any(kind in name for kind in ("fot", "coordinated")) and "uncoordinated" not in name
-
-
 @pytest.mark.parametrize("name", each_preset())
 def test_every_method_runs_or_is_refused_with_the_reason(name: str) -> None:
     bench = Bench(name, stream=small_stream(asynchronous=JITTER), train=TrainOptions(1, 12, Optimizer(lr=0.05)))
-    if refused(name):
+    if bench.build_method().needs(TOGETHER):
         with pytest.raises(CompositionError, match="needs all clients to end a task in the same round.*own clock"):
             bench.build_method().fit_stream(bench.stream)
         return
@@ -193,6 +189,10 @@ def test_engines_agree_and_a_run_resumes_bit_for_bit(name: str) -> None:
     assert_resumes(bench, 5)
 
 
-def test_only_the_coordinated_choice_must_be_made_together() -> None:
-    assert methods.build("coordinated").part("memory").needs == {"together"}
-    assert methods.build("er").part("memory").needs == frozenset()
+def test_who_must_change_tasks_together() -> None:
+    """A choice that all clients make together, a subspace that all must stay out of, a generator of the classes that
+    all have behind them; nobody who needs no boundary, and nobody whose work at a task's end is each client's own."""
+    for name in ("coordinated", "coordinated-4", "fot", "mfcl"):
+        assert methods.build(name).needs(TOGETHER)
+    for name in ("fedavg", "er", "der", "agem", "fedgp+der", "ewc", "si", "fedssi", "ogd", "lwf", "stamp", "herding"):
+        assert not methods.build(name).needs(TOGETHER)
