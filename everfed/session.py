@@ -312,6 +312,7 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
             "samples": state.samples,
             **({"absent": dict(state.absent)} if state.absent else {}),
         },
+        **_conclusions(assembly, state),
         "environment": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -320,6 +321,13 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
             **environment,
         },
     }
+
+
+def _conclusions(assembly: Assembly, state: RunState) -> dict[str, Any]:
+    """What parts say of the run, by part; nothing for most methods."""
+    said = {part.name: part.conclude(state.server) for part in assembly.method.parts}
+    said = {name: facts for name, facts in said.items() if facts}
+    return {"parts": said} if said else {}
 
 
 def _last_full_row(state: RunState) -> list[list[float] | None]:

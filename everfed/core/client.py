@@ -18,7 +18,7 @@ from everfed.core.fit import Fitted
 from everfed.core.message import MODEL
 from everfed.core.method import Method
 from everfed.core.part import HELD_OUT, Model, State, overrides
-from everfed.core.phase import EVALUATE, TRAIN, Phase
+from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
 from everfed.core.score import Exam, score_tasks
 from everfed.core.tree import Tree
 
@@ -49,6 +49,20 @@ def run_client(
     message: None in a round in which nothing is sent; the client then goes on from its own weights and the last message
     it got. A client without data does not train and sends nothing.
     """
+    state, reply = _answer(method, phase, state, message, data, ctx)
+    if phase.position is Position.INSIDE:
+        return state, reply
+    for part in method.parts:
+        if overrides(part, "seal"):
+            own, reply = part.seal(state, phase, message or {}, reply, ctx)
+            state = {**state, part.name: own} if own else state
+    return state, reply
+
+
+def _answer(
+    method: Method, phase: Phase, state: State, message: dict[str, Tree] | None, data: Data, ctx: Context
+) -> tuple[State, Reply]:
+    """The phase itself, before anything is sealed."""
     if message is None:
         if MODEL not in state[OWN]:  # it had no data when the others began; it waits for the next synchronisation
             return state, Reply({})

@@ -7,6 +7,7 @@ version already: a frozen generator, a knowledge base, the model itself when an 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,44 @@ class Once:
     value: Tree | Tensor
 
 
-Message = dict[str, dict[str, Any]]  # part -> {key: leaf, tree or Once}
+@dataclass(frozen=True)
+class Each:
+    """A payload of its own for each client; nobody receives another's, and a client that is not named receives none."""
+
+    values: Mapping[int, Tree | Tensor]
+
+
+Message = dict[str, dict[str, Any]]  # part -> {key: leaf, tree, Once or Each}
+
+
+def addressed(message: Message, client: int) -> Message:
+    """What of `message` goes to `client`: its own payload in place of every `Each`."""
+    return {
+        part: {
+            key: value.values[client] if isinstance(value, Each) else value
+            for key, value in values.items()
+            if not isinstance(value, Each) or client in value.values
+        }
+        for part, values in message.items()
+    }
+
+
+def common(message: Message) -> Message:
+    """What of `message` goes to every client."""
+    return {part: {k: v for k, v in tree.items() if not isinstance(v, Each)} for part, tree in message.items()}
+
+
+def own(message: Message, client: int) -> Message:
+    """What of `message` goes to `client` alone."""
+    found = addressed(message, client)
+    only = {part: {k: found[part][k] for k, v in tree.items() if isinstance(v, Each) and k in found[part]}
+            for part, tree in message.items()}  # fmt: skip
+    return {part: tree for part, tree in only.items() if tree}
+
+
+def with_own(message: Message, alone: Message) -> Message:
+    """`common` and `own` together again."""
+    return {**message, **{part: {**message.get(part, {}), **tree} for part, tree in alone.items()}}
 
 
 def unwrap(message: Message) -> dict[str, Tree]:

@@ -29,6 +29,7 @@ from everfed.core.substep import Substep
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
+    from everfed.core.client import Reply
     from everfed.core.context import Context
     from everfed.core.fit import Fitted
     from everfed.core.step import Batch, Step
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 State = dict[str, Tree]  # part -> slots
 Model = dict[str, Tensor]  # params, stats, counters
 Tables = dict[str, Table]
+Reduced = dict[str, dict[str, Any]]  # part -> reply key -> reduced value
+Weights = dict[str, dict[str, float]]
 
 # what `needs` may name beside other parts
 BOUNDARIES = "boundaries"  # must know when a task begins or ends
@@ -59,6 +62,7 @@ class Part:
     aggregates: ClassVar[bool] = False  # does it own aggregation? Exactly one part of a method does
     personal: ClassVar[bool] = False  # are its models scored on the clients, personalised?
     changes: ClassVar[frozenset[str] | None] = None  # of its slots, those that steps change in place; None: all of them
+    seals: ClassVar[frozenset[str]] = frozenset()  # what its seal() may add to any reply
     silent: ClassVar[frozenset[str]] = frozenset()  # its phases in which nothing is sent: clients use what they hold
 
     def options(self) -> dict[str, Any]:
@@ -118,6 +122,17 @@ class Part:
         replies; after it has done its work in a phase of its own."""
         return {}
 
+    def release(
+        self, server: State, phase: Phase, reduced: Reduced, weights: Weights, ctx: Context
+    ) -> tuple[Tree, Reduced]:
+        """The first look at what any phase reduced: (slots, what all parts read of it). For protections: noise.
+        weights: what each value's mean was divided by, where it has one."""
+        return server.get(self.name, {}), reduced
+
+    def conclude(self, server: State) -> dict[str, Any]:
+        """What a finished run's result says of this part: plain numbers and words."""
+        return {}
+
     def done(self, server: State, phase: str, ctx: Context) -> bool:
         """Ends a repeated phase before its last repeat."""
         return False
@@ -159,6 +174,13 @@ class Part:
     def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         """After training: (slots, extra values of the `train` reply)."""
         return client.get(self.name, {}), {}
+
+    def seal(
+        self, client: State, phase: Phase, message: dict[str, Tree], reply: Reply, ctx: Context
+    ) -> tuple[Tree, Reply]:
+        """The last word on what leaves a client, in any phase and in part order: (slots, the reply as it is sent). For
+        protections: noise, masks. `message` is empty in a round in which nothing was sent."""
+        return client.get(self.name, {}), reply
 
     def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
         """The model this client is scored with, for parts with personalised models."""

@@ -24,10 +24,12 @@ class Cohort(Enum):
 
 
 class Position(Enum):
-    """Before or after this round's aggregation."""
+    """Before or after this round's aggregation, or inside another phase: no phase of the agenda, but a step of how an
+    engine carries one out (the rounds of secure aggregation)."""
 
     BEFORE = "before"
     AFTER = "after"
+    INSIDE = "inside"
 
 
 @dataclass(frozen=True)

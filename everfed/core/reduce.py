@@ -118,5 +118,9 @@ class Reduction:
                     raise KeyError(f"part {part!r} replied {name!r} but declares no reducer for it")
                 self.under_way[part][name].add(client, value, weight)
 
+    def weights(self) -> dict[str, dict[str, float]]:
+        """By what the sums are divided: how many replies, or their weights together."""
+        return {p: {k: r.weight for k, r in keys.items() if isinstance(r, Total)} for p, keys in self.under_way.items()}
+
     def result(self) -> dict[str, dict[str, Any]]:
         return {part: {k: r.result() for k, r in keys.items()} for part, keys in self.under_way.items()}

@@ -22,10 +22,10 @@ from everfed.core.context import Context
 from everfed.core.engine import ClientError, Engine
 from everfed.core.held_out import has_own_tests
 from everfed.core.intake import Intake, Spread, Trained
-from everfed.core.message import MODEL, Message, Once, Traffic, payload_bytes, versions
-from everfed.core.part import Model, Part, State
+from everfed.core.message import MODEL, Message, Once, Traffic, addressed, payload_bytes, versions
+from everfed.core.part import Model, Part, State, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
-from everfed.core.reduce import Sum
+from everfed.core.reduce import Reduction, Sum
 from everfed.core.score import Exam, score_value
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
@@ -69,7 +69,7 @@ class RunState:
     @property
     def place(self) -> Place:
         """What comes next."""
-        return self.round, self.position, self.repeat
+        return self.round, self.position, self.repeat, 0
 
     @property
     def model(self) -> Model:
@@ -290,7 +290,19 @@ class Runner:
         down = self._take_in(intake, phase, moment, message)
         self.state.samples += sum(one.samples for one in intake.trained) * self.world.options.local_epochs
         self._report(phase, moment, intake, down, time.monotonic() - started)
-        return intake.reduction.result()
+        return self._release(phase, moment, intake.reduction)
+
+    def _release(self, phase: Phase, moment: Moment, reduction: Reduction) -> dict[str, dict[str, Any]]:
+        """What was reduced, after the parts that protect it."""
+        reduced, weights = reduction.result(), reduction.weights()
+        ctx = self.world.server(phase.name, moment)
+        for part in self.world.method.parts:
+            if overrides(part, "release"):
+                slots, reduced = part.release(self.state.server, phase, reduced, weights, ctx)
+                self._set_slots(part.name, slots)
+                if part.name not in reduced:  # it is asked with the others where it has a say
+                    self._measure(moment, {part.name: {}}, ctx)
+        return reduced
 
     def _take_in(self, intake: Intake, phase: Phase, moment: Moment, message: Message | None) -> int:
         """Run a phase on its clients and take their replies in; returns the bytes sent to them."""
@@ -303,15 +315,16 @@ class Runner:
         if isinstance(self.engine, Spread):
             self.engine.merge(intake)
         self.state.traffic.up.update(intake.traffic.up)
+        self.state.traffic.down.update(intake.traffic.down)  # what the engine sent beside the message
         self.state.absent.update(one.kind for one in intake.absent.values())
-        return down
+        return down + sum(intake.traffic.down.values())
 
     def _account_down(self, clients: tuple[int, ...], message: Message | None) -> int:
         if message is None:
             return 0
         name, new, down = self.world.method.aggregator.name, versions(message), 0
         for client in clients:
-            sizes = payload_bytes(message, self.state.held.get(client, {}))
+            sizes = payload_bytes(addressed(message, client), self.state.held.get(client, {}))
             sizes[name] = sizes.get(name, 0) + sizes.pop(MODEL, 0)
             self.state.traffic.sent(sizes)
             self.state.held[client] = self.state.held.get(client, {}) | new

@@ -16,22 +16,24 @@ from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
 from everfed.core.stream import RoundPlan, Stream
 
-Place = tuple[int, int, int]  # round, position in its agenda, repeat
+Place = tuple[int, int, int, int]  # round, position in its agenda, repeat, stage inside the phase
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where in the run a phase is: round, repeat of the phase, the plan, place in the round's agenda."""
+    """Where in the run a phase is: round, repeat of the phase, the plan, place in the round's agenda. stage: of an
+    engine that carries one phase out in several exchanges."""
 
     round: int
     plan: RoundPlan
     repeat: int = 0
     position: int = 0
+    stage: int = 0
 
     @property
     def place(self) -> Place:
         """Grows from one exchange to the next; a run that is resumed comes by the same places again."""
-        return self.round, self.position, self.repeat
+        return self.round, self.position, self.repeat, self.stage
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from everfed.core.client import Reply, new_state, run_client
 from everfed.core.data import Data
 from everfed.core.fit import Trainer
-from everfed.core.message import Message, unwrap
+from everfed.core.message import Message, addressed, unwrap
 from everfed.core.part import State
 from everfed.core.phase import Phase
 from everfed.core.tree import Tree
@@ -36,7 +36,7 @@ def call(
 ) -> tuple[State, Reply]:
     """Run `phase` on one client, wherever this is. `data`: what it sees now, when that is at hand already."""
     ctx = world.client(client, phase, moment, trainer)
-    plain: dict[str, Tree] | None = None if message is None else unwrap(message)
+    plain: dict[str, Tree] | None = None if message is None else unwrap(addressed(message, client))
     data = world.data(client, phase, moment) if data is None else data
     return run_client(world.method, phase, state or new_state(world.method, ctx), plain, data, ctx)
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.engine import ClientError
 from everfed.core.fit import Trainer
-from everfed.core.message import MODEL, Message, unwrap
+from everfed.core.message import MODEL, Message, common, own, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.score import Exam
+from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
 from everfed.engines.base import BuildModule, ClientStore, new_trainer
 from everfed.engines.mailbox import Lane, Mailbox
@@ -79,17 +80,19 @@ class Processes:
         self.crews: list[Crew] = []
         for _ in range(workers):
             self.crews.append(Crew(world, build_module, self.broadcast, self.crews))
+        self._own: dict[int, Tree] = {}  # what of the message is for one client only
         self._sizes: dict[int, int] = {}  # samples of each client when it last trained
 
     # phases ------------------------------------------------------------------------------------------------------
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply]]:
-        header = None if message is None else self.broadcast.write(unwrap(message))
-        common = {"phase": phase.name, "round": moment.round, "repeat": moment.repeat, "message": header}
+        header = None if message is None else self.broadcast.write(unwrap(common(message)))
+        self._own = {client: own(message or {}, client) for client in clients}
+        call = {"phase": phase.name, "round": moment.round, "repeat": moment.repeat, "message": header}
         early: dict[int, Reply] = {}
         waiting = list(clients)
-        for client, reply in self._run(self._hands(clients), common):
+        for client, reply in self._run(self._hands(clients), call):
             early[client] = reply
             while waiting and waiting[0] in early:
                 yield waiting[0], early.pop(waiting.pop(0))
@@ -101,7 +104,7 @@ class Processes:
             return [list(clients[worker::workers]) for worker in range(workers)]
         return deal({client: self._sizes.get(client, 1) for client in clients}, workers)
 
-    def _run(self, hands: list[list[int]], common: dict[str, Any]) -> Iterator[tuple[int, Reply]]:
+    def _run(self, hands: list[list[int]], shared: dict[str, Any]) -> Iterator[tuple[int, Reply]]:
         """Keep every worker busy; yields as they finish."""
         crews = {crew.pipe: crew for crew in self.crews}
 
@@ -110,7 +113,7 @@ class Processes:
             if hand:
                 # a thief takes the last, so that clients tend to stay with the worker that has their data at hand
                 client = hand.pop(0 if hand is own else -1)
-                self._send(crew, client, common)
+                self._send(crew, client, shared)
 
         def ahead(crew: Crew, own: list[int]) -> None:
             """A second client waits at the worker, but not one of the last: they go to whoever is free first."""
@@ -123,31 +126,32 @@ class Processes:
         while running := [crew.pipe for crew in self.crews if crew.given]:
             for pipe in wait(running):
                 crew = crews[pipe]  # type: ignore[index]
-                client, reply = self._receive(crew, common)
+                client, reply = self._receive(crew, shared)
                 hand = hands[self.crews.index(crew)]
                 if not crew.given:
                     start(crew, hand)
                 ahead(crew, hand)
                 yield client, reply
 
-    def _send(self, crew: Crew, client: int, common: dict[str, Any]) -> None:
+    def _send(self, crew: Crew, client: int, shared: dict[str, Any]) -> None:
         state = self.store.get(client)
         lane = crew.free.pop()
-        header = None if state is None else crew.lanes[lane].inbox.write(state)
+        header = crew.lanes[lane].inbox.write({"state": state or {}, "own": self._own[client]})
+        held = {"state": None if state is None else header["state"]["tree"], "own": header["own"]["tree"]}
         try:
-            crew.send({**common, "client": client, "lane": lane, "state": header})
+            crew.send({**shared, **held, "client": client, "lane": lane})
         except OSError as error:
-            raise ClientError(client, common["phase"], common["round"], crew.cause_of_death()) from error
+            raise ClientError(client, shared["phase"], shared["round"], crew.cause_of_death()) from error
         crew.given.append((client, lane))
 
-    def _receive(self, crew: Crew, common: dict[str, Any]) -> tuple[int, Reply]:
+    def _receive(self, crew: Crew, shared: dict[str, Any]) -> tuple[int, Reply]:
         client, lane = crew.given.popleft()
         try:
             answer = crew.receive()
         except (EOFError, OSError) as error:
-            raise ClientError(client, common["phase"], common["round"], crew.cause_of_death()) from error
+            raise ClientError(client, shared["phase"], shared["round"], crew.cause_of_death()) from error
         if "error" in answer:
-            raise ClientError(client, common["phase"], common["round"], answer["error"])
+            raise ClientError(client, shared["phase"], shared["round"], answer["error"])
         tree = crew.lanes[lane].outbox.read(answer["header"], copy=True)
         crew.free.append(lane)
         self.store.put(client, tree["state"])

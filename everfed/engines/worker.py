@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from everfed.core.fit import Trainer
-from everfed.core.message import MODEL, Message
+from everfed.core.message import MODEL, Message, with_own
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
 from everfed.core.score import Exam, score_tasks
 from everfed.core.stream import RoundPlan
@@ -72,6 +72,8 @@ class Worker:
         plan: RoundPlan = self._plan(request["round"])
         moment = Moment(request["round"], plan, request["repeat"])
         lane = self.lanes[request["lane"]]
+        if message is not None:
+            message = with_own(message, lane.inbox.read(request["own"], copy=False))
         state = None if request["state"] is None else lane.inbox.read(request["state"], copy=False)
         phase = self._phases[request["phase"]]
         state, reply = call(self.world, self.trainer, phase, request["client"], state, message, moment)

@@ -20,7 +20,7 @@ from everfed.core import tree
 from everfed.core.client import Reply, synchronises
 from everfed.core.message import MODEL
 from everfed.core.part import Model
-from everfed.core.phase import EVALUATE, TRAIN, Phase
+from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
 
@@ -123,11 +123,14 @@ def expected_reply(
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else world.method.reducers(phase)
     silent = phase.name == TRAIN and not synchronises(world.server(TRAIN, moment))
     added_up = {f"{part}/{key}" for part, keys in reducers.items() for key, r in keys.items() if r is None or r.secure}
+    seals = {
+        part.name: part.seals for part in world.method.parts if part.seals and phase.position is not Position.INSIDE
+    }
     size = tree.tensor_bytes({MODEL: dict(model)})
     return Expected(
         Call(run, moment.round, phase.name, moment.repeat),
         frozenset(phase.clients(moment.plan)),
-        {} if silent else {part: frozenset(keys) for part, keys in reducers.items()},
+        {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **seals},
         _uploaded(world, moment, model) if phase.name == TRAIN and not silent else {},
         frozenset(added_up),
         limits or Limits(bytes=64 * size + (1 << 20)),

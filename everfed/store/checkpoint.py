@@ -74,7 +74,7 @@ class Checkpoints:
         self._last = time.monotonic()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self.durable: Place = (0, 0, 0)  # a run that is killed goes on from here, or from later
+        self.durable: Place = (0, 0, 0, 0)  # a run that is killed goes on from here, or from later
         self._seals: dict[int, tuple[int, str]] = {}  # client -> (version, checksum) of the newest known file
         make_folder(folder)
 

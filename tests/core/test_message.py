@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.message import Once, Traffic, payload_bytes, unwrap, versions
+from everfed.core.message import Each, Once, Traffic, addressed, common, own, payload_bytes, unwrap, versions, with_own
 
 MESSAGE = {
     "model": {"params": Once(3, torch.zeros(10)), "counters": Once(3, torch.zeros(2, dtype=torch.int64))},
@@ -59,3 +59,14 @@ def test_scalars_are_free() -> None:
     traffic = Traffic()
     traffic.received({"a": {"n": 3, "s": "text"}})
     assert traffic.as_dict() == {"bytes_up": 0, "bytes_down": 0, "bytes_by_part": {}}
+
+
+def test_each_client_receives_its_own_payload_and_nobody_elses() -> None:
+    letters = Each({0: {"a": torch.zeros(2)}, 2: {"b": torch.zeros(3)}})
+    message = {"secure": {"letters": letters, "round": 1}, "gp": {"reference": torch.zeros(10)}}
+    assert addressed(message, 0)["secure"] == {"letters": letters.values[0], "round": 1}
+    assert addressed(message, 1)["secure"] == {"round": 1}
+    assert payload_bytes(addressed(message, 2), {}) == {"secure": 12, "gp": 40}
+    for client in range(3):
+        assert with_own(common(message), own(message, client)) == addressed(message, client)
+    assert own(message, 1) == {} and own(message, 0) == {"secure": {"letters": letters.values[0]}}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.fit import Trainer
-from everfed.core.message import Message, Once
+from everfed.core.message import Message, Once, addressed
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
 from everfed.core.runner import Runner, RunState
@@ -67,8 +67,8 @@ class Wire:
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply]]:
-        sent = None if message is None else to_bytes(message_to_tree(message))
-        replies = {client: self._call(phase, client, sent, moment) for client in reversed(clients)}
+        sent = {c: None if message is None else to_bytes(message_to_tree(addressed(message, c))) for c in clients}
+        replies = {client: self._call(phase, client, sent[client], moment) for client in reversed(clients)}
         for client in clients:
             yield client, reply_from_tree(from_bytes(replies[client]))
 
