@@ -17,6 +17,7 @@ from everfed.data.pictures import class_folders, decoded, listed
 from everfed.data.source import Source, make_source
 from everfed.data.sources import VARIABLE, data_folder, load
 
+DIGIT10 = ("mnist", "emnist-digits", "usps", "svhn")
 JOINED = "+"  # "mnist+usps" names two sets that follow each other
 
 
@@ -48,13 +49,23 @@ class Domains:
 @dataclass(frozen=True)
 class Known:
     """A named set. domains: in their usual order. folders: where it may lie below the data folder. size: what images
-    are decoded to. read: another way to read it, from the data folder; None when its files are not there."""
+    are decoded to. find_other, read_other: another form that it may have, where it lies and how it is read."""
 
     domains: tuple[str, ...]
     folders: tuple[str, ...]
     size: int
     get_it: str
-    read: Callable[[Path], Domains | None] = lambda root: None
+    find_other: Callable[[Path], Path | None] = lambda root: None
+    read_other: Callable[[Path], Domains] | None = None
+
+    def find(self, root: Path) -> Path | None:
+        """Where it lies, in whichever form."""
+        return self.find_other(root) or self.find_folders(root)
+
+    def find_folders(self, root: Path) -> Path | None:
+        """The folder that has one of every domain."""
+        places = (root / below for below in self.folders)
+        return next((place for place in places if all((place / domain).is_dir() for domain in self.domains)), None)
 
 
 def load_domains(name_or_path: str | Path, data_dir: str | Path | None = None) -> Domains:
@@ -65,7 +76,7 @@ def load_domains(name_or_path: str | Path, data_dir: str | Path | None = None) -
     """
     name = str(name_or_path)
     if name == "digit10":
-        return joined(name, ("mnist", "emnist-digits", "usps", "svhn"), data_dir, (1, 28))
+        return joined(name, DIGIT10, data_dir, (1, 28))
     if JOINED in name:
         return joined(name, tuple(part.strip() for part in name.split(JOINED)), data_dir)
     folder = data_folder(data_dir)
@@ -102,12 +113,12 @@ def _load_known(name: str, folder: Path | None) -> Domains:
     known = KNOWN[name]
     if folder is None:
         raise DataError(f"data set {name!r}: no data folder is named. {_remedy(known)}")
-    found = known.read(folder)
-    if found is not None:
-        return found
-    for place in (folder / below for below in known.folders):
-        if all((place / domain).is_dir() for domain in known.domains):
-            return read_domain_folders(name, place, known.domains, known.size)
+    other = known.find_other(folder)
+    if other is not None and known.read_other is not None:
+        return known.read_other(other)
+    place = known.find_folders(folder)
+    if place is not None:
+        return read_domain_folders(name, place, known.domains, known.size)
     places = ", ".join(str(folder / below / known.domains[0]) for below in known.folders)
     raise DataError(f"data set {name!r} was not found. Looked for: {places}, and its other domains. {_remedy(known)}")
 
@@ -133,14 +144,21 @@ _OFFICE_CALTECH = ("amazon", "caltech", "dslr", "webcam")
 _SURF_FILES = ("amazon_SURF_L10.mat", "Caltech10_SURF_L10.mat", "dslr_SURF_L10.mat", "webcam_SURF_L10.mat")
 
 
-def _office_caltech_features(root: Path) -> Domains | None:
+def _find_features(root: Path) -> Path | None:
+    """The npz file, or the folder with the four mat files."""
     for place in (root, root / "office_caltech10", root / "surf"):
         if (place / "office_caltech10.npz").is_file():
-            return _from_npz(place / "office_caltech10.npz")
+            return place / "office_caltech10.npz"
         if all((place / name).is_file() for name in _SURF_FILES):
-            parts = [_read_surf(place / name) for name in _SURF_FILES]
-            return _features([x for x, _ in parts], [y for _, y in parts], place)
+            return place
     return None
+
+
+def _read_features(place: Path) -> Domains:
+    if place.is_file():
+        return _from_npz(place)
+    parts = [_read_surf(place / name) for name in _SURF_FILES]
+    return _features([x for x, _ in parts], [y for _, y in parts], place)
 
 
 def _from_npz(path: Path) -> Domains:
@@ -188,7 +206,8 @@ KNOWN: Mapping[str, Known] = {
         ("office_caltech10", "office-caltech10", "office_caltech_10", "OfficeCaltech10"),
         300,
         "https://github.com/jindongwang/transferlearning/tree/master/data (images, or SURF features)",
-        _office_caltech_features,
+        _find_features,
+        _read_features,
     ),
     "pacs": Known(
         ("photo", "art_painting", "cartoon", "sketch"),

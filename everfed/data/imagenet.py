@@ -19,6 +19,7 @@ from everfed.data.pictures import class_folders, decoded, listed
 from everfed.data.source import Source
 
 SIZES = {"imagenet-32": 32, "imagenet-224": 224}
+GET_IT = "https://image-net.org/download.php (ILSVRC2012, training images), unpacked"
 FOLDERS = ("imagenet/train", "imagenet/ILSVRC/Data/CLS-LOC/train", "ILSVRC/Data/CLS-LOC/train")
 TRAIN, TEST = 600, 100  # images of every class
 
@@ -49,16 +50,21 @@ class Pictures:
         return torch.from_numpy(decoded([(self.files[row], 0) for row in rows.tolist()], self.size)[0])
 
 
+def _places(folder: Path | None) -> list[Path]:
+    return [] if folder is None else [folder / place for place in FOLDERS]
+
+
+def find(folder: Path | None) -> Path | None:
+    """The folder with its class folders."""
+    return next((place for place in _places(folder) if place.is_dir()), None)
+
+
 def load_imagenet(name: str, folder: Path | None, train: int = TRAIN, test: int = TEST) -> Source:
     """The set of that name; a folder that is not there, or a class with too few images, is a DataError."""
-    places = [] if folder is None else [folder / place for place in FOLDERS]
-    root = next((place for place in places if place.is_dir()), None)
+    root = find(folder)
     if root is None:
-        looked = ", ".join(map(str, places)) or "no data folder is named (EVERFED_DATA or --data)"
-        raise DataError(
-            f"data set {name!r} was not found. Looked for class folders in: {looked}. "
-            "Get it from https://image-net.org/download.php (ILSVRC2012, training images), unpacked"
-        )
+        looked = ", ".join(map(str, _places(folder))) or "no data folder is named (EVERFED_DATA or --data)"
+        raise DataError(f"data set {name!r} was not found. Looked for class folders in: {looked}. Get it from {GET_IT}")
     classes = class_folders(root)
     by_class: list[list[Path]] = [[] for _ in classes]
     for path, label in listed(root, classes):

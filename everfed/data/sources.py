@@ -11,12 +11,12 @@ import numpy as np
 from everfed.data.catalogue import DIGITS, KNOWN
 from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, read_npz, split_arrays
-from everfed.data.image_folder import is_image_folder, read_image_folder
+from everfed.data.image_folder import read_image_folder
 from everfed.data.source import Source, make_source
 from everfed.data.texts import KNOWN as KNOWN_TEXTS
 from everfed.data.texts import is_text, load_texts
 
-__all__ = ["HUB_PREFIX", "VARIABLE", "Source", "TextOptions", "available", "load"]
+__all__ = ["EMBEDDED", "HUB_PREFIX", "VARIABLE", "Source", "TextOptions", "data_folder", "load"]
 
 VARIABLE = "EVERFED_DATA"
 HUB_PREFIX = "hub:"
@@ -58,20 +58,6 @@ def _load_texts(name: str, folder: Path | None, options: TextOptions) -> Source:
 
     texts = load_texts(name, folder).thinned(options.most_train, options.most_test)
     return encoded(texts, make_encoder(options.encoder, folder))
-
-
-def available(data_dir: str | Path | None = None) -> list[tuple[str, bool, str]]:
-    """(name, found, where) of every named set, then of the user's own sets in the data folder."""
-    folder = data_folder(data_dir)
-    rows = [(EMBEDDED, True, "embedded (scikit-learn)")]
-    for name, known in KNOWN.items():
-        found = known.find(folder) if folder else None
-        rows.append((name, found is not None, str(found[1][0]) if found else f"missing; {known.get_it}"))
-    for name, text in KNOWN_TEXTS.items():
-        place = text.find(folder) if folder else None
-        rows.append((name, place is not None, str(place[1]) if place else f"missing; {text.about}: {text.get_it}"))
-    taken = {where for _, found, where in rows if found}
-    return rows + [row for row in _own_sets(folder) if row[2] not in taken]
 
 
 def data_folder(data_dir: str | Path | None = None) -> Path | None:
@@ -130,10 +116,3 @@ def _from_arrays(name: str, arrays: Arrays, path: Path, classes: int | None = No
 
 def _remedy(get_it: str) -> str:
     return f"Get it from {get_it}; then put it into the folder that --data or {VARIABLE} names"
-
-
-def _own_sets(folder: Path | None) -> list[tuple[str, bool, str]]:
-    if folder is None or not folder.is_dir():
-        return []
-    own = [p for p in sorted(folder.iterdir()) if p.suffix == ".npz" or (p.is_dir() and is_image_folder(p))]
-    return [(p.stem if p.is_file() else p.name, True, str(p)) for p in own]

@@ -47,6 +47,14 @@ class Known:
     stands_for: str
     about: str
 
+    def places(self, folder: Path) -> tuple[Path, ...]:
+        """Where it may lie in a data folder."""
+        return folder / "utterances" / self.file, folder / self.file
+
+    def find(self, folder: Path | None) -> Path | None:
+        """Its file, where there is one."""
+        return next((place for place in self.places(folder) if place.is_file()), None) if folder else None
+
 
 _PRIVATE = "the private voice-assistant transcripts of the coordinated replay paper"
 KNOWN: Mapping[str, Known] = {
@@ -64,10 +72,9 @@ def load_utterances(name_or_path: str | Path, data_dir: str | Path | None = None
         return read_utterances(_own_file(name, folder))
     if folder is None:
         raise DataError(f"utterances {name!r}: no data folder is named; name one by --data or {VARIABLE}")
-    places = [folder / "utterances" / known.file, folder / known.file]
-    path = next((place for place in places if place.is_file()), None)
+    path = known.find(folder)
     if path is None:
-        raise DataError(f"utterances {name!r} were not found. Looked for: {', '.join(map(str, places))}")
+        raise DataError(f"utterances {name!r} were not found. Looked for: {', '.join(map(str, known.places(folder)))}")
     return read_utterances(path, name, known.time, known.stands_for)
 
 

@@ -14,7 +14,10 @@ import torch
 
 from everfed.data import DataError, available, load
 from everfed.data.catalogue import KNOWN
+from everfed.data.domains import KNOWN as DOMAINS
+from everfed.data.imagenet import SIZES
 from everfed.data.texts import KNOWN as KNOWN_TEXTS
+from everfed.data.utterances import KNOWN as TEXTS
 
 
 @pytest.fixture(autouse=True)
@@ -240,13 +243,31 @@ def test_available_lists_every_named_set_and_the_users_own(tmp_path):
     for part in ("train", "test"):
         (tmp_path / "photos" / part).mkdir(parents=True)
     rows = {name: (found, where) for name, found, where in available(tmp_path)}
-    assert set(rows) == {"digits", *KNOWN, *KNOWN_TEXTS, "mine", "photos"}
+    named = {"digits", *KNOWN, *SIZES, *KNOWN_TEXTS, "digit10", *DOMAINS, *TEXTS}
+    assert set(rows) == {*named, "mine", "photos"}
     assert rows["digits"][0]
     assert rows["mnist"] == (True, str(tmp_path / "train-images-idx3-ubyte.gz"))
     assert rows["mine"] == (True, str(tmp_path / "mine.npz"))
     assert not rows["cifar10"][0]
     assert "https://" in rows["cifar10"][1]
     assert [name for name, found, _ in available() if found] == ["digits"]
+
+
+def test_available_finds_sets_of_several_domains(tmp_path):
+    rows = {name: (found, where) for name, found, where in available(tmp_path)}
+    assert rows["digit10"] == (False, "missing: mnist, emnist-digits, usps, svhn")
+    assert not rows["pacs"][0] and "https://" in rows["pacs"][1]
+    for domain in DOMAINS["pacs"].domains:
+        (tmp_path / "PACS" / "kfold" / domain).mkdir(parents=True)
+    for name in ("mnist", "emnist-digits", "usps", "svhn", "office_caltech10"):
+        np.savez(tmp_path / f"{name}.npz", x=np.ones((3, 2)), y=np.zeros(3, int))
+    (tmp_path / "chitchat.jsonl").touch()
+    rows = {name: where for name, found, where in available(tmp_path) if found}
+    assert rows["pacs"] == str(tmp_path / "PACS" / "kfold")
+    assert rows["digit10"] == "mnist, emnist-digits, usps, svhn"
+    assert rows["office-caltech10"] == str(tmp_path / "office_caltech10.npz")
+    assert rows["chitchat"] == str(tmp_path / "chitchat.jsonl")
+    assert "office_caltech10" not in rows and "office31" not in rows  # a named set is not listed as one's own, too
 
 
 def write_images(root: Path, mode: str = "RGB", size: tuple[int, int] = (6, 4)) -> dict[str, np.ndarray]:

@@ -1,0 +1,58 @@
+"""Which data sets there are: every named one, with where it lies or where to get it, and the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from everfed.data import catalogue, domains, imagenet, texts, utterances
+from everfed.data.image_folder import is_image_folder
+from everfed.data.sources import EMBEDDED, data_folder
+
+Row = tuple[str, bool, str]  # name, found, where it lies or where to get it
+
+
+def available(data_dir: str | Path | None = None) -> list[Row]:
+    """Single sets, those of several domains and those of text, then the user's own in the data folder."""
+    folder = data_folder(data_dir)
+    rows = [(EMBEDDED, True, "embedded (scikit-learn)"), *_single(folder), *_imagenet(folder)]
+    rows += [*_of_domains(folder), *_of_text(folder)]
+    taken = [Path(where) for _, found, where in rows if found]
+    return rows + [row for row in _own(folder) if not any(place.is_relative_to(row[2]) for place in taken)]
+
+
+def _row(name: str, place: Path | None, get_it: str) -> Row:
+    return name, place is not None, str(place) if place else f"missing; {get_it}"
+
+
+def _single(folder: Path | None) -> Iterator[Row]:
+    for name, known in catalogue.KNOWN.items():
+        found = known.find(folder) if folder else None
+        yield _row(name, found[1][0] if found else None, known.get_it)
+
+
+def _imagenet(folder: Path | None) -> Iterator[Row]:
+    for name in imagenet.SIZES:
+        yield _row(name, imagenet.find(folder), imagenet.GET_IT)
+
+
+def _of_domains(folder: Path | None) -> Iterator[Row]:
+    missing = [name for name, found, _ in _single(folder) if name in domains.DIGIT10 and not found]
+    yield "digit10", not missing, f"missing: {', '.join(missing)}" if missing else ", ".join(domains.DIGIT10)
+    for name, known in domains.KNOWN.items():
+        yield _row(name, known.find(folder) if folder else None, known.get_it)
+
+
+def _of_text(folder: Path | None) -> Iterator[Row]:
+    for name, text in texts.KNOWN.items():
+        place = text.find(folder) if folder else None
+        yield _row(name, place[1] if place else None, f"{text.about}: {text.get_it}")
+    for name, known in utterances.KNOWN.items():
+        yield _row(name, known.find(folder), f"put {known.file} there: {known.about}")
+
+
+def _own(folder: Path | None) -> list[Row]:
+    if folder is None or not folder.is_dir():
+        return []
+    own = [p for p in sorted(folder.iterdir()) if p.suffix == ".npz" or (p.is_dir() and is_image_folder(p))]
+    return [(p.stem if p.is_file() else p.name, True, str(p)) for p in own]
