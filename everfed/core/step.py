@@ -88,7 +88,8 @@ class Step:
 
     def inputs(self, x: Tensor) -> Tensor:
         """Samples in storage form as network inputs."""
-        return self.ctx.train.stream.inputs(x)
+        inputs: Tensor = self.ctx.train.stream.inputs(x)
+        return inputs
 
     def forward_inputs(self, inputs: Tensor) -> Tensor:
         """Outputs for network inputs, as `forward` gives them for samples in storage form."""

@@ -152,7 +152,8 @@ class MFCL(Part):
         if phase != PHASE:
             return own
         if ctx.repeat == 0:
-            own = {**self._begin(own, ctx), "teacher": dict(server[MODEL]), "since": ctx.round}
+            behind = {"since": ctx.round, "tasks": (ctx.current_task or 0) + 1}
+            own = {**self._begin(own, ctx), "teacher": dict(server[MODEL]), **behind}
         return self._chunk(own, server[MODEL], ctx) if self.syn_batch else own
 
     def _begin(self, own: Tree, ctx: Context) -> Tree:
@@ -193,7 +194,7 @@ class MFCL(Part):
         with in_precision(trainer):
             images = evaluated(trainer.companion(self.blueprint(ctx)), own["generator"], noise).float()
             outputs = evaluated(trainer.replica, own["teacher"], images).float()
-        known = _classes(ctx, range(trainer.stream.round(own["since"]).task + 1)).to(trainer.device)
+        known = _classes(ctx, range(own["tasks"])).to(trainer.device)
         return images, only(outputs, known).argmax(1)
 
     # the client ------------------------------------------------------------------------------------------------------
