@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCHEDULES = ("constant", "linear", "exponential", "cosine")
+SCHEDULES = ("constant", "linear", "exponential", "geometric", "cosine")
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Optimizer:
     """Hyper-parameters only; the state is a dict of vectors that the caller keeps.
 
     kind: "sgd" or "adam". schedule: how lr moves over the rounds of a task: constant; linear, from lr towards 0
-    (round i of R uses lr * (1 - i/R)); exponential, from lr at the first round to lr_end at the last; cosine,
-    from lr to lr_end, which it would reach in round R.
+    (round i of R uses lr * (1 - i/R)); exponential, from lr at the first round to lr_end at the last; geometric
+    and cosine, from lr to lr_end, which they would reach in round R.
     state: "fresh" starts anew every round, "kept" carries momentum and moments from round to round on the client,
     "task" does so within a task.
     """
@@ -51,6 +51,8 @@ class Optimizer:
             return self.lr * (1.0 - index / rounds)
         if self.schedule == "exponential" and self.lr > 0:
             return float(self.lr * (self.lr_end / self.lr) ** (index / max(rounds - 1, 1)))
+        if self.schedule == "geometric" and self.lr > 0:
+            return float(self.lr * (self.lr_end / self.lr) ** (index / rounds))
         if self.schedule == "cosine":
             return self.lr_end + (self.lr - self.lr_end) * (1.0 + math.cos(math.pi * index / rounds)) / 2.0
         return self.lr

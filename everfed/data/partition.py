@@ -100,11 +100,32 @@ def pathological(labels: np.ndarray, clients: int, rng: np.random.Generator, *, 
     return _share_classes(labels, classes, held, clients, rng)
 
 
+def lda(labels: np.ndarray, clients: int, rng: np.random.Generator, *, alpha: float) -> Parts:
+    """Equal sizes, skewed labels: every client draws its mix of classes p ~ Dir(alpha * 1_C) and takes from it (MFCL).
+
+    Samples are taken without replacement; a class that is exhausted is left out and the rest of the mix renormalised,
+    so that the last clients get what is left. Sizes differ by one at most.
+    """
+    _require_positive("alpha", alpha)
+    _require_samples(labels, clients, 1)
+    classes = np.unique(labels)
+    piles = [rng.permutation(np.flatnonzero(labels == c)) for c in classes]
+    left = np.array([len(pile) for pile in piles])
+    parts = []
+    for size in np.bincount(_even_owners(np.arange(clients), len(labels)), minlength=clients):
+        counts = _from_mix(rng.dirichlet(np.full(len(classes), float(alpha))), left, int(size), rng)
+        taken = [pile[n - k : n] for pile, n, k in zip(piles, left, counts, strict=True)]
+        left = left - counts
+        parts.append(np.sort(np.concatenate(taken)))
+    return parts
+
+
 KINDS: Mapping[str, Callable[..., Parts]] = {
     "iid": iid,
     "shards": shards,
     "exact-labels": exact_labels,
     "dirichlet": dirichlet,
+    "lda": lda,
     "pathological": pathological,
 }
 FLWR_PREFIX = "flwr:"
@@ -221,6 +242,15 @@ def _dirichlet_owners(
         owner[members] = np.repeat(np.arange(clients), share)
         held += share
     return owner
+
+
+def _from_mix(p: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
+    """(classes,) how many samples of each class a client with mix p takes, `size` together, no more than are left."""
+    counts = np.zeros_like(left)
+    while counts.sum() < size:
+        draw = rng.multinomial(size - counts.sum(), _only_open(p, counts < left))
+        counts = np.minimum(counts + draw, left)
+    return counts
 
 
 def _only_open(p: np.ndarray, is_open: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ class OptimizerSection(Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
-    schedule: Literal["constant", "linear", "exponential", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "exponential", "geometric", "cosine"] = "constant"
     lr_end: float = Field(1e-3, gt=0)
     state: Literal["fresh", "kept", "task"] = "fresh"
 

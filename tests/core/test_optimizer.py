@@ -93,15 +93,21 @@ def test_learning_rate_schedules(schedule: str, rates: list[float]) -> None:
     assert optimizer.rate(0, 1) == 0.1
 
 
-def test_an_exponential_schedule_from_zero_stays_at_zero() -> None:
-    assert Optimizer(lr=0.0, schedule="exponential").rate(1, 5) == 0.0
+@pytest.mark.parametrize(("index", "rate"), [(0, 0.1), (1, 0.0977237), (50, 0.0316228), (99, 0.0102329)])
+def test_the_geometric_schedule_is_mfcls(index: int, rate: float) -> None:
+    assert Optimizer(lr=0.1, schedule="geometric", lr_end=0.01).rate(index, 100) == pytest.approx(rate, abs=5e-8)
+
+
+@pytest.mark.parametrize("schedule", ["exponential", "geometric"])
+def test_a_schedule_of_factors_from_zero_stays_at_zero(schedule: str) -> None:
+    assert Optimizer(lr=0.0, schedule=schedule).rate(1, 5) == 0.0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"kind": "lion"}, "optimizer.kind must be one of sgd, adam"),
-        ({"schedule": "step"}, "optimizer.schedule must be one of constant, linear, exponential, cosine"),
+        ({"schedule": "step"}, "optimizer.schedule must be one of constant, linear, exponential, geometric, cosine"),
         ({"state": "lost"}, "optimizer.state must be one of fresh, kept, task"),
         ({"lr": -0.1}, "optimizer.lr must be at least 0"),
         ({"lr": float("nan")}, "optimizer.lr must be at least 0"),

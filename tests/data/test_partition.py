@@ -37,6 +37,8 @@ REQUESTS = [
     ("exact-labels", {"per_client": 2}),
     ("dirichlet", {"alpha": 0.5}),
     ("dirichlet", {"alpha": 0.3, "balance": True, "min_samples": 2}),
+    ("lda", {"alpha": 1.0}),
+    ("lda", {"alpha": 0.01}),
     ("pathological", {"classes_per_client": 2}),
 ]
 
@@ -263,3 +265,34 @@ def test_the_hash_tells_divisions_apart():
 
 def test_every_kind_has_a_one_line_description():
     assert all((divide.__doc__ or "").splitlines()[0].endswith(".") for divide in module.KINDS.values())
+
+
+# LDA, MFCL's partition
+
+
+@given(seed=seeds, clients=st.integers(2, 12), alpha=st.sampled_from([0.01, 0.3, 1.0, 100.0]))
+@settings(max_examples=25, deadline=None)
+def test_lda_gives_everyone_the_same_number(seed, clients, alpha):
+    sizes = [len(part) for part in partition("lda", column(5, 24, seed), clients, rng(seed), alpha=alpha)]
+    assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == 120
+
+
+def test_lda_of_a_cifar100_task_is_mfcls():
+    labels = column(10, 500)
+    parts = partition("lda", labels, 50, rng(3), alpha=1.0)
+    assert {len(part) for part in parts} == {100}
+    shares = np.array([np.bincount(labels[part], minlength=10) for part in parts]) / 100
+    # a component of Dir(1, ..., 1) over 10 classes has mean 0.1 and deviation sqrt(0.09 / 11) = 0.0905
+    assert shares.mean() == pytest.approx(0.1)
+    assert shares.std() == pytest.approx(0.0905, abs=0.03)
+
+
+def test_lda_is_even_at_a_large_alpha_and_lopsided_at_a_small_one():
+    labels = column(10, 500)
+    largest = {}
+    for alpha in (1e6, 1e-3):
+        parts = partition("lda", labels, 50, rng(0), alpha=alpha)
+        largest[alpha] = np.mean([np.bincount(labels[part], minlength=10).max() / len(part) for part in parts])
+    assert largest[1e6] < 0.25  # 100 draws from ten equal classes: the largest share is near 0.16
+    assert largest[1e-3] > 0.85
