@@ -40,6 +40,8 @@ class Standing:
     bytes_up: int = 0
     bytes_down: int = 0
     began: float = 0.0
+    work: str = ""  # a phase of several repeats that is under way, and how far it is
+    measured: str = ""  # what was told of it last
 
     def take(self, event: Event) -> None:
         """Learn from an event; unknown ones say nothing about progress."""
@@ -51,8 +53,11 @@ class Standing:
             self.began = self.clock()
         elif kind == "phase":
             self._phase(event)
+        elif kind == "measure":
+            values = {k: v for k, v in event.items() if isinstance(v, float) and k != "time"}
+            self.measured = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
         elif kind == "evaluation":
-            self.acc = event["acc"]
+            self.acc, self.work = event["acc"], ""
             self.score = event.get("score", "accuracy")
 
     def _phase(self, event: Event) -> None:
@@ -62,6 +67,8 @@ class Standing:
         self.loss = event.get("loss", self.loss)
         if event["phase"] == "train":
             self.done = event["round"] + 1
+        repeats, now = event.get("repeats", 1), event.get("repeat", 0) + 1
+        self.work = f"{event['phase']} {now}/{repeats}" if repeats > 1 else ""
 
     @property
     def elapsed(self) -> float:
@@ -76,9 +83,11 @@ class Standing:
         return self.elapsed / worked * (self.rounds - self.done)
 
     def facts(self) -> str:
-        """Loss, accuracy, time left and bytes in one line; a narrow terminal cuts it off at its end."""
-        known = [
-            None if self.loss is None else f"loss {self.loss:.3f}",
+        """Loss, accuracy, time left and bytes in one line; a narrow terminal cuts it off at its end. While a long phase
+        is under way, what it tells of itself instead."""
+        known: list[str | None] = [
+            self.measured if self.work else None,
+            None if self.loss is None or self.work else f"loss {self.loss:.3f}",
             None if self.acc is None else self._scored(self.acc),
             None if self.left is None else f"{duration(self.left)} left",
             f"{size(self.bytes_up)} up {size(self.bytes_down)} down",
@@ -90,7 +99,8 @@ class Standing:
         return f"{score.word} {score.text(value, digits=1)}"
 
     def place(self) -> str:
-        return f"task {self.task + 1}/{self.tasks}, round {self.done}/{self.rounds}"
+        place = f"task {self.task + 1}/{self.tasks}, round {self.done}/{self.rounds}"
+        return f"{place}, {self.work}" if self.work else place
 
     def line(self) -> str:
         return f"{self.title}: {self.place()}, {self.facts()}"

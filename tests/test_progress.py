@@ -179,3 +179,18 @@ def test_a_terminal_gets_a_bar_and_keeps_the_lines_of_tasks() -> None:
     assert "\x1b[" in text
     assert "task 2/2, round 4/4" in text
     assert "fedgp+der seed 3: 2 tasks, 4 rounds, 5 clients" in text
+
+
+def test_a_long_phase_of_the_server_is_seen_to_move() -> None:
+    standing = Standing()
+    standing.take(START)
+    standing.take(phase(1, 0, loss=0.5))
+    for repeat in (0, 1):
+        standing.take({"event": "measure", "round": 1, "task": 0, "part": "mfcl", "repeat": repeat, "content": 4.605})
+        standing.take(phase(1, 0, phase="generator", repeat=repeat, repeats=50, bytes_up=0, bytes_down=0))
+    assert standing.place() == "task 1/2, round 2/4, generator 2/50"
+    assert standing.facts().startswith("content 4.6")
+    assert "loss" not in standing.facts()
+    standing.take(evaluation(1, 0, 0.5))
+    assert standing.place() == "task 1/2, round 2/4"
+    assert "loss 0.500" in standing.facts()

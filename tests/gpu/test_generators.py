@@ -1,0 +1,102 @@
+"""Generator training on a GPU: captured against as it comes, in fp32; and in bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from everfed.core.companion import first_vectors
+from everfed.core.fit import Trainer
+from everfed.core.part import Model
+from everfed.engines.base import new_trainer
+from everfed.engines.loops import LoopingTrainer
+from everfed.models.generators import GeneratorBlueprint
+from everfed.parts.data_free import Inversion, training_on
+from tests.support.rehearsal_free import ClassToy
+from tests.support.toy import Bench, Norm, Outcome
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+# Adam divides gradients that are zero but for rounding (of biases before BatchNorm) by their own size
+TOLERANCE = 1e-3
+BLUEPRINT = GeneratorBlueprint((1, 4, 4), 6, light=True)
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def case() -> Bench:
+    return Bench("mfcl", stream=ClassToy(tasks=3, classes=6), module=Norm)
+
+
+def trained(
+    kind: type[Trainer], precision: str = "fp32", chunks: tuple[int, ...] = (3, 2)
+) -> tuple[Model, torch.Tensor]:
+    bench = case()
+    trainer = new_trainer(bench.world(), bench.build_module, "cuda", precision, kind)
+    how = Inversion(batch=16, lr=1e-3)
+    model: Model = {k: v.cuda() for k, v in first_vectors(BLUEPRINT, 0).items()}
+    moments = how.optimizer.init(model["params"])
+    seen, terms = torch.tensor([True] * 4 + [False] * 2), torch.zeros(4)
+    for number, steps in enumerate(chunks):
+        training = training_on(trainer, BLUEPRINT, how)
+        model, moments, terms = training.run(bench.model(), model, moments, seen, steps, seed=number)
+    assert moments["t"].item() == sum(chunks)
+    return model, terms.cpu()
+
+
+def test_a_captured_loop_counts_every_run_and_no_trial() -> None:
+    generator = torch.Generator("cuda")
+    bench = case()
+    trainer = new_trainer(bench.world(), bench.build_module, "cuda", "fp32", LoopingTrainer)
+    counter, drawn = torch.zeros((), device="cuda"), torch.zeros(4, device="cuda")
+
+    def body() -> None:
+        counter.add_(1.0)
+        drawn.copy_(torch.randn(4, generator=generator, device="cuda"))
+
+    loop = trainer.loop(body, [counter, drawn], generator)
+    results = []
+    for _ in range(2):
+        generator.manual_seed(5)
+        loop(3)
+        results.append(drawn.clone())
+    generator.manual_seed(5)
+    for _ in range(3):
+        expected = torch.randn(4, generator=generator, device="cuda")
+    assert counter.item() == 6.0
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], expected)
+
+
+def test_captured_generator_training_equals_what_comes_step_by_step() -> None:
+    (eager, terms), (captured, others) = trained(Trainer), trained(LoopingTrainer)
+    assert torch.allclose(terms, others, atol=TOLERANCE)
+    assert torch.equal(eager["counters"], captured["counters"])
+    assert (eager["stats"] - captured["stats"]).norm() < TOLERANCE * eager["stats"].norm()
+
+
+def test_generator_training_in_bf16_stays_near_fp32() -> None:
+    (_, terms), (_, low) = trained(LoopingTrainer), trained(LoopingTrainer, "bf16")
+    assert torch.allclose(terms, low, atol=0.1)
+
+
+def test_a_whole_run_of_mfcl_on_the_graphs_engine() -> None:
+    from everfed.core.world import World
+    from everfed.engines.graphs import Graphs
+    from everfed.store.clients import ClientStore
+
+    bench = case()
+
+    def graphs(world: World, store: ClientStore) -> Graphs:
+        return Graphs(world, store, bench.build_module, "cuda", "bf16", slots=2)
+
+    outcome: Outcome = bench.run(graphs)
+    assert outcome.params.isfinite().all()
+    assert sum(e["event"] == "phase" and e["phase"] == "generator" for e in outcome.events) == 6
