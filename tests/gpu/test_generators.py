@@ -35,9 +35,9 @@ def case() -> Bench:
     return Bench("mfcl", stream=ClassToy(tasks=3, classes=6), module=Norm)
 
 
-def trained(
-    kind: type[Trainer], precision: str = "fp32", chunks: tuple[int, ...] = (3, 2)
-) -> tuple[Model, torch.Tensor]:
+def trained(kind: type[Trainer], precision: str = "fp32") -> tuple[Model, torch.Tensor]:
+    """A generator after chunks of three and two steps, and the terms of its loss in the last."""
+    chunks = (3, 2)
     bench = case()
     trainer = new_trainer(bench.world(), bench.build_module, "cuda", precision, kind)
     how = Inversion(batch=16, lr=1e-3)
