@@ -259,7 +259,7 @@ def test_without_synthetic_samples_new_classes_and_distillation_are_left() -> No
     alone = one_step(bench(syn_batch=0, w_kd=0.0), message).loss
     assert loss > alone
     server = case.run().state.server["mfcl"]
-    assert set(server) == {"teacher", "since"}
+    assert set(server) == {"teacher", "since", "tasks"}
     assert next(e for e in case.run().events if e.get("phase") == PHASE)["repeats"] == 1
 
 
