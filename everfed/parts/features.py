@@ -63,11 +63,17 @@ def head_inputs(module: nn.Module, change: Callable[[Tensor], Tensor] | None = N
 
 def features(trainer: Trainer, model: Model, x: Tensor) -> Tensor:
     """(n, F) features of samples in storage form under `model`: eval mode, no gradients."""
+    return outputs_and_features(trainer, model, x)[1]
+
+
+def outputs_and_features(trainer: Trainer, model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(outputs (n, classes), features (n, F)) of samples in storage form under `model`, in the same way."""
     trainer.replica.load(model)
     module = trainer.replica.module.eval()
     with torch.no_grad(), in_precision(trainer):
-        chunks = [through_head(module, trainer.stream.inputs(part.to(trainer.device)))[1] for part in x.split(CHUNK)]
-    return torch.cat(chunks).float()
+        chunks = [through_head(module, trainer.stream.inputs(part.to(trainer.device))) for part in x.split(CHUNK)]
+    outputs, found = zip(*chunks, strict=True)
+    return torch.cat(outputs).float(), torch.cat(found).float()
 
 
 def class_means(rows: Tensor, y: Tensor, classes: int) -> Tensor:

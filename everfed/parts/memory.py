@@ -120,8 +120,7 @@ class Memory(Part):
         return self.chooser.phases(NAME)
 
     def wanted(self, phase: str, ctx: Context) -> bool:
-        """What is chosen after the last task would never be replayed."""
-        return ctx.round + 1 < ctx.facts.rounds
+        return self.chooser.wanted(phase, ctx)
 
     def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
         return self.chooser.broadcast(server.get(NAME, {}), phase, ctx)
@@ -136,13 +135,13 @@ class Memory(Part):
         own, heard = client[NAME], message.get(NAME, {})
         kept = stored(own)
         x, y = (torch.cat([new.to(old.device), old]) for new, old in ((data.x, kept.x), (data.y, kept.y)))
-        pool = Pool(x, y, len(data), len(kept), int(own["host"]["n"]), message.get(MODEL), self.how, ctx)
+        ids = np.concatenate([data.ids, kept.ids])
+        pool = Pool(x, y, len(data), len(kept), int(own["host"]["n"]), message.get(MODEL), self.how, ctx, ids)
         if phase != REMEMBER:
             host, reply = self.chooser.speak(pool, self.size, own["host"], heard)
             return {**own, "host": host}, reply
         chosen, host = self.chooser.choose(pool, self.size, own["host"], heard)
-        ids = np.concatenate([data.ids, kept.ids])[chosen]
-        return self._refilled(own, pool, chosen, ids, host), {}
+        return self._refilled(own, pool, chosen, ids[chosen], host), {}
 
     def _refilled(self, own: Tree, pool: Pool, chosen: np.ndarray, ids: np.ndarray, host: Tree) -> Tree:
         """The slots with the samples of the pool at `chosen` in the first rows and nothing in the others."""

@@ -24,6 +24,7 @@ from everfed.parts.herding import herd, quota
 from everfed.parts.importance import importance, most_important, proximity
 from everfed.parts.policy import Policy, Pool
 from everfed.parts.reservoir import Reservoir
+from everfed.parts.transition import OnTransition
 
 Choice = tuple[np.ndarray, Tree]
 
@@ -160,6 +161,7 @@ POLICIES: Mapping[str, type[Policy]] = {
         ApproximateUniform,
         FixedProportion,
         Herding,
+        OnTransition,
         GSSGreedy,
         GSSCluster,
         Uncoordinated,

@@ -1,7 +1,8 @@
 """What decides which samples a client's memory keeps: the interface of all selection policies.
 
-A policy is a frozen dataclass of options. It decides in the training steps (reservoir, GSS-greedy) or at the end of a
-task, once, from the task's samples and the stored ones together; then `choose` is all there is to write.
+A policy is a frozen dataclass of options. It decides in the training steps (reservoir, GSS-greedy) or in a phase,
+mostly at the end of a task, from the current samples and the stored ones together; then `choose` is all there is to
+write.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Pool:
 
     x, y: (new + stored, ...) in storage form. seen_before: samples seen in all earlier tasks, stored or not.
     model: the shared model at the end of the task; None for policies that need none. how: gradients are computed.
+    ids: (new + stored,) of the samples; None where nobody asks for them.
     """
 
     x: Tensor
@@ -42,6 +44,7 @@ class Pool:
     model: Model | None
     how: GradientOptions
     ctx: Context
+    ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.new + self.stored
@@ -76,6 +79,10 @@ class Policy:
     # at the end of a task --------------------------------------------------------------------------------------
     def phases(self, owner: str) -> tuple[Phase, ...]:
         return (Phase(REMEMBER, owner=owner, cohort=Cohort.BOUNDARY, when=END),)
+
+    def wanted(self, phase: str, ctx: Context) -> bool:
+        """What is chosen after the last task would never be replayed."""
+        return ctx.round + 1 < ctx.facts.rounds
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
         """(different positions of the pool, at most `size`, in the order of the buffer; `host` afterwards)."""
