@@ -28,6 +28,7 @@ from everfed.parts.fedomg import FedOMG
 from everfed.parts.fedssi import FedSSI
 from everfed.parts.fedweit import FedWeIT
 from everfed.parts.fot import FOT
+from everfed.parts.glfc import GLFC
 from everfed.parts.ideal import Ideal
 from everfed.parts.lwf import LwF
 from everfed.parts.memory import Memory
@@ -77,6 +78,15 @@ PRESETS: dict[str, Preset] = {
     "lwf": _preset("distillation from the previous task's model", FedAvg, LwF),
     "fedlwf2t": _preset("distillation from the client's own last model and the server's", FedAvg, FedLwF2T),
     "mfcl": _preset("replays what a data-free generator makes of the previous task's model", FedAvg, MFCL),
+    "glfc": _preset(
+        "exemplars kept when a client notices a change of task, with a loss that makes up for their number",
+        FedAvg,
+        Memory,
+        Replay,
+        GLFC,
+        memory={"size": 2000, "policy": "on-transition"},
+        er={"mode": "union"},
+    ),
     "ogd": _preset("gradients orthogonal to those of earlier tasks' outputs", FedAvg, OGD),
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),

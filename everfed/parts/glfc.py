@@ -49,8 +49,8 @@ _MANY = 100_000  # prototypes that one round may bring
 @dataclass(frozen=True)
 class GLFC(Part):
     """compensation, relation: weights of L_GC and L_RD. old_model: of the "last" task's end, chosen by a "proxy"
-    server, or "none". form: "sigmoid" (released code) or "softmax": cross-entropy and divergence over classes (the paper).
-    head: the loss is over the classes "seen" so far, as if the head grew, or over its "full" width.
+    server, or "none". form: "sigmoid" (released code) or "softmax": cross-entropy and divergence over classes (the
+    paper). head: the loss is over the classes "seen" so far, as if the head grew, or over its "full" width.
 
     With a proxy: perturbation, perturbation_lr: steps and rate that change a prototype before it is encoded.
     reconstruction, reconstruction_lr: of the search for its image. iterates: how many of the last images are kept.
@@ -176,7 +176,7 @@ class GLFC(Part):
 
     def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
         own = server.get(self.name, {})
-        message = {k: Once(own[f"{k}_since"], own[k]) for k in ("previous", "current") if k in own}
+        message: dict[str, Any] = {k: Once(own[f"{k}_since"], own[k]) for k in ("previous", "current") if k in own}
         if "old" in own:
             message["old"] = Once(own["since"], own["old"])
         return {**message, "encoder": Once(0, own["encoder"])} if "encoder" in own else message

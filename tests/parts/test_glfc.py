@@ -1,0 +1,315 @@
+"""GLFC: the testable properties of its specification, and the proxy server from end to end."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from everfed import methods
+from everfed.core import tree
+from everfed.core.companion import first_vectors
+from everfed.core.context import TrainOptions
+from everfed.core.engine import ClientError
+from everfed.core.layout import Layout
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import BOUNDARIES, CompositionError
+from everfed.models.lenet import EncoderBlueprint
+from everfed.parts.glfc import GLFC, class_weights
+from everfed.parts.herding import cut, herd
+from everfed.parts.memory import stored
+from everfed.parts.policy import Policy
+from everfed.parts.prototypes import encoded, label_of, reconstructed
+from everfed.parts.transition import OnTransition, entropy
+from tests.parity.test_resume import assert_resumes
+from tests.parity.test_wire import assert_same
+from tests.support.rehearsal_free import ClassToy
+from tests.support.toy import Bench, Norm, Outcome, Toy
+from tests.support.wire import run_over_wire
+
+PROXY: dict[str, Any] = {"old_model": "proxy", "perturbation": 2, "reconstruction": 1, "iterates": 2}
+SGD = TrainOptions(2, 5, Optimizer(lr=0.5))
+
+
+def bench(size: int = 8, policy: dict[str, Any] | None = None, stream: Toy | None = None, **options: Any) -> Bench:
+    chosen = {"memory": {"size": size, "policy": {"kind": "on-transition", **(policy or {})}}, "glfc": options}
+    return Bench("glfc", chosen, stream=stream or ClassToy(tasks=2), train=SGD)
+
+
+def told(**options: Any) -> Bench:
+    """The stream says when a task changes."""
+    return bench(policy={"detect": "boundary"}, **options)
+
+
+# the loss ------------------------------------------------------------------------------------------------------------
+def test_weights_compensate_within_each_group() -> None:
+    confidence = torch.tensor([0.9, 0.6, 0.5, 0.2])
+    learned = torch.tensor([True, True, False, False])
+    weights = class_weights(confidence, learned, torch.tensor(True))
+    assert weights.tolist() == pytest.approx([0.4, 1.6, 0.769231, 1.230769], abs=1e-6)
+    assert weights[:2].mean().item() == pytest.approx(1.0)
+    assert weights[2:].mean().item() == pytest.approx(1.0)
+
+
+def test_weights_are_one_while_nothing_is_learned() -> None:
+    assert class_weights(torch.rand(5), torch.zeros(5, dtype=torch.bool), torch.tensor(False)).tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_batch_of_one_group_only_does_not_divide_by_zero(learned: bool) -> None:
+    weights = class_weights(torch.tensor([0.5, 0.75]), torch.full((2,), learned), torch.tensor(True))
+    assert weights.tolist() == pytest.approx([4 / 3, 2 / 3])
+    certain = class_weights(torch.ones(2), torch.full((2,), learned), torch.tensor(True))
+    assert certain.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("form", ["sigmoid", "softmax"])
+def test_relations_to_a_model_that_knows_nothing_are_the_labels(form: str) -> None:
+    """L_RD equals the distance to one-hot targets when the old model has no outputs; then L = L_GC too."""
+    case = told(form=form)
+    ctx, model = case.context(round_index=2), case.model()
+    part = GLFC(form=form)
+    data = case.stream.data(0, 1)
+    nothing = {**model, "known": torch.zeros(4, dtype=torch.bool)}
+    state = {**case.new_client(), "glfc": {"learned": torch.zeros(4, dtype=torch.bool), "classes": torch.arange(4)}}
+
+    def trained(own: dict[str, Any]) -> Tensor:
+        given = {**state, "glfc": {**state["glfc"], **own}}
+        fitted = ctx.train.fit(ctx, (part,), model, model["params"], given, {}, data, epochs=1, rate=0.5)
+        return fitted.model["params"]
+
+    assert torch.allclose(trained({"old": nothing}), trained({}), atol=1e-7)
+    everything = {**nothing, "known": torch.ones(4, dtype=torch.bool)}
+    assert not torch.allclose(trained({"old": everything}), trained({}), atol=1e-3)
+
+
+def test_without_memory_and_old_model_it_is_fedavg_with_binary_cross_entropy() -> None:
+    class Binary(ClassToy):
+        @property
+        def loss(self) -> Any:
+            return lambda outputs, y: functional.binary_cross_entropy_with_logits(
+                outputs, functional.one_hot(y, 4).float()
+            )
+
+    plain = Bench("fedavg", stream=Binary(), train=SGD).run()
+    ours = bench(size=0, old_model="none", head="full").run()
+    assert torch.allclose(ours.params, plain.params, atol=1e-6)
+    with_memory = bench(old_model="none", head="full", policy={"detect": "boundary"}).run()
+    assert not torch.allclose(with_memory.params, plain.params, atol=1e-3)
+
+
+def test_a_growing_head_leaves_rows_of_unseen_classes_alone() -> None:
+    case = bench()
+    start, after = case.model()["params"], case.run(rounds=2).params
+    head = case.layout().param("head.weight")
+    assert torch.equal(head.view(after)[2:], head.view(start)[2:])
+    assert not torch.equal(head.view(after)[:2], head.view(start)[:2])
+
+
+# the signal and the exemplars ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("before", "now", "fires"), [(0.5, 1.8, True), (0.5, 1.6, False), (0.0, 1.3, True)])
+def test_the_signal_is_a_jump_of_more_than_the_threshold(before: float, now: float, fires: bool) -> None:
+    assert OnTransition().fires(now, {"entropy": before, "task": -1}, bench().context()) is fires
+
+
+def test_entropy_of_equal_outputs_is_the_logarithm_of_their_number() -> None:
+    assert entropy(torch.zeros(3, 10)) == pytest.approx(np.log(10), abs=2e-4)
+    assert entropy(torch.tensor([[50.0, 0.0]])) == pytest.approx(0.0, abs=2e-5)
+
+
+def test_herding_takes_all_when_there_are_few_and_first_the_one_closest_to_the_mean() -> None:
+    features = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
+    assert herd(features, 1).tolist() == [1]
+    assert sorted(herd(features, 9).tolist()) == [0, 1, 2]
+    assert cut({3: np.array([4, 2, 9])}, 2)[3].tolist() == [4, 2]
+
+
+def held(outcome: Outcome, client: int = 0) -> tuple[list[int], list[int]]:
+    """Labels of the exemplars of learned classes, and of those that are set aside."""
+    own = outcome.clients[client]["memory"]
+    labels, border = stored(own).y.tolist(), int(own["host"]["stored"]) - int(own["host"]["staged"])
+    return labels[:border], labels[border:]
+
+
+def test_exemplars_are_kept_at_a_change_and_the_old_classes_make_room() -> None:
+    case = told(stream=ClassToy(tasks=3, classes=6))
+    assert held(case.run(rounds=2)) == ([], [0, 0, 0, 0, 1, 1, 1, 1])  # 8 rows, two current classes
+    assert held(case.run(rounds=3)) == ([0, 0, 1, 1], [2, 2, 3, 3])
+    assert held(case.run(rounds=5)) == ([0, 1, 2, 3], [4, 5])
+    learned = case.run(rounds=5).clients[0]["memory"]["host"]["learned"]
+    assert learned.tolist() == [0, 1, 2, 3]
+
+
+def test_a_cut_keeps_the_herding_order() -> None:
+    case = told(stream=ClassToy(tasks=3, classes=6))
+    ids = {r: case.run(rounds=r).clients[0]["memory"]["host"]["ids"] for r in (2, 3, 5)}
+    assert ids[3][[0, 1, 2, 3]].tolist() == ids[2][[0, 1, 4, 5]].tolist()
+    assert ids[5][[0, 1]].tolist() == ids[3][[0, 2]].tolist()
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 7, 2000])
+def test_the_memory_never_exceeds_its_size(size: int) -> None:
+    for client in bench(size, {"detect": "boundary"}, ClassToy(tasks=2, rounds_per_task=1)).run().clients.values():
+        assert int(client["memory"]["host"]["stored"]) <= size
+
+
+def test_a_change_that_nobody_notices_leaves_nothing() -> None:
+    deaf = bench(policy={"threshold": 99.0}).run()
+    assert held(deaf) == ([], [2] * 4 + [3] * 4)
+
+
+def test_a_signal_within_a_task_keeps_nothing_of_current_data() -> None:
+    eager = bench(policy={"threshold": 0.0}, stream=ClassToy(tasks=1, rounds_per_task=3)).run()
+    assert held(eager)[0] == []
+
+
+def test_classes_that_come_back_are_learned_and_current_at_once() -> None:
+    outcome = told(stream=Toy(clients=1, tasks=3, samples=20)).run()
+    kept, aside = held(outcome)
+    assert set(kept) <= {0, 1, 2, 3} and len(kept) + len(aside) <= 8
+    assert outcome.clients[0]["memory"]["host"]["learned"].tolist() == sorted(set(kept))
+
+
+# prototypes ----------------------------------------------------------------------------------------------------------
+BLUEPRINT = EncoderBlueprint((1, 4, 4), 5)
+
+
+def encoder(blueprint: EncoderBlueprint = BLUEPRINT) -> tuple[Any, Layout, dict[str, Tensor]]:
+    module = blueprint.build()
+    layout = Layout.of(module)
+    return module, layout, layout.named(first_vectors(blueprint, 3)["params"])
+
+
+@pytest.mark.parametrize(("shape", "fed"), [((1, 28, 28), 588), ((3, 32, 32), 768), ((3, 64, 64), 3072)])
+def test_the_encoder_fits_every_size(shape: tuple[int, ...], fed: int) -> None:
+    module = EncoderBlueprint(shape, 100).build()
+    assert module.head.in_features == fed
+    assert all(float(p.detach().abs().max()) <= 0.5 for p in module.parameters())
+    if shape == (3, 32, 32):
+        assert sum(p.numel() for p in module.parameters()) == 85_036
+
+
+@pytest.mark.parametrize("label", range(5))
+def test_the_label_is_read_off_the_gradient(label: int) -> None:
+    module, layout, weights = encoder()
+    gradient = encoded(module, weights, torch.randn(1, 4, 4), torch.tensor(label))
+    assert int(label_of(gradient, layout)) == label
+
+
+def test_reconstruction_comes_closer_with_every_accepted_image() -> None:
+    module, _, weights = encoder()
+    label = torch.tensor(2)
+    torch.manual_seed(0)
+    target = encoded(module, weights, torch.rand(1, 4, 4), label)
+
+    def gradient_of(x: Tensor) -> Tensor:
+        return encoded(module, weights, x, label, differentiable=True)
+
+    images, losses = reconstructed(gradient_of, target, torch.randn(1, 4, 4), steps=20, lr=0.1, keep=5)
+    assert all(later < earlier for earlier, later in pairwise(losses))
+    assert losses[-1] < 0.01 * losses[0]
+    assert images.shape == (5, 1, 4, 4)
+    assert (gradient_of(images[-1]) - target).square().sum().item() == pytest.approx(losses[-1])
+
+
+# the proxy server ----------------------------------------------------------------------------------------------------
+def test_the_proxy_chooses_the_old_model_and_nobody_else_sees_the_gradients() -> None:
+    case = told(**PROXY)
+    first = case.run(rounds=1)
+    own = first.state.server["glfc"]
+    assert own["images"].shape[0] == own["labels"].shape[0] <= 2 * 2 * 2  # clients x classes x iterates
+    assert set(own["labels"].tolist()) == {0, 1}
+    assert "queue" not in own and "previous" not in own
+    assert torch.equal(own["current"]["params"], first.params)
+    assert own["current"]["known"].tolist() == [True, True, False, False]
+    third = case.run(rounds=3).state.server["glfc"]
+    assert torch.equal(third["previous"]["params"], case.run(rounds=2).state.server["glfc"]["current"]["params"])
+    assert all("prototypes" not in client["glfc"] for client in case.run().clients.values())
+
+
+def test_who_noticed_a_change_looks_back_at_the_best_model_and_others_at_the_one_before() -> None:
+    part, heard = GLFC(old_model="proxy"), {"current": {"is": "now"}, "previous": {"is": "before"}}
+    assert part._old(heard, signal=True) == {"is": "now"}
+    assert part._old(heard, signal=False) == {"is": "before"}
+    assert part._old({"current": {"is": "now"}}, signal=False) is None
+    assert part._old({}, signal=True) is None
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_the_best_score_begins_anew_at_a_change(reset: bool) -> None:
+    part = GLFC(old_model="proxy", reset=reset)
+    own = {"best": 0.9, "current": {"params": torch.tensor(0.0)}, "current_since": 0}
+    changed = part._transition(own, {0: torch.zeros(1, 3)})
+    assert changed["best"] == (0.0 if reset else 0.9)
+    assert changed["previous_since"] == 0
+
+
+def test_bytes_by_part() -> None:
+    case = told(**PROXY)
+    encoder_bytes = 4 * sum(p.numel() for p in EncoderBlueprint((1, 4, 4), 4).build().parameters())
+    rounds = {r: case.run(rounds=r).state.traffic for r in (1, 2, 3)}
+    # two clients, two classes each: gradients when their task has changed, and only then
+    assert [rounds[r].up["glfc"] for r in (1, 2, 3)] == [4 * encoder_bytes, 4 * encoder_bytes, 8 * encoder_bytes]
+    model = tree.tensor_bytes(case.model()) + 4  # with a mask of what it knows
+    assert rounds[1].down["glfc"] == 2 * encoder_bytes
+    assert rounds[2].down["glfc"] == 2 * (encoder_bytes + model)
+    plain = told().run().state.traffic
+    assert plain.up["glfc"] == 0
+    assert plain.down["glfc"] == 2 * model  # the teacher, once
+
+
+def test_what_it_reveals_and_needs() -> None:
+    def glfc(**options: Any) -> Any:
+        return methods.build("glfc", {"glfc": options})
+
+    assert glfc().reveals() == {}
+    assert glfc(old_model="proxy").reveals() == {"prototypes": ["glfc"]}
+    assert glfc().needs(BOUNDARIES)
+    assert not glfc(old_model="proxy", head="full").needs(BOUNDARIES)
+    hidden = Toy(clients=2, boundaries=False, task_ids=False)
+    with pytest.raises(CompositionError, match="part 'glfc' must know when a task begins or ends"):
+        glfc().fit_stream(hidden)
+    outcome = bench(stream=hidden, **PROXY, head="full").run()
+    assert outcome.state.round == hidden.rounds
+    with pytest.raises(ClientError, match=r"memory.policy.detect = 'boundary' needs a stream that tells"):
+        bench(stream=hidden, policy={"detect": "boundary"}, old_model="none", head="full").run()
+
+
+def test_the_old_model_stays_as_it_was() -> None:
+    case = told(stream=ClassToy(tasks=2, rounds_per_task=3))
+    frozen = {sha256(tree.to_bytes(case.run(rounds=r).state.server["glfc"]["old"])).hexdigest() for r in (3, 4, 5)}
+    assert len(frozen) == 1
+    assert torch.equal(case.run(rounds=5).state.server["glfc"]["old"]["params"], case.run(rounds=3).params)
+
+
+def test_wire_and_resume_parity_with_a_proxy() -> None:
+    case = told(stream=ClassToy(clients=2, tasks=2), **PROXY).change(module=Norm)
+    assert_same(case.run(), run_over_wire(case))
+    assert_resumes(case, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"old_model": "best"}, "old_model must be one of last, proxy, none"),
+        ({"form": "hinge"}, "form must be one of sigmoid, softmax"),
+        ({"relation": -1.0}, "relation must be at least 0"),
+        ({"iterates": 0}, "iterates must be at least 1"),
+    ],
+)
+def test_options_outside_their_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GLFC(**options)
+    with pytest.raises(ValueError, match="detect must be one of entropy, boundary"):
+        OnTransition(detect="never")
+
+
+def test_policies_are_not_asked_after_the_last_task_unless_they_come_before_training() -> None:
+    ctx = bench().context(round_index=3)
+    assert OnTransition().wanted("remember", ctx) and not Policy().wanted("remember", ctx)
