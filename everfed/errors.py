@@ -24,7 +24,7 @@ _USERS = frozenset(
         "everfed.streams.options.OptionError",
     }
 )
-_FAULTS = frozenset({"everfed.core.runner.Diverged"})
+_FAULTS = frozenset({"everfed.core.runner.Diverged", "everfed.privacy.secure_engine.TooFewClients"})
 
 
 def is_users(error: BaseException) -> bool:

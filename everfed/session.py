@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import everfed
-from everfed import engines, methods, models, streams
+from everfed import engines, methods, models, privacy, streams
 from everfed.core.context import Facts, TrainOptions
 from everfed.core.engine import Engine
 from everfed.core.extras import attach
@@ -129,7 +129,8 @@ def build_method(recipe: Recipe) -> Method:
     if section.weighting != "uniform":
         aggregator = methods.build(section.name, parts=section.parts).aggregator.name
         options.setdefault(aggregator, {}).setdefault("weighting", section.weighting)
-    return methods.build(section.name, options, section.parts, Optimizer(**recipe.train.optimizer.model_dump()))
+    method = methods.build(section.name, options, section.parts, Optimizer(**recipe.train.optimizer.model_dump()))
+    return privacy.protect(method, recipe.privacy)
 
 
 def _train_options(recipe: Recipe) -> TrainOptions:
@@ -197,6 +198,7 @@ def _drive(
         engine = build_engine(assembly, notify, lambda: alone.durable)
     else:
         engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
+    engine = privacy.wrap(engine, world, str(engines.device(recipe.engine)), notify)
     try:
         where = engines.device(recipe.engine)
         if state is not None:

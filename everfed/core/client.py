@@ -50,8 +50,8 @@ def run_client(
     it got. A client without data does not train and sends nothing.
     """
     state, reply = _answer(method, phase, state, message, data, ctx)
-    if phase.position is Position.INSIDE:
-        return state, reply
+    if phase.position is Position.INSIDE:  # what is said there is said in full
+        return state, Reply(reply.values)
     for part in method.parts:
         if overrides(part, "seal"):
             own, reply = part.seal(state, phase, message or {}, reply, ctx)

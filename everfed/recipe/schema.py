@@ -136,6 +136,17 @@ class EngineSection(Section):
     state_memory: float = Field(2.0, gt=0)  # GiB of client state kept in memory; the rest is paged to disk
 
 
+class PrivacySection(Section):
+    """[privacy]: protections around whatever method runs. secure_aggregation: the server learns sums only. threshold:
+    the share of a phase's clients that must stay to its end. clip, bits: floats are clipped to [-clip, clip] and sent in
+    steps of 2 clip / 2^bits."""
+
+    secure_aggregation: bool = False
+    threshold: float = Field(2 / 3, gt=0.5, le=1)
+    clip: float = Field(16.0, gt=0)
+    bits: int = Field(24, ge=8, le=28)
+
+
 class CompareSection(Section):
     """[compare]: what `everfed compare RECIPE` compares when the command line does not say."""
 
@@ -154,4 +165,5 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     method: MethodSection
     engine: EngineSection = EngineSection()
+    privacy: PrivacySection = PrivacySection()
     compare: CompareSection | None = None

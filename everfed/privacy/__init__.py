@@ -1,0 +1,40 @@
+"""Protections around any method: secure aggregation and differential privacy. Parts and engine wrappers; no
+method knows of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from everfed.core.engine import Engine
+from everfed.core.intake import Spread
+from everfed.core.method import Method
+from everfed.core.part import CompositionError
+from everfed.core.world import World
+
+if TYPE_CHECKING:
+    from everfed.recipe import PrivacySection
+
+Notify = Callable[[dict[str, Any]], None]
+
+
+def protect(method: Method, section: PrivacySection) -> Method:
+    """The method with the protections that the recipe asks for. Raises CompositionError where it cannot have them."""
+    if section.secure_aggregation:
+        from everfed.privacy.secure import secured
+
+        method = secured(method, section.threshold, section.clip, section.bits)
+    return method
+
+
+def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
+    """The engine with the server's side of the method's protections."""
+    from everfed.privacy.secure import NAME
+
+    if not any(part.name == NAME for part in world.method.parts):
+        return engine
+    if isinstance(engine, Spread):
+        raise CompositionError("privacy.secure_aggregation needs all clients behind one server; engine.kind is 'ranks'")
+    from everfed.privacy.secure_engine import Secured
+
+    return Secured(engine, world, device, notify)

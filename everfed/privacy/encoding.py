@@ -1,0 +1,205 @@
+"""Replies as vectors of whole numbers that can be added under masks, and back.
+
+Two vectors: `narrow` holds the float32 (and smaller) tensors, clipped to [-clip, clip] and rounded to multiples of
+2 clip / 2^bits, modulo 2^32, or 2^64 where weights or many clients ask for it; `wide` holds, modulo 2^64, all that must
+be exact or has no bound known ahead: integers, float64, plain numbers, weights and counts. Absent values are zeros with
+weight 0, so who had nothing to say is not told either.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.core.client import Reply
+
+FINE = 1 << 16  # steps to the unit of numbers in `wide`
+_ROOM = 1 << 62  # |sum| of a wide entry over all clients
+MAX_SAMPLES = 1 << 24
+_COUNTS = ("loss", "trained", "samples", "broken", "clipped")
+Form = dict[str, list[Any]]  # "part/key" -> [dtype, shape]; dtype "number" for plain ones
+NUMBER = "number"
+
+
+class EncodingError(ValueError):
+    """A reply that cannot be added under masks."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """How a phase's replies are written. weighted: the paths that are weighed by samples. clients: how many at most."""
+
+    clip: float
+    bits: int
+    clients: int
+    weighted: frozenset[str] = frozenset()
+
+    @property
+    def step(self) -> float:
+        """What a float is rounded to; a mean is off by half of it at most, where nothing was clipped."""
+        return 2.0 * self.clip / (1 << self.bits)
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        weight = MAX_SAMPLES if self.weighted else 1
+        return np.uint32 if self.bits + math.ceil(math.log2(self.clients * weight + 1)) <= 32 else np.uint64
+
+    def factor(self, path: str, samples: int) -> int:
+        return samples if path in self.weighted else 1
+
+
+def flat(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{"part/key": value} of what is there."""
+    return {f"{part}/{key}": v for part, keys in values.items() for key, v in keys.items() if v is not None}
+
+
+def form_of(values: Mapping[str, Mapping[str, Any]]) -> Form:
+    """The form of a reply's values; it says nothing about their content."""
+    return {path: _form(path, value) for path, value in sorted(flat(values).items())}
+
+
+def _form(path: str, value: Any) -> list[Any]:
+    if isinstance(value, Tensor) and not value.is_complex():
+        return [str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, bool | int | float):
+        return [NUMBER, []]
+    raise EncodingError(f"{path} is no tensor and no number, so it cannot be added under masks")
+
+
+def _is_narrow(entry: list[Any]) -> bool:
+    return entry[0] in ("float32", "float16", "bfloat16")
+
+
+def sizes(form: Form) -> tuple[int, int]:
+    """Lengths of the narrow and the wide vector."""
+    narrow = sum(math.prod(entry[1]) for entry in form.values() if _is_narrow(entry))
+    wide = sum(math.prod(entry[1]) for entry in form.values() if not _is_narrow(entry))
+    return narrow, wide + len(form) + len(_COUNTS)
+
+
+def encode(reply: Reply, form: Form, code: Code) -> tuple[np.ndarray, np.ndarray]:
+    """(narrow, wide) of a reply; one with anything that is not finite adds nothing but to the count of broken ones."""
+    values, samples = flat(reply.values), reply.samples
+    if samples > MAX_SAMPLES:
+        raise EncodingError(f"{samples} samples; secure aggregation takes {MAX_SAMPLES} at most")
+    loss = 0.0 if reply.loss is None else float(reply.loss)
+    if not math.isfinite(loss) or not all(_finite(value) for value in values.values()):
+        narrow, wide = (np.zeros(size, dtype=np.int64) for size in sizes(form))
+        wide[-len(_COUNTS) + _COUNTS.index("broken")] = 1
+        return narrow.astype(code.dtype), wide.view(np.uint64)
+    return _encode(values, reply, loss, form, code)
+
+
+def _encode(values: dict[str, Any], reply: Reply, loss: float, form: Form, code: Code) -> tuple[np.ndarray, np.ndarray]:
+    narrow, wide, weights, clipped = [], [], [], 0
+    for path, entry in form.items():
+        factor = code.factor(path, reply.samples) if path in values else 0
+        weights.append(factor)
+        if not _is_narrow(entry):
+            wide.append(_exact(path, values.get(path), entry, factor, code.clients))
+        elif path in values:
+            rounded, outside = _rounded(values[path], code)
+            narrow.append(rounded * factor)
+            clipped += outside
+        else:
+            narrow.append(np.zeros(math.prod(entry[1]), dtype=np.int64))
+    trained = 1 if reply.steps else 0
+    mean_loss = round(loss / reply.steps * FINE) if trained else 0
+    counts = [mean_loss, trained, reply.samples * trained, 0, clipped]
+    every = [*wide, np.array([*weights, *counts], dtype=np.int64)]
+    return _joined(narrow).astype(code.dtype), np.concatenate(every).view(np.uint64)
+
+
+def _joined(vectors: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(vectors) if vectors else np.zeros(0, dtype=np.int64)
+
+
+def _rounded(value: Tensor, code: Code) -> tuple[np.ndarray, int]:
+    exact = value.detach().reshape(-1).to("cpu", torch.float64).numpy()
+    outside = int(np.count_nonzero(np.abs(exact) > code.clip))
+    limit = (1 << (code.bits - 1)) - 1
+    return np.clip(np.rint(exact / code.step), -limit, limit).astype(np.int64), outside
+
+
+def _exact(path: str, value: Any, entry: list[Any], factor: int, clients: int) -> np.ndarray:
+    """Integers as they are, other numbers in steps of 1 / FINE."""
+    if value is None:
+        return np.zeros(math.prod(entry[1]), dtype=np.int64)
+    scale = FINE if entry[0] in (NUMBER, "float64") else 1
+    array = value.detach().reshape(-1).cpu().numpy() if isinstance(value, Tensor) else np.array([value])
+    if np.abs(array.astype(np.float64)).max(initial=0.0) * scale * max(factor, 1) * clients > _ROOM:
+        raise EncodingError(f"{path} holds numbers too large to be added under masks")
+    return (np.rint(array * scale) if scale > 1 else array).astype(np.int64) * factor
+
+
+def _finite(value: Any) -> bool:
+    return bool(torch.isfinite(value).all()) if isinstance(value, Tensor) else math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a server learns. totals: {path: (weighted sum in float64, weight, dtype)}; loss: sum of clients' mean
+    losses; trained, samples, broken: how many clients trained, on how many samples, how many replies were not finite;
+    clipped: numbers that were outside [-clip, clip]."""
+
+    totals: dict[str, tuple[Tensor | float, float, torch.dtype | None]]
+    loss: float
+    trained: int
+    samples: int
+    broken: int
+    clipped: int
+
+
+def decode(narrow: np.ndarray, wide: np.ndarray, form: Form, code: Code) -> Sums:
+    """The sums of all clients' vectors, unmasked, as numbers."""
+    floats = _signed(narrow).astype(np.float64) * code.step
+    exact = _signed(wide)
+    first = len(exact) - len(form) - len(_COUNTS)
+    weights, counts = exact[first : first + len(form)], exact[first + len(form) :]
+    totals, at_narrow, at_wide = {}, 0, 0
+    for (path, entry), weight in zip(form.items(), weights, strict=True):
+        size = math.prod(entry[1])
+        if _is_narrow(entry):
+            totals[path] = _total(floats[at_narrow : at_narrow + size], entry, int(weight))
+            at_narrow += size
+        else:
+            scale = FINE if entry[0] in (NUMBER, "float64") else 1
+            totals[path] = _total(exact[at_wide : at_wide + size] / scale, entry, int(weight))
+            at_wide += size
+    loss, trained, samples, broken, clipped = (int(count) for count in counts)
+    return Sums(totals, loss / FINE, trained, samples, broken, clipped)
+
+
+def _signed(vector: np.ndarray) -> np.ndarray:
+    return vector.view(np.int32 if vector.dtype == np.uint32 else np.int64)
+
+
+def _total(values: np.ndarray, entry: list[Any], weight: int) -> tuple[Tensor | float, float, torch.dtype | None]:
+    if entry[0] == NUMBER:
+        return float(values[0]), float(weight), None
+    return torch.from_numpy(values.copy()).reshape(entry[1]), float(weight), getattr(torch, entry[0])
+
+
+def form_to_text(form: Form) -> str:
+    return json.dumps(form)
+
+
+def form_from_text(text: Any, allowed: frozenset[str]) -> Form:
+    """Raises EncodingError on anything that is not the form of a reply with `allowed` paths."""
+    try:
+        found = json.loads(text)
+        form: Form = {str(path): [str(kind), [int(side) for side in shape]] for path, (kind, shape) in found.items()}
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise EncodingError(f"not the form of a reply: {error}") from error
+    for path, (kind, shape) in form.items():
+        known = kind == NUMBER or isinstance(getattr(torch, kind, None), torch.dtype)
+        if path not in allowed or not known or any(side < 0 for side in shape) or math.prod(shape) > 1 << 36:
+            raise EncodingError(f"not the form of a reply: {path[:80]}")
+    return dict(sorted(form.items()))

@@ -1,0 +1,69 @@
+"""[privacy] in a recipe: what a user writes, and what a run folder holds after it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import everfed.api as api
+from everfed.core.part import CompositionError
+from everfed.errors import RecipeError
+from everfed.recipe import from_table
+from everfed.session import build_method
+
+
+def table(privacy: dict[str, Any], method: str = "fedgp+der", engine: str = "eager") -> dict[str, Any]:
+    return {
+        "name": "private",
+        "stream": {
+            "dataset": "digits",
+            "scenario": "domain-incremental",
+            "transform": "rotate",
+            "tasks": 2,
+            "clients": 4,
+        },
+        "model": {"kind": "mlp", "hidden": [16]},
+        "train": {"rounds_per_task": 2, "optimizer": {"lr": 0.05}},
+        "method": {"name": method},
+        "engine": {"kind": engine},
+        "privacy": privacy,
+    }
+
+
+def trained(folder: Path) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in api.load(folder).model.parameters()])
+
+
+def test_secure_aggregation_by_recipe_ends_like_the_plain_run(tmp_path: Path) -> None:
+    results = {}
+    for name, privacy, engine in (
+        ("plain", {}, "eager"),
+        ("secure", {"secure_aggregation": True}, "eager"),
+        ("processes", {"secure_aggregation": True}, "processes"),
+    ):
+        results[name] = api.run(table(privacy, engine=engine), tmp_path / name, scale=0.5)
+    plain, secure, processes = (trained(tmp_path / name) for name in results)
+    assert torch.allclose(plain, secure, rtol=0, atol=1e-3) and torch.equal(secure, processes)
+    assert results["secure"].data["environment"]["secure_aggregation"] is True
+    assert results["secure"].metrics["acc"] == pytest.approx(results["plain"].metrics["acc"], abs=0.02)
+    by_part = results["secure"].data["cost"]["bytes_by_part"]
+    assert by_part["secure"]["up"] > 0 and by_part["fedavg"]["up"] == 0
+    lines = (tmp_path / "secure" / "events.jsonl").read_text().splitlines()
+    assert all("absent" not in json.loads(line) for line in lines)
+
+
+def test_a_method_that_collects_is_refused_before_anything_runs() -> None:
+    with pytest.raises(CompositionError, match=r"privacy.secure_aggregation: method 'stamp'.*phase 'train'"):
+        build_method(from_table(table({"secure_aggregation": True}, "stamp")))
+
+
+@pytest.mark.parametrize(
+    "privacy", [{"threshold": 0.4}, {"threshold": 1.5}, {"clip": 0.0}, {"bits": 64}, {"secure": True}]
+)
+def test_keys_are_checked(privacy: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="privacy"):
+        from_table(table(privacy))
