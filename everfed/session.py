@@ -29,6 +29,7 @@ from everfed.core.part import Model
 from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.score import score_value
 from everfed.core.stream import Stream
+from everfed.core.watch import Watcher
 from everfed.core.world import Place, World
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
@@ -36,6 +37,7 @@ from everfed.errors import RecipeError, UserError
 from everfed.metrics import convergence, language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scoring import RULES
+from everfed.monitor import DriftMonitor, PageHinkley
 from everfed.recipe import Recipe
 from everfed.store.checkpoint import Checkpoints, latest
 from everfed.store.clients import ClientStore
@@ -212,6 +214,7 @@ def _drive(
             notify,
             _saver(checkpoints, notify),
             state,
+            _watchers(recipe),
         )
         final = runner.run()
         checkpoints.wait()
@@ -227,11 +230,18 @@ def _drive(
         checkpoints.close()
 
 
+def _watchers(recipe: Recipe) -> list[Watcher]:
+    """Who looks on."""
+    if recipe.monitor.kind == "none":
+        return []
+    return [DriftMonitor(PageHinkley(**recipe.monitor.model_dump(exclude={"kind"})))]
+
+
 def _fingerprint(assembly: Assembly) -> str:
     """Of all that decides a run's numbers, as far as it can be told: two runs that differ in it share no checkpoint.
     The engine is left out: a run may go on in another one. Defaults are, too: a later version may have more keys."""
     stream = assembly.stream
-    table = assembly.recipe.model_dump(mode="json", exclude={"engine", "compare"}, exclude_defaults=True)
+    table = assembly.recipe.model_dump(mode="json", exclude={"engine", "compare", "monitor"}, exclude_defaults=True)
     facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
     facts += [files] if (files := getattr(stream, "fingerprint", "")) else []
     return digest(json.dumps([table, facts], sort_keys=True).encode())
@@ -305,6 +315,7 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
         "metrics": chosen["metrics"],
         "by_logits": by_logits,
         "curves": state.curves,
+        **{f"{name}_suspected": memory["suspected"] for name, memory in state.watched.items()},
         "cost": {
             "rounds": state.round,
             "seconds": state.seconds,

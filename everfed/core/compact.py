@@ -22,8 +22,8 @@ def from_spans(text: str) -> tuple[int, ...]:
     """The numbers that `spans` wrote. Raises ValueError."""
     numbers: list[int] = []
     for piece in text.split(",") if text else ():
-        first, _, last = piece.partition("-")
-        numbers += range(int(first), _within(int(last or first) + 1))
+        first, dash, last = piece.partition("-")
+        numbers += range(int(first), _within(int(last if dash else first) + 1))
     return tuple(numbers)
 
 
@@ -37,8 +37,8 @@ def from_repeats(text: str) -> tuple[int, ...]:
     """The values that `repeats` wrote. Raises ValueError."""
     values: list[int] = []
     for piece in text.split(",") if text else ():
-        value, _, count = piece.partition("x")
-        values += [int(value)] * _within(int(count or 1))
+        value, sign, count = piece.partition("x")
+        values += [int(value)] * _within(int(count) if sign else 1)
     return tuple(values)
 
 

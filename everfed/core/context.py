@@ -39,6 +39,12 @@ class Facts:
     boundaries: bool = True
     task_ids: bool = True
 
+    def __post_init__(self) -> None:
+        """Tasks that are hidden look like a single one, to hooks and to the learning rate's schedule."""
+        if not (self.boundaries or self.task_ids):
+            object.__setattr__(self, "tasks", 1)
+            object.__setattr__(self, "rounds_per_task", self.rounds)
+
 
 @dataclass(frozen=True)
 class TrainOptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,10 +48,7 @@ class World:
     held_out: HeldOut = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """A stream that hides its tasks looks like a single one, to hooks and to the learning rate's schedule."""
         object.__setattr__(self, "held_out", HeldOut(self.stream))
-        if not (self.stream.boundaries or self.stream.task_ids):
-            object.__setattr__(self, "facts", replace(self.facts, tasks=1, rounds_per_task=self.facts.rounds))
 
     @property
     def personal(self) -> bool:

@@ -138,13 +138,23 @@ class EngineSection(Section):
 
 class PrivacySection(Section):
     """[privacy]: protections around whatever method runs. secure_aggregation: the server learns sums only. threshold:
-    the share of a phase's clients that must stay to its end. clip, bits: floats are clipped to [-clip, clip] and sent in
-    steps of 2 clip / 2^bits."""
+    the share of a phase's clients that must stay to its end. clip, bits: floats are clipped to [-clip, clip] and sent
+    in steps of 2 clip / 2^bits."""
 
     secure_aggregation: bool = False
     threshold: float = Field(2 / 3, gt=0.5, le=1)
     clip: float = Field(16.0, gt=0)
     bits: int = Field(24, ge=8, le=28)
+
+
+class MonitorSection(Section):
+    """[monitor]: suspects from clients' losses that their data changed; tells it, and changes no number."""
+
+    kind: Literal["none", "page-hinkley"] = "none"
+    delta: float = Field(0.1, ge=0)
+    threshold: float = Field(0.5, gt=0)
+    window: int = Field(5, ge=1)
+    warmup: int = Field(2, ge=1)
 
 
 class CompareSection(Section):
@@ -166,4 +176,5 @@ class Recipe(Section):
     method: MethodSection
     engine: EngineSection = EngineSection()
     privacy: PrivacySection = PrivacySection()
+    monitor: MonitorSection = MonitorSection()
     compare: CompareSection | None = None

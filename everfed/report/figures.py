@@ -192,7 +192,7 @@ def who_saw_what(run: Run) -> Html:
 def _why_nobody(run: Run) -> str:
     if not run.log.phases:
         return "The run has no events yet, or its events.jsonl is missing."
-    return "More than 100 clients take part per round; the events hold their number, not their names."
+    return "The events hold the number of clients only, not their names: an earlier version wrote them."
 
 
 def _grid_notes(grid: series.Grid) -> list[str]:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from importlib import resources
 
 from everfed import __version__
-from everfed.report import figures, numbers, rerun, tables
+from everfed.report import attendance, figures, numbers, rerun, tables
 from everfed.report.colours import variables
 from everfed.report.groups import Group, Grouping, grouped
 from everfed.report.markup import Html, join, tag
@@ -106,7 +106,14 @@ def run_sections(run: Run, seen: dict[str, str] | None = None) -> list[Html]:
     seen = {} if seen is None else seen
     drawn = [figures.who_saw_what(run), figures.class_mix(run), figures.buffers(run)]
     once = [_once(figure, run.name, seen) for figure in drawn]
-    return [facts(run), happenings(run), *once, recipe(run)]
+    return [
+        facts(run),
+        happenings(run),
+        attendance.who_took_part(run),
+        attendance.suspected_shifts(run),
+        *once,
+        recipe(run),
+    ]
 
 
 def _once(figure: Html, run: str, seen: dict[str, str]) -> Html:

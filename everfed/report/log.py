@@ -33,7 +33,7 @@ def open_file(path: Path) -> BinaryIO:
 class PhaseLine:
     """One phase of one round. clients: who was asked, None where the log holds only their number, `asked`. tasks: the
     task each of them was in, None where all were in the round's. trained: how many of them trained, None for phases
-    that do not train."""
+    that do not train. late: who was chosen as well and dropped for being too late."""
 
     round: int
     task: int
@@ -46,6 +46,7 @@ class PhaseLine:
     bytes_up: int
     bytes_down: int
     seconds: float
+    late: tuple[int, ...] = ()
 
     @property
     def skipped(self) -> int:
@@ -95,6 +96,7 @@ class Log:
     phases: dict[tuple[int, str, int], PhaseLine] = field(default_factory=dict)  # by (round, phase, repeat)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by round
     buffers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> samples in buffers, by task
+    shifts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> clients whose data may have changed
     notes: list[Note] = field(default_factory=list)
     lines: int = 0
     unreadable: int = 0
@@ -158,6 +160,7 @@ class Log:
         self.phases = {key: line for key, line in self.phases.items() if key[0] < first}
         self.evaluations = {index: value for index, value in self.evaluations.items() if index < first}
         self.buffers = {index: value for index, value in self.buffers.items() if index < first}
+        self.shifts = {index: value for index, value in self.shifts.items() if index < first}
         lines = self.phases.values()
         self.rounds_done = self.start.round if self.start and first else 0
         self.skipped = sum(line.skipped for line in lines)
@@ -195,6 +198,7 @@ class Log:
             bytes_up=int(event["bytes_up"]),
             bytes_down=int(event["bytes_down"]),
             seconds=float(event["seconds"]),
+            late=self._cohort(event.get("late", []), from_spans),
         )
 
     def _cohort(self, told: list[Any] | str, read: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
@@ -213,6 +217,9 @@ class Log:
 
     def _take_buffer(self, event: dict[str, Any]) -> None:
         self.buffers[int(event["round"])] = tuple(int(count) for count in event["by_task"])
+
+    def _take_drift(self, event: dict[str, Any]) -> None:
+        self.shifts[int(event["round"])] = self._cohort(event["clients"], from_spans)
 
     def _take_resume(self, event: dict[str, Any]) -> None:
         self._resumed = True
@@ -270,6 +277,7 @@ _TAKERS: dict[str, Callable[[Log, dict[str, Any]], None]] = {
     "phase": Log._take_phase,
     "evaluation": Log._take_evaluation,
     "buffer": Log._take_buffer,
+    "drift": Log._take_drift,
     "resume": Log._take_resume,
     "warning": Log._take_said,
     "fault": Log._take_said,
