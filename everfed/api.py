@@ -97,6 +97,10 @@ def resume(
     """Go on with a run from its newest checkpoint. A finished run is returned as it is."""
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
+    if data is None and opened.read_settings().get("federated"):
+        raise RunError(
+            f"{folder} is a federation: its clients' state is theirs; go on with `everfed serve --out {folder}`"
+        )
     if data is None and _follows(read(opened.recipe)):
         from everfed.session import execute
 

@@ -11,12 +11,14 @@ from everfed.commands.bench import bench
 from everfed.commands.compare import compare
 from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
+from everfed.commands.join import join
 from everfed.commands.listing import listing
 from everfed.commands.near_optimality import near_optimality
 from everfed.commands.report import report
 from everfed.commands.reproduce import reproduce
 from everfed.commands.resume import resume
 from everfed.commands.run import run
+from everfed.commands.serve import serve
 from everfed.commands.sweep import sweep
 from everfed.commands.ui import ui
 from everfed.errors import exit_code
@@ -43,7 +45,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, resume, compare, sweep, reproduce, demo, report, ui, bench, near_optimality, doctor):
+for command in (run, resume, compare, sweep, reproduce, demo, report, ui, bench, near_optimality, doctor, serve, join):
     app.command()(command)
 app.command("list")(listing)
 

@@ -133,6 +133,11 @@ def spoken(event: Event, standing: Standing) -> str | None:
         return f"going on from round {event['round']}"
     if kind == "evaluation" and event["task_end"]:
         return standing.line()
+    if kind == "client":
+        who = f"client {event['client']}" if event["client"] >= 0 else "a client"
+        return f"{who} {event['kind']}: {event['reason']}"
+    if kind == "waiting":
+        return f"{event['connected']} of {event['clients']} clients are connected"
     if kind in ("warning", "fault") and not event["message"].startswith("KeyboardInterrupt"):
         return f"{kind}: {event['message']}"
     return None

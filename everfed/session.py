@@ -241,7 +241,8 @@ def _fingerprint(assembly: Assembly) -> str:
     """Of all that decides a run's numbers, as far as it can be told: two runs that differ in it share no checkpoint.
     The engine is left out: a run may go on in another one. Defaults are, too: a later version may have more keys."""
     stream = assembly.stream
-    table = assembly.recipe.model_dump(mode="json", exclude={"engine", "compare", "monitor"}, exclude_defaults=True)
+    left_out = {"engine", "federation", "compare", "monitor"}
+    table = assembly.recipe.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
     facts += [files] if (files := getattr(stream, "fingerprint", "")) else []
     return digest(json.dumps([table, facts], sort_keys=True).encode())

@@ -66,6 +66,9 @@ print(json.dumps({"failed": failed, "found": found, "loaded": loaded}))
 """
 
 
+ADAPTER = "everfed.federation.flower."
+
+
 def normal(name: str) -> str:
     """A distribution's name as the packaging standard compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -115,7 +118,8 @@ def test_every_module_imports_without_the_extras() -> None:
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["failed"] == {}
+    # the adapter to Flower is what it adapts to; that nothing else loads it is what the next line shows
+    assert {name: why for name, why in answer["failed"].items() if not name.startswith(ADAPTER)} == {}
     assert answer["loaded"] == []
     here = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "everfed").rglob("*.py")}
     modules = {name.removesuffix(".__init__") for name in here if not name.endswith("__main__")}

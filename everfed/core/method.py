@@ -52,6 +52,11 @@ class Method:
         """The parts' own phases at `position`, in part order."""
         return tuple(phase for part in self.parts for phase in part.phases() if phase.position is position)
 
+    def phases_by_name(self) -> dict[str, Phase]:
+        """Everything a client may be asked to do."""
+        own = {phase.name: phase for position in Position for phase in self.phases(position)}
+        return {**own, TRAIN: self.train_phase(), EVALUATE: Phase(EVALUATE)}
+
     def train_phase(self) -> Phase:
         return Phase(TRAIN, owner=self.aggregator.name)
 

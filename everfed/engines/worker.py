@@ -12,7 +12,6 @@ import torch
 
 from everfed.core.fit import Trainer
 from everfed.core.message import MODEL, Message, with_own
-from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
 from everfed.core.score import Exam, score_tasks
 from everfed.core.stream import RoundPlan
 from everfed.core.world import Moment, World
@@ -55,8 +54,7 @@ class Worker:
     def __init__(self, world: World, trainer: Trainer, broadcast: Mailbox, lanes: list[Lane]) -> None:
         self.world, self.trainer = world, trainer
         self.broadcast, self.lanes = broadcast, lanes
-        self._phases = {p.name: p for position in Position for p in world.method.phases(position)}
-        self._phases |= {TRAIN: world.method.train_phase(), EVALUATE: Phase(EVALUATE)}
+        self._phases = world.method.phases_by_name()
         self._plan = lru_cache(maxsize=1)(world.stream.round)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

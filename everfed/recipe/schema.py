@@ -157,6 +157,22 @@ class MonitorSection(Section):
     warmup: int = Field(2, ge=1)
 
 
+class FederationSection(Section):
+    """[federation]: what a run on real clients waits for; a simulation ignores it.
+
+    deadline: seconds after which a phase goes on without the clients that have not answered, 0 for never; deadlines:
+    the same for single phases, by name. minimum: a phase never ends with fewer answers (0: everybody's, or one where
+    there is a deadline). enough: the share of answers that ends a phase at once, for plans that over-select.
+    """
+
+    deadline: float = Field(0.0, ge=0)
+    deadlines: dict[str, float] = {}
+    minimum: int = Field(0, ge=0)
+    enough: float = Field(1.0, gt=0, le=1)
+    retry: float = Field(1.0, ge=0)
+    longest_retry: float = Field(30.0, ge=0)
+
+
 class CompareSection(Section):
     """[compare]: what `everfed compare RECIPE` compares when the command line does not say."""
 
@@ -177,4 +193,5 @@ class Recipe(Section):
     engine: EngineSection = EngineSection()
     privacy: PrivacySection = PrivacySection()
     monitor: MonitorSection = MonitorSection()
+    federation: FederationSection = FederationSection()
     compare: CompareSection | None = None

@@ -70,6 +70,15 @@ class ClientStore:
             self._version[client] = self._clock
             self._keep(client, state)
 
+    def clear(self) -> None:
+        """Forget every state; only where all of them are in memory."""
+        if self.folder is not None:
+            raise RuntimeError("a store with a folder goes back by `restore`")
+        with self._lock:
+            for table in (self._hot, self._version, self._saved, self._sizes):
+                table.clear()
+            self._hot_bytes = 0
+
     def bytes(self) -> int:
         """Bytes of all states, in memory and on disk."""
         return sum(self._sizes.values())

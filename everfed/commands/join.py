@@ -1,0 +1,72 @@
+"""`everfed join`: a client of a federation."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everfed.commands.output import tell_interrupted
+
+
+def join(
+    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the federation is.")],
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Your own stream; else the recipe's, from --data-dir."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of data sets; else what EVERFED_DATA names.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="This client's name (default: the host's).")] = None,
+    client: Annotated[int, typer.Option(metavar="K", help="Which client of the recipe's stream to be (-1: any).")] = -1,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where its state lies (default: everfed-NAME).")
+    ] = None,
+    root: Annotated[
+        Path | None, typer.Option("--certificate", metavar="FILE", help="ca.crt of the federation.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(metavar="FILE", help="This client's private key.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor a key; on loopback only.")] = False,
+    device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
+    poll: Annotated[float, typer.Option(metavar="S", min=0.05, help="Seconds between two looks for work.")] = 0.5,
+) -> None:
+    """Take part in a federation with this machine's data, until interrupted.
+
+    Data, buffers and state stay in --folder; what leaves is what the recipe's
+    method sends. Its processes are started again whenever they end.
+
+    \b
+    Examples:
+      everfed join --server 127.0.0.1:8000 --insecure --client 0 --folder c0
+      everfed join --server fl.example.org:443 --certificate ca.crt \\
+          --key site-a --name site-a --data my_site:make_stream
+    """
+    from everfed.errors import UserError
+    from everfed.federation.extra import require_flower
+
+    require_flower()
+    from everfed.federation.joining import Joining
+    from everfed.federation.joining import join as take_part
+
+    if insecure == (root is not None):
+        raise UserError("give --certificate (and --key), or --insecure for a federation on this machine")
+    if insecure and server.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
+        raise UserError(f"--insecure is for loopback only, not {server}; use --certificate and --key")
+    chosen = name or socket.gethostname()
+    joining = Joining(
+        server,
+        folder or Path(f"everfed-{chosen}"),
+        chosen,
+        client,
+        str(data_dir) if data_dir else None,
+        data,
+        device,
+        root,
+        key,
+        poll,
+    )
+    with tell_interrupted("the same command"):
+        take_part(joining, lambda line: typer.echo(line, err=True))

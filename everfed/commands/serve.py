@@ -1,0 +1,86 @@
+"""`everfed serve`: the server of a federation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from everfed.commands import options
+from everfed.commands.output import stdout, tell_interrupted, tell_result
+
+
+def serve(
+    recipe: options.Recipe,
+    method: Annotated[str | None, typer.Option(metavar="M", help="Another method than the recipe's own.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="S", help="Another seed than the recipe's own.")] = None,
+    sets: options.Sets = [],  # noqa: B006 (typer copies it)
+    data: options.Data = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run folder itself (default: runs/RECIPE-METHOD-SEED).")
+    ] = None,
+    scale: options.Scale = 1.0,
+    clients: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Clients to wait for before it starts (default: the recipe's).")
+    ] = 0,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Where the SuperLink listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", help="Its port.")] = 8000,
+    certificates: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="ca.crt, server.crt and server.key of TLS.")
+    ] = None,
+    keys: Annotated[Path | None, typer.Option(metavar="DIR", help="Public keys of the clients, NAME.pub each.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor keys; on loopback only.")] = False,
+    checkpoint_every: options.CheckpointEvery = 5.0,
+    as_json: options.Json = False,
+) -> None:
+    """Run a recipe on real clients: start a SuperLink (or join the one that runs
+    at HOST:PORT), wait for clients, run. The run folder is that of any run.
+
+    Killed at any moment, the same command goes on where it stopped, to the same
+    result; clients that were killed rejoin by themselves.
+
+    \b
+    Examples:
+      everfed serve demo --insecure --clients 2
+      everfed serve my.toml --out runs/hospital --host 127.0.0.1 --port 8443 \\
+          --certificates pki --keys pki/clients
+    """
+    from everfed import api
+    from everfed.federation.extra import require_flower
+
+    require_flower()
+    from everfed.federation.flower.link import Address, open_grid
+    from everfed.federation.security import enrolled, read_security, register
+    from everfed.federation.serving import Serving
+    from everfed.federation.serving import serve as run_server
+    from everfed.federation.superlink import Settings, running
+    from everfed.progress import watching
+    from everfed.recipe import placed, read_placed
+
+    security = None if insecure else read_security(certificates, keys)
+    names = {} if keys is None or insecure else enrolled(keys)
+    reading = read_placed(recipe, method=method, seed=seed, sets=sets)
+    folder = out or api.default_folder(reading.recipe)
+    address = Address(host, port, security.ca.read_bytes() if security else None)
+    serving = Serving(reading.recipe, folder, _text(options.absolute(data)), scale, clients, names, checkpoint_every)
+    link = Settings(host, port, folder.absolute().with_name(f"{folder.name}.superlink"), security)
+    say = _say(as_json)
+    told = watching(stdout(), as_json)
+    with placed(reading.places), tell_interrupted("the same command"), told as observer, running(link, say):
+        register(address, names)
+        result = run_server(serving, lambda: open_grid(address), [observer])
+    tell_result(folder, result, as_json)
+
+
+def _say(as_json: bool) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        if not as_json:
+            typer.echo(line, err=True)
+
+    return say
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

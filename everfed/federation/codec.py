@@ -1,0 +1,93 @@
+"""Messages and replies as bytes.
+
+What a message holds each time travels as one tree. A `Once` payload is a piece of its own, named by its content, so
+that a client says which it holds and gets the others, whatever happened to versions when a server was resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from everfed.core.client import Reply
+from everfed.core.message import Message, Once
+from everfed.core.tree import Tree, TreeError, from_bytes, to_bytes
+from everfed.federation.packet import PacketError, digest
+
+Named = tuple[str, str, str]  # part, key, name of the content
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message in bytes. body: the tree without `Once` payloads, None in a round in which nothing is sent; once: which
+    payloads belong where; payloads: their bytes by name."""
+
+    body: bytes | None
+    once: tuple[Named, ...] = ()
+    payloads: dict[str, bytes] = field(default_factory=dict)
+
+
+def to_letter(message: Message | None) -> Letter:
+    """A `Once` leaves an empty place in the tree, so that the order of keys is the same at the other end."""
+    if message is None:
+        return Letter(None)
+    named: list[Named] = []
+    payloads: dict[str, bytes] = {}
+    rest: Tree = {}
+    for part, values in message.items():
+        rest[part] = {key: None if isinstance(value, Once) else value for key, value in values.items()}
+        for key, value in values.items():
+            if isinstance(value, Once):
+                data = to_bytes({"value": value.value})
+                named.append((part, key, digest(data)))
+                payloads[digest(data)] = data
+    return Letter(to_bytes(rest), tuple(named), payloads)
+
+
+def to_message(body: bytes, once: tuple[Named, ...], payload: Callable[[str], Any]) -> Message:
+    """The message of a letter; `payload` gives a `Once` value by its name. Raises PacketError."""
+    try:
+        message: Message = from_bytes(body)
+        for part, key, name in once:
+            message[part][key] = payload(name)
+    except (TreeError, KeyError, TypeError) as error:
+        raise PacketError(f"not a message: {error}") from error
+    return message
+
+
+def payload_value(data: bytes) -> Any:
+    """The value of a `Once` payload. Raises PacketError."""
+    try:
+        return from_bytes(data)["value"]
+    except (TreeError, KeyError) as error:
+        raise PacketError(f"not a payload: {error}") from error
+
+
+def reply_to_tree(reply: Reply) -> Tree:
+    loss = reply.loss if reply.loss is None else float(reply.loss)
+    return {"values": reply.values, "samples": reply.samples, "steps": reply.steps, "loss": loss}
+
+
+def to_reply(data: bytes) -> Reply:
+    """A reply from a client that is not trusted. Raises PacketError when it is none."""
+    try:
+        tree = from_bytes(data)
+    except TreeError as error:
+        raise PacketError(str(error)) from error
+    values, samples, steps, loss = (tree.get(name) for name in ("values", "samples", "steps", "loss"))
+    if set(tree) != {"values", "samples", "steps", "loss"} or not _by_part(values):
+        raise PacketError("a reply holds values by part, samples, steps and loss")
+    if not _count(samples) or not _count(steps) or not (loss is None or isinstance(loss, float)):
+        raise PacketError("samples and steps of a reply are counts, and its loss is a number")
+    return Reply(values, samples, steps, loss)  # type: ignore[arg-type]
+
+
+def _by_part(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(tree, dict) for tree in values.values())
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool | Tensor) and value >= 0

@@ -1,0 +1,13 @@
+"""Flower is an extra: say so where it is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from everfed.errors import UserError
+
+
+def require_flower() -> None:
+    """Raises UserError when Flower is not installed."""
+    if find_spec("flwr") is None:
+        raise UserError("a federation needs Flower: pip install 'everfed[flower]'")

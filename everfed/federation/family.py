@@ -1,0 +1,103 @@
+"""Processes that belong together: started, restarted after a while when they end, and gone when their parent is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is started again: doubled each time, up to this
+STEADY = 30.0  # a process that lived this long starts over with the shortest wait
+_PR_SET_PDEATHSIG = 1
+
+Say = Callable[[str], None]
+
+
+def environment(home: Path) -> dict[str, str]:
+    """For Flower's processes: their own folder, no telemetry, commands from this Python's environment."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    return {**os.environ, **quiet, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class Child:
+    """One process. command: how to start it; log: where its output goes."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    env: Mapping[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    wait: float = FIRST
+    due: float = 0.0
+    deaths: int = field(default=0)
+
+    def start(self) -> None:
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(self.env),
+                preexec_fn=_die_with_parent,
+                start_new_session=True,  # ctrl-C is the parent's to handle
+            )
+        self.started = time.monotonic()
+
+    def tend(self, say: Say) -> None:
+        """Start it when it is due; notice when it has ended."""
+        if self.process is None:
+            if time.monotonic() >= self.due:
+                self.start()
+            return
+        code = self.process.poll()
+        if code is None:
+            return
+        self.deaths += 1
+        steady = time.monotonic() - self.started > STEADY
+        self.wait = FIRST if steady or self.deaths == 1 else min(LONGEST, 2 * self.wait)
+        self.due, self.process = time.monotonic() + self.wait, None
+        say(f"{self.name} ended with code {code}; starting it again in {self.wait:.0f} s (see {self.log})")
+
+    def stop(self, patience: float = 5.0) -> None:
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+
+def tend(children: Sequence[Child], say: Say, poll: float = 0.2) -> None:
+    """Keep all of them running until a signal ends this process."""
+
+    def leave(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        while True:
+            for child in children:
+                child.tend(say)
+            time.sleep(poll)
+    finally:
+        for child in reversed(children):
+            child.stop()
+
+
+def _die_with_parent() -> None:
+    """On Linux a child is told when its parent is gone, however it went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

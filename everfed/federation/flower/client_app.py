@@ -1,0 +1,26 @@
+"""The ClientApp: hands each message to the worker on this machine, and its answer back.
+
+Imports neither torch nor methods, since Flower starts a process for every message. The SuperNode says where the worker
+listens: --node-config 'everfed-socket="/path/worker.sock"'.
+"""
+
+from __future__ import annotations
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from everfed.federation.flower.records import from_records, to_records
+from everfed.federation.local import NODE_KEY, ask
+
+app = ClientApp()
+
+
+@app.train()
+@app.evaluate()
+@app.query()
+def forward(message: Message, context: Context) -> Message:
+    """Whatever is asked is for the worker to understand."""
+    path = context.node_config.get(NODE_KEY)
+    if not isinstance(path, str):
+        raise ValueError(f"this SuperNode does not say where its worker is: --node-config '{NODE_KEY}=\"PATH\"'")
+    return Message(to_records(ask(path, from_records(message.content))), reply_to=message)

@@ -1,0 +1,117 @@
+"""A run on a SuperLink, held by this process: submits everfed's app, takes its server task, keeps it alive.
+
+So the server is the process that the user started, with its own console, and no other is needed. A SuperLink that is
+asked to must run with `--isolation process`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from dataclasses import dataclass
+
+import httpx
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.common.serde import fab_to_proto, run_from_proto
+from flwr.proto.control_pb2 import StartRunRequest
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+    SendTaskHeartbeatRequest,
+)
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.retry import RetryInvoker, exponential
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from everfed.federation.flower.app import files
+
+HEARTBEAT = 15.0
+OUTAGE = 90.0  # seconds without the SuperLink after which a new run is submitted to it
+
+
+@dataclass(frozen=True)
+class Address:
+    """A SuperLink. root: the certificate of who signed its own; None without TLS."""
+
+    host: str
+    port: int
+    root: bytes | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class HeldGrid(HttpGrid):
+    """Flower's grid on a task of this process. An outage is waited for; anything else is an error here, where Flower's
+    own would end the process."""
+
+    def __init__(self, address: Address, token: str) -> None:
+        super().__init__(str(address), address.root is None, address.root, token=token)
+        self._retry_invoker = RetryInvoker(
+            lambda: exponential(max_delay=5),
+            httpx.TransportError,
+            max_tries=None,
+            max_time=OUTAGE,
+        )
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def begin(self) -> None:
+        """Take the task's input: from here on its run is running."""
+        taken = self._runtime_client.PullTaskInput(PullTaskInputRequest())
+        TaskIdentity.task_id, TaskIdentity.run_id = taken.task_id, taken.run.run_id
+        TaskIdentity.node_id = taken.context.node_id
+        self.set_run(run_from_proto(taken.run))
+        self._heart.start()
+
+    def _beat(self) -> None:
+        """A task that is not heard of for a minute is over."""
+        while not self._ended.wait(HEARTBEAT):
+            try:
+                self._runtime_client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+            except httpx.HTTPError:
+                continue  # the next call of the grid says what is wrong
+
+    def close(self) -> None:
+        """End the run on the SuperLink."""
+        self._ended.set()
+        self._retry_invoker.max_tries = 1
+        with contextlib.suppress(httpx.HTTPError):  # else it ends by itself, for lack of heartbeats
+            self._runtime_client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details=""))
+        super().close()
+
+
+def open_grid(address: Address) -> HeldGrid:
+    """Submit a run and hold it. Raises httpx.HTTPError while the SuperLink is away."""
+    run_id = _submit(address)
+    version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
+    client = RuntimeHttpClient.from_server_address(str(address), address.root is None, address.root, [version])
+    with client:
+        while True:
+            taken = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
+            if not taken.token:
+                time.sleep(0.1)
+                continue
+            grid = HeldGrid(address, taken.token)
+            grid.begin()
+            if taken.task.run_id == run_id:
+                return grid
+            grid.close()  # submitted by a server that was killed before it could take it
+
+
+def _submit(address: Address) -> int:
+    content, _ = build_fab_from_files(files())
+    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
+    client = ControlHttpClient.from_server_address(str(address), address.root is None, address.root, [version])
+    with client:
+        return int(client.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)

@@ -1,0 +1,71 @@
+"""The client's side: a worker, a SuperNode and what runs its apps, kept running whatever happens to them."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from everfed.federation.family import Child, Say, environment, tend
+from everfed.federation.local import NODE_KEY, socket_path
+from everfed.store.files import make_folder
+
+
+@dataclass(frozen=True)
+class Joining:
+    """server: HOST:PORT; folder: this client's own; name: what the server knows it by; client: the index it asks for,
+    -1 for any; data_dir, data: where its samples come from; root, key: of TLS and node authentication, None without."""
+
+    server: str
+    folder: Path
+    name: str
+    client: int = -1
+    data_dir: str | None = None
+    data: str | None = None
+    device: str = "cpu"
+    root: Path | None = None
+    key: Path | None = None
+    poll: float = 0.5
+
+
+def join(joining: Joining, say: Say) -> None:
+    """Until it is interrupted."""
+    make_folder(joining.folder)
+    tend(children(joining, _free_port()), say)
+
+
+def children(joining: Joining, port: int) -> list[Child]:
+    """The three processes of a client."""
+    folder, env = joining.folder.absolute(), environment(joining.folder.absolute() / "flwr")
+    commands = {
+        "worker": _worker(joining, folder),
+        "supernode": _supernode(joining, folder, port),
+        "executor": [sys.executable, "-m", "everfed.federation.flower.executor", "--runtime", f"127.0.0.1:{port}"],
+    }
+    return [Child(f"the {name}", command, folder / f"{name}.log", env) for name, command in commands.items()]
+
+
+def _worker(joining: Joining, folder: Path) -> list[str]:
+    words = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
+    words += ["--client", str(joining.client), "--device", joining.device]
+    if joining.data_dir:
+        words += ["--data-dir", joining.data_dir]
+    return [*words, "--data", joining.data] if joining.data else words
+
+
+def _supernode(joining: Joining, folder: Path, port: int) -> list[str]:
+    words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--poll", str(joining.poll)]
+    words += ["--superlink", joining.server, "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--node-config", f'{NODE_KEY}="{socket_path(folder)}"']
+    if joining.root is None:
+        return [*words, "--insecure"]
+    words += ["--root-certificates", str(joining.root)]
+    return [*words, "--auth-supernode-private-key", str(joining.key)] if joining.key else words
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,38 @@
+"""From the recipe a server sends to what a client runs: the same method and model, on this client's own data."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+
+import torch
+
+from everfed import engines
+from everfed.federation.site import Kit
+from everfed.recipe import Recipe, from_table, scaled
+from everfed.session import assemble
+from everfed.store.clients import ClientStore
+
+
+@dataclass(frozen=True)
+class KitBuilder:
+    """data_dir: the folder of data sets that the recipe's stream is read from; data: instead, a stream of one's own,
+    `package.module:function`; name: this client's; device: where it trains, which is not the server's to say."""
+
+    data_dir: str | None = None
+    data: str | None = None
+    name: str = ""
+    device: str = "cpu"
+
+    def __call__(self, text: str, scale: float) -> Kit:
+        torch.set_num_threads(1)  # as in every engine: results are exact only at one thread
+        recipe = self._own_engine(from_table(tomllib.loads(text)))
+        assembly = assemble(scaled(recipe, scale), self.data_dir, scale)
+        store = ClientStore()
+        engine = engines.build(recipe.engine, assembly.world, store, assembly.build_module, lambda event: None)
+        return Kit(assembly.world, engine, store)
+
+    def _own_engine(self, recipe: Recipe) -> Recipe:
+        kind = "eager" if self.device == "cpu" else "graphs"
+        section = recipe.engine.model_copy(update={"kind": kind, "device": self.device})
+        return recipe.model_copy(update={"engine": section})

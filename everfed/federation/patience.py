@@ -1,0 +1,46 @@
+"""How long a phase waits, and for whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When a phase is over before everybody has answered.
+
+    deadline: seconds after which it goes on without the others, 0 for never; deadlines: the same for single phases.
+    minimum: it never ends with fewer answers (0: all that are asked, or 1 where there is a deadline). enough: the share
+    of answers that ends it at once; a plan that asks more clients than it needs over-selects. retry: seconds before a
+    client that failed is asked again, doubled each time up to `longest`.
+    """
+
+    deadline: float = 0.0
+    deadlines: Mapping[str, float] = field(default_factory=dict)
+    minimum: int = 0
+    enough: float = 1.0
+    retry: float = 1.0
+    longest: float = 30.0
+
+    def over(self, phase: str, asked: int, answered: int, seconds: float) -> bool:
+        """May the phase end now?"""
+        if answered >= asked:
+            return True
+        if answered < self._least(phase, asked):
+            return False
+        deadline = self._deadline(phase)
+        return answered >= math.ceil(self.enough * asked) or (deadline > 0 and seconds >= deadline)
+
+    def backoff(self, failures: int) -> float:
+        """Seconds to wait after a client's n-th failure in a row."""
+        return float(min(self.longest, self.retry * 2 ** min(failures - 1, 16)))
+
+    def _least(self, phase: str, asked: int) -> int:
+        if self.minimum:
+            return min(self.minimum, asked)
+        return 1 if self._deadline(phase) > 0 or self.enough < 1 else asked
+
+    def _deadline(self, phase: str) -> float:
+        return self.deadlines.get(phase, self.deadline)

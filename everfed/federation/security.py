@@ -1,0 +1,56 @@
+"""Files of TLS and of node keys, as `everfed serve` finds them, and enrolling the keys on a SuperLink."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from everfed.errors import UserError
+from everfed.federation.superlink import Security
+
+if TYPE_CHECKING:
+    from everfed.federation.flower.link import Address
+
+
+def read_security(certificates: Path | None, keys: Path | None) -> Security:
+    """Raises UserError when something is missing: a federation is secured unless it is told not to be."""
+    if certificates is None or keys is None:
+        raise UserError("give --certificates DIR and --keys DIR, or --insecure for a federation on this machine")
+    files = Security(certificates / "ca.crt", certificates / "server.crt", certificates / "server.key")
+    for path in (files.ca, files.certificate, files.key):
+        if not path.is_file():
+            raise UserError(f"--certificates {certificates}: there is no {path.name} in it")
+    if not enrolled(keys):
+        raise UserError(f"--keys {keys}: there is no NAME.pub in it, so nobody could join")
+    return files
+
+
+def enrolled(keys: Path) -> dict[str, bytes]:
+    """{name: public key} of the clients that may take part, as Flower knows keys: PEM."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+    found = {}
+    for path in sorted(keys.glob("*.pub")):
+        try:
+            key = load_ssh_public_key(path.read_bytes())
+        except ValueError as error:
+            raise UserError(f"{path} is not a public key in OpenSSH's format: {error}") from error
+        found[path.stem] = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return found
+
+
+def register(address: Address, keys: dict[str, bytes]) -> None:
+    """Let the SuperLink accept these keys; those it knows already are fine."""
+    import httpx
+    from flwr.proto.control_pb2 import RegisterNodeRequest
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
+    with ControlHttpClient.from_server_address(str(address), address.root is None, address.root, [version]) as client:
+        for key in keys.values():
+            try:
+                client.RegisterNode(RegisterNodeRequest(public_key=key))
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code not in (400, 409, 412):
+                    raise

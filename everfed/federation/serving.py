@@ -1,0 +1,128 @@
+"""The server's side of a federated run: its folder, its identity, its clients, and the runner over them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everfed.federation.patience import Patience
+from everfed.recipe import Recipe, scaled, to_toml
+from everfed.store.files import write_atomic
+from everfed.store.run import RunError, RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flwr.serverapp import Grid
+
+    from everfed.core.engine import Engine
+    from everfed.core.world import Place
+    from everfed.federation.flower.grid import Node
+    from everfed.session import Assembly
+
+IDENTITY = "federation.json"
+Observer = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served. clients: how many must be connected before it starts (0: all of the recipe's). keys: the public
+    keys of clients by name, where nodes are authenticated."""
+
+    recipe: Recipe
+    folder: Path
+    data_dir: str | None = None
+    scale: float = 1.0
+    clients: int = 0
+    keys: dict[str, bytes] = field(default_factory=dict)
+    checkpoint_every: float = 5.0
+
+
+def serve(serving: Serving, open_grid: Callable[[], Grid], observers: Sequence[Observer] = ()) -> dict[str, Any]:
+    """Run, or go on with what is in the folder; returns what result.json holds."""
+    with _held(serving) as folder:
+        finished = folder.read_result()
+        if finished is not None:
+            return finished
+        from everfed.session import assemble, execute
+
+        assembly = assemble(scaled(serving.recipe, serving.scale), serving.data_dir, serving.scale)
+
+        def build(assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine:
+            return _engine(serving, folder, assembly, open_grid, notify, durable)
+
+        return execute(assembly, folder, observers, serving.checkpoint_every, build)
+
+
+def _held(serving: Serving) -> AbstractContextManager[RunFolder]:
+    """The run folder: a new one, or an unfinished federation of the same recipe."""
+    settings = {"data_dir": serving.data_dir, "scale": serving.scale, "federated": True}
+    folder = RunFolder(serving.folder)
+    if not folder.recipe.exists():
+        return RunFolder.new(serving.folder, to_toml(serving.recipe), settings)
+    if folder.recipe.read_text() != to_toml(serving.recipe) or folder.read_settings() != settings:
+        raise RunError(f"{serving.folder} belongs to another recipe, or is no federation; choose another --out")
+    return _gone_on_with(folder)
+
+
+@contextmanager
+def _gone_on_with(folder: RunFolder) -> Iterator[RunFolder]:
+    with folder.held():
+        folder.tidy()
+        yield folder
+
+
+def _engine(
+    serving: Serving,
+    folder: RunFolder,
+    assembly: Assembly,
+    open_grid: Callable[[], Grid],
+    notify: Observer,
+    durable: Callable[[], Place],
+) -> Engine:
+    from everfed.federation.engine import Federated, RunIdentity
+    from everfed.federation.flower.grid import GridTransport
+    from everfed.federation.roster import ROSTER, Roster
+
+    roster = Roster(folder.path / ROSTER, assembly.stream.clients, serving.keys)
+
+    def enrol(node: Node) -> int:
+        return roster.enrol(node.name, node.client, node.key if serving.keys else b"")
+
+    run, epoch = next_life(folder.path)
+    identity = RunIdentity(run, epoch, to_toml(serving.recipe), serving.scale)
+    transport = GridTransport(open_grid, enrol, notify)
+    section = assembly.recipe.federation
+    patience = Patience(
+        section.deadline, dict(section.deadlines), section.minimum, section.enough, section.retry, section.longest_retry
+    )
+    _wait_for(transport, serving.clients or assembly.stream.clients, notify)
+    return Federated(assembly.world, assembly.build_module, transport, identity, patience, durable, notify)
+
+
+def next_life(folder: Path) -> tuple[str, int]:
+    """(the run's identity, which of its server's lives begins now), durable before anything is sent."""
+    path = folder / IDENTITY
+    known: dict[str, Any] = {"run": secrets.token_hex(16), "epoch": 0}
+    if path.exists():
+        known = json.loads(path.read_text())
+    known["epoch"] += 1
+    write_atomic(path, json.dumps(known).encode())
+    return known["run"], known["epoch"]
+
+
+def _wait_for(transport: Any, clients: int, notify: Observer) -> None:
+    """Until so many clients are connected."""
+    told = -1
+    while len(transport.connected()) < clients:
+        if len(transport.connected()) != told:
+            told = len(transport.connected())
+            notify({"event": "waiting", "connected": told, "clients": clients})
+        transport.receive()
+        time.sleep(0.1)

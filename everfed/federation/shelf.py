@@ -1,0 +1,63 @@
+"""`Once` payloads that a client was sent, on its disk: the newest of each kind, by the name of its content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from everfed.federation.codec import payload_value
+from everfed.federation.packet import PacketError, digest
+from everfed.store.files import make_folder, remove_temporaries, write_atomic
+
+
+class Shelf:
+    """One file per kind (part and key), `<kind>.<name>`. What is damaged is as good as not there: it is sent again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_folder(folder)
+        remove_temporaries(folder)
+        self._values: dict[str, Any] = {}
+        self._names: dict[str, str] = {}  # kind -> name
+        for path in folder.iterdir():
+            kind, _, name = path.name.partition(".")
+            self._names[kind] = name
+
+    def names(self) -> list[str]:
+        """What is held, by content."""
+        return sorted(set(self._names.values()))
+
+    def put(self, part: str, key: str, name: str, data: bytes) -> None:
+        """Keep a payload instead of the one of its kind. Raises PacketError when it is not what it is named."""
+        if digest(data) != name:
+            raise PacketError(f"the payload {part}/{key} was damaged on its way")
+        kind = digest(f"{part}/{key}".encode())[:12]
+        self._values[name] = payload_value(data)
+        write_atomic(self.folder / f"{kind}.{name}", data)
+        if self._names.get(kind, name) != name:
+            self._drop(kind)
+        self._names[kind] = name
+
+    def has(self, name: str) -> bool:
+        """Is the payload here, and whole? It is read when it is first asked for."""
+        for kind in [kind for kind, held in self._names.items() if held == name]:
+            if name not in self._values:
+                data = (self.folder / f"{kind}.{name}").read_bytes()
+                if digest(data) != name:
+                    self._drop(kind)
+                    continue
+                self._values[name] = payload_value(data)
+            return True
+        return False
+
+    def get(self, name: str) -> Any:
+        """The value of a payload that is here."""
+        if not self.has(name):
+            raise KeyError(name)
+        return self._values[name]
+
+    def _drop(self, kind: str) -> None:
+        name = self._names.pop(kind)
+        (self.folder / f"{kind}.{name}").unlink(missing_ok=True)
+        if name not in self._names.values():
+            self._values.pop(name, None)

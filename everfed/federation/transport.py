@@ -1,0 +1,37 @@
+"""What the engine asks of whatever carries its packets. Thin on purpose, so that another carrier than Flower fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from everfed.federation.packet import Packet
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A packet was not answered. lasting: asking the same client again is of no use."""
+
+    reason: str
+    lasting: bool = False
+
+
+class Transport(Protocol):
+    """Carries packets to clients, known by their index, and answers back."""
+
+    name: str
+
+    def connected(self) -> frozenset[int]:
+        """The clients that can be reached now."""
+
+    def send(self, client: int, packet: Packet, kind: str) -> str:
+        """Send to a connected client; returns a ticket for its answer. kind: "train", "evaluate" or "query"."""
+
+    def receive(self) -> list[tuple[str, Packet | Failure]]:
+        """What has come in since the last call, by ticket. Returns at once, or after a short wait for more."""
+
+    def forget(self, tickets: list[str]) -> None:
+        """Nobody waits for these answers any more."""
+
+    def close(self) -> None:
+        """Let go of the connection."""

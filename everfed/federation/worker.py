@@ -1,0 +1,53 @@
+"""The worker of a client: a long-lived process that keeps model, data and captured steps warm, and answers packets on a
+unix socket. Started by `everfed join`, or by hand beside a SuperNode:
+
+    python -m everfed.federation.worker --folder DIR --name NAME [--client K] [--data-dir DIR | --data MODULE:FUNCTION]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from everfed.federation import packet as wire
+from everfed.federation.local import listen, socket_path
+from everfed.federation.packet import PacketError
+from everfed.federation.site import Identity, Site
+from everfed.store.files import make_folder
+from everfed.store.lock import Locked, locked
+
+
+def serve(site: Site, listener: socket.socket) -> None:
+    """Answer one packet per connection, for ever; one at a time."""
+    while True:
+        connection, _ = listener.accept()
+        # whoever asked may be gone; what was done is in the journal, and it will be asked for again
+        with connection, contextlib.suppress(PacketError, EOFError, OSError):
+            wire.send(connection, site.answer(wire.receive(connection)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="everfed-worker", description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="where this client's state lies")
+    parser.add_argument("--name", required=True, help="what the server knows this client by")
+    parser.add_argument("--client", type=int, default=-1, help="the index it asks for in the recipe's stream")
+    parser.add_argument("--data-dir", default=None, help="folder of data sets")
+    parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda where training steps are captured")
+    chosen = parser.parse_args(arguments)
+    from everfed.federation.kit import KitBuilder
+
+    make_folder(chosen.folder)
+    build = KitBuilder(chosen.data_dir, chosen.data, chosen.name, chosen.device)
+    try:
+        with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
+            serve(Site(chosen.folder, Identity(chosen.name, chosen.client), build), listener)
+    except Locked:
+        parser.error(f"{chosen.folder} has a worker already")
+
+
+if __name__ == "__main__":
+    main()
