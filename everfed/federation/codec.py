@@ -6,14 +6,14 @@ that a client says which it holds and gets the others, whatever happened to vers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.message import Message, Once
+from everfed.core.message import Message, Once, addressed
 from everfed.core.tree import Tree, TreeError, from_bytes, to_bytes
 from everfed.federation.packet import PacketError, digest
 
@@ -30,21 +30,33 @@ class Letter:
     payloads: dict[str, bytes] = field(default_factory=dict)
 
 
-def to_letter(message: Message | None) -> Letter:
-    """A `Once` leaves an empty place in the tree, so that the order of keys is the same at the other end."""
-    if message is None:
-        return Letter(None)
-    named: list[Named] = []
-    payloads: dict[str, bytes] = {}
-    rest: Tree = {}
-    for part, values in message.items():
-        rest[part] = {key: None if isinstance(value, Once) else value for key, value in values.items()}
-        for key, value in values.items():
+class Post:
+    """The letters of one message: `Once` payloads are made into bytes once for all clients."""
+
+    def __init__(self, message: Message | None) -> None:
+        self.message = message
+        self._payloads: dict[str, bytes] = {}
+        self._once = tuple(self._packed(part, key, value) for part, key, value in _once(message or {}))
+
+    def letter(self, client: int) -> Letter:
+        """What goes to `client`. A `Once` leaves an empty place in the tree, so that keys keep their order."""
+        if self.message is None:
+            return Letter(None)
+        own = addressed(self.message, client)
+        rest = {part: {k: None if isinstance(v, Once) else v for k, v in tree.items()} for part, tree in own.items()}
+        return Letter(to_bytes(rest), self._once, self._payloads)
+
+    def _packed(self, part: str, key: str, value: Once) -> Named:
+        data = to_bytes({"value": value.value})
+        self._payloads[digest(data)] = data
+        return part, key, digest(data)
+
+
+def _once(message: Message) -> Iterator[tuple[str, str, Once]]:
+    for part, tree in message.items():
+        for key, value in tree.items():
             if isinstance(value, Once):
-                data = to_bytes({"value": value.value})
-                named.append((part, key, digest(data)))
-                payloads[digest(data)] = data
-    return Letter(to_bytes(rest), tuple(named), payloads)
+                yield part, key, value
 
 
 def to_message(body: bytes, once: tuple[Named, ...], payload: Callable[[str], Any]) -> Message:

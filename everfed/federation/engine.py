@@ -20,7 +20,7 @@ from everfed.core.world import Moment, Place, World
 from everfed.engines.base import BuildModule, new_trainer
 from everfed.federation import request as ask
 from everfed.federation.asking import Asking, Notify
-from everfed.federation.codec import Letter, to_letter, to_reply
+from everfed.federation.codec import Letter, Post, to_reply
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.patience import Patience
 from everfed.federation.request import Answer, Request, Step
@@ -64,13 +64,14 @@ class Federated:
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        letter = to_letter(message)
+        post = Post(message)
 
         def write(client: int, lacks: tuple[str, ...]) -> Packet:
+            letter = post.letter(client)
             return self._packet(self._request(client, phase, moment, letter), letter, lacks)
 
         def read(client: int, answer: Answer) -> Reply:
-            return self._reply(client, self._request(client, phase, moment, letter), answer)
+            return self._reply(client, self._request(client, phase, moment, post.letter(client)), answer)
 
         asking = Asking(phase.name, clients, self.transport, self.patience, write, read, self.notify)
         return iter(asking.run().items())
@@ -78,7 +79,7 @@ class Federated:
     def _request(self, client: int, phase: Phase, moment: Moment, letter: Letter) -> Request:
         task = moment.plan.tasks.get(client, -1)
         body = "" if letter.body is None else digest(letter.body)
-        step = Step(phase.name, moment.place, task, body, letter.once)
+        step = Step(phase.name, moment.place, task, body, letter.once, client in moment.plan.drifting)
         known = self.identity
         return Request(known.run, known.epoch, client, digest(self._recipe), known.scale, self.durable(), (step,))
 
@@ -111,7 +112,7 @@ class Federated:
         return self.trainer
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.trainer, model, exam)
+        return score_tasks(self.trainer, self.world.held_out, model, exam)
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -5,8 +5,8 @@ again, the reply comes from here, so nothing is counted twice when a reply was l
 checkpoint asks for places again: the state before them is still here, because steps are forgotten only when the server
 says that its checkpoint has passed them.
 
-<folder>/<round>.<position>.<repeat>.safetensors
-<folder>/epoch                                    the highest life of the server that was heard of
+<folder>/<round>.<position>.<repeat>.<stage>.safetensors
+<folder>/epoch                                            the highest life of the server that was heard of
 """
 
 from __future__ import annotations
@@ -125,5 +125,5 @@ class Journal:
 
 
 def _place(path: Path) -> Place:
-    round_index, position, repeat = map(int, path.name.removesuffix(_SUFFIX).split("."))
-    return round_index, position, repeat
+    round_index, position, repeat, stage = map(int, path.name.removesuffix(_SUFFIX).split("."))
+    return round_index, position, repeat, stage

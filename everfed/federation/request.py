@@ -21,35 +21,38 @@ RECIPE = "recipe"  # the piece that holds the run's recipe
 @dataclass(frozen=True)
 class Step:
     """One phase at one place. task: the client's own, -1 for none. body: the name of the message's tree, "" in a round
-    in which nothing is sent. once: (part, key, name) of the payloads that belong to it."""
+    in which nothing is sent. once: (part, key, name) of the payloads that belong to it. drifting: the client sees more
+    than one task."""
 
     phase: str
     place: Place
     task: int
     body: str
     once: tuple[tuple[str, str, str], ...] = ()
+    drifting: bool = False
 
     @property
     def name(self) -> str:
         """What is asked, by content."""
-        return digest(json.dumps([self.phase, self.task, self.body, self.once]).encode())
+        return digest(json.dumps([self.phase, self.task, self.body, self.once, self.drifting]).encode())
 
     def to_json(self) -> list[Any]:
-        return [self.phase, *self.place, self.task, self.body, self.once]
+        return [self.phase, self.place, self.task, self.body, self.once, self.drifting]
 
     @staticmethod
     def from_json(value: Any) -> Step:
         try:
-            phase, round_index, position, repeat, task, body, once = value
+            phase, place, task, body, once, drifting = value
             named = tuple((part, key, name) for part, key, name in once)
+            round_index, position, repeat, stage = place
         except (TypeError, ValueError) as error:
             raise PacketError(f"not a step: {error}") from error
-        numbers, texts = (round_index, position, repeat, task), (phase, body, *(text for one in named for text in one))
+        numbers, texts = (*place, task), (phase, body, *(text for one in named for text in one))
         if any(type(number) is not int for number in numbers) or any(type(text) is not str for text in texts):
             raise PacketError("a step names its phase, its place, a task and its content")
-        if min(round_index, position, repeat) < 0:
-            raise PacketError(f"no place in a run: {round_index}, {position}, {repeat}")
-        return Step(phase, (round_index, position, repeat), task, body, named)
+        if min(place) < 0:
+            raise PacketError(f"no place in a run: {place}")
+        return Step(phase, (round_index, position, repeat, stage), task, body, named, drifting is True)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Request:
             packet.number("client"),
             packet.text("recipe"),
             float(scale),
-            (durable[0], durable[1], durable[2]),
+            (durable[0], durable[1], durable[2], durable[3]),
             tuple(Step.from_json(step) for step in steps),
         )
 
@@ -153,7 +156,7 @@ def asked(request: Request) -> str:
 
 
 def _is_place(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(type(number) is int for number in value)
+    return isinstance(value, list) and len(value) == 4 and all(type(number) is int for number in value)
 
 
 def _texts(value: Any) -> bool:

@@ -160,14 +160,14 @@ def _call(kit: Kit, client: int, step: Step, message: Message | None, before: An
         raise PacketError(f"the recipe's method has no phase {step.phase[:80]!r}")
     if not 0 <= client < kit.world.facts.clients:
         raise PacketError(f"no client {client}: the recipe has {kit.world.facts.clients}")
-    round_index, position, repeat = step.place
+    round_index, position, repeat, stage = step.place
     tasks = {client: step.task} if step.task >= 0 else {}
-    plan = RoundPlan(max(step.task, 0), (client,), tasks)
+    plan = RoundPlan(max(step.task, 0), (client,), tasks, drifting=frozenset({client} if step.drifting else ()))
     store = kit.store
     store.clear()
     if before is not None:
         store.put(client, before)
-    moment = Moment(round_index, plan, repeat, position)
+    moment = Moment(round_index, plan, repeat, position, stage)
     ((_, reply),) = kit.engine.exchange(phases[step.phase], (client,), message, moment)
     if isinstance(reply, Absent):
         raise ClientError(client, step.phase, round_index, reply.reason)

@@ -98,7 +98,7 @@ def federated(
     """A run over `loop`. stop: may raise after a phase, as a kill would; durable: which states a checkpoint keeps."""
     world = bench.world()
     events: list[dict[str, object]] = []
-    saved: list[Place] = [state.place if state is not None else (0, 0, 0)]
+    saved: list[Place] = [state.place if state is not None else (0, 0, 0, 0)]
 
     def save(reached: RunState, task_end: bool) -> None:
         if durable(reached):
@@ -129,7 +129,7 @@ def states(world: World, folder: Path) -> dict[int, dict[str, object]]:
 
     found = {}
     for client in range(world.facts.clients):
-        last = Journal(folder / str(client) / "a1" / "steps").before((1 << 30, 0, 0))
+        last = Journal(folder / str(client) / "a1" / "steps").before((1 << 30, 0, 0, 0))
         if last is not None:
             found[client] = last
     return found

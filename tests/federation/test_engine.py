@@ -79,7 +79,7 @@ def test_each_version_of_the_model_is_sent_to_a_client_once(tmp_path: Path) -> N
     payload = sum(outcome.state.traffic.down.values())
     headers = sent - payload  # of the trees, and the recipe
     assert 0 < headers < 700 * len(loop.sent)
-    payloads = {name for _, packet in loop.sent for step in packet.json("steps") for _, _, name in step[-1]}
+    payloads = {name for _, packet in loop.sent for step in packet.json("steps") for _, _, name in step[4]}
     arrived = Counter((client, name) for client, packet in loop.sent for name in packet.pieces if name in payloads)
     assert set(arrived.values()) == {1}
 
@@ -90,7 +90,7 @@ def once(faults: dict[tuple[int, int], Any]) -> Any:
 
     def strike(client: int, packet: Packet) -> Any:
         steps = packet.header.get("steps")
-        where = (client, json.loads(str(steps))[0][1]) if steps else None
+        where = (client, json.loads(str(steps))[0][1][0]) if steps else None
         return faults.pop(where) if where in faults else packet
 
     return strike
@@ -217,7 +217,7 @@ def test_a_wiped_client_is_noticed(tmp_path: Path) -> None:
     loop, wiped = loop_of(bench, tmp_path), []
 
     def wipe(client: int, packet: Packet) -> Packet:
-        if client == 0 and json.loads(str(packet.header["steps"]))[0][1] == 2 and not wiped:
+        if client == 0 and json.loads(str(packet.header["steps"]))[0][1][0] == 2 and not wiped:
             wiped.append(shutil.rmtree(tmp_path / "0"))
             loop.sites[0] = site(bench, tmp_path, 0)
         return packet
@@ -315,9 +315,9 @@ def request(bench: Bench, tmp_path: Path) -> tuple[Loop, Packet]:
         ({"run": ""}, "not a run's identity"),
         ({"protocol": 2}, "protocol 2"),
         ({"steps": "[]["}, "not JSON"),
-        ({"steps": '[["train", -1, 0, 0, 0, "", []]]'}, "no place in a run"),
-        ({"steps": '[["train", 0, 0, 0, 0, 5, []]]'}, "a step names"),
-        ({"steps": '[["boom", 0, 0, 0, 0, "", []]]'}, "no phase"),
+        ({"steps": '[["train", [-1, 0, 0, 0], 0, "", [], false]]'}, "no place in a run"),
+        ({"steps": '[["train", [0, 0, 0, 0], 0, 5, [], false]]'}, "a step names"),
+        ({"steps": '[["boom", [0, 0, 0, 0], 0, "", [], false]]'}, "no phase"),
         ({"client": 99}, "no client 99"),
         ({"client": True}, "whole number"),
         ({"durable": "3"}, "durable"),
