@@ -117,7 +117,15 @@ def _facts(recipe: Recipe, stream: Stream, module: nn.Module) -> Facts:
         personal=torch.zeros(0),
         boundaries=stream.boundaries,
         task_ids=stream.task_ids,
+        output_shape=() if stream.score == "accuracy" else _output_shape(stream, module),
     )
+
+
+def _output_shape(stream: Stream, module: nn.Module) -> tuple[int, ...]:
+    """What the network gives for one sample, asked of it: other networks than classifiers know it alone."""
+    x = stream.test(0).x[:1]
+    with torch.no_grad():
+        return tuple(module.eval()(stream.inputs(x)).shape[1:])
 
 
 def build_method(recipe: Recipe) -> Method:
@@ -315,6 +323,7 @@ def _result(assembly: Assembly, state: RunState, environment: dict[str, Any], st
         "accuracy_matrix": chosen["accuracy_matrix"],
         "metrics": chosen["metrics"],
         "by_logits": by_logits,
+        **_further(stream, state, n_test),
         "curves": state.curves,
         **{f"{name}_suspected": memory["suspected"] for name, memory in state.watched.items()},
         "cost": {
@@ -342,6 +351,14 @@ def _conclusions(assembly: Assembly, state: RunState) -> dict[str, Any]:
     said = {part.name: part.conclude(state.server) for part in assembly.method.parts}
     said = {name: facts for name, facts in said.items() if facts}
     return {"parts": said} if said else {}
+
+
+def _further(stream: Any, state: RunState, n_test: list[int]) -> dict[str, Any]:
+    """by_score: the scores that a stream measures beside its own."""
+    names: tuple[str, ...] = getattr(stream, "also", ())
+    first = 1 + len(RULES)
+    found = {name: _scores(name, state, column, n_test, None) for column, name in enumerate(names, start=first)}
+    return {"by_score": found} if found else {}
 
 
 def _last_full_row(state: RunState) -> list[list[float] | None]:

@@ -1,5 +1,7 @@
 """FedGP's recipes for texts and driving scenes say what the paper says, where it says something."""
 
+import pytest
+
 from everfed.recipe import read
 
 METHODS = ["fedavg", "fedgp", "agem", "fedgp+agem", "der", "fedgp+der", "ideal"]
@@ -21,3 +23,15 @@ def test_the_small_table_6_differs_in_size_and_encoder_alone() -> None:
     assert small.method == whole.method and small.model == whole.model and small.compare.methods == METHODS
     changed = {**whole.stream.model_dump(), "encoder": "hashing", "max_train": 2000, "max_test": 1000}
     assert small.stream.model_dump() == changed
+
+
+@pytest.mark.parametrize("name", ["carla", "streets", "streets-small"])
+def test_figure_4_follows_the_paper(name: str) -> None:
+    """Two vehicles, 70 rounds, one moves at round 60, buffer of 200; the rest is not in the paper."""
+    recipe = read(f"fedgp/figure4-{name}")
+    stream, method = recipe.stream.model_extra, recipe.method.model_extra
+    assert (stream["clients"], stream["moves_at"], stream["moving"], stream["boundaries"]) == (2, 60, [1], False)
+    assert stream["tasks"] * recipe.train.rounds_per_task == 70 and recipe.eval.every == 1
+    assert method["memory"]["size"] == 200
+    assert recipe.compare.methods == ["fedavg", "der", "fedgp+der", "ideal"]
+    assert recipe.model.kind == ("micro-yolo" if name == "streets-small" else "tiny-yolo")

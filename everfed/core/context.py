@@ -38,6 +38,12 @@ class Facts:
     personal: Tensor  # first values of the personal parameters, the tail of a parameter vector
     boundaries: bool = True
     task_ids: bool = True
+    output_shape: tuple[int, ...] = ()  # of one sample; a classifier's (classes,) need not be said
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The shape of what the network gives for one sample."""
+        return self.output_shape or (self.classes,)
 
     def __post_init__(self) -> None:
         """Tasks that are hidden look like a single one, to hooks and to the learning rate's schedule."""

@@ -51,12 +51,14 @@ def score_tasks(
     """(tasks, 4) int64 on the host: samples scored, then correct under `full`, `seen` and `task` logits.
 
     A stream may define `measure(outputs, y) -> (2,) float64`, how many things were scored and the sum of their scores
-    (tokens and negative log-likelihood, say); then it is these, the sum under every rule.
+    (tokens and negative log-likelihood, say); then it is these, the sum under every rule. Or, for a score that is no
+    sum over samples, `measure_all(outputs, y)` of all samples, outputs in pieces, which gives the same and then the
+    sums of the further scores that it names in `also`: these are further columns.
     state, message: a client's own, for a personalised forward pass. client: whose tests, where each has its own.
     """
     stream, device = trainer.stream, trainer.device
     tests = (held_out.get(client, task, exam.split, device) for task in exam.tasks)
-    if hasattr(stream, "measure"):
+    if hasattr(stream, "measure") or hasattr(stream, "measure_all"):
         return torch.stack([_measured(trainer, model, data, state, message) for data in tests])
     known = sorted({label for task in range(exam.seen) for label in held_out.labels(client, task)})
     seen_mask = class_mask(known, stream.classes).to(device)
@@ -82,7 +84,11 @@ def _measured(
     """A row of `score_tasks` by the stream's own measure, a piece of the test set at a time: outputs may be large."""
     stream = trainer.stream
     piece = max(1, _LOGITS_AT_ONCE // (prod(stream.input_shape) * stream.classes))
+    outputs = (trainer.outputs(model, x, state, message) for x in data.x.split(piece))
+    if hasattr(stream, "measure_all"):
+        total = stream.measure_all(outputs, data.y)
+        return torch.cat([total[:1], total[1:2].repeat(len(RULES)), total[2:]])
     total = torch.zeros(2, dtype=torch.float64)
-    for x, y in zip(data.x.split(piece), data.y.split(piece), strict=True):
-        total += stream.measure(trainer.outputs(model, x, state, message), y.to(trainer.device)).cpu()
+    for found, y in zip(outputs, data.y.split(piece), strict=True):
+        total += stream.measure(found, y.to(trainer.device)).cpu()
     return torch.cat([total, total[1:].repeat(len(RULES) - 1)])

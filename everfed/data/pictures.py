@@ -48,6 +48,19 @@ def decoded(files: Sequence[tuple[Path, int]], size: int) -> tuple[np.ndarray, n
     return x, np.array([label for _, label in files], np.int64)
 
 
+def open_resized(path: Path, size: tuple[int, int]) -> np.ndarray:
+    """A colour image (3, height, width) uint8, resized where it is not of that size."""
+    image = _pillow(path)
+    try:
+        with image.open(path) as picture:
+            colour = picture.convert("RGB")
+            if colour.size != size[::-1]:
+                colour = colour.resize(size[::-1], image.Resampling.BILINEAR)
+            return np.asarray(colour).transpose(2, 0, 1)
+    except (OSError, SyntaxError) as problem:
+        raise DataError(f"{path}: cannot be read as an image ({problem})") from problem
+
+
 def _pillow(path: Path) -> Any:
     try:
         from PIL import Image

@@ -14,6 +14,7 @@ from everfed.models.cnn import MLP, McMahanCNN, SmallCNN, TwoConvCNN
 from everfed.models.resnet import ResNet18
 from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
+from everfed.models.yolo import MicroYOLO, TinyYOLO
 from everfed.naming import load_object
 
 MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
@@ -23,6 +24,8 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "two-conv-cnn": (TwoConvCNN, "the two-convolution CNN of STAMP's code, 924,708 parameters on CIFAR-100"),
     "swin-t": (SwinT, "Swin-T from random weights; needs the package transformers"),
     "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
+    "tiny-yolo": (TinyYOLO, "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
+    "micro-yolo": (MicroYOLO, "a small detector for CPUs, 64,890 parameters with 5 classes; option anchors = 5"),
     "resnet18": (ResNet18, "ResNet-18 with a 3x3 stem for small images"),
 }
 

@@ -95,7 +95,7 @@ class Memory(Part):
         slots["x"] = blank.x.new_zeros((self.size + 1, *blank.x.shape[1:]), device=device)
         slots["y"] = blank.y.new_zeros((self.size + 1, *blank.y.shape[1:]), device=device)
         if self.logits:
-            slots["logits"] = torch.zeros((self.size + 1, ctx.facts.classes), device=device)
+            slots["logits"] = torch.zeros((self.size + 1, *ctx.facts.outputs), device=device)
         return slots
 
     # in training -----------------------------------------------------------------------------------------------

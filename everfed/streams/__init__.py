@@ -19,6 +19,7 @@ from everfed.data.sources import TextOptions, load
 from everfed.streams.base import IncrementalStream
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
+from everfed.streams.driving import Driving
 from everfed.streams.multi_domain import MultiDomain
 from everfed.streams.options import OptionError, Options, require_choice
 from everfed.streams.periods import Periods
@@ -29,7 +30,7 @@ __all__ = ["PARTITIONS", "SCENARIOS", "TRANSFORMS", "OptionError", "Options", "b
 
 _CLASSES: Mapping[str, type[IncrementalStream]] = {
     kind.scenario: kind
-    for kind in (DomainIncremental, ClassIncremental, TaskIncremental, MultiDomain, TaskPool, Periods)
+    for kind in (DomainIncremental, ClassIncremental, TaskIncremental, MultiDomain, TaskPool, Periods, Driving)
 }
 SCENARIOS: Mapping[str, str] = {name: kind.about for name, kind in _CLASSES.items()}
 PARTITIONS: Mapping[str, str] = {
@@ -49,8 +50,9 @@ def build(
 
     Keys: dataset, scenario, seed (the stream's own; default `seed`), those of `Options`, and the scenario's own:
     transform (domain-incremental), class_order (class- and task-incremental), domains (multi-domain), classes_per_task,
-    sample_split and class_overlap_within_step (task-pool), those of `Periods`. A key or value that is not allowed is
-    an OptionError; a data set that is not there is a DataError. Every client's share of every task is decided here.
+    sample_split and class_overlap_within_step (task-pool), those of `Periods` and `Driving`. A key or value that is not
+    allowed is an OptionError; a data set that is not there is a DataError. Every client's share of every task is
+    decided here.
     """
     table = dict(options)
     if not isinstance(table.get("dataset"), (str, Path)) or not str(table["dataset"]):
