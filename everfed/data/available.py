@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from everfed.data import catalogue, domains, imagenet, texts, utterances
+from everfed.data import catalogue, domains, imagenet, scenes, streets, texts, utterances
 from everfed.data.image_folder import is_image_folder
 from everfed.data.sources import EMBEDDED, data_folder
 
@@ -16,7 +16,7 @@ def available(data_dir: str | Path | None = None) -> list[Row]:
     """Single sets, those of several domains and those of text, then the user's own in the data folder."""
     folder = data_folder(data_dir)
     rows = [(EMBEDDED, True, "embedded (scikit-learn)"), *_single(folder), *_imagenet(folder)]
-    rows += [*_of_domains(folder), *_of_text(folder)]
+    rows += [*_of_domains(folder), *_of_text(folder), *_of_scenes(folder)]
     taken = [Path(where) for _, found, where in rows if found]
     return rows + [row for row in _own(folder) if not any(place.is_relative_to(row[2]) for place in taken)]
 
@@ -49,6 +49,12 @@ def _of_text(folder: Path | None) -> Iterator[Row]:
         yield _row(name, place[1] if place else None, f"{text.about}: {text.get_it}")
     for name, known in utterances.KNOWN.items():
         yield _row(name, known.find(folder), f"put {known.file} there: {known.about}")
+
+
+def _of_scenes(folder: Path | None) -> Iterator[Row]:
+    yield streets.NAME, True, "drawn (images with boxes)"
+    place = folder / "carla" if folder else None
+    yield _row("carla", place if place and (place / "train.json").is_file() else None, scenes.CARLA)
 
 
 def _own(folder: Path | None) -> list[Row]:

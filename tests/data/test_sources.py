@@ -243,14 +243,14 @@ def test_available_lists_every_named_set_and_the_users_own(tmp_path):
     for part in ("train", "test"):
         (tmp_path / "photos" / part).mkdir(parents=True)
     rows = {name: (found, where) for name, found, where in available(tmp_path)}
-    named = {"digits", *KNOWN, *SIZES, *KNOWN_TEXTS, "digit10", *DOMAINS, *TEXTS}
+    named = {"digits", *KNOWN, *SIZES, *KNOWN_TEXTS, "digit10", *DOMAINS, *TEXTS, "streets", "carla"}
     assert set(rows) == {*named, "mine", "photos"}
     assert rows["digits"][0]
     assert rows["mnist"] == (True, str(tmp_path / "train-images-idx3-ubyte.gz"))
     assert rows["mine"] == (True, str(tmp_path / "mine.npz"))
     assert not rows["cifar10"][0]
     assert "https://" in rows["cifar10"][1]
-    assert [name for name, found, _ in available() if found] == ["digits"]
+    assert [name for name, found, _ in available() if found] == ["digits", "streets"]
 
 
 def test_available_finds_sets_of_several_domains(tmp_path):
