@@ -8,6 +8,7 @@ import platform
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 
 import everfed
 from everfed import engines, methods, models, privacy, streams
+from everfed.core import keeping
 from everfed.core.context import Facts, TrainOptions
 from everfed.core.engine import Engine
 from everfed.core.extras import attach
@@ -45,6 +47,7 @@ from everfed.store.files import digest
 from everfed.store.run import EventLog, RunFolder
 
 Observer = Callable[[Event], None]
+_MOST_LOOKED_AT = 1000  # clients whose states are read at a task's end for what they keep
 
 
 @dataclass(frozen=True)
@@ -214,13 +217,14 @@ def _drive(
         if state is not None:
             state.server = {name: on_device(slots, where) for name, slots in state.server.items()}
         _announce(notify, assembly, state)
+        tell_kept = _keeping(world, store, group, notify) if build_engine is None else None
         runner = Runner(
             world,
             engine,
             on_device(assembly.first_model(), where),
             EvalOptions(**recipe.eval.model_dump()),
             notify,
-            _saver(checkpoints, notify),
+            _saver(checkpoints, notify, tell_kept),
             state,
             _watchers(recipe),
         )
@@ -271,8 +275,34 @@ def _tell_fault(observers: Sequence[Observer], error: BaseException) -> None:
             observer({"event": "fault", "message": f"{type(error).__name__}: {error}"})
 
 
-def _saver(checkpoints: Checkpoints | RankCheckpoints, notify: Observer) -> Callable[[RunState, bool], None]:
+def _keeping(
+    world: World, store: ClientStore, group: Group | None, notify: Observer
+) -> Callable[[RunState], None] | None:
+    """Tells at a task's end from which tasks the samples come that clients keep; None when there is nothing to tell."""
+    if not keeping.tells(world):
+        return None
+
+    def tell(state: RunState) -> None:
+        index, known = state.round - 1, store.clients()
+        task = world.stream.round(index).task
+        looked = known[:_MOST_LOOKED_AT]
+        states = ((client, held) for client in looked if (held := store.peek(client)) is not None)
+        note: dict[str, Any] = {"by_task": keeping.kept_by_task(world, states, task + 1)}
+        note |= {"clients": len(looked), "of": len(known)}
+        notes = [note] if group is None else group.gather(note)
+        by_task = [sum(counts) for counts in zip_longest(*(one["by_task"] for one in notes), fillvalue=0)]
+        total = {key: sum(one[key] for one in notes) for key in ("clients", "of")}
+        notify({"event": "buffer", "round": index, "task": task, "by_task": by_task, **total})
+
+    return tell
+
+
+def _saver(
+    checkpoints: Checkpoints | RankCheckpoints, notify: Observer, tell_kept: Callable[[RunState], None] | None
+) -> Callable[[RunState, bool], None]:
     def save(state: RunState, task_end: bool) -> None:
+        if task_end and tell_kept is not None:
+            tell_kept(state)
         if checkpoints.offer(state, task_end):
             notify({"event": "checkpoint", "round": state.round})
 

@@ -15,6 +15,7 @@ from everfed.commands.output import markdown_table
 from everfed.scores import METRICS, PERCENT, Score, score_of
 from everfed.store.files import write_atomic
 
+SHOWN = tuple(key for key in METRICS if key != "bwt")  # a terminal is narrow, and forgetting tells much the same
 COSTS = (("Bytes up", "bytes_up"), ("Time", "seconds"))
 
 
@@ -77,7 +78,7 @@ def table(found: Sequence[Row], heading: str) -> tuple[list[str], list[list[str]
     from everfed.progress import duration, size
 
     score = next((row.score for row in found if row.spreads), score_of("accuracy"))
-    metrics = [key for key in METRICS if any(key in row.spreads for row in found)]
+    metrics = [key for key in SHOWN if any(key in row.spreads for row in found)]
     lines = []
     for row in found:
         scores = [_text(row.spreads.get(key), METRICS[key].kind) for key in metrics]

@@ -12,10 +12,11 @@ on data. Discrete draws are made ahead, in `plan`, and arrive as integer rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 
 from everfed.core.data import Data
@@ -190,6 +191,11 @@ class Part:
         """Its client slots for scoring samples whose task is known (the `task` logits of a personalised model). By
         default knowing the task changes nothing but which classes compete."""
         return own
+
+    def kept(self, own: Tree, task_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """The tasks of the samples that it keeps between rounds, one entry for each (n,); `task_of` knows them by the
+        samples' ids. Asked in simulations only, for a report; used for nothing."""
+        return np.zeros(0, dtype=np.int64)
 
     # what is trained ---------------------------------------------------------------------------------------------
     def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:

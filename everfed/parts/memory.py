@@ -6,7 +6,7 @@ What it keeps is decided by its policy: the reservoir over the client's whole li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -114,6 +114,9 @@ class Memory(Part):
             if key in own:
                 own[key][self.size].zero_()
         return own, {}
+
+    def kept(self, own: Tree, task_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        return task_of(stored(own).ids)
 
     # at the end of a task ----------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:

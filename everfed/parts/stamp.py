@@ -14,7 +14,7 @@ the phase that draws them sends nothing at all, so traffic is FedAvg's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -87,6 +87,10 @@ class STAMP(Part):
             raise ValueError(f"exemplars must be at least 0; got {self.exemplars}")
         if self.epochs is not None and self.epochs < 0:
             raise ValueError(f"epochs must be at least 0; got {self.epochs}")
+
+    def kept(self, own: Tree, task_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        pool = own["host"]["pool"]
+        return np.repeat([int(task) for task in pool], [len(kept["y"]) for kept in pool.values()]).astype(np.int64)
 
     # the pool ----------------------------------------------------------------------------------------------------
     def client_slots(self, ctx: Context) -> Tree:

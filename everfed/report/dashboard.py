@@ -15,6 +15,7 @@ from everfed.report.colours import variables
 from everfed.report.figures import Window
 from everfed.report.groups import Colours, Group, grouped
 from everfed.report.live import Index, Watched
+from everfed.report.markup import join
 from everfed.report.read import read_run
 
 MOST_DRAWN = 200  # runs in one comparison
@@ -99,6 +100,7 @@ class Dashboard:
             "time": figures.time(groups),
             "memory": figures.memory(groups),
             "buffers": figures.buffers(run),
+            "measured": join(*figures.measured(groups)),
             "recipe": html.recipe(run),
         }
 

@@ -90,6 +90,20 @@ def curve(
     return charts.figure(title, drawing, spec.about, f"figure-{kind}", _curve_notes(found))
 
 
+def measured(groups: Sequence[Group]) -> list[Html]:
+    """A curve for everything that parts measured, mean over seeds."""
+    names = sorted({name for group in groups for run in group.runs for name in run.log.measures})
+    return [_measured(name, groups) for name in names]
+
+
+def _measured(name: str, groups: Sequence[Group]) -> Html:
+    found = series.mean_lines(groups, lambda run: series.measure_by_round(run, name))
+    drawing = charts.lines(
+        found, Axis("Round"), Axis(name.partition(": ")[2]), f"{name}, {len(found)} lines.", _tasks(groups)
+    )
+    return charts.figure(name, drawing, "Told by the part, and used for nothing.", notes=_curve_notes(found))
+
+
 def axis(spec: Curve, groups: Sequence[Group]) -> Axis:
     """The y axis of a curve. Scores that are no fractions have neither per cent nor bounds."""
     measured = score(groups)
@@ -227,4 +241,6 @@ def buffers(run: Run) -> Html:
         Bar(f"round {index + 1}", tuple((f"task {t}", float(n)) for t, n in enumerate(counts, start=1) if n))
         for index, counts in found
     ]
-    return charts.figure(title, charts.bars(rows, numbers.count, "samples"), "All clients together.")
+    some = run.log.buffers_of
+    whose = f"The first {some[0]:,} of {some[1]:,} clients together." if some else "All clients together."
+    return charts.figure(title, charts.bars(rows, numbers.count, "samples"), whose)

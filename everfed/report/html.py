@@ -77,11 +77,13 @@ def _sections(runs: Sequence[Run], grouping: Grouping) -> list[Html]:
     two = tag("div", figures.curve("acc_t", groups), figures.curve("forgetting", groups), class_="two")
     by_round = tag("div", figures.curve("acc", groups), figures.curve("loss", groups), class_="two")
     matrices = tag("div", *(figures.accuracy_matrix(group) for group in groups), class_="two")
+    measured = figures.measured(groups)
     costs = tag("div", figures.traffic(groups), figures.time(groups), figures.memory(groups), class_="two")
     return [
         _section("Results", tables.to_html(comparison), two),
         _section("Learning", by_round),
         _section("Scores by task", matrices),
+        *([_section("What parts measured", tag("div", *measured, class_="two"))] if measured else []),
         _section("Cost", tables.to_html(cost), costs, _folded("Bytes by part as a table", tables.to_html(by_part))),
         _section("Runs", tables.to_html(of_runs), *_run_details(runs)),
     ]

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from everfed.core.compact import from_repeats, from_spans
 
@@ -22,6 +22,7 @@ CHUNK = 1 << 20  # bytes read at a time
 LONGEST_LINE = 16 << 20  # a longer one is no event; what lies before the next line end is dropped
 
 Opener = Callable[[Path], BinaryIO]
+T = TypeVar("T")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -97,6 +98,8 @@ class Log:
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by round
     buffers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> samples in buffers, by task
     shifts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> clients whose data may have changed
+    measures: dict[str, dict[int, float]] = field(default_factory=dict)  # "part: what" -> by round, the last of it
+    buffers_of: tuple[int, int] | None = None  # (clients that were looked at, all), where these are not the same
     notes: list[Note] = field(default_factory=list)
     lines: int = 0
     unreadable: int = 0
@@ -158,9 +161,10 @@ class Log:
     def _drop_from(self, first: int) -> None:
         """Forget the rounds from `first` on; they will be run again."""
         self.phases = {key: line for key, line in self.phases.items() if key[0] < first}
-        self.evaluations = {index: value for index, value in self.evaluations.items() if index < first}
-        self.buffers = {index: value for index, value in self.buffers.items() if index < first}
-        self.shifts = {index: value for index, value in self.shifts.items() if index < first}
+        self.evaluations = _before(first, self.evaluations)
+        self.buffers = _before(first, self.buffers)
+        self.shifts = _before(first, self.shifts)
+        self.measures = {name: _before(first, values) for name, values in self.measures.items()}
         lines = self.phases.values()
         self.rounds_done = self.start.round if self.start and first else 0
         self.skipped = sum(line.skipped for line in lines)
@@ -217,6 +221,14 @@ class Log:
 
     def _take_buffer(self, event: dict[str, Any]) -> None:
         self.buffers[int(event["round"])] = tuple(int(count) for count in event["by_task"])
+        looked, of = int(event.get("clients", 0)), int(event.get("of", 0))
+        self.buffers_of = (looked, of) if looked < of else None
+
+    def _take_measure(self, event: dict[str, Any]) -> None:
+        for key, value in event.items():
+            number = _number(value)
+            if key not in ("time", "round", "task") and number is not None:
+                self.measures.setdefault(f"{event['part']}: {key}", {})[int(event["round"])] = number
 
     def _take_drift(self, event: dict[str, Any]) -> None:
         self.shifts[int(event["round"])] = self._cohort(event["clients"], from_spans)
@@ -265,6 +277,11 @@ class Log:
         return seconds
 
 
+def _before(first: int, values: dict[int, T]) -> dict[int, T]:
+    """What belongs to rounds before `first`."""
+    return {index: value for index, value in values.items() if index < first}
+
+
 def _number(value: Any) -> float | None:
     """A finite number, or None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -278,6 +295,7 @@ _TAKERS: dict[str, Callable[[Log, dict[str, Any]], None]] = {
     "evaluation": Log._take_evaluation,
     "buffer": Log._take_buffer,
     "drift": Log._take_drift,
+    "measure": Log._take_measure,
     "resume": Log._take_resume,
     "warning": Log._take_said,
     "fault": Log._take_said,

@@ -84,6 +84,11 @@ def bytes_by_round(run: Run) -> Points:
     return found
 
 
+def measure_by_round(run: Run, name: str) -> Points:
+    """What a part measured."""
+    return {index + 1: value for index, value in sorted(run.log.measures.get(name, {}).items())}
+
+
 def acc_by_task(run: Run) -> Points:
     """Acc_t: mean score over the tasks learned, after each of them."""
     matrix = _whole_matrix(run)

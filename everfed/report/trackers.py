@@ -186,6 +186,9 @@ def scalars(event: Event) -> Values:
         score = event.get("score", "accuracy")
         mean = "acc" if score == "accuracy" else score
         return numbers({f"evaluation/{mean}": event["acc"], **tasks})
+    if event["event"] == "measure":
+        values = {key: value for key, value in event.items() if key not in ("event", "round", "task", "part", "time")}
+        return numbers({f"{event['part']}/{key}": value for key, value in values.items()})
     return {}
 
 

@@ -60,6 +60,14 @@ class ClientStore:
             self._keep(client, state)
             return state
 
+    def peek(self, client: int) -> State | None:
+        """The same, for a look that is no use of it: what is in memory stays what it was."""
+        with self._lock:
+            if client in self._hot or client not in self._version:
+                return self._hot.get(client)
+            path = self._path(client, self._version[client])
+        return tree.from_bytes(path.read_bytes())
+
     def put(self, client: int, state: State) -> None:
         """Replace the client's state."""
         with self._lock:

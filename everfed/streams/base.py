@@ -138,6 +138,10 @@ class IncrementalStream:
         x, y = self.source.x_train, self._y_train
         return self._cache.get((client, kind), lambda: self._materialise(x, y, rows, kind))
 
+    def task_of(self, client: int, ids: np.ndarray) -> np.ndarray:
+        """The tasks in which the client saw the samples with these ids (n,), for what a simulation tells of buffers."""
+        return ids // len(self.source.x_train)
+
     def data_in(self, client: int, index: int) -> Data:
         """What a drifting client sees in round `index`: some samples of its task, and some of the next already."""
         task, share = self.calendar.task_of(client, index), self.calendar.coming(client, index)

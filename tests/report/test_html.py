@@ -155,3 +155,11 @@ def test_scores_that_are_no_fractions(tmp_path: Path) -> None:
     folder.write_result(result(score="perplexity", accuracy_matrix=[[40.0, None], [60.0, 20.0]], metrics={"p": 20.0}))
     page = render([read_run(folder.path)])
     assert "Perplexity over the tasks learned" in page and "Perplexity, %" not in page
+
+
+def test_what_parts_measured_is_drawn(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "a")
+    assert "What parts measured" not in render([read_run(folder.path)])
+    log(folder, [{"event": "measure", "round": i, "task": 0, "part": "gap", "local_global_gap": 0.1} for i in range(3)])
+    page = render([read_run(folder.path)])
+    assert "What parts measured" in page and "gap: local_global_gap" in page

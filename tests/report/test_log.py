@@ -191,3 +191,21 @@ def test_a_tail_begins_anew_with_another_file(tmp_path: Path, how: str) -> None:
 
 def test_buffers_by_task() -> None:
     assert folded([start(), {"event": "buffer", "round": 1, "task": 0, "by_task": [8, 4]}]).buffers == {1: (8, 4)}
+
+
+def test_what_parts_measure_is_kept_by_round_and_is_no_note() -> None:
+    log = Log()
+    for index, value in ((0, 0.5), (1, 0.25), (1, 0.75)):
+        event = {
+            "event": "measure",
+            "time": 1.0,
+            "round": index,
+            "task": 0,
+            "part": "stamp",
+            "cosine": value,
+            "x": None,
+        }
+        log.feed(json.dumps(event).encode() + b"\n")
+    assert log.measures == {"stamp: cosine": {0: 0.5, 1: 0.75}} and not log.notes
+    log.feed(b'{"event": "resume", "round": 0}\n' + json.dumps(start(at=0)).encode() + b"\n")
+    assert log.measures == {"stamp: cosine": {0: 0.5}}

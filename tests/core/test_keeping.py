@@ -1,0 +1,83 @@
+"""What a simulation tells of the samples that clients keep, by task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import everfed
+from everfed.core import keeping
+from everfed.parts.stamp import STAMP
+from everfed.report.figures import buffers
+from everfed.report.read import read_run
+from everfed.store.clients import ClientStore
+from tests.support.toy import Bench
+
+
+def told(folder: Path, method: str, **options: Any) -> list[dict[str, Any]]:
+    """The buffer events of a small run with three tasks and three clients."""
+    recipe = {
+        "stream": {"dataset": "digits", "scenario": "class-incremental", "tasks": 3, "clients": 3},
+        "model": {"kind": "mlp", "hidden": [8]},
+        "train": {"rounds_per_task": 1, "local_epochs": 1},
+        "method": {"name": method, **options},
+        "engine": {"kind": "eager"},
+    }
+    everfed.run(recipe, folder)
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "buffer"]
+
+
+def samples_by_task(folder: Path) -> list[int]:
+    reports = json.loads((folder / "result.json").read_text())["stream"]["who_got_what"]
+    return [int(np.sum(report["table"])) for report in reports]
+
+
+def test_a_buffer_that_holds_everything_holds_every_task_in_full(tmp_path: Path) -> None:
+    found = told(tmp_path / "a", "er", memory={"size": 2000})
+    sizes = samples_by_task(tmp_path / "a")
+    assert [event["by_task"] for event in found] == [sizes[:1], sizes[:2], sizes]
+    assert [(event["round"], event["task"], event["clients"], event["of"]) for event in found] == [
+        (0, 0, 3, 3),
+        (1, 1, 3, 3),
+        (2, 2, 3, 3),
+    ]
+
+
+def test_a_small_buffer_is_shared_by_the_tasks(tmp_path: Path) -> None:
+    found = told(tmp_path / "a", "er", memory={"size": 50})
+    assert [sum(event["by_task"]) for event in found] == [150, 150, 150]
+    assert all(count > 0 for count in found[-1]["by_task"])
+    drawn = buffers(read_run(tmp_path / "a"))
+    assert "All clients together." in drawn and f"task 1 {found[-1]['by_task'][0]}" in drawn
+
+
+def test_a_method_without_a_buffer_tells_nothing(tmp_path: Path) -> None:
+    assert told(tmp_path / "a", "fedavg") == []
+
+
+def test_stamps_pool() -> None:
+    pool = {str(task): {"x": np.zeros((n, 2)), "y": np.zeros(n)} for task, n in ((0, 3), (2, 1))}
+    assert STAMP().kept({"host": {"pool": pool}}, lambda ids: ids).tolist() == [0, 0, 0, 2]
+    assert STAMP().kept({"host": {"pool": {}}}, lambda ids: ids).tolist() == []
+
+
+def test_a_stream_that_does_not_know_is_not_asked() -> None:
+    assert not keeping.tells(Bench("er").world())
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_looking_at_a_state_moves_nothing(paged: bool, tmp_path: Path) -> None:
+    from torch import ones
+
+    store = ClientStore(tmp_path, budget=100 if paged else 10_000)
+    for client in range(3):
+        store.put(client, {"a": {"x": ones(20) * client}})
+    before = list(store._hot)
+    assert [float((store.peek(client) or {})["a"]["x"][0]) for client in range(3)] == [0, 1, 2]
+    assert list(store._hot) == before and len(before) == (1 if paged else 3)
+    assert store.peek(7) is None
