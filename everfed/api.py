@@ -104,7 +104,7 @@ def resume(
     if data is None and _follows(read(opened.recipe)):
         from everfed.session import execute
 
-        data = execute(_reassemble(opened, stream), opened, (), checkpoint_every)
+        data = execute(reassemble(opened, stream), opened, (), checkpoint_every)
     elif data is None:
         with opened.held():
             data = opened.read_result() or _go_on(opened, stream, observers, checkpoint_every)
@@ -119,7 +119,7 @@ def load(folder: str | Path, *, stream: Stream | None = None) -> LoadedRun:
     data = opened.read_result()
     if data is None:
         raise RunError(f"{folder} is not finished; go on with `everfed resume {folder}`")
-    assembly = _reassemble(opened, stream)
+    assembly = reassemble(opened, stream)
     return LoadedRun(load_module(opened, assembly), data, assembly.recipe)
 
 
@@ -129,7 +129,7 @@ def _go_on(
     from everfed.session import execute
 
     folder.tidy()
-    return execute(_reassemble(folder, stream), folder, observers, checkpoint_every)
+    return execute(reassemble(folder, stream), folder, observers, checkpoint_every)
 
 
 def _follows(recipe: Recipe) -> bool:
@@ -146,14 +146,21 @@ def _follow(
     return execute(assembly, folder, (), checkpoint_every)
 
 
-def _reassemble(folder: RunFolder, stream: Stream | None) -> Any:
+def reassemble(
+    folder: RunFolder, stream: Stream | None = None, data_dir: str | Path | None = None, on_cpu: bool = False
+) -> Any:
+    """The pieces of a run that is there already (`everfed.session.Assembly`); vectors keep the order they were made in,
+    whatever this machine prefers. data_dir: instead of the run's. on_cpu: to look at, not to go on with it."""
     from everfed.session import assemble
 
     settings, recipe = folder.read_settings(), read(folder.recipe)
+    changes = {"kind": "eager", "device": "cpu"} if on_cpu else {}
+    changes |= {key: settings[key] for key in ("memory_format",) if key in settings}
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})
     if settings.get("own_stream") and stream is None:
         raise RunError(f"{folder.path} ran on a stream made in Python; pass the same stream again")
     scale = float(settings.get("scale", 1.0))
-    return assemble(scaled(recipe, scale), settings.get("data_dir"), scale, stream)
+    return assemble(scaled(recipe, scale), _text(data_dir) or settings.get("data_dir"), scale, stream)
 
 
 def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:

@@ -18,6 +18,7 @@ from everfed.commands.report import report
 from everfed.commands.reproduce import reproduce
 from everfed.commands.resume import resume
 from everfed.commands.run import run
+from everfed.commands.samples import samples
 from everfed.commands.serve import serve
 from everfed.commands.sweep import sweep
 from everfed.commands.ui import ui
@@ -45,7 +46,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, resume, compare, sweep, reproduce, demo, report, ui, bench, near_optimality, doctor, serve, join):
+COMMANDS = (run, resume, compare, sweep, reproduce, demo, report, samples, ui, bench, near_optimality, doctor)
+FEDERATION = (serve, join)
+for command in (*COMMANDS, *FEDERATION):
     app.command()(command)
 app.command("list")(listing)
 

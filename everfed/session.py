@@ -41,7 +41,7 @@ from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scoring import RULES
 from everfed.monitor import DriftMonitor, PageHinkley
 from everfed.recipe import Recipe
-from everfed.store.checkpoint import Checkpoints, latest
+from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
 from everfed.store.files import digest
 from everfed.store.run import EventLog, RunFolder
@@ -178,6 +178,8 @@ def execute(
     group = engines.join(assembly.recipe.engine)
     if group is not None and not group.leads:
         return _drive(assembly, folder, lambda event: None, checkpoint_every, group)
+    if not numbers(folder.checkpoint):  # a resumed run, wherever it goes on, must read vectors as they were written
+        folder.note(memory_format=engines.memory_format(assembly.recipe.engine))
     log = EventLog(folder.events)
     told: list[Observer] = [log, *observers]
     try:

@@ -96,7 +96,9 @@ def result_of(folder: str | Path) -> dict:
 # light and helpful -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["run", "resume", "compare", "sweep", "list", "doctor", "demo", "report", "ui"])
+@pytest.mark.parametrize(
+    "command", ["run", "resume", "compare", "sweep", "list", "doctor", "demo", "report", "samples", "ui"]
+)
 def test_help_teaches_with_examples(command: str) -> None:
     assert f"everfed {command}" in done(command, "--help")
     assert "Example" in done(command, "--help")

@@ -88,6 +88,12 @@ def scale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> T
     return out
 
 
+def unscale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:
+    """What `scale` made of uint8 images, as uint8 images again; what lies outside the range is cut off."""
+    per_channel = [torch.tensor(v or default).to(x).reshape(-1, 1, 1) for v, default in ((mean, (0.0,)), (std, (1.0,)))]
+    return (x * per_channel[1] + per_channel[0]).mul(255.0).round().clamp(0, 255).to(torch.uint8)
+
+
 def to_format(x: Tensor, channels: int, size: int) -> Tensor:
     """uint8 images as (n, channels, size, size): grey repeated to colour, colour weighed to grey, bilinear resize."""
     chunks = [_resized(_with_channels(part, channels), size) for part in x.split(CHUNK)]

@@ -175,6 +175,11 @@ class RunFolder:
             raise RunError(f"{path} must hold a JSON object, not {type(data).__name__}.{remedy}")
         return data
 
+    def note(self, **facts: Any) -> None:
+        """Add to settings.json what turned out when the run began."""
+        with self._writing():
+            write_atomic(self.settings, json.dumps({**self.read_settings(), **facts}, indent=2).encode())
+
     def write_model(self, data: bytes) -> None:
         with self._writing():
             write_atomic(self.model, data)

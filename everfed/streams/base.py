@@ -176,6 +176,10 @@ class IncrementalStream:
             return x
         return transforms.scale(x, self._mean, self._std)
 
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """Network inputs as uint8 images: the inverse of `inputs`, for looking at what a generator makes."""
+        return transforms.unscale(inputs, self._mean, self._std)
+
     def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
         """(count, 3) draws for "crop-flip", None for "none"."""
         return transforms.draw_crop_and_flip(rng, count) if self.options.augment == "crop-flip" else None

@@ -18,6 +18,7 @@ from everfed.core.fit import Fitted
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Model
 from everfed.core.runner import Diverged, Runner, RunState
+from everfed.core.score import Exam
 from everfed.core.step import Step
 from everfed.core.tree import Tree, clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
 from everfed.core.world import Moment
@@ -462,3 +463,22 @@ def test_defaults_are_the_recommended_ones() -> None:
 def test_the_papers_reading_of_the_generators_loss_runs_as_well() -> None:
     server = {"gen_label": "noise", "content_tau": 1.0, "diversity": "paper"}
     assert bench(**server, ft_on="synthetic", kd_scale="paper", w_kd=1e-3).run().params.isfinite().all()
+
+
+# class-incremental evaluation, 9 and 10 ------------------------------------------------------------------------------
+def test_scoring_twice_gives_the_same_numbers_and_changes_nothing() -> None:
+    case = bench(module=Norm)
+    model = case.run(rounds=2).state.model
+    before = clone(model)
+    world = case.world()
+    engine = case.eager(world, ClientStore())
+    exam = Exam((0, 1), 2)
+    assert torch.equal(engine.evaluate(model, exam), engine.evaluate(model, exam))
+    assert equal(model, before)
+
+
+def test_a_task_without_training_is_scored_with_the_first_model() -> None:
+    case = bench().change(train=TrainOptions(0, 12, Optimizer(lr=0.1), logits="seen"))
+    engine = case.eager(case.world(), ClientStore())
+    counts = engine.evaluate(case.model(), Exam((0,), 1))
+    assert case.change(method="fedavg", options={}).run(rounds=2).state.rows[0][0] == counts[0].tolist()
