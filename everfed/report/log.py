@@ -241,7 +241,7 @@ class Log:
         self._note(event["event"], event, str(event["message"]))
 
     def _take_quiet(self, event: dict[str, Any]) -> None:
-        """Checkpoints and the end say nothing that is not known from elsewhere; measurements are for those who ask."""
+        """Checkpoints and the end say nothing that is not known from elsewhere."""
 
     def _take_other(self, event: dict[str, Any]) -> None:
         """An event that this version does not know is shown as it is."""
@@ -300,7 +300,6 @@ _TAKERS: dict[str, Callable[[Log, dict[str, Any]], None]] = {
     "warning": Log._take_said,
     "fault": Log._take_said,
     "checkpoint": Log._take_quiet,
-    "measure": Log._take_quiet,
     "end": Log._take_quiet,
 }
 
