@@ -21,6 +21,7 @@ from everfed.core.client import Reply, synchronises
 from everfed.core.message import MODEL
 from everfed.core.part import Model
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
+from everfed.core.reduce import Collect
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
 
@@ -122,7 +123,7 @@ def expected_reply(
     By default a reply may be as large as 64 models (a collected pool of tasks, say)."""
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else world.method.reducers(phase)
     silent = phase.name == TRAIN and not synchronises(world.server(TRAIN, moment))
-    added_up = {f"{part}/{key}" for part, keys in reducers.items() for key, r in keys.items() if r is None or r.secure}
+    added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
     seals = {
         part.name: part.seals for part in world.method.parts if part.seals and phase.position is not Position.INSIDE
     }

@@ -273,7 +273,7 @@ def test_every_listed_name_builds_under_that_name(name: str) -> None:
 def test_defaults_are_the_papers() -> None:
     names = ("fedgp+der", "fedgp+der++", "fedgp+agem", "fedprox", "fedcurv", "er")
     by_name = {part.name: part.options() for name in names for part in methods.build(name).parts}
-    assert by_name["fedavg"] == {"weighting": "uniform"}
+    assert by_name["fedavg"]["weighting"] == "uniform" and by_name["fedavg"]["reducer"] == "mean"
     assert by_name["memory"]["size"] == 200 and by_name["memory"]["offer"] == "first_visit"
     assert by_name["der"] == {"weight": 1.0, "batch": 32}
     assert by_name["der++"] == {"weight": 0.1, "batch": 32, "label_weight": 0.5}

@@ -1,0 +1,126 @@
+"""Reducers that a few clients cannot pull where they want: coordinate-wise trimmed mean and median (Yin et al., 2018),
+and a mean of updates whose norms are clipped (Sun et al., 2019).
+
+None is a sum, so none can run under secure aggregation. Clients count the same: a weight would be a claim of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everfed.core.reduce import Reducer, Reducing
+
+_AT_ONCE = 1 << 22  # numbers that a median sorts at a time
+
+
+class TooFewReplies(ValueError):
+    """Not enough replies for what the reducer cuts off."""
+
+
+def _typed(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if dtype.is_floating_point else value.round().to(dtype)
+
+
+class Trimming(Reducing):
+    """Keeps a sum and, of every coordinate, the `trim` smallest and largest values: 2 trim + 1 vectors, however many
+    clients reply."""
+
+    def __init__(self, trim: int) -> None:
+        self.trim, self.count = trim, 0
+        self.total: Tensor | None = None
+        self.low: Tensor | None = None  # (at most trim, *shape), ascending
+        self.high: Tensor | None = None
+        self.dtype = torch.float64
+
+    def add(self, client: int, value: Any, weight: float) -> None:
+        exact = torch.as_tensor(value)
+        self.dtype, exact = exact.dtype, exact.to(torch.float64)
+        self.total = exact.clone() if self.total is None else self.total.add_(exact)
+        row = exact.unsqueeze(0)
+        low = row if self.low is None else torch.cat([self.low, row])
+        high = row if self.high is None else torch.cat([self.high, row])
+        self.low, self.high = low.sort(dim=0).values[: self.trim], high.sort(dim=0).values[-self.trim :]
+        self.count += 1
+
+    def result(self) -> Any:
+        if self.total is None or self.low is None or self.high is None:
+            return None
+        left = self.count - 2 * self.trim
+        if left < 1:
+            raise TooFewReplies(f"{self.count} replies, but {self.trim} are cut off at either end; lower fedavg.trim")
+        return _typed((self.total - self.low.sum(0) - self.high.sum(0)) / left, self.dtype)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Reducer):
+    """The mean of every coordinate without its `trim` smallest and largest values; withstands `trim` liars."""
+
+    trim: int = 1
+
+    def start(self) -> Reducing:
+        return Trimming(self.trim)
+
+
+class Middle(Reducing):
+    """Holds all replies: no smaller memory gives an exact median. It is taken a stretch at a time."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def add(self, client: int, value: Any, weight: float) -> None:
+        self.values.append(torch.as_tensor(value))
+
+    def result(self) -> Any:
+        if not self.values:
+            return None
+        first = self.values[0]
+        if first.numel() == 0:
+            return first
+        flat = [value.reshape(-1) for value in self.values]
+        stretch = max(1, _AT_ONCE // len(flat))
+        parts = [
+            torch.stack([row[start : start + stretch].to(torch.float64) for row in flat]).quantile(0.5, dim=0)
+            for start in range(0, len(flat[0]), stretch)
+        ]
+        return _typed(torch.cat(parts), first.dtype).reshape(first.shape)
+
+
+@dataclass(frozen=True)
+class Median(Reducer):
+    """The median of every coordinate (the mean of the middle two of an even number); withstands a minority of liars."""
+
+    def start(self) -> Reducing:
+        return Middle()
+
+
+class Clipping(Reducing):
+    """Streaming: one vector."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm, self.count = norm, 0
+        self.total: Tensor | None = None
+        self.dtype = torch.float64
+
+    def add(self, client: int, value: Any, weight: float) -> None:
+        exact = torch.as_tensor(value)
+        self.dtype, exact = exact.dtype, exact.to(torch.float64)
+        clipped = exact * torch.clamp(self.norm / exact.norm().clamp_min(1e-300), max=1.0)
+        self.total = clipped if self.total is None else self.total.add_(clipped)
+        self.count += 1
+
+    def result(self) -> Any:
+        return None if self.total is None else _typed(self.total / self.count, self.dtype)
+
+
+@dataclass(frozen=True)
+class ClippedMean(Reducer):
+    """The mean of updates, each scaled down to an L2 norm of `norm` at most: nobody moves it further than norm / K."""
+
+    norm: float = 10.0
+
+    def start(self) -> Reducing:
+        return Clipping(self.norm)

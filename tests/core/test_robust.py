@@ -1,0 +1,149 @@
+"""Reducers that withstand liars: closed forms, and what a minority can do at most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everfed import methods
+from everfed.core.context import TrainOptions
+from everfed.core.method import Method, compose
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import CompositionError
+from everfed.core.reduce import Reducer
+from everfed.core.robust import ClippedMean, Median, TooFewReplies, TrimmedMean, Trimming
+from everfed.parts.average import FedAvg
+from everfed.privacy.secure import secured
+from tests.support.toy import Bench, Norm, Toy
+
+rows = st.integers(3, 9).flatmap(
+    lambda n: st.lists(st.lists(st.floats(-100, 100, width=32), min_size=4, max_size=4), min_size=n, max_size=n)
+)
+
+
+def reduced(reducer: Reducer, values: list[Any]) -> Any:
+    reducing = reducer.start()
+    for client, value in enumerate(values):
+        reducing.add(client, value, 7.0)
+    return reducing.result()
+
+
+def tensors(values: list[list[float]]) -> list[torch.Tensor]:
+    return [torch.tensor(value) for value in values]
+
+
+@given(rows, st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_a_trimmed_mean_is_the_mean_of_the_sorted_middle(values: list[list[float]], trim: int) -> None:
+    if len(values) <= 2 * trim:
+        with pytest.raises(TooFewReplies, match=str(trim)):
+            reduced(TrimmedMean(trim), tensors(values))
+        return
+    expected = np.sort(np.array(values), axis=0)[trim:-trim].mean(axis=0)
+    assert torch.allclose(reduced(TrimmedMean(trim), tensors(values)), torch.tensor(expected).float(), atol=1e-4)
+
+
+@given(rows)
+@settings(max_examples=100, deadline=None)
+def test_a_median_is_numpy_s(values: list[list[float]]) -> None:
+    expected = torch.tensor(np.median(np.array(values), axis=0)).float()
+    assert torch.allclose(reduced(Median(), tensors(values)), expected, atol=1e-5)
+
+
+def test_a_median_over_several_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everfed.core.robust._AT_ONCE", 10)
+    values = [torch.randn(7, 3) for _ in range(5)]
+    assert torch.equal(reduced(Median(), values), torch.stack(values).median(dim=0).values)
+
+
+def test_clipping_scales_long_updates_down_and_leaves_short_ones() -> None:
+    long, short = torch.tensor([30.0, 40.0]), torch.tensor([0.3, 0.4])
+    assert torch.allclose(reduced(ClippedMean(5.0), [long]), torch.tensor([3.0, 4.0]))
+    assert torch.equal(reduced(ClippedMean(5.0), [short]), short)
+    assert torch.allclose(reduced(ClippedMean(5.0), [long, short]), torch.tensor([1.65, 2.2]))
+    assert torch.equal(reduced(ClippedMean(5.0), [torch.zeros(2)]), torch.zeros(2))
+
+
+@pytest.mark.parametrize("reducer", [TrimmedMean(1), Median(), ClippedMean(1.0)])
+def test_nothing_integers_numbers_and_empty_tensors(reducer: Reducer) -> None:
+    assert reduced(reducer, []) is None
+    assert reduced(reducer, [torch.zeros(0)] * 3).shape == (0,)
+    counts = reduced(reducer, [torch.tensor([0, 1])] * 3)
+    assert counts.dtype == torch.int64 and counts.tolist() == [0, 1]
+    assert reducer.secure is False
+
+
+def test_a_trimmed_mean_keeps_few_vectors_however_many_reply() -> None:
+    reducing = TrimmedMean(2).start()
+    assert isinstance(reducing, Trimming)
+    for client in range(50):
+        reducing.add(client, torch.randn(10), 1.0)
+    assert reducing.low is not None and reducing.high is not None
+    assert reducing.low.shape == reducing.high.shape == (2, 10)
+
+
+@given(rows, st.integers(0, 2), st.floats(-1e6, 1e6))
+@settings(max_examples=60, deadline=None)
+def test_one_liar_cannot_leave_the_honest_range(values: list[list[float]], at: int, lie: float) -> None:
+    honest = [row for index, row in enumerate(values) if index != at]
+    told = [*honest[:at], [lie] * 4, *honest[at:]]
+    low, high = np.min(honest, axis=0) - 1e-3, np.max(honest, axis=0) + 1e-3
+    for reducer in (TrimmedMean(1), Median()):
+        found = reduced(reducer, tensors(told)).numpy()
+        assert np.all(found >= low) and np.all(found <= high)
+
+
+# in a run ------------------------------------------------------------------------------------------------------------
+def run(bench: Bench, **options: Any) -> torch.Tensor:
+    def build() -> Method:
+        return compose(FedAvg(**options), name="fedavg")
+
+    return Bench(build, stream=bench.stream, module=bench.module, train=bench.train).run().params
+
+
+FOUR = Bench(stream=Toy(clients=4), module=Norm)
+
+
+def test_with_equal_clients_all_reducers_are_the_mean() -> None:
+    class Same(Toy):
+        def data(self, client: int, task: int) -> Any:
+            return super().data(0, task)
+
+    whole = TrainOptions(1, 1000, Optimizer(lr=0.1))  # in one batch, so that the order does not differ either
+    bench = Bench(stream=Same(clients=3, rounds_per_task=1, tasks=1), train=whole)
+    mean = run(bench)
+    for options in ({"reducer": "trimmed-mean"}, {"reducer": "median"}, {"reducer": "norm-clipping", "norm": 1e6}):
+        assert torch.allclose(run(bench, **options), mean, atol=1e-6)
+
+
+def test_loose_clipping_is_fedavg_and_tight_clipping_bounds_the_way() -> None:
+    assert torch.allclose(run(FOUR, reducer="norm-clipping", norm=1e6), run(FOUR), atol=1e-5)
+    way = run(FOUR, reducer="norm-clipping", norm=0.01) - FOUR.model()["params"]
+    assert float(way.norm()) <= 4 * 0.01 + 1e-6  # four rounds
+
+
+@pytest.mark.parametrize("reducer", ["trimmed-mean", "median", "norm-clipping"])
+def test_robust_reducers_are_refused_under_secure_aggregation(reducer: str) -> None:
+    method = methods.build("fedavg", {"fedavg": {"reducer": reducer}})
+    assert method.reveals() == {"train": ["fedavg"]}
+    with pytest.raises(CompositionError, match="needs every client's own reply to fedavg"):
+        secured(method)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"reducer": "krum"}, "method.fedavg.reducer must be one of mean, trimmed-mean, median, norm-clipping"),
+        ({"reducer": "median", "weighting": "samples"}, "weights are clients' claims"),
+        ({"trim": 0}, "method.fedavg.trim"),
+        ({"norm": 0.0}, "method.fedavg.norm"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(CompositionError, match=match):
+        methods.build("fedavg", {"fedavg": options})
