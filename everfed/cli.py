@@ -11,6 +11,7 @@ from everfed.commands.bench import bench
 from everfed.commands.compare import compare
 from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
+from everfed.commands.federation import federation
 from everfed.commands.join import join
 from everfed.commands.listing import listing
 from everfed.commands.near_optimality import near_optimality
@@ -51,6 +52,7 @@ FEDERATION = (serve, join)
 for command in (*COMMANDS, *FEDERATION):
     app.command()(command)
 app.command("list")(listing)
+app.add_typer(federation, name="federation")
 
 
 def _version(asked: bool) -> None:

@@ -1,0 +1,79 @@
+"""`everfed federation`: the keys of a federation, and the proxy in front of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+federation = typer.Typer(no_args_is_help=True, help="Keys and certificates of a federation, and the proxy before it.")
+
+Folder = Annotated[Path, typer.Option(metavar="DIR", help="Where certificates and keys lie.")]
+
+
+@federation.command()
+def keys(
+    out: Folder = Path("pki"),
+    host: Annotated[
+        list[str], typer.Option(metavar="HOST", help="A name or address by which clients reach the server; repeat it.")
+    ] = [],  # noqa: B006 (typer copies it)
+    client: Annotated[list[str], typer.Option(metavar="NAME", help="A client that may take part; repeat it.")] = [],  # noqa: B006
+    name: Annotated[str, typer.Option(metavar="NAME", help="The federation's name, in its authority.")] = "everfed",
+    days: Annotated[int, typer.Option(metavar="N", help="How long the server's certificate is valid.")] = 365,
+) -> None:
+    """Make what is missing: an authority (ca.crt, ca.key), with --host a
+    certificate of the server (server.crt, server.key), with --client a key
+    for each client (clients/NAME.pub, secrets/NAME). Nothing is overwritten.
+
+    Carry ca.crt and secrets/NAME to each client, delete secrets/NAME here, and
+    keep ca.key away from the server.
+
+    \b
+    Examples:
+      everfed federation keys --host fl.example.org --client site-a --client site-b
+      everfed federation keys --client site-c
+    """
+    from everfed.federation import certificates
+
+    certificates.require()
+    if not (out / certificates.CA).exists():
+        certificates.make_authority(out, name)
+        typer.echo(f"{out / certificates.CA}: the federation's authority; goes to every client")
+    if host:
+        certificates.make_server(out, host, days)
+        typer.echo(f"{out / certificates.SERVER}: the server's certificate for {', '.join(host)}, {days} days")
+    for one in client:
+        secret = certificates.make_client(out, one)
+        typer.echo(f"{secret}: the private key of {one}; carry it there and delete it here")
+
+
+@federation.command()
+def proxy(
+    listen: Annotated[str, typer.Option(metavar="PORT", help="Where clients connect: PORT or HOST:PORT.")] = "443",
+    upstream: Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink, on loopback.")] = "127.0.0.1:8000",
+    certificates: Folder = Path("pki"),
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there (default: print it).")] = None,
+) -> None:
+    """Write the configuration of an nginx that exposes only what clients call.
+
+    Whoever reaches a SuperLink's port may submit code to it, so it listens on
+    loopback and this proxy stands before it.
+
+    \b
+    Examples:
+      everfed federation proxy --listen 443 --upstream 127.0.0.1:8000 --out nginx.conf
+      mkdir -p /var/lib/everfed-proxy && nginx -p /var/lib/everfed-proxy -c $PWD/nginx.conf
+    """
+    from everfed.federation.certificates import check_server, require
+    from everfed.federation.proxy import Proxy, nginx
+
+    require()
+    for warning in check_server(certificates):
+        typer.echo(f"warning: {warning}", err=True)
+    text = nginx(Proxy(listen, upstream, certificates))
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text)
+        typer.echo(f"{out}: for nginx -p FOLDER -c {out.absolute()}")
