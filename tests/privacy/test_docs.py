@@ -1,0 +1,21 @@
+"""The table in docs/privacy.md is what the methods themselves say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everfed.privacy.reveals import BEGIN, END, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "privacy.md"
+
+
+def test_the_table_is_that_of_the_methods() -> None:
+    written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == table(), "renew it with: python -m everfed.privacy.reveals docs/privacy.md"
+
+
+def test_the_table_says_what_is_known_of_some_methods() -> None:
+    rows = {name.strip(" `"): row for row in table().splitlines()[2:] for name in row.split("|")[1].split(",")}
+    assert rows["fedgp"].endswith("| yes |") and "`fedgp/gradient` (reference)" in rows["fedgp"]
+    assert rows["coordinated"].endswith("| yes |") and rows["stamp"].endswith("| no |")
+    assert "`fedomg/update`" in rows["stamp"].split("|")[3]
