@@ -21,6 +21,7 @@ from everfed.parts.dbe import DBE
 from everfed.parts.der import DER, DERPlusPlus
 from everfed.parts.ewc import EWC
 from everfed.parts.fedas import FedAS
+from everfed.parts.fedcil import FedCIL
 from everfed.parts.fedgp import FedGP
 from everfed.parts.fedl2p import FedL2P
 from everfed.parts.fedlwf2t import FedLwF2T
@@ -87,6 +88,7 @@ PRESETS: dict[str, Preset] = {
         memory={"size": 2000, "policy": "on-transition"},
         er={"mode": "union"},
     ),
+    "fedcil": _preset("every client's GAN replays earlier tasks; the server trains on what they all make", FedCIL),
     "ogd": _preset("gradients orthogonal to those of earlier tasks' outputs", FedAvg, OGD),
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
@@ -115,7 +117,18 @@ PRESETS: dict[str, Preset] = {
 }
 # the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no gradient to share;
 # ablations stand alone
-_WITHOUT_FEDGP = ("ideal", "mfcl", "fedweit", "stamp-temporal", "coordinated-4", "fedala", "feddbe", "fedas", "fedl2p")
+_WITHOUT_FEDGP = (
+    "ideal",
+    "mfcl",
+    "fedcil",
+    "fedweit",
+    "stamp-temporal",
+    "coordinated-4",
+    "fedala",
+    "feddbe",
+    "fedas",
+    "fedl2p",
+)
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from everfed.core import random
+from everfed.models.acgan import ACGANCNN
 from everfed.models.cnn import MLP, McMahanCNN, SmallCNN, TwoConvCNN
 from everfed.models.resnet import ResNet18
 from everfed.models.swin import SwinT
@@ -26,6 +27,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
     "tiny-yolo": (TinyYOLO, "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
     "micro-yolo": (MicroYOLO, "a small detector for CPUs, 64,890 parameters with 5 classes; option anchors = 5"),
+    "acgan-cnn": (ACGANCNN, "the discriminators of FedCIL's code, for grey or for colour images"),
     "resnet18": (ResNet18, "ResNet-18 with a 3x3 stem for small images"),
 }
 
