@@ -97,6 +97,13 @@ class Periods(IncrementalStream):
             rows = rows[:0]
         return self._cache.get((client, task), lambda: self._masked(rows, "train", int(user), task))
 
+    def task_of(self, client: int, ids: np.ndarray) -> np.ndarray:
+        """The periods that the client's utterances with these ids belong to."""
+        user, found = int(self.chosen[_within("client", client, self.clients)]), np.zeros(len(ids), dtype=np.int64)
+        for task, by_user in enumerate(self._train):
+            found[np.isin(ids, by_user.get(user, ()))] = task
+        return found
+
     def test(self, task: int, split: str = "test") -> Data:
         """All clients' test utterances of the period, or the validation ones held out of the training text."""
         if split not in SPLITS:

@@ -15,6 +15,7 @@ from everfed.parts.stamp import STAMP
 from everfed.report.figures import buffers
 from everfed.report.read import read_run
 from everfed.store.clients import ClientStore
+from everfed.streams import build
 from tests.support.toy import Bench
 
 
@@ -81,3 +82,20 @@ def test_looking_at_a_state_moves_nothing(paged: bool, tmp_path: Path) -> None:
     assert [float((store.peek(client) or {})["a"]["x"][0]) for client in range(3)] == [0, 1, 2]
     assert list(store._hot) == before and len(before) == (1 if paged else 3)
     assert store.peek(7) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scenario": "class-incremental", "tasks": 3},
+        {"scenario": "domain-incremental", "tasks": 3, "transform": "rotate"},
+        {"scenario": "task-incremental", "tasks": 3},
+        {"scenario": "task-pool", "tasks": 3, "classes_per_task": 2},
+    ],
+    ids=lambda options: options["scenario"],
+)
+def test_a_stream_knows_the_task_of_its_samples(options: dict[str, Any]) -> None:
+    stream = build({"dataset": "digits", "clients": 3, **options}, 0, 1)
+    for task in range(3):
+        ids = stream.data(1, task).ids
+        assert len(ids) and set(stream.task_of(1, ids).tolist()) == {task}

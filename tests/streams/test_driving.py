@@ -54,6 +54,13 @@ def test_vehicles_share_home_and_the_one_that_moves_has_the_highway() -> None:
     assert described["samples"] == {"train": [[4, 4], [0, 8]], "test": [4, 4]} and json.dumps(described)
 
 
+def test_it_knows_where_its_images_come_from() -> None:
+    stream = driving()
+    for task in (0, 1):
+        ids = stream.data(1, task).ids
+        assert len(ids) and stream.task_of(1, ids).tolist() == [task] * len(ids)
+
+
 def test_a_scaled_drive_moves_in_proportion() -> None:
     assert driving(rounds_per_task=35, moves_at=60).moves_at == 60
     assert driving(rounds_per_task=7, moves_at=60, scale=0.2).moves_at == 12

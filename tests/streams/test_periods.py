@@ -90,6 +90,12 @@ def test_train_and_test_text_is_of_its_own_weeks_and_user(talk: Any) -> None:
         assert all(21 * task + 14 <= (lines.time[row] - talk.starts[0]) / 86_400 < 21 * task + 21 for row in rows)
 
 
+def test_it_knows_the_period_of_its_utterances(talk: Any) -> None:
+    for task in range(talk.tasks):
+        ids = talk.data(1, task).ids
+        assert len(ids) and talk.task_of(1, ids).tolist() == [task] * len(ids)
+
+
 @pytest.mark.parametrize(("train_weeks", "test_weeks", "periods"), [(1, 1, 4), (4, 1, 1), (2, 1, 3), (1, 2, 3)])
 def test_weeks_are_options(file: Path, train_weeks: int, test_weeks: int, periods: int) -> None:
     """Nine weeks; a last period without test weeks is left out."""
