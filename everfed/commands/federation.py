@@ -1,13 +1,17 @@
-"""`everfed federation`: the keys of a federation, and the proxy in front of it."""
+"""`everfed federation`: the keys of a federation, the proxy in front of it, how a run stands, and the Flower app."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-federation = typer.Typer(no_args_is_help=True, help="Keys and certificates of a federation, and the proxy before it.")
+from everfed.commands import options
+from everfed.commands.output import show_table
+
+federation = typer.Typer(no_args_is_help=True, help="Keys of a federation, the proxy before it, how it stands.")
 
 Folder = Annotated[Path, typer.Option(metavar="DIR", help="Where certificates and keys lie.")]
 
@@ -77,3 +81,40 @@ def proxy(
     else:
         out.write_text(text)
         typer.echo(f"{out}: for nginx -p FOLDER -c {out.absolute()}")
+
+
+@federation.command()
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder of `everfed serve`.")],
+    as_json: options.Json = False,
+) -> None:
+    """Who takes part in a federated run, who is connected, and what went wrong.
+
+    \b
+    Example:
+      everfed federation status runs/demo-fedgp+der-0
+    """
+    from everfed.federation.status import status as look
+
+    found = look(run)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    typer.echo(f"{run}: {found['state']}, round {found['round']}, life {found['epoch']} of its server")
+    columns = ("client", "name", "state", "answers", "failures", "trouble")
+    show_table(columns, [[str(one[name]) for name in columns] for one in found["clients"]])
+
+
+@federation.command("app")
+def write_app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where it is written.")]) -> None:
+    """Write everfed as a Flower app, for a site that uses `flwr run`.
+
+    \b
+    Example:
+      everfed federation app everfed-app
+      flwr run everfed-app LINK -c 'recipe="demo"'
+    """
+    from everfed.federation.flower.app import write
+
+    write(folder)
+    typer.echo(f"{folder}: a Flower app; its config is in {folder / 'pyproject.toml'}")

@@ -28,9 +28,8 @@ def serve(
     host: Annotated[str, typer.Option(metavar="HOST", help="Where the SuperLink listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="PORT", help="Its port.")] = 8000,
     certificates: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="ca.crt, server.crt and server.key of TLS.")
+        Path | None, typer.Option(metavar="DIR", help="What `everfed federation keys` made.")
     ] = None,
-    keys: Annotated[Path | None, typer.Option(metavar="DIR", help="Public keys of the clients, NAME.pub each.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor keys; on loopback only.")] = False,
     checkpoint_every: options.CheckpointEvery = 5.0,
     as_json: options.Json = False,
@@ -45,7 +44,7 @@ def serve(
     Examples:
       everfed serve demo --insecure --clients 2
       everfed serve my.toml --out runs/hospital --host 127.0.0.1 --port 8443 \\
-          --certificates pki --keys pki/clients
+          --certificates pki
     """
     from everfed import api
     from everfed.federation.extra import require_flower
@@ -59,8 +58,8 @@ def serve(
     from everfed.progress import watching
     from everfed.recipe import placed, read_placed
 
-    security = None if insecure else read_security(certificates, keys)
-    names = {} if keys is None or insecure else enrolled(keys)
+    security = None if insecure else read_security(certificates)
+    names = {} if insecure or certificates is None else enrolled(certificates)
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
     folder = out or api.default_folder(reading.recipe)
     address = Address(host, port, security.ca.read_bytes() if security else None)

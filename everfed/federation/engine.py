@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.engine import Absent
+from everfed.core.engine import Absent, ClientError
 from everfed.core.fit import Trainer
-from everfed.core.message import Message
+from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.score import Exam, score_tasks
 from everfed.core.world import Moment, Place, World
 from everfed.engines.base import BuildModule, new_trainer
 from everfed.federation import request as ask
-from everfed.federation.asking import Asking, Notify
+from everfed.federation.asking import REJECTED, Asking, Notify
+from everfed.federation.checking import Arrived, Desk, expected_reply
 from everfed.federation.codec import Letter, Post, to_reply
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.patience import Patience
@@ -56,6 +57,8 @@ class Federated:
         self.patience, self.durable, self.notify = patience, durable, notify
         self.trainer = new_trainer(world, build_module, device)
         self.name = transport.name
+        first = world.facts.layout.read(build_module())
+        self._model: Model = {**first, "params": first["params"][: world.facts.layout.shared]}
         self._recipe = identity.recipe.encode()
         self._holds: dict[int, frozenset[str]] = {}  # what each client said it holds
         self._told: set[int] = set()  # the clients that were sent the recipe
@@ -65,16 +68,28 @@ class Federated:
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
         post = Post(message)
+        self._model = _sent_model(message) or self._model
+        desk = Desk(expected_reply(self.world, phase, moment, self._model, self.identity.run))
 
         def write(client: int, lacks: tuple[str, ...]) -> Packet:
             letter = post.letter(client)
             return self._packet(self._request(client, phase, moment, letter), letter, lacks)
 
-        def read(client: int, answer: Answer) -> Reply:
-            return self._reply(client, self._request(client, phase, moment, post.letter(client)), answer)
+        def read(client: int, answer: Answer) -> Reply | Absent:
+            reply = self._reply(client, self._request(client, phase, moment, post.letter(client)), answer)
+            refusal = desk.take(Arrived(client, desk.expected.call, reply))
+            return Absent(REJECTED, str(refusal)) if refusal else reply
 
         asking = Asking(phase.name, clients, self.transport, self.patience, write, read, self.notify)
-        return iter(asking.run().items())
+        return iter(self._usable(asking.run(), phase, moment).items())
+
+    def _usable(self, answers: dict[int, Reply | Absent], phase: Phase, moment: Moment) -> dict[int, Reply | Absent]:
+        """Raises ClientError when nobody's answer can be used: a round needs one."""
+        absent = {client: answer for client, answer in answers.items() if isinstance(answer, Absent)}
+        if len(absent) == len(answers):
+            client, why = next(iter(absent.items()))
+            raise ClientError(client, phase.name, moment.round, f"{why.kind}: {why.reason}; so did all others")
+        return answers
 
     def _request(self, client: int, phase: Phase, moment: Moment, letter: Letter) -> Request:
         task = moment.plan.tasks.get(client, -1)
@@ -126,3 +141,8 @@ class Federated:
 
     def close(self) -> None:
         self.transport.close()
+
+
+def _sent_model(message: Message | None) -> Model | None:
+    """The shared model, where a message carries it."""
+    return unwrap({MODEL: message[MODEL]})[MODEL] if message and MODEL in message else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
+from everfed.federation.names import is_name
 from everfed.federation.packet import PacketError
 from everfed.store.files import write_atomic
 
 ROSTER = "roster.json"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Roster:
@@ -23,7 +22,7 @@ class Roster:
 
     def enrol(self, name: str, wanted: int, key: bytes) -> int:
         """The index of the client `name`. wanted: the one it asks for, -1 for any. Raises PacketError."""
-        if not _NAME.fullmatch(name):
+        if not is_name(name):
             raise PacketError(f"no name of a client: {name[:80]!r}")
         if self.keys and self.keys.get(name) != key:
             raise PacketError(f"{name!r} is not enrolled with the key it came with")

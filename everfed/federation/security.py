@@ -6,31 +6,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everfed.errors import UserError
+from everfed.federation.certificates import CA, CLIENTS, SERVER, SERVER_KEY, check_server
 from everfed.federation.superlink import Security
 
 if TYPE_CHECKING:
     from everfed.federation.flower.link import Address
 
 
-def read_security(certificates: Path | None, keys: Path | None) -> Security:
-    """Raises UserError when something is missing: a federation is secured unless it is told not to be."""
-    if certificates is None or keys is None:
-        raise UserError("give --certificates DIR and --keys DIR, or --insecure for a federation on this machine")
-    files = Security(certificates / "ca.crt", certificates / "server.crt", certificates / "server.key")
-    for path in (files.ca, files.certificate, files.key):
-        if not path.is_file():
-            raise UserError(f"--certificates {certificates}: there is no {path.name} in it")
-    if not enrolled(keys):
-        raise UserError(f"--keys {keys}: there is no NAME.pub in it, so nobody could join")
-    return files
+def read_security(folder: Path | None) -> Security:
+    """The files that `everfed federation keys` made. Raises UserError: security is the default."""
+    if folder is None:
+        raise UserError("give --certificates DIR (see `everfed federation keys`), or --insecure on this machine alone")
+    check_server(folder)
+    if not enrolled(folder):
+        raise UserError(f"--certificates {folder}: there is no {CLIENTS}/NAME.pub in it, so nobody could join")
+    return Security(folder / CA, folder / SERVER, folder / SERVER_KEY)
 
 
-def enrolled(keys: Path) -> dict[str, bytes]:
+def enrolled(folder: Path) -> dict[str, bytes]:
     """{name: public key} of the clients that may take part, as Flower knows keys: PEM."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
     found = {}
-    for path in sorted(keys.glob("*.pub")):
+    for path in sorted((folder / CLIENTS).glob("*.pub")):
         try:
             key = load_ssh_public_key(path.read_bytes())
         except ValueError as error:

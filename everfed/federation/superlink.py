@@ -14,6 +14,7 @@ from pathlib import Path
 
 from everfed.errors import UserError
 from everfed.federation.family import Child, Say, environment
+from everfed.federation.proxy import check_binding
 from everfed.store.files import make_folder
 
 PID = "superlink.pid"
@@ -63,8 +64,7 @@ def answers(host: str, port: int) -> bool:
 def running(settings: Settings, say: Say) -> Iterator[bool]:
     """A SuperLink at the address: the one that answers there, or one of our own that is started again whenever it ends,
     and ended with us. Yields whether it is our own."""
-    if settings.security is None and settings.host not in ("127.0.0.1", "localhost", "::1"):
-        raise LinkError(f"--insecure binds loopback only, not {settings.host}; without it TLS and keys are used")
+    check_binding(settings.host, settings.security is None)
     make_folder(settings.folder)
     left = _left_behind(settings)
     if answers(settings.host, settings.port) and left is None:

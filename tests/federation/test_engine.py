@@ -16,6 +16,7 @@ import torch
 from everfed import methods
 from everfed.core import tree
 from everfed.core.context import TrainOptions
+from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.core.runner import EvalOptions, RunState
 from everfed.federation import request as ask
@@ -143,6 +144,35 @@ def garbage(reply: Packet) -> list[Packet]:
         Packet(reply.header, {"reply.0": tree.to_bytes({"values": 3})}),
         Packet(reply.header, {"reply.0": tree.to_bytes({"values": {}, "samples": -1, "steps": 0, "loss": None})}),
     ]
+
+
+def spoilt(reply: Packet, how: str) -> Packet:
+    """A reply in the right form that may not be used."""
+    content = tree.from_bytes(reply.pieces["reply.0"])
+    params = content["values"]["fedavg"]["params"]
+    changes = {"nan": params / 0 * 0, "huge": params + 1e12, "short": params[:-1], "integers": params.long()}
+    content["values"]["fedavg"]["params"] = changes[how]
+    return Packet(reply.header, {"reply.0": tree.to_bytes(content)})
+
+
+@pytest.mark.parametrize("how", ["nan", "huge", "short", "integers"])
+def test_what_may_not_be_used_is_rejected_at_once_and_the_round_goes_on(how: str, tmp_path: Path) -> None:
+    bench = Bench("fedavg")
+    loop = loop_of(bench, tmp_path)
+    loop.after = lambda client, reply: spoilt(reply, how) if client == 1 else reply
+    outcome = federated(bench, loop)
+    planned = bench.change(stream=Toy(cohorts=dict.fromkeys(range(4), (0, 2)))).run()
+    assert torch.equal(outcome.params, planned.params)
+    assert outcome.state.absent == {"rejected": 4}
+    assert len(loop.sent) == 4 * 3  # nobody is asked twice
+
+
+def test_a_round_without_any_usable_reply_ends_the_run(tmp_path: Path) -> None:
+    bench = Bench("fedavg")
+    loop = loop_of(bench, tmp_path)
+    loop.after = lambda client, reply: spoilt(reply, "nan")
+    with pytest.raises(ClientError, match="client 0 failed in phase 'train' of round 0: rejected: not finite"):
+        federated(bench, loop)
 
 
 @pytest.mark.parametrize("kind", range(9))
