@@ -44,9 +44,11 @@ from everfed.recipe import Recipe
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
 from everfed.store.files import digest
+from everfed.store.png import png
 from everfed.store.run import EventLog, RunFolder
 
 Observer = Callable[[Event], None]
+PICTURES = 4  # of every task, where a stream draws them
 _MOST_LOOKED_AT = 1000  # clients whose states are read at a task's end for what they keep
 
 
@@ -236,6 +238,7 @@ def _drive(
         result = _result(assembly, final, engine.describe(), state_bytes)
         if group is None or group.leads:
             _save_model(folder, assembly, final)
+            _save_pictures(folder, assembly.stream, engine, final)
             folder.write_result(result)
         notify({"event": "end", "metrics": result["metrics"], "seconds": final.seconds})
         return result
@@ -421,6 +424,19 @@ def _summary(
     if score != "perplexity":
         return accuracy_matrix.summary(rows, n_test=n_test, curves=curves)
     return language.summary([[v for v in row if v is not None] for row in rows if None not in row], n_test)
+
+
+def _save_pictures(folder: RunFolder, stream: Any, engine: Engine, state: RunState) -> None:
+    """Some test samples of every task as the stream draws them, with what the trained model says."""
+    if not hasattr(stream, "pictures"):
+        return
+    trainer = engine.workbench()
+    drawn: dict[str, bytes] = {}
+    for task in range(stream.tasks):
+        data = stream.test(task).take(np.arange(min(PICTURES, len(stream.test(task)))))
+        found = stream.pictures(trainer.outputs(state.model, data.x).cpu(), data)
+        drawn |= {f"task{task + 1}-{number + 1}": png(picture) for number, picture in enumerate(found)}
+    folder.write_pictures(drawn)
 
 
 def _save_model(folder: RunFolder, assembly: Assembly, state: RunState) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from everfed.report import charts, numbers, series
 from everfed.report.charts import Axis, Bar, Marks
 from everfed.report.groups import Group
-from everfed.report.markup import Html, join
+from everfed.report.markup import NOTHING, Html, join, tag
 from everfed.report.read import Run
 from everfed.scores import Score, score_of
+from everfed.store.run import RunFolder
 
 
 @dataclass(frozen=True)
@@ -244,3 +247,20 @@ def buffers(run: Run) -> Html:
     some = run.log.buffers_of
     whose = f"The first {some[0]:,} of {some[1]:,} clients together." if some else "All clients together."
     return charts.figure(title, charts.bars(rows, numbers.count, "samples"), whose)
+
+
+def pictures(run: Run) -> Html:
+    """Test samples as the run drew them at its end; nothing for streams that draw none."""
+    files = sorted(RunFolder(run.folder).pictures.glob("*.png"))
+    if not files:
+        return NOTHING
+    shown = [_picture(path) for path in files]
+    about = "White: what is there. Colours: what the trained model finds, by class."
+    return charts.figure("Test samples", tag("div", *shown, class_="two"), about, "figure-pictures")
+
+
+def _picture(path: Path) -> Html:
+    task, _, number = path.stem.removeprefix("task").partition("-")
+    data = base64.b64encode(path.read_bytes()).decode()
+    alternative = f"test sample {number} of task {task} with boxes"
+    return tag("img", src=f"data:image/png;base64,{data}", alt=alternative, loading="lazy")

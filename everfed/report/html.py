@@ -111,6 +111,7 @@ def run_sections(run: Run, seen: dict[str, str] | None = None) -> list[Html]:
     return [
         facts(run),
         happenings(run),
+        figures.pictures(run),
         attendance.who_took_part(run),
         attendance.suspected_shifts(run),
         *once,

@@ -17,6 +17,7 @@ from everfed.store.files import make_folder, remove_temporaries, write_atomic
 from everfed.store.lock import Locked, locked
 
 RECIPE, EVENTS, RESULT, MODEL, REPORT = "recipe.toml", "events.jsonl", "result.json", "model.safetensors", "report.html"
+PICTURES = "pictures"
 CHECKPOINT, CLIENTS, SETTINGS, LOCK = "checkpoint", "clients", "settings.json", ".lock"
 DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 REMEDY = "The last checkpoint is kept: put that right and `everfed resume` the run"
@@ -179,6 +180,18 @@ class RunFolder:
         """Add to settings.json what turned out when the run began."""
         with self._writing():
             write_atomic(self.settings, json.dumps({**self.read_settings(), **facts}, indent=2).encode())
+
+    @property
+    def pictures(self) -> Path:
+        """Pictures of test samples with what the trained model says about them, where a stream draws any."""
+        return self.path / PICTURES
+
+    def write_pictures(self, pictures: dict[str, bytes]) -> None:
+        """PNG files by name."""
+        with self._writing():
+            make_folder(self.pictures)
+            for name, data in pictures.items():
+                write_atomic(self.pictures / f"{name}.png", data)
 
     def write_model(self, data: bytes) -> None:
         with self._writing():

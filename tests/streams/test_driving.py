@@ -179,3 +179,17 @@ def test_engines_agree(tmp_path: Path) -> None:
     assert (tmp_path / "eager/model.safetensors").read_bytes() == (
         tmp_path / "processes/model.safetensors"
     ).read_bytes()
+
+
+def test_the_report_shows_samples_with_boxes(tmp_path: Path) -> None:
+    from everfed.report import write
+
+    api.run(recipe("fedavg"), out=tmp_path / "run")
+    files = sorted(path.name for path in (tmp_path / "run/pictures").iterdir())
+    assert files == [f"task{task}-{number}.png" for task in (1, 2) for number in (1, 2, 3, 4)]
+    image = pytest.importorskip("PIL.Image")
+    with image.open(tmp_path / "run/pictures/task1-1.png") as picture:
+        shown = np.asarray(picture)
+    assert shown.shape == (64, 96, 3) and (shown == 255).all(-1).any()  # a white box, at twice the size
+    write([tmp_path / "run"], tmp_path / "report", figures=False)
+    assert (tmp_path / "report/report.html").read_text().count("data:image/png;base64,") == 8
