@@ -222,7 +222,7 @@ class Runner:
         self._revise(part, ctx)
         finished = moment.repeat + 1 >= phase.repeat or part.done(self.state.server, phase.name, ctx)
         measured = self._measure(moment, {phase.owner: {}}, ctx)
-        self._report(phase, moment, Intake({}), 0, time.monotonic() - started)
+        self._report(phase, moment, Intake({}), 0, started)
         bad = [name for name, value in measured.items() if not math.isfinite(value)]
         if bad:
             raise Diverged(
@@ -289,7 +289,7 @@ class Runner:
         intake = Intake(self.world.method.reducers(phase))
         down = self._take_in(intake, phase, moment, message)
         self.state.samples += sum(one.samples for one in intake.trained) * self.world.options.local_epochs
-        self._report(phase, moment, intake, down, time.monotonic() - started)
+        self._report(phase, moment, intake, down, started)
         return self._release(phase, moment, intake.reduction)
 
     def _release(self, phase: Phase, moment: Moment, reduction: Reduction) -> dict[str, dict[str, Any]]:
@@ -331,7 +331,9 @@ class Runner:
             down += sum(sizes.values())
         return down
 
-    def _report(self, phase: Phase, moment: Moment, intake: Intake, down: int, seconds: float) -> None:
+    def _report(self, phase: Phase, moment: Moment, intake: Intake, down: int, started: float) -> None:
+        # reading the losses waits for a device that is still at work, so the time is taken afterwards
+        losses = self._losses(phase, moment, intake.trained) if intake.trained else None
         event: Event = {
             "event": "phase",
             "round": moment.round,
@@ -342,11 +344,10 @@ class Runner:
             **_who(phase, moment.plan),
             "bytes_up": sum(intake.traffic.up.values()),
             "bytes_down": down,
-            "seconds": seconds,
+            "seconds": time.monotonic() - started,
         }
         if phase.name == TRAIN:
             event |= moment.plan.notes
-        losses = self._losses(phase, moment, intake.trained) if intake.trained else None
         if losses is not None:
             event["loss"] = float(losses.mean())
             event["trained"] = len(intake.trained)
