@@ -3,8 +3,9 @@ per task on the server; bytes to a client per task.
 
 Run as `python benchmarks/generative_cost.py [--dataset cifar100 --data DIR --model resnet18]`. All methods see the same
 stream in one process and take turns, a round each, so that a busy machine slows all alike; the engine is the one that
-`everfed run` would take. The first round of every task, in which steps may be captured, is left out. The MFCL paper prints, for a round of five clients: FedAvg 1.2 s in every task; FedLwF-2T 1.2 s, then 3.4 s;
-MFCL 1.2 s, then 3.7 s, and 330 s on the server once per task.
+`everfed run` would take. The first round of every task, in which steps may be captured, is left out. The MFCL paper
+prints, for a round of five clients: FedAvg 1.2 s in every task; FedLwF-2T 1.2 s, then 3.4 s; MFCL 1.2 s, then 3.7 s,
+and 330 s on the server once per task.
 """
 
 from __future__ import annotations

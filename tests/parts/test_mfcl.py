@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import methods
+from everfed import api, methods
 from everfed.core.companion import first_vectors
 from everfed.core.context import TrainOptions
 from everfed.core.data import Data
@@ -482,3 +484,57 @@ def test_a_task_without_training_is_scored_with_the_first_model() -> None:
     engine = case.eager(case.world(), ClientStore())
     counts = engine.evaluate(case.model(), Exam((0,), 1))
     assert case.change(method="fedavg", options={}).run(rounds=2).state.rows[0][0] == counts[0].tolist()
+
+
+# on real data --------------------------------------------------------------------------------------------------------
+class SmallNet(nn.Module):
+    """Three convolutions with BatchNorm."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        widths = (input_shape[0], 16, 32, 64)
+        blocks = [
+            layer
+            for stride, (inputs, outputs) in zip((1, 2, 2), itertools.pairwise(widths), strict=True)
+            for layer in (nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+        ]
+        self.body = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def on_digits(method: str, folder: Path) -> dict[str, float | None]:
+    recipe = {
+        "stream": {
+            "dataset": "digits",
+            "scenario": "class-incremental",
+            "tasks": 5,
+            "clients": 5,
+            "partition": {"kind": "lda", "alpha": 1.0},
+        },
+        "model": {"kind": SmallNet},
+        "train": {
+            "rounds_per_task": 10,
+            "local_epochs": 3,
+            "batch_size": 32,
+            "logits": "seen",
+            "optimizer": {"kind": "sgd", "lr": 0.1, "schedule": "geometric", "lr_end": 0.01},
+        },
+        "eval": {"logits": "seen"},
+        "method": {"name": method, **({} if method == "fedavg" else {"mfcl": {**DIGITS}})},
+        "engine": {"kind": "eager"},
+    }
+    return api.run(recipe, folder / method).metrics
+
+
+DIGITS = {"gen_steps": 300, "gen_light": True, "z_dim": 50, "gen_batch": 64}
+
+
+@pytest.mark.slow
+def test_on_digits_it_forgets_far_less_than_fedavg(tmp_path: Path) -> None:
+    """Measured: average accuracy 0.80 against 0.46, forgetting 0.58 against 1.00."""
+    mimicking, plain = (on_digits(method, tmp_path) for method in ("mfcl", "fedavg"))
+    assert mimicking["acc_avg_incremental"] > plain["acc_avg_incremental"] + 0.2  # type: ignore[operator]
+    assert mimicking["forgetting_standard"] < plain["forgetting_standard"] - 0.25  # type: ignore[operator]
