@@ -160,3 +160,28 @@ def test_commands_in_the_comments_set_keys_that_exist() -> None:
     for name in NAMES:
         for entry in re.findall(r"--set (\S+)", recipes.text(name)):
             assert read_placed(name, sets=[entry]).recipe
+
+
+def test_mfcls_table_has_the_settings_of_its_specification() -> None:
+    recipe = read("mfcl/table1-cifar100")
+    optimizer, stream = recipe.train.optimizer, recipe.stream.model_extra
+    assert settings(recipe) | {"participation": stream["participation"]} == {
+        "tasks": 10,
+        "clients": 50,
+        "rounds": 100,
+        "epochs": 10,
+        "lr": 0.1,
+        "model": "resnet18",
+        "partition": {"kind": "lda", "alpha": 1.0},
+        "participation": 0.1,
+    }
+    assert (optimizer.schedule, optimizer.lr_end, optimizer.momentum, optimizer.weight_decay) == (
+        "geometric",
+        0.01,
+        0.0,
+        1e-5,
+    )
+    assert (recipe.train.batch_size, recipe.train.logits, recipe.eval.logits) == (32, "seen", "seen")
+    assert recipe.compare is not None
+    assert set(recipe.compare.methods) == {"fedavg", "fedprox", "fedcil", "fedlwf2t", "mfcl", "ideal"}
+    assert recipe.compare.seeds == [0, 1, 2]
