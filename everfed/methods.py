@@ -31,6 +31,7 @@ from everfed.parts.fedweit import FedWeIT
 from everfed.parts.fot import FOT
 from everfed.parts.glfc import GLFC
 from everfed.parts.ideal import Ideal
+from everfed.parts.lander import Lander
 from everfed.parts.lwf import LwF
 from everfed.parts.memory import Memory
 from everfed.parts.mfcl import MFCL
@@ -39,6 +40,7 @@ from everfed.parts.proximal import FedProx
 from everfed.parts.replay import Replay
 from everfed.parts.stamp import STAMP
 from everfed.parts.synaptic import SynapticIntelligence
+from everfed.parts.target import Target
 
 PartFactory = Callable[..., Part]
 
@@ -93,6 +95,8 @@ PRESETS: dict[str, Preset] = {
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
     "fot": _preset("global updates orthogonal to earlier tasks' layer inputs", FedAvg, FOT),
+    "target": _preset("distils on images synthesised from the previous task's model", FedAvg, Target),
+    "lander": _preset("TARGET with features bound to label anchors", FedAvg, Lander),
     "fedweit": _preset("shared, masked and task-adaptive weights, with what other clients published", FedWeIT),
     "fedomg": _preset("the server matches the clients' updates; STAMP's spatial half", FedOMG),
     "stamp": _preset("updates matched over tasks on clients and over clients on the server", FedOMG, STAMP),
@@ -117,18 +121,9 @@ PRESETS: dict[str, Preset] = {
 }
 # the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no gradient to share;
 # ablations stand alone
-_WITHOUT_FEDGP = (
-    "ideal",
-    "mfcl",
-    "fedcil",
-    "fedweit",
-    "stamp-temporal",
-    "coordinated-4",
-    "fedala",
-    "feddbe",
-    "fedas",
-    "fedl2p",
-)
+_GENERATIVE = ("mfcl", "target", "lander", "fedcil")
+_PERSONAL = ("fedweit", "fedala", "feddbe", "fedas", "fedl2p")
+_WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, "stamp-temporal", "coordinated-4")
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for
 
 

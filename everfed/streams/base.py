@@ -92,6 +92,7 @@ class IncrementalStream:
         options = self.options
         _check_augment(options.augment, source)
         self.source, self.classes, self.input_shape = source, source.classes, tuple(source.x_train.shape[1:])
+        self.class_names = source.class_names
         self.name = f"{source.name}-{self.scenario}"
         self.normalise = options.normalise or _usual_normalisation(source)
         self._mean, self._std = _constants(self.normalise, source)

@@ -175,10 +175,15 @@ def mean_square(outputs: Tensor, y: Tensor) -> Tensor:
     return 0.5 * (outputs.squeeze(1) - y).square().mean()
 
 
+SMALL_SYNTHESIS = {
+    "synth_batch": 8, "g_steps": 2, "nz": 6, "kd_steps": 2, "kd_batch": 4, "batch": 4, "n_syn": 20,
+}  # fmt: skip
 # options of parts whose defaults are made for real data, {part: {option: value}}
 SMALL: dict[str, dict[str, Any]] = {
     "fedcil": {"server_steps": 3, "server_chunk": 2, "server_batch": 4, "noise": 3, "width": 4},
     "mfcl": {"gen_steps": 5, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 6, "gen_light": True},
+    "target": {"syn_round": 3, "warmup": 1, **SMALL_SYNTHESIS},
+    "lander": {"syn_round": 3, "warmup": 1, "width": 5, "group": 3, **SMALL_SYNTHESIS},
 }
 
 
