@@ -41,7 +41,7 @@ from everfed.models.pixel_generators import NoisyBlueprint
 from everfed.parts.adversary import HINGES, bound
 from everfed.parts.anchors import GAUSSIAN, NAMES, hashed_names, read_anchors
 from everfed.parts.features import head_weight, through_head
-from everfed.parts.noisy_synthesis import Anchored, NoisySynthesizer
+from everfed.parts.noisy_synthesis import STATISTICS, Anchored, NoisySynthesizer
 from everfed.parts.student import Lesson, Projection
 from everfed.parts.synthesis import Synthesizer, Turn
 from everfed.parts.synthetic_replay import SYNTHESIS, SyntheticReplay, at_least, one_of
@@ -58,7 +58,8 @@ class Lander(SyntheticReplay):
     """anchors: "gaussian", "names" (hashed class names) or a file, see `anchors.py`; width: their length. ltc, r:
     weight and radius of the bound; hinge: over the "batch" (code) or each "sample". cur, pre: weights of the current
     data and of what was known; scaling: do they follow the numbers of classes? features_kd: weight of the second part
-    of p's term. lr_stats: of the channel means and deviations that synthesis learns. group: images under one noisy
+    of p's term. statistics: synthesis normalises its images with "learned" channel means and deviations (code;
+    lr_stats: their rate), or as the "stream" does, which is how clients will see them. group: images under one noisy
     layer. model: at a task's end the server keeps its "best" model or the "last". The others are those of
     `SyntheticReplay`."""
 
@@ -79,6 +80,7 @@ class Lander(SyntheticReplay):
     pre: float = 0.4
     scaling: bool = True
     features_kd: float = 1.0
+    statistics: str = "learned"
     lr_stats: float = 1e-2
     group: int = 10
     model: str = "best"
@@ -92,6 +94,7 @@ class Lander(SyntheticReplay):
         at_least("1", self, "width", "group")
         one_of(self, "hinge", HINGES)
         one_of(self, "model", MODELS)
+        one_of(self, "statistics", STATISTICS)
 
     # the projection ------------------------------------------------------------------------------------------------
     def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
@@ -234,7 +237,7 @@ class Lander(SyntheticReplay):
     def synthesizer(self, ctx: Context, server: State) -> Synthesizer:
         trainer, shape = ctx.train, ctx.facts.input_shape
         blueprint = NoisyBlueprint(shape, self.width, self.synth_batch, self.group, self.nz, self.upsamplings)
-        terms = Anchored(self.ltc, self.r, self.hinge, self.lr_stats, MATRIX, BIAS)
+        terms = Anchored(self.ltc, self.r, self.hinge, self.statistics, self.lr_stats, MATRIX, BIAS)
         lesson = Lesson(
             self.kd_steps, self.kd_batch, self.t_student, STUDENT, False, Projection(MATRIX, BIAS, self.ltc)
         )

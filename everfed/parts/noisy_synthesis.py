@@ -1,7 +1,8 @@
 """LANDER's synthesis: images from anchors, through layers that are redrawn in every round (NAYER, Tran et al., 2024).
 
 Channel means and deviations that the images are normalised with are trained along, so that the server need not know the
-data's. The teacher's projected features are bound to the anchors as the clients' are.
+data's; clients normalise the images as their own data, so it can be better to do the same here. The teacher's projected
+features are bound to the anchors as the clients' are.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from everfed.parts.image_pool import LEVELS
 from everfed.parts.synthesis import Synthesis, Synthesizer
 
 FIRST_MEAN, FIRST_DEVIATION = 0.5, 0.2
+STATISTICS = ("learned", "stream")
 
 
 @dataclass(frozen=True)
 class Anchored:
-    """weight, radius, hinge: of the bound. lr_stats: of channel means and deviations. matrix, bias: names of the
+    """weight, radius, hinge: of the bound. statistics: the images are normalised with "learned"
+    channel means and deviations, or as the "stream" does. lr_stats: of the former. matrix, bias: names of the
     projection in the model."""
 
     weight: float
     radius: float
     hinge: str
+    statistics: str
     lr_stats: float
     matrix: str
     bias: str
@@ -89,6 +93,8 @@ class NoisySynthesizer(Synthesizer):
         return self.sources
 
     def normalise(self, pixels: Tensor) -> Tensor:
+        if self.terms.statistics == "stream":
+            return super().normalise(pixels)
         mean, deviation = self.channel_stats
         return (pixels / LEVELS - mean) / deviation
 
@@ -99,7 +105,9 @@ class NoisySynthesizer(Synthesizer):
         return terms.weight * bound(projected, self.sources, terms.radius, terms.hinge)
 
     def improve(self, loss: Tensor) -> None:
-        *gradients, of_stats = torch.autograd.grad(loss, [*self.generator.trainable, self.channel_stats])
+        *gradients, of_stats = torch.autograd.grad(
+            loss, [*self.generator.trainable, self.channel_stats], materialize_grads=True
+        )
         with torch.no_grad():
             gradient = self.generator.layout.flatten_gradient(tuple(gradients))
             self.optimizer.apply(self.generator.params, gradient, self.moments, self.rate)
