@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,11 +20,22 @@ from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.message import MODEL, Once
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, CompositionError, Model, Part, State, Tables, overrides
+from everfed.core.part import (
+    BOUNDARIES,
+    TOGETHER,
+    CompositionError,
+    Model,
+    Part,
+    State,
+    Tables,
+    overrides,
+    refuse_personal,
+)
 from everfed.core.phase import END, Cohort, Phase
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Batch, Step
 from everfed.core.tree import Tree
+from everfed.models.pixel_generators import checked
 from everfed.parts.adversary import MASKS, among
 from everfed.parts.image_pool import cycled
 from everfed.parts.student import Lesson
@@ -64,7 +75,8 @@ class SyntheticReplay(Part):
     lr_student: float = 0.2
     upsamplings: int = 0
 
-    needs = frozenset({BOUNDARIES})
+    # the images are of the classes that a client has behind it: the same for all
+    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES, TOGETHER})
 
     def __post_init__(self) -> None:
         at_least("1", self, "batch", "n_syn", "syn_round", "synth_batch", "g_steps", "nz", "kd_batch")
@@ -80,6 +92,7 @@ class SyntheticReplay(Part):
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         """The objective is over the new classes only: what others would replay has no place in it."""
+        refuse_personal(self, parts)
         for other in parts:
             if other is not self and overrides(other, "batches"):
                 raise CompositionError(f"part {self.name!r} trains on its own synthetic images; remove {other.name!r}")
@@ -121,11 +134,21 @@ class SyntheticReplay(Part):
 
     # on the server -------------------------------------------------------------------------------------------------
     def server_slots(self, ctx: Context) -> Tree:
+        """None yet; but what cannot work is refused here, before the first round."""
         blank = ctx.facts.blank.x
         if blank.dtype != torch.uint8 or blank.dim() != 4:
             raise CompositionError(
                 f"part {self.name!r} synthesises 8-bit images; this stream's samples are "
                 f"{str(blank.dtype).removeprefix('torch.')} of shape {tuple(blank.shape[1:])}"
+            )
+        try:
+            checked(ctx.facts.input_shape, self.upsamplings)
+        except ValueError as error:
+            raise CompositionError(f"part {self.name!r}: {error}") from error
+        if self.bn and ctx.options.batchnorm == "local" and ctx.facts.layout.stats:
+            key = f"method.{self.name}.bn"
+            raise CompositionError(
+                f"{key} needs BatchNorm statistics on the server: set model.batchnorm = 'mean', or {key} = 0"
             )
         return {}
 

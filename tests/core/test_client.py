@@ -11,6 +11,7 @@ import torch
 from everfed.core import tree
 from everfed.core.client import OWN, Reply, new_state, run_client, synchronises
 from everfed.core.context import Context, Hidden, TrainOptions
+from everfed.core.message import unwrap
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, State
@@ -32,11 +33,19 @@ def called(bench: Bench, state: State | None = None, client: int = 0, round_inde
     return run_client(method, method.train_phase(), start, {"model": dict(bench.model())}, data, ctx)
 
 
+def first_message(bench: Bench) -> dict[str, tree.Tree]:
+    """What a client receives first of all."""
+    method, ctx = bench.build_method(), bench.context().at(client=None)
+    server = {"model": dict(bench.model()), **{part.name: part.server_slots(ctx) for part in method.parts}}
+    sent = {part.name: part.broadcast(server, "train", ctx) for part in method.parts}
+    return unwrap({"model": server["model"], **{name: values for name, values in sent.items() if values}})
+
+
 @pytest.mark.parametrize("name", each_preset())
 def test_the_same_call_twice_gives_the_same_bits_and_changes_nothing(name: str) -> None:
     bench = Bench(name, module=Norm)
     method, ctx = bench.build_method(), bench.context()
-    state, message, data = new_state(method, ctx), {"model": dict(bench.model())}, bench.stream.data(0, 0)
+    state, message, data = new_state(method, ctx), first_message(bench), bench.stream.data(0, 0)
     before = tree.clone({"state": state, "message": message, "x": data.x, "y": data.y})
     results = [run_client(method, method.train_phase(), state, message, data, ctx) for _ in range(2)]
     assert tree.equal(before, {"state": state, "message": message, "x": data.x, "y": data.y})
