@@ -14,8 +14,8 @@ from everfed.core.stream import Stream
 TOLD = frozenset(
     {
         "name", "clients", "tasks", "rounds", "classes", "input_shape", "score", "boundaries", "task_ids",
-        "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "loss", "measure", "measure_all",
-        "also",
+        "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "loss", "measure",
+        "measure_all", "also",
     }
 )  # fmt: skip
 
