@@ -24,11 +24,14 @@ _USERS = frozenset(
         "everfed.streams.options.OptionError",
     }
 )
+_OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # says where; what went wrong is its cause
 _FAULTS = frozenset({"everfed.core.runner.Diverged", "everfed.privacy.secure_engine.TooFewClients"})
 
 
 def is_users(error: BaseException) -> bool:
     """Can the user put this right, so that its message is all that should be shown?"""
+    if _names(error) & _OF_CLIENTS and error.__cause__ is not None:
+        return is_users(error.__cause__)
     return isinstance(error, UserError) or bool(_names(error) & _USERS)
 
 

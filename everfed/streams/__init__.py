@@ -1,4 +1,5 @@
-"""Streams: what each client sees over time. `build` makes one from a recipe, `from_arrays` from a user's own arrays."""
+"""Streams: what each client sees over time. `build` makes one from a recipe, `from_arrays` from a user's own arrays,
+`from_function` from a function that yields them as they arrive."""
 
 from __future__ import annotations
 
@@ -20,17 +21,29 @@ from everfed.streams.base import IncrementalStream
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
 from everfed.streams.driving import Driving
+from everfed.streams.feed import MakeStream, Period
 from everfed.streams.multi_domain import MultiDomain
 from everfed.streams.options import OptionError, Options, require_choice
+from everfed.streams.own import Own
 from everfed.streams.periods import Periods
 from everfed.streams.task_incremental import TaskIncremental
 from everfed.streams.task_pool import TaskPool
 
-__all__ = ["PARTITIONS", "SCENARIOS", "TRANSFORMS", "OptionError", "Options", "build", "from_arrays"]
+__all__ = [
+    "PARTITIONS",
+    "SCENARIOS",
+    "TRANSFORMS",
+    "OptionError",
+    "Options",
+    "Period",
+    "build",
+    "from_arrays",
+    "from_function",
+]
 
 _CLASSES: Mapping[str, type[IncrementalStream]] = {
     kind.scenario: kind
-    for kind in (DomainIncremental, ClassIncremental, TaskIncremental, MultiDomain, TaskPool, Periods, Driving)
+    for kind in (DomainIncremental, ClassIncremental, TaskIncremental, MultiDomain, TaskPool, Periods, Driving, Own)
 }
 SCENARIOS: Mapping[str, str] = {name: kind.about for name, kind in _CLASSES.items()}
 PARTITIONS: Mapping[str, str] = {
@@ -50,7 +63,7 @@ def build(
 
     Keys: dataset, scenario, seed (the stream's own; default `seed`), those of `Options`, and the scenario's own:
     transform (domain-incremental), class_order (class- and task-incremental), domains (multi-domain), classes_per_task,
-    sample_split and class_overlap_within_step (task-pool), those of `Periods` and `Driving`. A key or value that is not
+    sample_split and class_overlap_within_step (task-pool), those of `Periods`, `Driving` and `Own`. What is not
     allowed is an OptionError; a data set that is not there is a DataError. Every client's share of every task is
     decided here.
     """
@@ -92,6 +105,17 @@ def from_arrays(
     kind, common, own = _split_options({"scenario": scenario, **options})
     source = make_source(name, x_train, y_train, x_test, y_test, origin="arrays in memory", classes=classes)
     return kind(source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+
+
+def from_function(
+    make: MakeStream, *, classes: int, seed: int = 0, rounds_per_task: int = 20, scale: float = 1.0, **options: Any
+) -> Stream:
+    """A stream of periods that a user's own function yields for every client (`everfed.streams.feed`).
+
+    classes: as many as may ever appear. `options` are those of `build` for scenario "own".
+    """
+    _, common, own = _split_options({"scenario": Own.scenario, "classes": classes, **options})
+    return Own(make, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
 def _split_options(table: Mapping[str, Any]) -> tuple[type[IncrementalStream], Options, dict[str, Any]]:

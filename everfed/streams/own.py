@@ -1,0 +1,184 @@
+"""A user's own stream: `dataset = "package.module:make_stream"`, periods of data as they arrive (see `feed.py`).
+
+A run looks at the first `tasks` periods of every client, `rounds_per_task` rounds each; a client whose stream ends
+before has no data from then on. Nothing is read before it is asked for, and of a client nothing but its own feed, so a
+real client builds the very same stream from the same recipe. Each client is scored on its own tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.core.data import Data
+from everfed.data import transforms
+from everfed.streams.base import CACHE_BYTES, IncrementalStream
+from everfed.streams.cache import DataCache
+from everfed.streams.draws import cohort_size, generator
+from everfed.streams.feed import Arrived, Feed, MakeStream, named_function
+from everfed.streams.options import (
+    OptionError,
+    Options,
+    normalisation,
+    require_choice,
+    require_number,
+    require_whole,
+)
+
+_MEANINGLESS = (
+    "partition", "validation", "max_train", "max_test", "image_size", "channels", "encoder", "order",
+)  # fmt: skip
+DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
+
+
+class Own(IncrementalStream):
+    """classes: the width of the head, as many classes as may ever appear. test_share: of every period, held out where
+    it brings no tests of its own. input_shape, dtype: of a sample in storage form, (channels, height, width) and
+    "uint8" for images; without them the first period is looked at (a server without any data needs them)."""
+
+    scenario = "own"
+    about = "periods that a function of your own yields for every client; scored on each client's own tests"
+    own_tests = True
+
+    def __init__(
+        self,
+        make: MakeStream,
+        options: Options,
+        *,
+        seed: int,
+        rounds_per_task: int,
+        scale: float = 1.0,
+        classes: int | None = None,
+        test_share: float = 0.2,
+        input_shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        _check(make, options, seed=seed, rounds_per_task=rounds_per_task)
+        require_number("scale", scale, above=0.0, to=1.0)
+        require_number("test_share", test_share, least=0.0, below=1.0)
+        if classes is None:
+            raise OptionError("classes", "say how many classes may ever appear: the head is as wide from the beginning")
+        require_whole("classes", classes)
+        self.make, self.classes, self.test_share, self.scale = make, classes, test_share, scale
+        self._set_out(options, seed, rounds_per_task)
+        self.name = f"{getattr(make, '__name__', 'stream')}-own"
+        self._feeds: tuple[int, dict[int, Feed]] = (os.getpid(), {})
+        self._cache = DataCache(CACHE_BYTES)
+        self._blank = self._first_form() if input_shape is None else _blank(input_shape, dtype)
+        self.input_shape = tuple(self._blank.x.shape[1:])
+        if options.augment != "none" and len(self.input_shape) != 3:
+            raise OptionError("augment", f"{options.augment!r} needs images; these samples are {self.input_shape}")
+        self._mean, self._std = normalisation(options.normalise or "none")
+
+    @staticmethod
+    def read(dataset: str | Path, data_dir: str | Path | None = None) -> MakeStream:
+        """The function of that name."""
+        return named_function(str(dataset))
+
+    # The protocol
+
+    def data(self, client: int, task: int) -> Data:
+        """What arrived in the client's period `task`, less what is held out; nothing when its stream is over."""
+        if self.options.holds_nothing(client, task):
+            return self._blank
+        return self._cache.get((client, task), lambda: self._thinned(client, task))
+
+    def test_of(self, client: int, task: int, split: str = "test") -> Data:
+        """The client's own tests of a period."""
+        if split != "test":
+            raise OptionError("validation", "periods as they arrive have a test split only")
+        found = self._feed(client).test(task)
+        return self._blank if found is None else found
+
+    def labels_of(self, client: int, task: int) -> tuple[int, ...]:
+        """The classes that occur in a client's period."""
+        found: list[int] = torch.cat([self.data(client, task).y, self.test_of(client, task).y]).unique().tolist()
+        return tuple(found)
+
+    def test(self, task: int, split: str = "test") -> Data:
+        """Nothing: tests are the clients' own."""
+        return self._blank
+
+    def labels(self, task: int) -> tuple[int, ...]:
+        """All classes: nobody knows which of them will appear."""
+        return tuple(range(self.classes))
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """uint8 images scaled to [0, 1] and normalised; float features normalised; tokens as they are."""
+        return x if x.dtype == torch.int64 else transforms.scale(x, self._mean, self._std)
+
+    def describe(self) -> dict[str, Any]:
+        """The settings in full; what will arrive is not known."""
+        given = {f.name: getattr(self.options, f.name) for f in fields(Options) if f.name not in _MEANINGLESS}
+        return {
+            "name": self.name,
+            "scenario": self.scenario,
+            "dataset": f"{getattr(self.make, '__module__', '')}:{getattr(self.make, '__name__', 'stream')}",
+            "classes": self.classes,
+            "input_shape": list(self.input_shape),
+            "seed": self.seed,
+            "scale": self.scale,
+            "rounds": self.rounds,
+            "rounds_per_task": self.rounds_per_task,
+            "clients_per_round": cohort_size(self.clients, self.options.participation),
+            "task_ids": self.task_ids,
+            **given,
+            "test_share": self.test_share,
+            "own_tests": True,
+        }
+
+    # How data comes about
+
+    def _feed(self, client: int) -> Feed:
+        """The client's own; a forked process opens its own feeds, since files that are open would be read by both."""
+        if self._feeds[0] != os.getpid():
+            self._feeds = (os.getpid(), {})
+        feeds = self._feeds[1]
+        if client not in feeds:
+            feeds[client] = Feed(self.make, client, self.classes, test_share=self.test_share, seed=self.seed)
+        return feeds[client]
+
+    def _thinned(self, client: int, task: int) -> Data:
+        arrived: Arrived | None = self._feed(client).period(task)
+        if arrived is None:
+            return self._blank
+        data = arrived.train
+        if self.scale == 1.0 or len(data) == 0:
+            return data
+        rng = generator(self.seed, "thin a period", client, task)
+        return data.take(np.sort(rng.permutation(len(data))[: max(1, round(self.scale * len(data)))]))
+
+    def _first_form(self) -> Data:
+        """No samples, but the form of one, from the first client that has any."""
+        for client in range(self.clients):
+            arrived = self._feed(client).period(0)
+            if arrived is not None:
+                return arrived.train.take(np.zeros(0, dtype=np.int64))
+        raise OptionError("dataset", f"none of the {self.clients} clients has a period; the stream is empty")
+
+
+def _blank(input_shape: Sequence[int], dtype: str | None) -> Data:
+    for size in input_shape:
+        require_whole("input_shape", size)
+    dtype = dtype or ("uint8" if len(input_shape) == 3 else "float32")
+    require_choice("dtype", dtype, DTYPES)
+    none = torch.zeros((0, *input_shape), dtype=DTYPES[dtype])
+    return Data(none, torch.zeros(0, dtype=torch.int64), np.zeros(0, dtype=np.int64))
+
+
+def _check(make: Any, options: Options, **whole: int) -> None:
+    if not callable(make):
+        raise OptionError("scenario", "own takes a function of a client's number; arrays fit the other scenarios")
+    usual = Options()
+    for field in fields(Options):
+        if field.name in _MEANINGLESS and getattr(options, field.name) != getattr(usual, field.name):
+            raise OptionError(field.name, "means nothing for a stream of your own; leave it out")
+    for key, value in whole.items():
+        require_whole(key, value, least=0 if key == "seed" else 1)

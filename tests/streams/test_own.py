@@ -1,0 +1,181 @@
+"""A user's own stream: periods of unknown number, new classes without notice, in a simulation and from a folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import everfed
+from everfed.cli import app
+from everfed.core import tree
+from everfed.core.context import TrainOptions
+from everfed.core.engine import ClientError
+from everfed.core.optimizer import Optimizer
+from everfed.core.stream import Stream
+from everfed.streams import OptionError, build, from_function
+from tests.parity.test_processes import on_processes
+from tests.parity.test_resume import assert_resumes
+from tests.support.presets import each_preset
+from tests.support.toy import Bench, comparable
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+READ: list[tuple[int, int]] = []
+
+
+def arriving(client: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Client k has k + 2 periods of 20 images; period p brings class p + 1 to those before it."""
+    rng = np.random.default_rng(client)
+    prototypes = np.random.default_rng(7).integers(0, 180, (6, 4, 4))
+    for period in range(client + 2):
+        READ.append((client, period))
+        y = rng.integers(0, period + 2, 20)
+        yield (prototypes[y] + rng.integers(0, 70, (20, 4, 4))).astype(np.uint8), y
+
+
+def stream(**options: Any) -> Any:
+    return from_function(arriving, **{"classes": 6, "clients": 3, "tasks": 4, "rounds_per_task": 2, **options})
+
+
+TRAIN = TrainOptions(1, 8, Optimizer(lr=0.05))
+
+
+def test_it_is_a_stream_of_unknown_length() -> None:
+    own = stream()
+    assert isinstance(own, Stream)
+    assert (own.tasks, own.rounds, own.classes, own.input_shape) == (4, 8, 6, (1, 4, 4))
+    assert [[len(own.data(client, task)) for task in range(4)] for client in range(3)] == [
+        [16, 16, 0, 0],
+        [16, 16, 16, 0],
+        [16, 16, 16, 16],
+    ]
+    assert own.labels_of(2, 0) == (0, 1)
+    assert own.labels_of(2, 3) == (0, 1, 2, 3, 4)
+    assert own.labels_of(0, 3) == ()
+    assert len(own.test_of(0, 1)) == 4
+
+
+def test_nothing_is_read_but_what_is_asked_for() -> None:
+    READ.clear()
+    own = stream(input_shape=[1, 4, 4])
+    assert READ == []
+    own.round(0)
+    own.data(2, 1)
+    assert READ == [(2, 0), (2, 1)]
+
+
+def test_a_server_without_data_needs_the_form_of_a_sample_only() -> None:
+    own = stream(input_shape=[5])
+    assert (own.input_shape, own.test(0).x.dtype) == ((5,), torch.float32)
+    assert stream(input_shape=[7], dtype="int64").test(0).x.dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", each_preset())
+def test_every_method_runs_while_classes_appear_and_streams_end(name: str) -> None:
+    outcome = Bench(name, stream=stream(), train=TRAIN).run()
+    counts = [row for row in outcome.state.rows[3] if row is not None]
+    assert [row[0] for row in counts] == [12, 12, 8, 4]  # everybody's own tests, as long as its stream lasts
+
+
+@pytest.mark.parametrize("name", ["fedgp+der", "fedssi"])
+def test_engines_agree_and_runs_resume(name: str) -> None:
+    bench = Bench(name, stream=stream(asynchronous={"kind": "jitter"}), train=TRAIN)
+    assert tree.equal(comparable(on_processes(bench).state), comparable(bench.run().state))
+    assert_resumes(bench.change(stream=stream()), 3)
+
+
+def test_a_class_beyond_the_head_is_a_clear_error() -> None:
+    message = "client 0, period 1: class 2 does not fit the head, which has classes 0 to 1; set stream.classes"
+    with pytest.raises(ClientError, match=message):
+        Bench("fedavg", stream=stream(classes=2, input_shape=[1, 4, 4], clients=2), train=TRAIN).run()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"classes": None}, "stream.classes: say how many classes may ever appear"),
+        ({"partition": {"kind": "shards"}}, "stream.partition: means nothing for a stream of your own"),
+        ({"order": [0, 1]}, "stream.order: means nothing"),
+        ({"dtype": "complex64", "input_shape": [3]}, "stream.dtype: 'complex64' is not one of"),
+        ({"augment": "crop-flip", "input_shape": [3]}, "stream.augment: 'crop-flip' needs images"),
+        ({"test_share": 1.0}, "stream.test_share"),
+    ],
+)
+def test_what_is_not_allowed_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        stream(**options)
+
+
+def test_a_stream_without_any_period_is_refused() -> None:
+    with pytest.raises(OptionError, match="none of the 2 clients has a period"):
+        from_function(lambda client: [], classes=2, clients=2)
+    table = {"dataset": "tests.streams.test_own:READ", "scenario": "own", "classes": 2}
+    with pytest.raises(ValueError, match="is not a function"):
+        build(table, 0, 1)
+
+
+# the example ---------------------------------------------------------------------------------------------------------
+def put(folder: Path, client: int, period: int, classes: int) -> None:
+    """A file that is complete when it appears."""
+    rng = np.random.default_rng([client, period])
+    y = np.arange(30) % classes
+    x = (np.random.default_rng(7).integers(0, 180, (12, 8, 8))[y] + rng.integers(0, 60, (30, 8, 8))).astype(np.uint8)
+    target = folder / f"client-{client}" / f"{period:04d}.npz"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(target.with_suffix(".part.npz.tmp.npz"), x=x, y=y)
+    target.with_suffix(".part.npz.tmp.npz").rename(target)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("EVERFED_FOLDER", str(tmp_path / "folder"))
+    return tmp_path / "folder"
+
+
+def test_the_example_reads_a_folder(folder: Path, tmp_path: Path) -> None:
+    for client in range(2):
+        for period in range(3 - client):  # the second client has a file less
+            put(folder, client, period, classes=2 + 2 * period)
+    result = everfed.run(EXAMPLES / "growing_folder.toml", tmp_path / "run")
+    assert result.data["n_test"] == [12, 12, 6]
+    assert result.metrics["acc"] > 0.5
+    assert result.data["stream"]["dataset"] == "growing_folder:make_stream"
+
+
+def test_the_example_waits_for_files_that_come_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERFED_WAIT", "20")
+    put(folder, 0, 0, classes=2)
+    own = build({"dataset": "growing_folder:make_stream", "scenario": "own", "classes": 10, "clients": 1}, 0, 1)
+    assert own.labels_of(0, 0) == (0, 1)
+
+    def later() -> None:
+        time.sleep(0.3)
+        put(folder, 0, 1, classes=4)
+
+    writer = threading.Thread(target=later)
+    writer.start()
+    assert own.labels_of(0, 1) == (0, 1, 2, 3)
+    writer.join()
+
+
+def test_the_command_line_names_the_class_that_does_not_fit(folder: Path, tmp_path: Path) -> None:
+    put(folder, 0, 0, classes=12)
+    put(folder, 1, 0, classes=2)
+    run = ["run", str(EXAMPLES / "growing_folder.toml"), "--set", "engine.kind=eager", "--out"]
+    outcome = CliRunner().invoke(app, [*run, str(tmp_path / "one")])
+    assert outcome.exit_code == 2
+    assert "client 0, period 0: class 11 does not fit the head" in outcome.output
+    put(folder, 0, 0, classes=2)
+    put(folder, 0, 1, classes=12)
+    outcome = CliRunner().invoke(app, [*run, str(tmp_path / "two")])
+    assert outcome.exit_code == 2
+    assert "round 5: client 0, period 1: class 11 does not fit the head" in outcome.output
