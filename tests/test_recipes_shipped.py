@@ -15,13 +15,14 @@ from everfed.recipe import Recipe, read, read_placed, settled, to_toml
 
 NAMES = recipes.names()
 # of images; tests/test_recipes_text_and_detection.py looks at the others
-FEDGP = [name for name in NAMES if name.startswith("fedgp/") and not name.startswith(("fedgp/table6", "fedgp/figure4"))]
+OTHERS = ("fedgp/table6", "fedgp/figure4", "fedgp/table4-cifar100-small")
+FEDGP = [name for name in NAMES if name.startswith("fedgp/") and not name.startswith(OTHERS)]
 
 
 def test_the_tables_of_fedgp_are_all_there() -> None:
     mnist, cifar = ("rotated-mnist", "permuted-mnist"), ("cifar10", "cifar100")
     wanted = {f"fedgp/table{number}-{data}" for number in (1, 3, 5) for data in (*mnist, *cifar)}
-    wanted |= {"fedgp/table2-rotated-mnist", "fedgp/table2-cifar100"}
+    wanted |= {"fedgp/table2-rotated-mnist", "fedgp/table2-cifar100", "fedgp/table4-cifar100"}
     wanted |= {"fedgp/table8-permuted-mnist", "fedgp/table8-cifar10"}
     assert set(FEDGP) == wanted
     assert "demo" in NAMES
@@ -146,6 +147,16 @@ def test_fedgp_recipes_show_the_images_as_the_paper_did(name: str) -> None:
     assert stream.scenario == ("domain-incremental" if "mnist" in data else "class-incremental")
 
 
+def test_only_table_4_is_asynchronous_and_its_small_form_differs_in_scale_alone() -> None:
+    for name in FEDGP:
+        assert ("asynchronous" in read(name).stream.model_extra) == name.startswith("fedgp/table4")
+    full, small = read("fedgp/table4-cifar100"), read("fedgp/table4-cifar100-small")
+    assert full.stream == small.stream
+    assert full.model_copy(update={"name": "", "train": None, "compare": None}) == small.model_copy(
+        update={"name": "", "train": None, "compare": None}
+    )
+
+
 def test_tables_compare_the_methods_of_the_paper() -> None:
     bases = ["fedavg", "fedcurv", "fedprox", "agem", "der"]
     on_top = ["fedgp", "fedgp+fedcurv", "fedgp+fedprox", "fedgp+agem", "fedgp+der"]
@@ -153,6 +164,7 @@ def test_tables_compare_the_methods_of_the_paper() -> None:
         compared = set(read(name).compare.methods)
         wanted = {"1": {*bases, *on_top, "ideal"}, "5": {*bases, *on_top, "ideal"}, "3": {"fedgp+agem", "fedgp+der"}}
         replay = {"agem", "fedgp+agem", "der", "fedgp+der"}
+        wanted["4"] = {*replay, "fedavg", "ideal"}
         assert compared == wanted.get(name[len("fedgp/table")], replay)
 
 
