@@ -76,6 +76,7 @@ class Feed:
         self.make = named_function(make) if isinstance(make, str) else make
         self.client, self.classes, self.test_share, self.seed, self.once = client, classes, test_share, seed, once
         self.tests: list[Data] = []
+        self._ends: list[int] = []  # how many samples had arrived after each period
         self._form: Tensor | None = None  # no samples, but their type and shape
         self._newest: Arrived | None = None
         self._restart()
@@ -108,6 +109,12 @@ class Feed:
             self.period(index)
         return self.tests[index] if index < len(self.tests) else None
 
+    def periods_of(self, ids: np.ndarray) -> np.ndarray:
+        """The periods in which samples with these ids arrived, (n,)."""
+        while len(ids) and not (self._ends and ids.max() < self._ends[-1]) and not self._over:
+            self._next()
+        return np.searchsorted(np.array(self._ends), ids, side="right")
+
     def _next(self) -> None:
         try:
             found = next(self._periods)
@@ -117,6 +124,7 @@ class Feed:
         self._newest = self._take(found if isinstance(found, Period) else _pair(found, self._where()))
         if self._read == len(self.tests):
             self.tests.append(self._newest.test)
+            self._ends.append(self._samples)
         self._read += 1
 
     def _where(self) -> str:

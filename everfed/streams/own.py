@@ -102,6 +102,10 @@ class Own(IncrementalStream):
         found: list[int] = torch.cat([self.data(client, task).y, self.test_of(client, task).y]).unique().tolist()
         return tuple(found)
 
+    def task_of(self, client: int, ids: np.ndarray) -> np.ndarray:
+        """The periods in which the client got the samples with these ids (n,)."""
+        return self._feed(client).periods_of(ids)
+
     def test(self, task: int, split: str = "test") -> Data:
         """Nothing: tests are the clients' own."""
         return self._blank

@@ -56,6 +56,11 @@ def test_ids_are_unique_over_the_clients_life_and_tests_are_no_training_samples(
     assert len(np.unique(ids)) == 30
 
 
+def test_a_sample_is_known_by_the_period_that_brought_it() -> None:
+    assert Feed(made, 0, classes=4).periods_of(np.array([0, 9, 10, 29])).tolist() == [0, 0, 1, 2]
+    assert Feed(made, 0, classes=4).periods_of(np.zeros(0, np.int64)).tolist() == []
+
+
 def test_an_earlier_period_is_read_again_and_is_the_same() -> None:
     CALLS.clear()
     feed = Feed(made, 5, classes=4)
