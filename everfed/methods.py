@@ -13,6 +13,7 @@ from everfed.core.method import SGD, Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Part
 from everfed.naming import load_object
+from everfed.parts.af_fcl import AFFCL
 from everfed.parts.agem import AGEM
 from everfed.parts.ala import ALA
 from everfed.parts.average import FedAvg
@@ -91,6 +92,12 @@ PRESETS: dict[str, Preset] = {
         er={"mode": "union"},
     ),
     "fedcil": _preset("every client's GAN replays earlier tasks; the server trains on what they all make", FedCIL),
+    "af-fcl": _preset(
+        "replays features of a shared flow, as far as a client's own data makes them credible",
+        FedAvg,
+        AFFCL,
+        fedavg={"weighting": "samples"},
+    ),
     "ogd": _preset("gradients orthogonal to those of earlier tasks' outputs", FedAvg, OGD),
     "si": _preset("synaptic intelligence: importance from every client's own training", FedAvg, SynapticIntelligence),
     "fedssi": _preset("synaptic intelligence of personalised surrogates, without rehearsal", FedAvg, FedSSI),
@@ -121,7 +128,7 @@ PRESETS: dict[str, Preset] = {
 }
 # the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no gradient to share;
 # ablations stand alone
-_GENERATIVE = ("mfcl", "target", "lander", "fedcil")
+_GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
 _PERSONAL = ("fedweit", "fedala", "feddbe", "fedas", "fedl2p")
 _WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, "stamp-temporal", "coordinated-4")
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options that a last gradient rule asks for

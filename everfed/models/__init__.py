@@ -12,6 +12,7 @@ from torch import nn
 from everfed.core import random
 from everfed.models.acgan import ACGANCNN
 from everfed.models.cnn import MLP, McMahanCNN, SmallCNN, TwoConvCNN
+from everfed.models.deep_head import ResNet18Deep, SConvNet
 from everfed.models.resnet import ResNet18
 from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
@@ -27,6 +28,8 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
     "tiny-yolo": (TinyYOLO, "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
     "micro-yolo": (MicroYOLO, "a small detector for CPUs, 64,890 parameters with 5 classes; option anchors = 5"),
+    "s-convnet": (SConvNet, "AF-FCL's small network, 2,112,986 parameters on 28x28 grey images with 26 classes"),
+    "resnet18-deep": (ResNet18Deep, "ResNet-18 with a head of three layers, as in AF-FCL's code"),
     "acgan-cnn": (ACGANCNN, "the discriminators of FedCIL's code, for grey or for colour images"),
     "resnet18": (ResNet18, "ResNet-18 with a 3x3 stem for small images"),
 }

@@ -46,15 +46,18 @@ def through_head(
 
 
 @contextmanager
-def head_inputs(module: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """What the head is given in each pass meanwhile; it is then given change(features) instead."""
+def head_inputs(
+    module: nn.Module, change: Callable[[Tensor], Tensor] | None = None, layer: nn.Module | None = None
+) -> Iterator[list[Tensor]]:
+    """What the head is given in each pass meanwhile; it is then given change(features) instead. layer: what counts as
+    the head; by default the last linear layer."""
     seen: list[Tensor] = []
 
-    def before(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         seen.append(args[0])
         return None if change is None else (change(args[0]),)
 
-    handle = head(module).register_forward_pre_hook(before)
+    handle = (layer or head(module)).register_forward_pre_hook(before)
     try:
         yield seen
     finally:
