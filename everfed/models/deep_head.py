@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 from everfed.models.resnet import ResNet18
@@ -21,7 +23,7 @@ class SConvNet(nn.Module):
         side = input_shape[1]
         widths = [input_shape[0], 64, 128, 256, *([256] if side >= 64 else [])]
         layers: list[nn.Module] = []
-        for inputs, outputs in zip(widths, widths[1:], strict=False):
+        for inputs, outputs in pairwise(widths):
             layers += [nn.Conv2d(inputs, outputs, 4, 2, 1), nn.LeakyReLU()]
             side //= 2
         self.features = nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * side**2, 512))
@@ -44,7 +46,7 @@ class ResNet18Deep(ResNet18):
 def _layers(*widths: int) -> list[nn.Module]:
     """Linear layers with LeakyReLU between them."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in pairwise(widths):
         layers += [nn.LeakyReLU()] if layers else []
         layers.append(nn.Linear(inputs, outputs))
     return layers
