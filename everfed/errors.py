@@ -25,7 +25,13 @@ _USERS = frozenset(
     }
 )
 _OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # says where; what went wrong is its cause
-_FAULTS = frozenset({"everfed.core.runner.Diverged", "everfed.privacy.secure_engine.TooFewClients"})
+_FAULTS = frozenset(
+    {
+        "everfed.core.runner.Diverged",
+        "everfed.privacy.differential.BudgetSpent",
+        "everfed.privacy.secure_engine.TooFewClients",
+    }
+)
 
 
 def is_users(error: BaseException) -> bool:

@@ -106,7 +106,9 @@ def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, st
     module = build_module()
     layout = Layout.of(module, method.is_personal)
     facts = replace(world.facts, layout=layout, personal=layout.read(module)["params"][layout.shared :].clone())
-    return Assembly(recipe, replace(world, facts=facts), build_module)
+    world = replace(world, facts=facts)
+    privacy.check(world)
+    return Assembly(recipe, world, build_module)
 
 
 def _facts(recipe: Recipe, stream: Stream, module: nn.Module) -> Facts:

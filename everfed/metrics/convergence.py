@@ -14,7 +14,7 @@ Curves = Sequence[Matrix]
 
 
 def by_task(evaluations: Sequence[Mapping[str, Any]], tasks: int) -> list[list[list[Entry]]]:
-    """curves[t][r][i] from a result's `curves`: evaluations {round, task, accuracy} in the order of their rounds."""
+    """`curves[t][r][i]` from a result's `curves`: evaluations {round, task, accuracy} in the order of their rounds."""
     found: list[list[list[Entry]]] = [[] for _ in range(tasks)]
     for entry in evaluations:
         found[entry["task"]].append(entry["accuracy"])

@@ -20,11 +20,22 @@ Notify = Callable[[dict[str, Any]], None]
 
 def protect(method: Method, section: PrivacySection) -> Method:
     """The method with the protections that the recipe asks for. Raises CompositionError where it cannot have them."""
+    if section.dp is not None:  # first: what is masked is already clipped
+        from everfed.privacy.differential import private
+
+        method = private(method, **section.dp.model_dump())
     if section.secure_aggregation:
         from everfed.privacy.secure import secured
 
         method = secured(method, section.threshold, section.clip, section.bits)
     return method
+
+
+def check(world: World) -> None:
+    """Refuse what protections cannot protect, now that the model is known. Raises CompositionError."""
+    from everfed.privacy.differential import check_world
+
+    check_world(world)
 
 
 def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:

@@ -136,6 +136,19 @@ class EngineSection(Section):
     state_memory: float = Field(2.0, gt=0)  # GiB of client state kept in memory; the rest is paged to disk
 
 
+class DifferentialPrivacySection(Section):
+    """[privacy.dp]: replies are clipped to an L2 norm of `clip` and hidden by noise of standard deviation noise x clip,
+    on the server ("central") or by each client ("local"). delta: at which epsilon is told; budget: the epsilon at which
+    the run stops (0: it does not); seed: makes the noise repeatable, for simulations (-1: a secret key)."""
+
+    kind: Literal["central", "local"] = "central"
+    noise: float = Field(1.0, gt=0)
+    clip: float = Field(1.0, gt=0)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    budget: float = Field(0.0, ge=0)
+    seed: int = Field(-1, ge=-1)
+
+
 class PrivacySection(Section):
     """[privacy]: protections around whatever method runs. secure_aggregation: the server learns sums only. threshold:
     the share of a phase's clients that must stay to its end. clip, bits: floats are clipped to [-clip, clip] and sent
@@ -145,6 +158,7 @@ class PrivacySection(Section):
     threshold: float = Field(2 / 3, gt=0.5, le=1)
     clip: float = Field(16.0, gt=0)
     bits: int = Field(24, ge=8, le=28)
+    dp: DifferentialPrivacySection | None = None
 
 
 class MonitorSection(Section):

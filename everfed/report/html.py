@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import resources
+from typing import Any
 
 from everfed import __version__
 from everfed.report import attendance, figures, numbers, rerun, tables
@@ -136,9 +137,17 @@ def facts(run: Run) -> Html:
         known["from"], known["to"] = numbers.moment(run.log.first_time), numbers.moment(run.log.last_time)
     if result is not None:
         known |= {"scored": f"{result.evaluated} model, {result.split} split, logits {result.logits}"}
+        known |= {name: _said(facts) for name, facts in result.parts.items()}
         known |= {"everfed": result.everfed, **{key: str(value) for key, value in result.environment.items()}}
     pairs = [tag("div", tag("dt", key), tag("dd", value)) for key, value in known.items()]
     return tag("dl", *pairs, class_="facts")
+
+
+def _said(facts: dict[str, Any]) -> str:
+    """What a part says of a run, such as the privacy budget that is spent."""
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in facts.items()
+    )
 
 
 def problem(message: str) -> Html:

@@ -59,6 +59,7 @@ class Result(BaseModel):
     curves: list[Curve] = []
     cost: Cost = Cost()
     stream: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}  # what parts say of the run
     environment: dict[str, Any] = {}
 
 

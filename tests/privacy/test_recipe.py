@@ -13,6 +13,8 @@ import everfed.api as api
 from everfed.core.part import CompositionError
 from everfed.errors import RecipeError
 from everfed.recipe import from_table
+from everfed.report.html import render
+from everfed.report.read import read_run
 from everfed.session import build_method
 
 
@@ -67,3 +69,15 @@ def test_a_method_that_collects_is_refused_before_anything_runs() -> None:
 def test_keys_are_checked(privacy: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="privacy"):
         from_table(table(privacy))
+
+
+def test_differential_privacy_by_recipe_tells_what_it_spent(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    result = api.run(table({"dp": {"noise": 2.0, "clip": 1.0}}, "fedavg"), tmp_path / "dp", scale=0.5)
+    told = result.data["parts"]["dp"]
+    assert 0 < told["epsilon"] < 20 and told["releases"] == 2 and told["delta"] == 1e-5
+    lines = [json.loads(line) for line in (tmp_path / "dp" / "events.jsonl").read_text().splitlines()]
+    spent = [line["epsilon"] for line in lines if line["event"] == "measure" and line["part"] == "dp"]
+    assert len(spent) == 2 and spent[-1] == told["epsilon"]
+    page = render([read_run(tmp_path / "dp")])
+    assert f"epsilon {told['epsilon']:.4g}, delta 1e-05" in page and "What parts measured" in page

@@ -1,0 +1,171 @@
+"""A real SuperLink behind the real nginx: who is not enrolled stays outside, and nobody there can submit a run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everfed.federation import certificates
+from tests.federation.secured import ask, flower, free_port, listens, needs_nginx, process, proxied, wait
+
+pytest.importorskip("flwr")
+pytestmark = [pytest.mark.slow, pytest.mark.federation, needs_nginx]
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Site:
+    """pki: its folder; inside: the SuperLink's port on loopback; outside: the proxy's; log: the SuperLink's."""
+
+    pki: Path
+    inside: int
+    outside: int
+    log: Path
+
+
+def environment(home: Path) -> dict[str, str]:
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **quiet, "FLWR_HOME": str(home)}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    from everfed.federation.superlink import Security, Settings
+
+    base = tmp_path_factory.mktemp("site")
+    pki, port = base / "pki", free_port()
+    certificates.make_authority(pki)
+    certificates.make_server(pki, [HOST])
+    for name in ("site-a", "stranger"):
+        certificates.make_client(pki, name)
+    files = Security(pki / certificates.CA, pki / certificates.SERVER, pki / certificates.SERVER_KEY)
+    (base / "link").mkdir()
+    command = Settings(HOST, port, base / "link", files).command()
+    command[0] = flower(command[0])
+    with process(command, base / "superlink.log", environment(base / "flwr")):
+        wait(lambda: listens(port), 120, (base / "superlink.log").read_text())
+        register(pki, port, "site-a")
+        with proxied(base / "nginx", pki, port) as outside:
+            yield Site(pki, port, outside, base / "superlink.log")
+
+
+def control(pki: Path, port: int) -> Any:
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
+    root = (pki / certificates.CA).read_bytes()
+    return ControlHttpClient.from_server_address(f"{HOST}:{port}", False, root, [version])
+
+
+def register(pki: Path, port: int, name: str) -> None:
+    from flwr.proto.control_pb2 import RegisterNodeRequest
+
+    from everfed.federation.security import enrolled
+
+    with control(pki, port) as client:
+        client.RegisterNode(RegisterNodeRequest(public_key=enrolled(pki / certificates.CLIENTS)[name]))
+
+
+def online(site: Site) -> int:
+    from flwr.proto.control_pb2 import ListNodesRequest
+
+    with control(site.pki, site.inside) as client:
+        return sum(node.status == "online" for node in client.ListNodes(ListNodesRequest()).nodes_info)
+
+
+@contextmanager
+def supernode(site: Site, log: Path, *more: str, port: int | None = None) -> Iterator[Any]:
+    command = [flower("flower-supernode"), "--superlink", f"{HOST}:{port or site.outside}", "--isolation", "process"]
+    command += ["--port", str(free_port()), "--host", HOST, *more]
+    with process(command, log, environment(log.parent / f"flwr-{log.stem}")) as child:
+        yield child
+
+
+def key(site: Site, name: str) -> list[str]:
+    return [*trusting(site), "--auth-supernode-private-key", str(site.pki / certificates.SECRETS / name)]
+
+
+def trusting(site: Site) -> list[str]:
+    return ["--root-certificates", str(site.pki / certificates.CA)]
+
+
+def test_an_enrolled_client_joins_through_the_proxy(site: Site, tmp_path: Path) -> None:
+    with supernode(site, tmp_path / "a.log", *key(site, "site-a")):
+        wait(lambda: online(site) == 1, 120, (tmp_path / "a.log").read_text())
+
+
+@pytest.mark.parametrize(
+    "who",
+    [
+        pytest.param("stranger", id="a key that is not enrolled"),
+        pytest.param("", id="no key"),
+    ],
+)
+def test_others_are_refused_and_the_refusal_is_logged(site: Site, tmp_path: Path, who: str) -> None:
+    before, log = site.log.stat().st_size, tmp_path / "b.log"
+    with supernode(site, log, *(key(site, who) if who else trusting(site))) as child:
+        wait(lambda: refused(child, log), 120, log.read_text())
+    said = site.log.read_bytes()[before:].decode(errors="replace")
+    assert re.search(r"/v1/fleet/\S* \S+\" (40[0139]|412)|denied|not allowed|unauth|invalid", said, re.IGNORECASE), said
+
+
+def refused(child: Any, log: Path) -> bool:
+    return child.poll() is not None or bool(
+        re.search(r"401|403|409|412|denied|unauth|refus", log.read_text(), re.IGNORECASE)
+    )
+
+
+def test_an_expired_certificate_is_refused(site: Site, tmp_path: Path) -> None:
+    expired = tmp_path / "pki"
+    expired.mkdir()
+    for name in (certificates.CA, certificates.CA_KEY):
+        shutil.copy(site.pki / name, expired / name)
+    year = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=400)
+    certificates.make_server(expired, [HOST], 30, now=year)
+    with proxied(tmp_path / "nginx", expired, site.inside) as port:
+        log = tmp_path / "c.log"
+        with supernode(site, log, *key(site, "site-a"), port=port) as child:
+            wait(
+                lambda: (
+                    child.poll() is not None or "expired" in log.read_text().lower() or "ertificate" in log.read_text()
+                ),
+                120,
+                log.read_text(),
+            )
+        assert online(site) == 0 or "ertificate" in log.read_text()
+
+
+def test_from_outside_nobody_can_register_a_node_or_submit_a_run(site: Site) -> None:
+    import httpx
+    from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest
+
+    from everfed.federation.security import enrolled
+
+    stranger = enrolled(site.pki / certificates.CLIENTS)["stranger"]
+    for call in (
+        lambda client: client.RegisterNode(RegisterNodeRequest(public_key=stranger)),
+        lambda client: client.StartRun(StartRunRequest()),
+        lambda client: client.ListNodes(ListNodesRequest()),
+    ):
+        with control(site.pki, site.outside) as client, pytest.raises(httpx.HTTPStatusError) as caught:
+            call(client)
+        assert caught.value.response.status_code == 404
+    with control(site.pki, site.inside) as client:  # the same call from the machine itself is answered
+        client.ListNodes(ListNodesRequest())
+
+
+def test_the_fleet_answers_no_call_without_a_signature(site: Site) -> None:
+    for call in ("pull-messages", "push-messages", "register-node", "activate-node", "get-run", "pull-object"):
+        status, _ = ask(site.outside, f"/v1/fleet/{call}", site.pki / certificates.CA)
+        assert 400 <= status < 500
