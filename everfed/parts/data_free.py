@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
 from everfed.core.fit import Trainer
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
@@ -131,9 +130,3 @@ def draw(count: int, z_dim: int, generator: torch.Generator) -> Tensor:
 def labels_of(noise: Tensor, classes: Tensor) -> Tensor:
     """(n,) the class that noise stands for: the largest of its entries at the classes of a mask (C,)."""
     return only(noise[:, : len(classes)], classes).argmax(1)
-
-
-def check_noise(z_dim: int, ctx: Context) -> None:
-    """Refuse noise that is too short to say a class."""
-    if z_dim < ctx.facts.classes:
-        raise ValueError(f"z_dim must be at least the number of classes, {ctx.facts.classes}, when labels are noise")

@@ -337,14 +337,16 @@ def test_with_equal_weights_both_codes_agree_up_to_their_value() -> None:
 
 
 def test_one_client_is_centralised_training() -> None:
-    """Full participation and one local epoch: the shared model is the client's own, step by step."""
+    """Full participation and one local epoch a round: the shared model is the client's own, step by step, before and
+    after the task change; there is nothing that averaging could do to its statistics."""
     case = bench(ClassToy(clients=1))
-    ctx = case.context(round_index=0)
-    model = case.model()
-    fitted = ctx.train.fit(
-        ctx, case.build_method().parts, model, model["params"], {"client": {}}, {}, case.stream.data(0, 0)
-    )
-    assert torch.equal(case.run(rounds=1).params, fitted.model["params"])
+    model, parts = case.model(), case.build_method().parts
+    frozen = case.run(rounds=2).state.server["mfcl"]
+    for index in range(4):
+        ctx, data = case.context(round_index=index), case.stream.data(0, index // 2)
+        message = {"mfcl": {k: frozen[k] for k in ("teacher", "generator")}} if index >= 2 else {}
+        model = ctx.train.fit(ctx, parts, model, model["params"], {"client": {}}, message, data).model
+    assert equal(case.run().state.model, model)
 
 
 # protocol ------------------------------------------------------------------------------------------------------------
