@@ -124,13 +124,12 @@ def expected_reply(
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else world.method.reducers(phase)
     silent = phase.name == TRAIN and not synchronises(world.server(TRAIN, moment))
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
-    seals = {
-        part.name: part.seals for part in world.method.parts if part.seals and phase.position is not Position.INSIDE
-    }
+    inside = phase.position is Position.INSIDE
+    seals = {part.name: part.seals for part in world.method.parts if part.seals and not inside}
     size = tree.tensor_bytes({MODEL: dict(model)})
     return Expected(
         Call(run, moment.round, phase.name, moment.repeat),
-        frozenset(phase.clients(moment.plan)),
+        frozenset(range(world.facts.clients) if inside else phase.clients(moment.plan)),  # inside: whoever began it
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **seals},
         _uploaded(world, moment, model) if phase.name == TRAIN and not silent else {},
         frozenset(added_up),
@@ -225,7 +224,7 @@ def _check_leaves(values: dict[str, Tree], expected: Expected) -> Refusal | None
             refusal = Refusal(Reason.MALFORMED, f"{path} is added up, so it must be a tensor or a number")
         else:
             refusal = None
-        refusal = refusal or _check_numbers(path, value, expected.limits)
+        refusal = refusal or _check_numbers(path, value, expected)
         if refusal:
             return refusal
     return None
@@ -245,15 +244,18 @@ def _check_form(path: str, value: Any, spec: Spec) -> Refusal | None:
     return None
 
 
-def _check_numbers(path: str, value: Any, limits: Limits) -> Refusal | None:
-    """Every number below `path` is finite and not absurdly large."""
+def _check_numbers(path: str, value: Any, expected: Expected) -> Refusal | None:
+    """Every number below `path` is finite and not absurdly large. Integers that are not added up may be anything: keys,
+    masked vectors."""
+    limits = expected.limits
     for name, leaf in tree.leaves({path: value}):
         largest = _largest(leaf)
         if largest is None:
             return Refusal(Reason.WRONG_DTYPE, f"{name} is {getattr(leaf, 'dtype', type(leaf).__name__)}")
         if not math.isfinite(largest):
             return Refusal(Reason.NOT_FINITE, f"{name} holds {largest}")
-        if largest > limits.magnitude:
+        counts = isinstance(leaf, Tensor) and not leaf.is_floating_point() and path not in expected.alike
+        if largest > limits.magnitude and not counts:
             return Refusal(Reason.TOO_LARGE, f"{name} holds {largest:.3g}, at most {limits.magnitude:g}")
     return None
 
