@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from everfed import engines
+from everfed.errors import UserError
 from everfed.federation.site import Kit
 from everfed.recipe import Recipe, from_table, scaled
 from everfed.session import assemble
@@ -17,20 +18,30 @@ from everfed.store.clients import ClientStore
 @dataclass(frozen=True)
 class KitBuilder:
     """data_dir: the folder of data sets that the recipe's stream is read from; data: instead, a stream of one's own,
-    `package.module:function`; name: this client's; device: where it trains, which is not the server's to say."""
+    `package.module:function`; device: where it trains, which is not the server's to say."""
 
     data_dir: str | None = None
     data: str | None = None
-    name: str = ""
     device: str = "cpu"
 
     def __call__(self, text: str, scale: float) -> Kit:
         torch.set_num_threads(1)  # as in every engine: results are exact only at one thread
-        recipe = self._own_engine(from_table(tomllib.loads(text)))
+        recipe = self._own_engine(self._own_data(from_table(tomllib.loads(text))))
         assembly = assemble(scaled(recipe, scale), self.data_dir, scale)
         store = ClientStore()
         engine = engines.build(recipe.engine, assembly.world, store, assembly.build_module, lambda event: None)
         return Kit(assembly.world, engine, store)
+
+    def _own_data(self, recipe: Recipe) -> Recipe:
+        if self.data is None:
+            return recipe
+        if recipe.stream.scenario != "own":
+            raise UserError(
+                f"--data {self.data} needs a recipe with stream.scenario = 'own'; the server's is "
+                f"{recipe.stream.scenario!r}, whose data every client reads from --data-dir"
+            )
+        section = recipe.stream.model_copy(update={"dataset": self.data})
+        return recipe.model_copy(update={"stream": section})
 
     def _own_engine(self, recipe: Recipe) -> Recipe:
         kind = "eager" if self.device == "cpu" else "graphs"

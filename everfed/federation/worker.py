@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from everfed.federation.kit import KitBuilder
 
     make_folder(chosen.folder)
-    build = KitBuilder(chosen.data_dir, chosen.data, chosen.name, chosen.device)
+    build = KitBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
             serve(Site(chosen.folder, Identity(chosen.name, chosen.client), build), listener)

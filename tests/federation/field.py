@@ -53,6 +53,7 @@ OPTIONS = {
     "fedssi": [],
     "coordinated": ["method.memory.size=10"],
     "stamp": [],
+    "mfcl": [f"method.mfcl.{name}" for name in ("gen_steps=4", "gen_chunk=2", "gen_batch=8", "syn_batch=4", "z_dim=6")],
 }
 WAIT = 240.0
 

@@ -256,3 +256,14 @@ def test_a_client_whose_clock_is_off(seconds: int, tmp_path: Path, reference: di
         path = os.pathsep.join([str(tmp_path / "clock"), os.environ.get("PYTHONPATH", "")])
         two.sites[1] = Site(two.joining(1), env={"PYTHONPATH": path})
         assert outcome(serve(two, lambda event: None)) == reference
+
+
+# for long -------------------------------------------------------------------------------------------------------------
+def test_a_small_soak(tmp_path: Path) -> None:
+    """The benchmark's soak, twelve rounds with a fault every third."""
+    from benchmarks.federation_soak import soak
+
+    seen = soak(tmp_path, rounds=12, clients=2, every=3, seed=1)
+    assert seen["same_bits"]
+    assert len(seen["faults"]) >= 3
+    assert seen["client_files"] <= 12
