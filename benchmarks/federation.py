@@ -121,9 +121,9 @@ class Timed(Federated):
         self.busy += time.monotonic() - started
         return packet
 
-    def _reply(self, *arguments: Any) -> Any:
+    def _replies(self, *arguments: Any) -> Any:
         started = time.monotonic()
-        reply = super()._reply(*arguments)
+        reply = super()._replies(*arguments)
         self.busy += time.monotonic() - started
         return reply
 

@@ -2,9 +2,9 @@
 
 python -m benchmarks.federation_soak [--rounds 200] [--clients 2] [--every 5] [--seed 0] [--out FILE]
 
-Every few rounds one of these befalls it: a SuperNode killed, a worker killed, an executor killed, the SuperLink killed,
-the server's connection lost. At the end the model must be the simulation's, byte for byte, and the memory and open files
-of every long-lived process, noted after each round, must be flat: the last quarter against the second.
+Every few rounds one of these is killed: a SuperNode, a worker, an executor, the SuperLink. At the end the model must be
+the simulation's, byte for byte, and the memory and open files of every long-lived process, noted after each round, must
+be flat: the last quarter against the second.
 """
 
 from __future__ import annotations

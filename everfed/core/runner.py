@@ -20,6 +20,7 @@ from torch import Tensor
 from everfed.core import compact
 from everfed.core.context import Context
 from everfed.core.engine import ClientError, Engine
+from everfed.core.foresight import Ahead, Foresees, companions
 from everfed.core.held_out import has_own_tests
 from everfed.core.intake import Intake, Spread, Trained
 from everfed.core.message import MODEL, Message, Once, Traffic, addressed, payload_bytes, versions
@@ -150,7 +151,9 @@ class Runner:
         while state.position < len(agenda):
             phase = agenda[state.position]
             started = time.monotonic()
-            finished = self._phase(phase, Moment(state.round, plan, state.repeat, state.position))
+            moment = Moment(state.round, plan, state.repeat, state.position)
+            self._foresee(agenda, moment)
+            finished = self._phase(phase, moment)
             state.seconds += time.monotonic() - started
             last = finished and state.position + 1 == len(agenda)
             state.repeat = 0 if finished else state.repeat + 1
@@ -160,6 +163,16 @@ class Runner:
             self.save(state, last and plan.evaluate)
             if last:
                 return
+
+    def _foresee(self, agenda: list[Phase], moment: Moment) -> None:
+        """Tell an engine that wants to know which of the next phases clients can be asked for along with this one."""
+        if not isinstance(self.engine, Foresees):
+            return
+        ahead = []
+        for position in companions(self.world.method, agenda, moment.position, moment.plan):
+            phase, then = agenda[position], Moment(moment.round, moment.plan, 0, position)
+            ahead.append(Ahead(phase, self._asked(phase, then), then))
+        self.engine.expect(ahead)
 
     def _plan(self, index: int) -> RoundPlan:
         """The stream's plan; between synchronisations the participants stay those of the last synchronised round."""
@@ -233,8 +246,7 @@ class Runner:
 
     def _train(self, phase: Phase, moment: Moment) -> None:
         every = self.world.options.sync_every
-        message = self._message(phase, moment) if moment.round % every == 0 else None
-        reduced = self._exchange(phase, moment, message)
+        reduced = self._exchange(phase, moment, self._asked(phase, moment))
         if (moment.round + 1) % every:
             return
         method, ctx = self.world.method, self.world.server(TRAIN, moment)
@@ -262,6 +274,11 @@ class Runner:
     def _set_slots(self, part: str, slots: Tree) -> None:
         others = {name: tree for name, tree in self.state.server.items() if name != part}
         self.state.server = {**others, part: slots} if slots else others
+
+    def _asked(self, phase: Phase, moment: Moment) -> Message | None:
+        """The message of a phase; none for training between synchronisations."""
+        between = phase.name == TRAIN and moment.round % self.world.options.sync_every != 0
+        return None if between else self._message(phase, moment)
 
     def _message(self, phase: Phase, moment: Moment) -> Message:
         """The model and what the parts broadcast; nothing in a silent phase."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,7 @@ class Waiting:
 
 
 class Asking:
-    """write: (client, what it lacks) -> request; read: (client, answer) -> what the phase is after, or Absent for what
-    may not be used however often it is asked for, or PacketError for what may have been damaged on its way."""
+    """write: (client, what it lacks) -> request; read: (client, answer) -> what the phase is after, or PacketError."""
 
     def __init__(
         self,
@@ -91,8 +90,6 @@ class Asking:
         if answer.kind == ask.REPLY:
             self.answers[client] = self.read(client, answer)
             del self.waiting[client]
-            if isinstance(self.answers[client], Absent):
-                self._tell(client, self.answers[client])
         elif answer.kind == ask.MISSING and not set(answer.missing) <= set(one.missing):
             one.missing = tuple({*one.missing, *answer.missing})  # sent with the next request, which is due at once
         else:
@@ -102,9 +99,6 @@ class Asking:
         one = self.waiting[client]
         one.failures += 1
         one.trouble, one.due = trouble, time.monotonic() + self.patience.backoff(one.failures)
-        again = round(self.patience.backoff(one.failures), 1)
-        self._tell(client, trouble, {"failures": one.failures, "again_in": again})
-
-    def _tell(self, client: int, trouble: Absent, more: Mapping[str, float] | None = None) -> None:
-        what = {"kind": trouble.kind, "reason": trouble.reason, **(more or {})}
-        self.notify({"event": "client", "client": client, "phase": self.phase, **what})
+        again = {"failures": one.failures, "again_in": round(self.patience.backoff(one.failures), 1)}
+        what = {"phase": self.phase, "kind": trouble.kind, "reason": trouble.reason}
+        self.notify({"event": "client", "client": client, **what, **again})

@@ -12,6 +12,7 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.engine import Absent, ClientError
 from everfed.core.fit import Trainer
+from everfed.core.foresight import Ahead
 from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
@@ -39,6 +40,25 @@ class RunIdentity:
     scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class Errand:
+    """A phase at its moment, with its letters."""
+
+    phase: Phase
+    moment: Moment
+    post: Post
+
+    def step(self, client: int) -> Step:
+        """What `client` is asked."""
+        letter, plan = self.post.letter(client), self.moment.plan
+        body = "" if letter.body is None else digest(letter.body)
+        task = plan.tasks.get(client, -1)
+        return Step(self.phase.name, self.moment.place, task, body, letter.once, client in plan.drifting)
+
+
+Early = dict[int, tuple[Step, Reply | Absent]]  # answers that came with those of an earlier phase, by client
+
+
 class Federated:
     """Keeps no client's state. durable: from where the run would go on if it were killed now."""
 
@@ -62,26 +82,60 @@ class Federated:
         self._recipe = identity.recipe.encode()
         self._holds: dict[int, frozenset[str]] = {}  # what each client said it holds
         self._told: set[int] = set()  # the clients that were sent the recipe
+        self._ahead: tuple[Errand, ...] = ()
+        self._early: dict[Place, Early] = {}
         self.bytes_sent = self.bytes_received = 0
+
+    def expect(self, ahead: Sequence[Ahead]) -> None:
+        """What can travel with the next request."""
+        self._ahead = tuple(Errand(one.phase, one.moment, Post(one.message)) for one in ahead)
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        post = Post(message)
+        errand = Errand(phase, moment, Post(message))
         self._model = _sent_model(message) or self._model
-        desk = Desk(expected_reply(self.world, phase, moment, self._model, self.identity.run))
+        known = self._early.pop(moment.place, None)
+        answers = self._ask(errand, clients) if known is None else self._remembered(errand, known)
+        return iter(self._usable(self._checked(errand, answers), phase, moment).items())
+
+    def _ask(self, errand: Errand, clients: Sequence[int]) -> dict[int, Reply | Absent]:
+        """Ask for this errand and for those that can travel with it, whose answers are kept until their turn."""
+        errands, self._ahead = (errand, *self._ahead), ()
 
         def write(client: int, lacks: tuple[str, ...]) -> Packet:
-            letter = post.letter(client)
-            return self._packet(self._request(client, phase, moment, letter), letter, lacks)
+            letters = [one.post.letter(client) for one in errands]
+            return self._packet(self._request(client, errands), letters, lacks)
 
-        def read(client: int, answer: Answer) -> Reply | Absent:
-            reply = self._reply(client, self._request(client, phase, moment, post.letter(client)), answer)
-            refusal = desk.take(Arrived(client, desk.expected.call, reply))
-            return Absent(REJECTED, str(refusal)) if refusal else reply
+        def read(client: int, answer: Answer) -> list[Reply]:
+            return self._replies(client, self._request(client, errands), answer)
 
-        asking = Asking(phase.name, clients, self.transport, self.patience, write, read, self.notify)
-        return iter(self._usable(asking.run(), phase, moment).items())
+        phase = errand.phase.name
+        found = Asking(phase, clients, self.transport, self.patience, write, read, self.notify).run()
+        self._early = {}
+        for index, one in enumerate(errands[1:], start=1):
+            kept = {c: answer if isinstance(answer, Absent) else answer[index] for c, answer in found.items()}
+            self._early[one.moment.place] = {c: (one.step(c), answer) for c, answer in kept.items()}
+        return {c: answer if isinstance(answer, Absent) else answer[0] for c, answer in found.items()}
+
+    def _remembered(self, errand: Errand, known: Early) -> dict[int, Reply | Absent]:
+        """Answers that came with those of an earlier phase."""
+        if any(errand.step(client) != step for client, (step, _) in known.items()):
+            raise RuntimeError(f"phase {errand.phase.name!r} was asked for ahead, but with another message than it has")
+        return {client: answer for client, (_, answer) in known.items()}
+
+    def _checked(self, errand: Errand, answers: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
+        """With what may not be used left out, and told."""
+        desk = Desk(expected_reply(self.world, errand.phase, errand.moment, self._model, self.identity.run))
+        checked: dict[int, Reply | Absent] = {}
+        for client, answer in answers.items():
+            checked[client] = answer
+            refusal = None if isinstance(answer, Absent) else desk.take(Arrived(client, desk.expected.call, answer))
+            if refusal is not None:
+                checked[client] = Absent(REJECTED, str(refusal))
+                what = {"phase": errand.phase.name, "kind": REJECTED, "reason": str(refusal)}
+                self.notify({"event": "client", "client": client, **what})
+        return checked
 
     def _usable(self, answers: dict[int, Reply | Absent], phase: Phase, moment: Moment) -> dict[int, Reply | Absent]:
         """Raises ClientError when nobody's answer can be used: a round needs one."""
@@ -91,36 +145,32 @@ class Federated:
             raise ClientError(client, phase.name, moment.round, f"{why.kind}: {why.reason}; so did all others")
         return answers
 
-    def _request(self, client: int, phase: Phase, moment: Moment, letter: Letter) -> Request:
-        task = moment.plan.tasks.get(client, -1)
-        body = "" if letter.body is None else digest(letter.body)
-        step = Step(phase.name, moment.place, task, body, letter.once, client in moment.plan.drifting)
-        known = self.identity
-        return Request(known.run, known.epoch, client, digest(self._recipe), known.scale, self.durable(), (step,))
+    def _request(self, client: int, errands: Sequence[Errand]) -> Request:
+        steps, known = tuple(errand.step(client) for errand in errands), self.identity
+        return Request(known.run, known.epoch, client, digest(self._recipe), known.scale, self.durable(), steps)
 
-    def _packet(self, request: Request, letter: Letter, lacks: tuple[str, ...]) -> Packet:
+    def _packet(self, request: Request, letters: Sequence[Letter], lacks: tuple[str, ...]) -> Packet:
         """The request, with what this client does not hold."""
         client = request.client
-        holds = self._holds.get(client, frozenset())
-        pieces = {name: data for name, data in letter.payloads.items() if name not in holds or name in lacks}
-        if letter.body is not None:
-            pieces[digest(letter.body)] = letter.body
+        holds = self._holds.get(client, frozenset()) - set(lacks)
+        pieces = {name: data for letter in letters for name, data in letter.payloads.items() if name not in holds}
+        pieces |= {digest(letter.body): letter.body for letter in letters if letter.body is not None}
         if client not in self._told or ask.RECIPE in lacks:
             pieces[ask.RECIPE] = self._recipe
             self._told.add(client)
         self.bytes_sent += sum(map(len, pieces.values()))
         return Packet(request.header(), pieces)
 
-    def _reply(self, client: int, request: Request, answer: Answer) -> Reply:
-        """Raises PacketError for an answer to something else, or one that is no reply."""
+    def _replies(self, client: int, request: Request, answer: Answer) -> list[Reply]:
+        """Raises PacketError for an answer to something else, or one that holds no replies."""
         self.bytes_received += sum(map(len, answer.replies))
         if answer.request != ask.asked(request) or len(answer.replies) != len(request.steps):
             raise PacketError("it answered something else than it was asked")
-        reply = to_reply(answer.replies[0])
+        replies = [to_reply(data) for data in answer.replies]
         if answer.fresh and client in self._holds:
             self.notify({"event": "warning", "message": f"client {client} came back without its state"})
         self._holds[client] = frozenset(answer.holds)
-        return reply
+        return replies
 
     # the rest ----------------------------------------------------------------------------------------------------
     def workbench(self) -> Trainer:

@@ -85,6 +85,16 @@ def test_each_version_of_the_model_is_sent_to_a_client_once(tmp_path: Path) -> N
     assert set(arrived.values()) == {1}
 
 
+def test_phases_that_need_nothing_from_each_other_travel_together(tmp_path: Path) -> None:
+    """FedSSI's anchor with the first training; STAMP's exemplars, which are silent, with the last one of a task."""
+    for name, merged in (("fedssi", {("anchor", "train")}), ("stamp", {("train", "exemplars")})):
+        bench = Bench(name)
+        loop = loop_of(bench, tmp_path / name)
+        assert_same(bench, bench.run(), federated(bench, loop), tmp_path / name)
+        together = {tuple(step[0] for step in packet.json("steps")) for _, packet in loop.sent}
+        assert merged <= together
+
+
 # faults --------------------------------------------------------------------------------------------------------------
 def once(faults: dict[tuple[int, int], Any]) -> Any:
     """A fault for the first packets to (client, round) that it names."""
