@@ -88,8 +88,8 @@ class Request:
         if not isinstance(steps, list) or not _is_place(durable):
             raise PacketError("a request holds a list of steps and a durable place")
         scale = packet.header.get("scale")
-        if not isinstance(scale, float | int):
-            raise PacketError("a request names its scale")
+        if not isinstance(scale, float | int) or not 0 < scale <= 1:
+            raise PacketError("a request names its scale, above 0 and at most 1")
         run = packet.text("run")
         if not (run.isalnum() and run.isascii() and len(run) <= 64):  # it names a folder
             raise PacketError(f"not a run's identity: {run[:80]!r}")
