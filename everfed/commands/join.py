@@ -50,12 +50,13 @@ def join(
     require_flower()
     from everfed.federation.joining import Joining
     from everfed.federation.joining import join as take_part
+    from everfed.federation.names import check_name
 
     if insecure == (root is not None):
         raise UserError("give --certificate (and --key), or --insecure for a federation on this machine")
     if insecure and server.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
         raise UserError(f"--insecure is for loopback only, not {server}; use --certificate and --key")
-    chosen = name or socket.gethostname()
+    chosen = check_name("--name", name or socket.gethostname())
     joining = Joining(
         server,
         folder or Path(f"everfed-{chosen}"),

@@ -74,7 +74,7 @@ def register(pki: Path, port: int, name: str) -> None:
     from everfed.federation.security import enrolled
 
     with control(pki, port) as client:
-        client.RegisterNode(RegisterNodeRequest(public_key=enrolled(pki / certificates.CLIENTS)[name]))
+        client.RegisterNode(RegisterNodeRequest(public_key=enrolled(pki)[name]))
 
 
 def online(site: Site) -> int:
@@ -117,13 +117,12 @@ def test_others_are_refused_and_the_refusal_is_logged(site: Site, tmp_path: Path
     with supernode(site, log, *(key(site, who) if who else trusting(site))) as child:
         wait(lambda: refused(child, log), 120, log.read_text())
     said = site.log.read_bytes()[before:].decode(errors="replace")
-    assert re.search(r"/v1/fleet/\S* \S+\" (40[0139]|412)|denied|not allowed|unauth|invalid", said, re.IGNORECASE), said
+    assert re.search(r"POST /v1/fleet/(activate|register)-node HTTP/1.1\" 412", said), said
+    assert "/v1/fleet/pull-messages" not in said
 
 
 def refused(child: Any, log: Path) -> bool:
-    return child.poll() is not None or bool(
-        re.search(r"401|403|409|412|denied|unauth|refus", log.read_text(), re.IGNORECASE)
-    )
+    return child.poll() is not None or "could not establish a connection" in log.read_text()
 
 
 def test_an_expired_certificate_is_refused(site: Site, tmp_path: Path) -> None:
@@ -136,14 +135,8 @@ def test_an_expired_certificate_is_refused(site: Site, tmp_path: Path) -> None:
     with proxied(tmp_path / "nginx", expired, site.inside) as port:
         log = tmp_path / "c.log"
         with supernode(site, log, *key(site, "site-a"), port=port) as child:
-            wait(
-                lambda: (
-                    child.poll() is not None or "expired" in log.read_text().lower() or "ertificate" in log.read_text()
-                ),
-                120,
-                log.read_text(),
-            )
-        assert online(site) == 0 or "ertificate" in log.read_text()
+            wait(lambda: refused(child, log), 120, log.read_text())
+        assert "certificate has expired" in log.read_text()
 
 
 def test_from_outside_nobody_can_register_a_node_or_submit_a_run(site: Site) -> None:
@@ -152,7 +145,7 @@ def test_from_outside_nobody_can_register_a_node_or_submit_a_run(site: Site) -> 
 
     from everfed.federation.security import enrolled
 
-    stranger = enrolled(site.pki / certificates.CLIENTS)["stranger"]
+    stranger = enrolled(site.pki)["stranger"]
     for call in (
         lambda client: client.RegisterNode(RegisterNodeRequest(public_key=stranger)),
         lambda client: client.StartRun(StartRunRequest()),
@@ -165,7 +158,9 @@ def test_from_outside_nobody_can_register_a_node_or_submit_a_run(site: Site) -> 
         client.ListNodes(ListNodesRequest())
 
 
-def test_the_fleet_answers_no_call_without_a_signature(site: Site) -> None:
-    for call in ("pull-messages", "push-messages", "register-node", "activate-node", "get-run", "pull-object"):
-        status, _ = ask(site.outside, f"/v1/fleet/{call}", site.pki / certificates.CA)
-        assert 400 <= status < 500
+@pytest.mark.parametrize("signed", [{}, {"flwr-public-key": "AAAA", "flwr-signature": "AAAA", "flwr-timestamp": "x"}])
+def test_the_fleet_answers_no_call_without_a_signature(site: Site, signed: dict[str, str]) -> None:
+    headers = {"Content-Type": "application/protobuf", **signed}
+    for call in ("pull-messages", "push-messages", "activate-node", "get-run", "pull-object"):
+        status, _ = ask(site.outside, f"/v1/fleet/{call}", site.pki / certificates.CA, headers=headers)
+        assert status == 401, call
