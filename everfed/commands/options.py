@@ -10,6 +10,12 @@ import typer
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A TOML file, or a shipped recipe (everfed list recipes).")
 ]
+Method = Annotated[str | None, typer.Option("--method", metavar="M", help="Another method than the recipe's own.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="S", help="Another seed than the recipe's own.")]
+RunOut = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="The run folder itself (default: runs/RECIPE-METHOD-SEED)."),
+]
 Sets = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe, such as train.rounds_per_task=5."),

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from everfed.commands import options, tracking
 from everfed.commands.output import stdout, tell_interrupted, tell_result
 
 
 def run(
     recipe: options.Recipe,
-    method: Annotated[str | None, typer.Option(metavar="M", help="Another method than the recipe's own.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="S", help="Another seed than the recipe's own.")] = None,
+    method: options.Method = None,
+    seed: options.Seed = None,
     sets: options.Sets = [],  # noqa: B006 (typer copies it)
     data: options.Data = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="The run folder itself (default: runs/RECIPE-METHOD-SEED)."),
-    ] = None,
+    out: options.RunOut = None,
     scale: options.Scale = 1.0,
     checkpoint_every: options.CheckpointEvery = 5.0,
     track: tracking.Track = [],  # noqa: B006 (typer copies it)

@@ -14,13 +14,11 @@ from everfed.commands.output import stdout, tell_interrupted, tell_result
 
 def serve(
     recipe: options.Recipe,
-    method: Annotated[str | None, typer.Option(metavar="M", help="Another method than the recipe's own.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="S", help="Another seed than the recipe's own.")] = None,
+    method: options.Method = None,
+    seed: options.Seed = None,
     sets: options.Sets = [],  # noqa: B006 (typer copies it)
     data: options.Data = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run folder itself (default: runs/RECIPE-METHOD-SEED).")
-    ] = None,
+    out: options.RunOut = None,
     scale: options.Scale = 1.0,
     clients: Annotated[
         int, typer.Option(metavar="N", min=0, help="Clients to wait for before it starts (default: the recipe's).")

@@ -30,7 +30,7 @@ def sweep(
     grid: Annotated[
         list[str], typer.Option(metavar="KEY=V,V,...", help="A recipe key and its values; give it again for more keys.")
     ],
-    method: Annotated[str | None, typer.Option(metavar="M", help="Another method than the recipe's own.")] = None,
+    method: options.Method = None,
     seeds: options.Seeds = None,
     sets: options.Sets = [],  # noqa: B006 (typer copies it)
     data: options.Data = None,

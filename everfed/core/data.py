@@ -37,6 +37,10 @@ class Data:
         index = torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64)).to(self.x.device)
         return Data(self.x[index], self.y[index], self.ids[rows])
 
+    def to(self, device: torch.device) -> Data:
+        """The same samples on `device`."""
+        return Data(self.x.to(device), self.y.to(device), self.ids)
+
     @staticmethod
     def union(parts: Sequence[Data]) -> Data:
         """All samples of `parts`, in order, on the device of the last."""

@@ -63,7 +63,7 @@ class HeldOut:
         size = data.x.nbytes + data.y.nbytes
         if self.bytes + size > self.budget:
             return data
-        copy = Data(data.x.to(device), data.y.to(device), data.ids)
+        copy = data.to(device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # whichever stream reads it next finds it there
         self.bytes += size

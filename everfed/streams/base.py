@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everfed.core.cache import DataCache
 from everfed.core.data import Data
 from everfed.core.stream import RoundPlan
 from everfed.data import transforms
 from everfed.data.errors import PartitionError
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
-from everfed.streams.cache import DataCache
 from everfed.streams.calendar import Calendar
 from everfed.streams.draws import cohort_size, generator
 from everfed.streams.options import (
@@ -189,22 +189,28 @@ class IncrementalStream:
         """Crop and mirror as drawn; the images themselves when nothing is augmented."""
         return transforms.crop_and_flip(x, draws) if self.options.augment == "crop-flip" else x
 
-    def describe(self) -> dict[str, Any]:
-        """The settings in full, the sizes, and who got what in every division."""
+    def outline(self) -> dict[str, Any]:
+        """What every scenario says in `describe`."""
         return {
             "name": self.name,
             "scenario": self.scenario,
-            "dataset": self.source.name,
-            "origin": self.source.origin,
             "classes": self.classes,
             "input_shape": list(self.input_shape),
-            "samples": {part: len(rows) for part, rows in vars(self._rows).items()},
             "seed": self.seed,
             "scale": self.scale,
             "rounds": self.rounds,
             "rounds_per_task": self.rounds_per_task,
             "clients_per_round": cohort_size(self.clients, self.options.participation),
             "task_ids": self.task_ids,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """The settings in full, the sizes, and who got what in every division."""
+        return {
+            **self.outline(),
+            "dataset": self.source.name,
+            "origin": self.source.origin,
+            "samples": {part: len(rows) for part, rows in vars(self._rows).items()},
             **_plain(vars(self.options)),
             "normalise": _plain(self.normalise),
             "encoder": self.source.encoder or None,

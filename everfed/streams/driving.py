@@ -25,7 +25,7 @@ from everfed.detection import YoloLoss, padded
 from everfed.detection.picturing import pictures
 from everfed.detection.scoring import precision
 from everfed.streams.base import IncrementalStream
-from everfed.streams.draws import cohort_size, generator
+from everfed.streams.draws import generator
 from everfed.streams.options import OptionError, Options, require_number, require_whole
 
 HOME, AWAY = 0, 1
@@ -162,19 +162,10 @@ class Driving(IncrementalStream):
         """The settings in full, and how many images every client has."""
         given = [field.name for field in fields(Options) if field.name not in _MEANINGLESS]
         return {
-            "name": self.name,
-            "scenario": self.scenario,
+            **self.outline(),
             "dataset": self.scenes.name,
             "origin": self.scenes.origin,
-            "classes": self.classes,
             "class_names": list(self.scenes.class_names),
-            "input_shape": list(self.input_shape),
-            "seed": self.seed,
-            "scale": self.scale,
-            "rounds": self.rounds,
-            "rounds_per_task": self.rounds_per_task,
-            "clients_per_round": cohort_size(self.clients, self.options.participation),
-            "task_ids": self.task_ids,
             **{key: getattr(self.options, key) for key in given},
             "home": list(self.home),
             "away": list(self.away),

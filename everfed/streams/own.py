@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everfed.core.cache import DataCache
 from everfed.core.data import Data
 from everfed.data import transforms
 from everfed.streams.base import CACHE_BYTES, IncrementalStream
-from everfed.streams.cache import DataCache
-from everfed.streams.draws import cohort_size, generator
+from everfed.streams.draws import generator
 from everfed.streams.feed import Arrived, Feed, MakeStream, named_function
 from everfed.streams.options import (
     OptionError,
@@ -122,17 +122,8 @@ class Own(IncrementalStream):
         """The settings in full; what will arrive is not known."""
         given = {f.name: getattr(self.options, f.name) for f in fields(Options) if f.name not in _MEANINGLESS}
         return {
-            "name": self.name,
-            "scenario": self.scenario,
+            **self.outline(),
             "dataset": f"{getattr(self.make, '__module__', '')}:{getattr(self.make, '__name__', 'stream')}",
-            "classes": self.classes,
-            "input_shape": list(self.input_shape),
-            "seed": self.seed,
-            "scale": self.scale,
-            "rounds": self.rounds,
-            "rounds_per_task": self.rounds_per_task,
-            "clients_per_round": cohort_size(self.clients, self.options.participation),
-            "task_ids": self.task_ids,
             **given,
             "test_share": self.test_share,
             "own_tests": True,

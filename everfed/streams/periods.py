@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everfed.core.cache import DataCache
 from everfed.core.data import Data
 from everfed.data.tokenizer import SPECIAL, Tokenizer
 from everfed.data.utterances import SECONDS_PER_DAY, Utterances, load_utterances
 from everfed.streams.base import CACHE_BYTES, SPLITS, IncrementalStream
-from everfed.streams.cache import DataCache
-from everfed.streams.draws import cohort_size, generator
+from everfed.streams.draws import generator
 from everfed.streams.masking import mask_tokens, masked_counts, masked_loss
 from everfed.streams.options import OptionError, Options, require_number, require_whole
 
@@ -133,19 +133,10 @@ class Periods(IncrementalStream):
         """The settings in full, and how many utterances every client has in every period."""
         given = [f.name for f in fields(Options) if f.name not in _MEANINGLESS]
         return {
-            "name": self.name,
-            "scenario": self.scenario,
+            **self.outline(),
             "dataset": self.utterances.name,
             "origin": self.utterances.origin,
             "stands_for": self.utterances.stands_for,
-            "classes": self.classes,
-            "input_shape": list(self.input_shape),
-            "seed": self.seed,
-            "scale": self.scale,
-            "rounds": self.rounds,
-            "rounds_per_task": self.rounds_per_task,
-            "clients_per_round": cohort_size(self.clients, self.options.participation),
-            "task_ids": self.task_ids,
             **{key: getattr(self.options, key) for key in given},
             **self._settings,
             "vocabulary": self.classes,

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everfed.core.cache import DataCache
 from everfed.core.stream import Stream
 from everfed.streams import PARTITIONS, SCENARIOS, build, from_arrays
 from everfed.streams.attendance import Attendance
-from everfed.streams.cache import DataCache
 from everfed.streams.draws import generator
 
 SHARED = {"dataset": "digits", "tasks": 5, "clients": 4}
@@ -317,7 +317,7 @@ def test_a_copy_of_a_stream_is_the_same_stream():
 
 def test_listings_have_one_line_each():
     incremental = {"domain-incremental", "class-incremental", "task-incremental", "multi-domain"}
-    assert set(SCENARIOS) == {*incremental, "task-pool", "periods"}
+    assert set(SCENARIOS) == {*incremental, "task-pool", "periods", "driving"}
     assert {"iid", "shards", "exact-labels", "dirichlet", "pathological"} < set(PARTITIONS)
     assert all(text and "\n" not in text for text in (*SCENARIOS.values(), *PARTITIONS.values()))
 
