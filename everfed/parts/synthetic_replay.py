@@ -164,15 +164,17 @@ class SyntheticReplay(Part):
         if phase != SYNTHESIS:
             return own
         synthesizer, teacher = self.synthesizer(ctx, server), server[MODEL]
-        kept = {key: value for key, value in own.items() if key not in ("teacher", "since", "pool", "work")}
+        kept = {key: value for key, value in own.items() if key not in ("teacher", "since", "tasks", "pool", "work")}
         if ctx.repeat == 0:
             empty = torch.zeros((0, *ctx.facts.input_shape), dtype=torch.uint8)
             own = {"pool": empty, "work": synthesizer.begin(teacher, ctx)}
-        classes = mask_of(ctx, classes_of(ctx, range((ctx.current_task or 0) + 1)))
+        tasks = (ctx.current_task or 0) + 1
+        classes = mask_of(ctx, classes_of(ctx, range(tasks)))
         made = synthesizer.round(teacher, own["work"], own["pool"], classes, self.turn(ctx.repeat), ctx)
         if ctx.repeat + 1 < self.rounds:
             return {**kept, **made}
-        return {**kept, "teacher": dict(teacher), "since": ctx.round, "pool": made["pool"][: self.n_syn].clone()}
+        made = {"pool": made["pool"][: self.n_syn].clone(), "teacher": dict(teacher)}
+        return {**kept, **made, "since": ctx.round, "tasks": tasks}
 
     def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
         own = server.get(self.name, {})
@@ -186,6 +188,15 @@ class SyntheticReplay(Part):
         if ctx.phase != SYNTHESIS or "work" not in own:
             return {}
         return {"loss": float(own["work"]["loss"]), "images": float(len(own["pool"]))}
+
+    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        """The next `count` images of the pool, fewer at its end, and the frozen model's labels for them."""
+        own, trainer = server.get(self.name, {}), ctx.train
+        if "tasks" not in own:
+            raise ValueError("no images were made yet: the first ones are, at the end of the first task")
+        images = own["pool"][ctx.repeat * count : (ctx.repeat + 1) * count].to(trainer.device)
+        known = mask_of(ctx, classes_of(ctx, range(own["tasks"]))).to(trainer.device)
+        return trainer.stream.inputs(images), among(trainer.outputs(own["teacher"], images), known).argmax(1)
 
     # on the client -------------------------------------------------------------------------------------------------
     def start(

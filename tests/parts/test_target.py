@@ -267,6 +267,19 @@ def test_both_can_run_under_secure_aggregation() -> None:
     assert methods.build("target").reveals() == methods.build("lander").reveals() == {}
 
 
+@pytest.mark.parametrize("method", ["target", "lander"])
+def test_the_pool_can_be_looked_at(method: str) -> None:
+    case = bench(method)
+    part, ctx = case.build_method().part(method), case.context(round_index=2, phase="samples").at(client=None)
+    server = case.run(rounds=2).state.server
+    images, labels = zip(*(part.sample(server, 12, ctx.at(repeat=i)) for i in range(3)), strict=True)
+    assert [len(x) for x in images] == [len(y) for y in labels] == [12, 8, 0]
+    assert torch.equal(torch.cat(images), case.stream.inputs(server[method]["pool"]))
+    assert set(torch.cat(labels).tolist()) <= {0, 1}  # the classes of the first task
+    with pytest.raises(ValueError, match="no images were made yet"):
+        part.sample({}, 12, ctx)
+
+
 # how the generator learns --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("meta", ["fomaml", "reptile"])
 def test_the_generator_takes_one_step_of_adam_with_the_rate_of_all_inner_steps(meta: str) -> None:
