@@ -9,8 +9,9 @@ which gives the features of all tasks a common frame; what is predicted does not
     a = log2(K / 2 + 1), b = sqrt(K_o / K):  c = cur (1 + 1 / a) / b,  p = pre a b
 
 with x' synthetic images, T the frozen teacher, K_o of K classes old. The server makes the images from anchors, under
-the same bound (`NoisySynthesizer`). At a task's end it goes back to the model that had the lowest loss in the first
-local epoch, summed over clients.
+the same bound (`NoisySynthesizer`). At a task's end it goes back to the model with the lowest loss in the first local
+epoch, averaged over the clients' samples: the authors' sum over all minibatches, made comparable between rounds with
+different clients.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from everfed.core.message import MODEL, Once
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Model, State, Tables
 from everfed.core.phase import END, FIRST, Cohort, Phase, Position
-from everfed.core.reduce import Reducer, Sum
+from everfed.core.reduce import Mean, Reducer
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Batch, Step
 from everfed.core.tree import Tree
@@ -124,19 +125,19 @@ class Lander(SyntheticReplay):
     # on the client -------------------------------------------------------------------------------------------------
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         own, tables = super().plan(client, schedule, plans, ctx)
-        own |= {"first": torch.zeros(()), "weights": torch.tensor(self._weights(ctx))}
         per_epoch = schedule.steps // ctx.options.local_epochs
+        own |= {"first": torch.zeros(()), "share": torch.tensor(1 / per_epoch), "weights": self._weights(ctx)}
         tables["first"] = Table.of([np.array([step < per_epoch]) for step in range(schedule.steps)])
         return own, tables
 
-    def _weights(self, ctx: Context) -> tuple[float, float]:
-        """(c, p); the first task has no old classes and plain weights."""
+    def _weights(self, ctx: Context) -> Tensor:
+        """(2,) c and p; the first task has no old classes and plain weights."""
         if not ctx.current_task:
-            return 1.0, 0.0
+            return torch.tensor([1.0, 0.0])
         if not self.scaling:
-            return self.cur, self.pre
+            return torch.tensor([self.cur, self.pre])
         old, seen = (len(classes_of(ctx, range(ctx.current_task + more))) for more in (0, 1))
-        return class_weights(old, seen, self.cur, self.pre)
+        return torch.tensor(class_weights(old, seen, self.cur, self.pre))
 
     def objective(self, step: Step) -> Tensor:
         """c (CE + ltc Bound)."""
@@ -163,15 +164,15 @@ class Lander(SyntheticReplay):
 
     def after(self, step: Step) -> None:
         own = step.state[self.name]
-        own["first"].add_(step.rows[self.name]["first"][0] * own.pop("now"))
+        own["first"].add_(step.rows[self.name]["first"][0] * own["share"] * own.pop("now"))
         own.pop("features")
 
     def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """The sum of the losses of the first local epoch."""
+        """The mean loss of the first local epoch."""
         return client[self.name], {"loss": client[self.name]["first"]}
 
     def reducers(self) -> Mapping[str, Reducer]:
-        return {"loss": Sum()}
+        return {"loss": Mean(weighted=True)}
 
     # on the server -------------------------------------------------------------------------------------------------
     def server_slots(self, ctx: Context) -> Tree:

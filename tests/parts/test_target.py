@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed import methods
+from everfed import api, methods
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
@@ -263,8 +265,17 @@ def _until_repeat(case: Bench, repeat: int) -> Outcome:
     return Outcome(runner.state, store, [])
 
 
-def test_both_can_run_under_secure_aggregation() -> None:
-    assert methods.build("target").reveals() == methods.build("lander").reveals() == {}
+@pytest.mark.parametrize("method", ["target", "lander"])
+def test_both_run_under_secure_aggregation(method: str, tmp_path: Path) -> None:
+    assert methods.build(method).reveals() == {}
+    stream = {"dataset": "digits", "scenario": "class-incremental", "tasks": 2, "clients": 3, "max_train": 90}
+    recipe = {"stream": {**stream, "max_test": 60}, "model": {"kind": "mlp", "hidden": [8]}}
+    recipe |= {"train": {"rounds_per_task": 1}, "method": {"name": method, method: SMALL[method]}}
+    ends = {}
+    for secure in (False, True):
+        api.run({**recipe, "privacy": {"secure_aggregation": secure}}, tmp_path / str(secure))
+        ends[secure] = torch.cat([p.flatten() for p in api.load(tmp_path / str(secure)).model.parameters()])
+    torch.testing.assert_close(ends[True], ends[False], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["target", "lander"])
@@ -352,7 +363,11 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CompositionError, match="part 'target' trains on its own synthetic images; remove 'er'"):
         compose(FedAvg(), Memory(8), Replay(), Target())
     ctx = bench().context()
+    with pytest.raises(CompositionError, match=r"part 'target': a generator makes images whose .* multiples of 4"):
+        Target().server_slots(ctx.at(facts=replace(ctx.facts, input_shape=(1, 30, 30))))
+    with pytest.raises(CompositionError, match=r"method.target.bn needs BatchNorm statistics on the server"):
+        Target().server_slots(ctx.at(options=replace(ctx.options, batchnorm="local")))
     blank = ctx.facts.blank.__class__(torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64))
-    floats = ctx.at(facts=SimpleNamespace(blank=blank))
+    floats = ctx.at(facts=replace(ctx.facts, blank=blank))
     with pytest.raises(CompositionError, match=r"synthesises 8-bit images; this stream's samples are float32 of shape"):
         Target().server_slots(floats)
