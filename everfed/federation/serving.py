@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed.federation.patience import Patience
-from everfed.recipe import Recipe, scaled, to_toml
+from everfed.recipe import Recipe, read, scaled, to_toml
 from everfed.store.files import write_atomic
 from everfed.store.run import RunError, RunFolder
 
@@ -66,7 +66,7 @@ def _held(serving: Serving) -> AbstractContextManager[RunFolder]:
     folder = RunFolder(serving.folder)
     if not folder.recipe.exists():
         return RunFolder.new(serving.folder, to_toml(serving.recipe), settings)
-    if folder.recipe.read_text() != to_toml(serving.recipe) or folder.read_settings() != settings:
+    if read(folder.recipe) != serving.recipe or folder.read_settings() != settings:
         raise RunError(f"{serving.folder} belongs to another recipe, or is no federation; choose another --out")
     return _gone_on_with(folder)
 
