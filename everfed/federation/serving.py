@@ -52,7 +52,8 @@ def serve(serving: Serving, open_grid: Callable[[], Grid], observers: Sequence[O
             return finished
         from everfed.session import assemble, execute
 
-        assembly = assemble(scaled(serving.recipe, serving.scale), serving.data_dir, serving.scale)
+        recipe = scaled(_in_order(serving.recipe, folder), serving.scale)
+        assembly = assemble(recipe, serving.data_dir, serving.scale)
 
         def build(assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine:
             return _engine(serving, folder, assembly, open_grid, notify, durable)
@@ -66,7 +67,7 @@ def _held(serving: Serving) -> AbstractContextManager[RunFolder]:
     folder = RunFolder(serving.folder)
     if not folder.recipe.exists():
         return RunFolder.new(serving.folder, to_toml(serving.recipe), settings)
-    if read(folder.recipe) != serving.recipe or folder.read_settings() != settings:
+    if read(folder.recipe) != serving.recipe or not settings.items() <= folder.read_settings().items():
         raise RunError(f"{serving.folder} belongs to another recipe, or is no federation; choose another --out")
     return _gone_on_with(folder)
 
@@ -76,6 +77,13 @@ def _gone_on_with(folder: RunFolder) -> Iterator[RunFolder]:
     with folder.held():
         folder.tidy()
         yield folder
+
+
+def _in_order(recipe: Recipe, folder: RunFolder) -> Recipe:
+    """With the memory order that the run began with: vectors mean the same on the server and on every client."""
+    order = folder.read_settings().get("memory_format")
+    section = recipe.engine.model_copy(update={"memory_format": order} if order else {})
+    return recipe.model_copy(update={"engine": section})
 
 
 def _engine(
@@ -96,7 +104,7 @@ def _engine(
         return roster.enrol(node.name, node.client, node.key if serving.keys else b"")
 
     run, epoch = next_life(folder.path)
-    identity = RunIdentity(run, epoch, to_toml(serving.recipe), serving.scale)
+    identity = RunIdentity(run, epoch, to_toml(_in_order(serving.recipe, folder)), serving.scale)
     transport = GridTransport(open_grid, enrol, notify)
     section = assembly.recipe.federation
     patience = Patience(

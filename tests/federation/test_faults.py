@@ -265,8 +265,10 @@ def test_a_client_whose_clock_is_off(seconds: int, tmp_path: Path, reference: di
         assert any("the supernode ended" in line for line in site.said) == (seconds > 0)
 
 
+# a worker's libraries look into datetime from C, so there only time.time is wrong
 CLOCK = """\
 import datetime
+import sys
 import time
 
 real = time.time
@@ -284,7 +286,8 @@ class Shifted(datetime.datetime):
 
 
 time.time = lambda: real() + shifted()
-datetime.datetime = Shifted
+if "everfed.federation.worker" not in sys.orig_argv:
+    datetime.datetime = Shifted
 """
 
 
