@@ -15,7 +15,7 @@ from everfed.metrics import by_task
 from everfed.metrics.statistics import Spread
 from everfed.progress import Standing
 from everfed.report import tables
-from everfed.report.figures import score
+from everfed.report.figures import curve, score
 from everfed.report.groups import grouped
 from everfed.report.live import Index
 from everfed.report.read import read_run, read_runs
@@ -99,6 +99,16 @@ def test_a_report_of_runs_with_several_scores_has_a_column_for_each(tmp_path: Pa
     table = tables.runs(read_runs([tmp_path]))
     assert [column.heading for column in table.columns[4:6]] == ["Acc", "Perplexity"]
     assert {row[0]: row[4:6] for row in table.rows} == {"text": (None, 40.0), "images": (pytest.approx(2 / 3), None)}
+
+
+def test_one_plot_has_one_scale(tmp_path: Path) -> None:
+    finished(tmp_path / "images", method="der")
+    folder = create(tmp_path / "text", "er")
+    log(folder, [start(method="er"), phase(0), {**evaluation(0, 0, [40.0]), "score": "perplexity"}])
+    drawn = curve("acc", grouped(read_runs([tmp_path])).groups)
+    assert "Accuracy by round" in drawn and "Not drawn: 1 that is scored otherwise." in drawn
+    assert 'data-label="der"' in drawn and 'data-label="er"' not in drawn
+    assert "Not drawn" not in curve("loss", grouped(read_runs([tmp_path])).groups)
 
 
 def test_an_unfinished_run_is_known_by_its_evaluations(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def curve(
 ) -> Html:
     """One of CURVES; by: "method" draws means over seeds with bands, "run" every run; window: first and last x."""
     spec = CURVES[kind]
+    groups, notes = _alike(groups) if spec.score else (groups, [])
     title = spec.title.format(score=score(groups).title)
     draw = series.mean_lines if by == "method" else series.run_lines
     found = draw(groups, lambda run: series.within(spec.points(run), *window), limit)
@@ -90,7 +91,15 @@ def curve(
     y = axis(spec, groups)
     x = Axis("Task" if spec.by_task else "Round")
     drawing = charts.lines(found, x, y, f"{title}, {len(found)} lines.", None if spec.by_task else _tasks(groups))
-    return charts.figure(title, drawing, spec.about, f"figure-{kind}", _curve_notes(found))
+    return charts.figure(title, drawing, spec.about, f"figure-{kind}", [*notes, *_curve_notes(found)])
+
+
+def _alike(groups: Sequence[Group]) -> tuple[Sequence[Group], list[str]]:
+    """Those with the score of the first, since others have another scale, and a word on who is missing."""
+    own = score(groups)
+    same = [group for group in groups if score([group]) == own]
+    others = len(groups) - len(same)
+    return same, [f"Not drawn: {others} that {'is' if others == 1 else 'are'} scored otherwise."] if others else []
 
 
 def measured(groups: Sequence[Group]) -> list[Html]:
