@@ -48,7 +48,6 @@ class Driving(IncrementalStream):
     about = "vehicles that detect what is on the road, some of which move to another place; scored by mAP"
     score = "map"
     also = ("map_50_95",)
-    told = frozenset({"anchors"})
 
     read = staticmethod(load_scenes)
 
