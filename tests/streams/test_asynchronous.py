@@ -189,6 +189,21 @@ def test_engines_agree_and_a_run_resumes_bit_for_bit(name: str) -> None:
     assert_resumes(bench, 5)
 
 
+@pytest.mark.parametrize("scenario", ["domain-incremental", "task-incremental", "task-pool"])
+def test_every_scenario_has_clocks(scenario: str) -> None:
+    bench = Bench("fedgp+der", stream=small_stream(scenario, asynchronous=JITTER), train=TrainOptions(1, 12))
+    state = bench.run().state
+    assert sorted(state.rows) == [0, 1, 2]
+    assert bench.stream.asynchronous
+
+
+def test_equalised_traffic_and_asynchronous_boundaries_go_together() -> None:
+    train = TrainOptions(1, 12, Optimizer(lr=0.05), sync_every=2)
+    bench = Bench("fedgp+der", stream=small_stream(asynchronous=JITTER), train=train)
+    assert bench.run().state.version == 6
+    assert_resumes(bench, 3)
+
+
 def test_who_must_change_tasks_together() -> None:
     """A choice that all clients make together, a subspace that all must stay out of, a generator of the classes that
     all have behind them; nobody who needs no boundary, and nobody whose work at a task's end is each client's own."""

@@ -87,6 +87,15 @@ def test_every_method_goes_on_when_clients_come_and_go(name: str) -> None:
     assert sorted(outcome.clients) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("name", ["fedgp+der", "fedssi", "fedala"])
+def test_who_leaves_between_two_synchronisations_sends_nothing(name: str) -> None:
+    away = {"kind": "table", "rounds": {"1": [[0, 3], [5, 12]], "2": [[1, 9]]}}
+    train = TrainOptions(1, 12, Optimizer(lr=0.05), sync_every=2)
+    bench = Bench(name, stream=small_stream(availability=away), train=train)
+    assert bench.run().state.round == 12
+    assert_resumes(bench, 3)
+
+
 def test_who_holds_no_data_of_a_task_is_asked_and_sends_nothing() -> None:
     stream = small_stream(without={"2": [1, 2]})
     assert [len(stream.data(2, task)) > 0 for task in range(3)] == [True, False, False]
