@@ -176,13 +176,13 @@ def by_chance(clients: int, rounds: int, leave: float, come: float, rng: np.rand
 def _deadline(options: Mapping[str, Any], clients: int, seed: int) -> tuple[Deadline, str]:
     check_deadline(options)
     latency, mark = options.get("latency", 1.0), ""
-    spread = options.get("spread", 0.5)
-    factors = np.exp(spread * generator(seed, "latencies").standard_normal(clients))
     if isinstance(latency, str):
         rows, mark = traces.read("deadline.latency", latency, LATENCIES, clients)
-        median = np.ones(clients) if not rows else np.full(clients, np.median([row.number(0) for row in rows]))
+        if not rows:
+            raise OptionError("deadline.latency", f"{latency} names no client")
+        median = np.full(clients, np.median([row.number(0) for row in rows]))  # for those that are not named
         for row in rows:
             median[row.client] = row.number(0)
     else:
-        median = latency * factors
+        median = latency * np.exp(options.get("spread", 0.5) * generator(seed, "latencies").standard_normal(clients))
     return Deadline(options["seconds"], median, options.get("noise", 0.2), options.get("oversample", 1.0)), mark

@@ -27,7 +27,8 @@ class Calendar:
         if options.asynchronous is not None:
             made = clocks.make(options.asynchronous, self.clients, tasks, rounds_per_task, seed)
             self.clocks = None if (made.first == common).all() else made  # without jitter it is the synchronous stream
-        self._first = np.tile(common, (self.clients, 1)) if self.clocks is None else self.clocks.first
+        # one row for all clients where they share a clock, whatever their number
+        self._first = common[None] if self.clocks is None else self.clocks.first
         self._server = common if self.clocks is None else self.clocks.server
         self.attendance = attendance.make(
             options.participation, options.availability, options.deadline, self.clients, self.rounds, seed
@@ -50,12 +51,16 @@ class Calendar:
 
     def within(self, client: int, index: int) -> tuple[int, int]:
         """(rounds of the client's task behind it, rounds that it lasts)."""
-        begin, end = self._first[client, self.task_of(client, index) :][:2].tolist()
+        begin, end = self._row(client)[self.task_of(client, index) :][:2].tolist()
         return index - begin, end - begin
 
     def task_of(self, client: int, index: int) -> int:
         """The client's task in round `index`."""
-        return int((self._first[client, 1:-1] <= index).sum())
+        return int((self._row(client)[1:-1] <= index).sum())
+
+    def _row(self, client: int) -> np.ndarray:
+        """The first rounds of a client's tasks, and where the run ends."""
+        return np.asarray(self._first[client if len(self._first) > 1 else 0])
 
     def coming(self, client: int, index: int) -> float:
         """The share of its samples that a client already sees of its next task: it grows over the last `drift` rounds
@@ -91,8 +96,9 @@ class Calendar:
 
     def _own_plan(self, index: int, participants: tuple[int, ...], notes: Mapping[str, Any]) -> RoundPlan:
         there = self.attendance.present(index)
-        tasks = (self._first[there, 1:-1] <= index).sum(axis=1)
-        begun, ending = self._first[there, tasks], self._first[there, tasks + 1] == index + 1
+        rows = there if len(self._first) > 1 else np.zeros_like(there)
+        tasks = (self._first[:, 1:-1] <= index).sum(axis=1)[rows]
+        begun, ending = self._first[rows, tasks], self._first[rows, tasks + 1] == index + 1
         starts = ~self.attendance.was_there(there, begun, index)  # a task begins for a client when it first sees it
         server, at_server = self._server, int((self._server[1:-1] <= index).sum())
         own = dict(zip(there.tolist(), tasks.tolist(), strict=True))
