@@ -12,6 +12,7 @@ fixed places, which an engine may capture; all draws are made ahead, on the host
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +35,6 @@ from everfed.parts.image_pool import LEVELS, Augmentation, affine, to_bytes
 from everfed.parts.inversion import Statistics, batch_statistics
 from everfed.parts.layers import in_precision
 from everfed.parts.student import Lesson, Student, fresh_student
-
-WORST = 1e6  # a loss that every batch beats
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ class Synthesizer(ABC):
         self.targets.copy_(torch.from_numpy(self.choose(allowed, ctx)))
         self.augmentation.draw(ctx.rng("augment"))
         self.step.zero_()
-        self.lowest.fill_(WORST)
+        self.lowest.fill_(math.inf)
 
     def _load_statistics(self, kept: Tensor | None) -> None:
         """In the first round there is nothing to mix in."""
