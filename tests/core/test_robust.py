@@ -38,7 +38,7 @@ def tensors(values: list[list[float]]) -> list[torch.Tensor]:
 
 
 @given(rows, st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_trimmed_mean_is_the_mean_of_the_sorted_middle(values: list[list[float]], trim: int) -> None:
     if len(values) <= 2 * trim:
         with pytest.raises(TooFewReplies, match=str(trim)):
@@ -49,7 +49,7 @@ def test_a_trimmed_mean_is_the_mean_of_the_sorted_middle(values: list[list[float
 
 
 @given(rows)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_median_is_numpy_s(values: list[list[float]]) -> None:
     expected = torch.tensor(np.median(np.array(values), axis=0)).float()
     assert torch.allclose(reduced(Median(), tensors(values)), expected, atol=1e-5)

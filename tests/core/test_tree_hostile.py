@@ -154,7 +154,7 @@ infos = st.fixed_dictionaries(
     json_values,
     st.binary(max_size=24),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_headers_of_any_json(tensors: dict[str, Any], structure: Any, body: bytes) -> None:
     harmless(raw({"__metadata__": {"tree": json.dumps(structure)}, **tensors}, body))
 
@@ -167,6 +167,6 @@ structures = st.recursive(
 
 
 @given(structures)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_structures_of_any_form(structure: Any) -> None:
     harmless(one_tensor("F32", [1], b"\0" * 4, structure=json.dumps(structure)))

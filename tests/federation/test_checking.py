@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everfed import methods
 from everfed.core.client import Reply
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
@@ -19,7 +20,6 @@ from everfed.core.runner import Runner
 from everfed.core.tree import TreeError, from_bytes, to_bytes
 from everfed.core.world import Moment
 from everfed.federation.checking import Arrived, Call, Desk, Expected, Limits, Reason, Spec, check_reply, expected_reply
-from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm
 from tests.support.wire import Wire
 
@@ -147,7 +147,12 @@ class Checked(Wire):
             yield client, reply
 
 
-@pytest.mark.parametrize("name", each_preset())
+QUICK = ("fedavg", "fedgp+der", "fedweit", "fedomg", "feddbe", "coordinated")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in methods.names()]
+)
 def test_no_preset_has_a_reply_refused(name: str) -> None:
     bench = Bench(name, module=Norm)
     engine = Checked(bench, {})
@@ -187,7 +192,7 @@ anything = st.recursive(leaves, lambda inner: st.dictionaries(names, inner, max_
 
 
 @given(anything, anything, anything, anything, st.integers(-1, 4) | leaves)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_whatever_a_reply_holds_it_is_taken_or_refused_by_name(
     values: Any, samples: Any, steps: Any, loss: Any, client: Any
 ) -> None:
@@ -198,7 +203,7 @@ def test_whatever_a_reply_holds_it_is_taken_or_refused_by_name(
 
 
 @given(st.dictionaries(names, anything, max_size=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_what_crossed_as_bytes_is_judged_the_same(values: Any) -> None:
     try:
         crossed = from_bytes(to_bytes(values))

@@ -92,7 +92,7 @@ changes = st.dictionaries(fields, plain | huge | values.map(json.dumps), max_siz
 
 
 @given(changes, st.dictionaries(st.text(max_size=8), st.binary(max_size=20), max_size=2))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_headers_of_any_kind(changed: dict[str, Any], pieces: dict[str, bytes]) -> None:
     for header, read in ((GOOD, Request.of), (ANSWER.header, Answer.of)):
         try:
@@ -102,7 +102,7 @@ def test_headers_of_any_kind(changed: dict[str, Any], pieces: dict[str, bytes]) 
 
 
 @given(values)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_steps_of_any_kind(step: Any) -> None:
     with suppress(PacketError):
         Request.of(Packet({**GOOD, "steps": json.dumps([step])}))
@@ -125,7 +125,7 @@ BENCH = Bench("fedavg", stream=Toy(clients=2, tasks=1, rounds_per_task=1, sample
 
 
 @given(changes, st.dictionaries(st.text(max_size=8), st.binary(max_size=20), max_size=2))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_client_answers_whatever_it_is_sent(
     tmp_path_factory: Any, changed: dict[str, Any], pieces: dict[str, bytes]
 ) -> None:

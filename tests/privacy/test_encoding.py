@@ -43,7 +43,7 @@ floats = st.lists(st.floats(-4, 4, width=32), min_size=5, max_size=5)
 
 
 @given(st.lists(st.tuples(floats, st.integers(0, 1000), st.booleans()), min_size=1, max_size=8), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_sums_are_within_half_a_step_a_client(clients: list[tuple[list[float], int, bool]], weighted: bool) -> None:
     code = Code(4.0, 16, 8, frozenset({"a/p"} if weighted else ()))
     replies = [Reply({"a": {"p": torch.tensor(v)}} if there else {}, n) for v, n, there in clients]
