@@ -7,7 +7,7 @@ import pytest
 from everfed.errors import UserError
 from everfed.reproduction import planning
 from everfed.reproduction.planning import Cell, Experiment, experiments, plan
-from everfed.reproduction.tables import find
+from everfed.reproduction.tables import find, tables
 
 
 def one(table: str, **names: str) -> Cell:
@@ -30,6 +30,20 @@ def test_tables_share_runs() -> None:
     usual = one("fedgp/table2", dataset="rotated-MNIST (Domain-IL)", setting="B=200", method="DER")
     assert usual.experiment in table1
     assert len(table1) == 44  # 4 recipes x 11 methods; class- and task-IL are one run
+
+
+def test_every_method_of_the_papers_is_there() -> None:
+    assert not [c for table in tables().values() for c in plan(table) if c.missing.startswith("method ")]
+
+
+def test_baselines_run_with_their_authors_settings() -> None:
+    glfc = one("fedssi/table2", dataset="CIFAR100", method="GLFC", metric="A(f)").experiment
+    assert (glfc.method, glfc.sets) == ("glfc", ("method.memory.size=300",))
+    fedcil = one("mfcl/table1", method="FedCIL", metric="A_tilde").experiment
+    assert fedcil.sets[0] == 'stream.normalise="half"' and "lr = 2e-4" in fedcil.sets[1]
+    assert one("stamp/table1", dataset="CIFAR100 C=20", method="AF-FCL", metric="AF").experiment.method == "af-fcl"
+    gap = one("stamp/fig1", method="AF-FCL").experiment
+    assert gap.method == "" and "af-fcl" in gap.sets[0]
 
 
 def test_a_setting_reaches_the_recipe() -> None:
