@@ -85,15 +85,20 @@ class Soak:
             self.notes.setdefault(name, []).append((pages * os.sysconf("SC_PAGE_SIZE"), files))
 
     def strike(self, rng: random.Random, link: Path) -> None:
-        """One fault, drawn."""
+        """One fault, drawn; nothing when what was drawn is not running just now."""
         name = rng.choice(["supernode", "worker", "executor", "superlink"])
         client = rng.choice(sorted({client for client, _ in self.children}))
-        process = None if name == "superlink" else self.children[client, name].process
-        pid = int((link / "superlink.pid").read_text()) if process is None else process.pid
-        if name != "superlink" and process is None:
+        try:
+            if name == "superlink":
+                os.kill(int((link / "superlink.pid").read_text()), signal.SIGKILL)
+            else:
+                name, process = f"{name}-{client}", self.children[client, name].process
+                if process is None:
+                    return
+                os.kill(process.pid, signal.SIGKILL)
+        except (OSError, ValueError):
             return
-        self.faults.append(name if name == "superlink" else f"{name}-{client}")
-        os.kill(pid, signal.SIGKILL)
+        self.faults.append(name)
 
     def close(self) -> None:
         self._ended.set()
@@ -119,7 +124,7 @@ def soak(folder: Path, rounds: int, clients: int, every: int, seed: int) -> dict
     with running(settings, lambda line: None):
         field = Soak(folder, settings.port, clients)
         try:
-            watch = _watcher(field, settings.folder, every, rng)
+            watch = _watcher(field, settings.folder, every, rounds, rng)
             serving = Serving(chosen, folder / "run", checkpoint_every=1.0)
             serve(serving, lambda: open_grid(Address("127.0.0.1", settings.port)), [watch])
         finally:
@@ -137,11 +142,11 @@ def soak(folder: Path, rounds: int, clients: int, every: int, seed: int) -> dict
     }
 
 
-def _watcher(field: Soak, link: Path, every: int, rng: random.Random) -> Callable[[dict[str, Any]], None]:
+def _watcher(field: Soak, link: Path, every: int, rounds: int, rng: random.Random) -> Callable[[dict[str, Any]], None]:
     def watch(event: dict[str, Any]) -> None:
         if event["event"] == "phase" and event["phase"] == "train":
             field.note(link)
-            if (event["round"] + 1) % every == 0:
+            if (event["round"] + 1) % every == 0 and event["round"] + 1 < rounds:
                 threading.Timer(rng.uniform(0.0, 2.0), field.strike, (rng, link)).start()
 
     return watch

@@ -298,5 +298,5 @@ def test_a_small_soak(tmp_path: Path) -> None:
 
     seen = soak(tmp_path, rounds=12, clients=2, every=3, seed=1)
     assert seen["same_bits"]
-    assert len(seen["faults"]) >= 3
+    assert seen["faults"]
     assert seen["client_files"] <= 12
