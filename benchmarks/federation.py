@@ -3,10 +3,9 @@
 python -m benchmarks.federation [--model mlp|resnet18] [--clients 3] [--rounds 6] [--out FILE]
 
 Both run the same recipe on the same cores, one round each in turn. The wire is counted by a relay in front of the
-SuperLink, bytes in both directions, everything included (HTTP, records, polling). The engine's time of a phase is its
-length by the clock less the longest training of a client in it. Where it goes is read from the processes' own clocks: a
-client's worker says how long it worked, the app how long it ran from fork to reply, the server how long it took to make
-and to read packets; what is left is transport and polling.
+SuperLink, bytes in both directions, everything included (HTTP, records, polling). The engine's time of a phase is a
+round of the federation less the same round of the processes engine. Of it, the time the server takes to make and to read
+packets is measured; how the rest divides between processes, transport and polling is not, but --poll changes one of them.
 """
 
 from __future__ import annotations
