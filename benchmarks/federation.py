@@ -4,8 +4,8 @@ python -m benchmarks.federation [--model mlp|resnet18] [--clients 3] [--rounds 6
 
 Both run the same recipe on the same cores, one round each in turn. The wire is counted by a relay in front of the
 SuperLink, bytes in both directions, everything included (HTTP, records, polling). The engine's time of a phase is a
-round of the federation less the same round of the processes engine. Of it, the time the server takes to make and to read
-packets is measured; how the rest divides between processes, transport and polling is not, but --poll changes one of them.
+round of the federation less the same round of the processes engine. Of it, the time the server takes to make and to
+read packets is measured; how the rest divides between processes, transport and polling is not, but --poll changes one.
 """
 
 from __future__ import annotations
