@@ -1,7 +1,8 @@
 """Frozen encoders: texts in, one vector each out. A linear layer is trained on the vectors.
 
 `distilbert` is what FedGP's Table 6 uses: the first token's vector of the last layer. Its weights are not part of
-everfed. `hashing` needs none: signed hashed word counts, the same on every machine and every client.
+everfed. `wordllama` is a small sentence encoder whose weights come with its package. `hashing` needs none: signed
+hashed word counts, the same on every machine and every client.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,11 +21,12 @@ from everfed.data.errors import DataError
 from everfed.naming import load_object
 from everfed.store.files import digest, file_digest
 
-AUTO, HASHING, DISTILBERT, HUB = "auto", "hashing", "distilbert", "hub:"
+AUTO, HASHING, WORDLLAMA, DISTILBERT, HUB = "auto", "hashing", "wordllama", "distilbert", "hub:"
 FOLDERS = ("distilbert-base-uncased", "distilbert")  # where DistilBERT may lie below the data folder
 _LENGTH = 128  # tokens; longer texts are cut
 _BATCH = 64
 _MOST_DIMENSIONS = 2**16
+NORM = 10.0  # about the length of a transformer's vectors, so that the same learning rates fit a linear layer on any
 
 
 @runtime_checkable
@@ -44,11 +48,10 @@ class Encoder(Protocol):
 @dataclass(frozen=True)
 class HashingEncoder:
     """Words of a text without English stop words, each counted once, hashed with a sign into `dimensions` numbers (a
-    sparse random projection of the bag of words), and brought to length `norm`: that of a transformer's vectors, so
-    that the same learning rates fit a linear layer on either."""
+    sparse random projection of the bag of words), and brought to length `norm`."""
 
     dimensions: int = 2048
-    norm: float = 10.0
+    norm: float = NORM
 
     def __post_init__(self) -> None:
         if not 1 <= self.dimensions <= _MOST_DIMENSIONS:
@@ -68,6 +71,35 @@ class HashingEncoder:
         hashed = HashingVectorizer(n_features=self.dimensions, stop_words="english", binary=True, norm="l2")
         vectors: np.ndarray = hashed.transform(texts).astype(np.float32).toarray()
         return self.norm * vectors
+
+
+class WordLlamaEncoder:
+    """The mean of a text's token vectors, 256 numbers each, made from a language model's, brought to length NORM.
+    Weights and tokenizer are part of the package wordllama (MIT licence); nothing is downloaded."""
+
+    name = f"{WORDLLAMA}:256"
+
+    def __init__(self) -> None:
+        try:
+            import wordllama
+        except ImportError as missing:
+            raise DataError(
+                "stream.encoder: wordllama is not installed; install it with: pip install 'everfed[text]'"
+            ) from missing
+        # the package looks for its tokenizer in its cache folder alone: it is told that it is its own
+        here = Path(wordllama.__file__).parent
+        self._model = wordllama.WordLlama.load(cache_dir=here, disable_download=True)
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.name} {metadata.version(WORDLLAMA)} norm {NORM:g}"
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        if not texts:
+            return np.zeros((0, 256), np.float32)
+        vectors: np.ndarray = self._model.embed(list(texts))
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)  # an empty text stays at zero
+        return (NORM * vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
 
 
 class TransformerEncoder:
@@ -113,18 +145,23 @@ class TransformerEncoder:
 def make_encoder(spec: str | None, folder: Path | None) -> Encoder:
     """The encoder that `stream.encoder = spec` names. Raises DataError.
 
-    auto: DistilBERT where its weights lie in the data folder, else hashing; the result of a run says which.
+    auto: DistilBERT where its weights lie in the data folder, else WordLlama where it is installed, else hashing; the
+    result of a run says which.
     """
     spec = AUTO if spec is None else spec
     weights = _distilbert(folder)
     if spec == AUTO:
-        return TransformerEncoder(str(weights)) if weights else HashingEncoder()
+        if weights:
+            return TransformerEncoder(str(weights))
+        return WordLlamaEncoder() if find_spec(WORDLLAMA) else HashingEncoder()
+    if spec == WORDLLAMA:
+        return WordLlamaEncoder()
     if spec == DISTILBERT:
         if weights is None:
             raise DataError(
                 f"stream.encoder: no folder {' or '.join(FOLDERS)} with config.json, tokenizer and model.safetensors "
                 f"lies in the data folder; get it from https://huggingface.co/distilbert/distilbert-base-uncased, or "
-                f"use '{HUB}distilbert/distilbert-base-uncased' or '{HASHING}'"
+                f"use '{HUB}distilbert/distilbert-base-uncased', '{WORDLLAMA}' or '{HASHING}'"
             )
         return TransformerEncoder(str(weights))
     if spec.partition(":")[0] == HASHING:
@@ -148,7 +185,7 @@ def _hashing(spec: str) -> HashingEncoder:
 def _own(spec: str) -> Encoder:
     if ":" not in spec:
         raise DataError(
-            f"stream.encoder: {spec!r} is not one of the allowed values: {AUTO}, {DISTILBERT}, {HASHING}, "
+            f"stream.encoder: {spec!r} is not one of the allowed values: {AUTO}, {DISTILBERT}, {WORDLLAMA}, {HASHING}, "
             f"{HASHING}:<dimensions>, {HUB}<owner/model>, the folder of a transformer, or package.module:Name"
         )
     made = load_object(spec, "stream.encoder")()

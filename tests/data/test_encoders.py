@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,6 +53,25 @@ def test_hashing_is_a_function_of_the_text_alone() -> None:
     np.testing.assert_array_equal(vectors[1], encoder.encode([TEXTS[1]])[0])
     # neither case, order, repetition nor stop words matter
     np.testing.assert_array_equal(encoder.encode(["fox fox BROWN the quick"]), vectors[:1])
+
+
+def test_wordllama_knows_what_texts_are_about() -> None:
+    pytest.importorskip("wordllama")
+    encoder = make_encoder("wordllama", None)
+    assert encoder.name == make_encoder(None, None).name == "wordllama:256"
+    vectors = encoder.encode(["a boat on the sea", "the ship sails the ocean", "income tax and bank accounts", ""])
+    assert vectors.shape == (4, 256) and vectors.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1)[:3], 10.0, rtol=1e-5)
+    assert np.isfinite(vectors).all()
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]  # no word in common but "the"
+    np.testing.assert_allclose(vectors[:1], encoder.encode(["a boat on the sea"]), atol=1e-5)
+    assert encoder.encode([]).shape == (0, 256)
+
+
+def test_a_missing_wordllama_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wordllama", None)
+    with pytest.raises(DataError, match=r"wordllama is not installed.*everfed\[text\]"):
+        make_encoder("wordllama", None)
 
 
 def test_texts_that_share_words_lie_nearer() -> None:
@@ -111,7 +131,10 @@ def test_a_transformer_of_a_folder_gives_its_first_tokens_vector(tmp_path: Path)
     np.testing.assert_allclose(vectors[0], hidden[0, 0].numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_auto_takes_distilbert_where_its_weights_are_and_hashing_elsewhere(tmp_path: Path) -> None:
+def test_auto_takes_distilbert_where_its_weights_are_and_hashing_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everfed.data.encoders.find_spec", lambda name: None)
     assert make_encoder(None, tmp_path).name == "hashing:2048"
     assert make_encoder("auto", None).name == "hashing:2048"
     with pytest.raises(DataError, match=r"huggingface.co/distilbert.*hashing"):
