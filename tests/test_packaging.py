@@ -23,6 +23,7 @@ OPTIONAL = {
     "flwr_datasets",
     "transformers",
     "tokenizers",
+    "wordllama",
     "torchmetrics",
     "pycocotools",
     "fastapi",
