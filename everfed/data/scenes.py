@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Scenes:
+class Scenes(ABC):
     """Images with boxes by domain. home, away: the domains of a recipe that names none. anchors: shapes, shares."""
 
     name: str
@@ -46,13 +47,13 @@ class Scenes:
     anchors: tuple[tuple[float, float], ...] = ANCHORS
 
     @property
+    @abstractmethod
     def domains(self) -> tuple[str, ...]:
         """All of them, by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part(self, domain: str, part: str, size: Size, most: int | None) -> tuple[list[Scene], dict[str, int]]:
         """The scenes of a domain's train or test part, at most so many, and how many boxes were left out, by reason."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from everfed.core.client import Reply, new_state, run_client
 from everfed.core.data import Data
 from everfed.core.fit import Trainer
 from everfed.core.message import Message, addressed, unwrap
-from everfed.core.part import State
+from everfed.core.part import Model, State
 from everfed.core.phase import Phase
+from everfed.core.score import Exam, score_tasks
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
 from everfed.store.clients import ClientStore
@@ -41,6 +43,19 @@ def call(
     return run_client(world.method, phase, state or new_state(world.method, ctx), plain, data, ctx)
 
 
+class OneTrainer:
+    """For engines that score, and do the server's own work, with one trainer in this process."""
+
+    world: World
+    trainer: Trainer
+
+    def workbench(self) -> Trainer:
+        return self.trainer
+
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        return score_tasks(self.trainer, self.world.held_out, model, exam)
+
+
 def new_trainer(
     world: World,
     build_module: BuildModule,
@@ -53,4 +68,4 @@ def new_trainer(
     return kind(world.stream, world.facts.layout, build_module, device, precision, forward_part)
 
 
-__all__ = ["CLIENT_FAULTS", "BuildModule", "ClientStore", "call", "new_trainer"]
+__all__ = ["CLIENT_FAULTS", "BuildModule", "ClientStore", "OneTrainer", "call", "new_trainer"]

@@ -6,20 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.engine import ClientError
-from everfed.core.fit import Trainer
 from everfed.core.message import Message
-from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.score import Exam, score_tasks
 from everfed.core.world import Moment, World
-from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, call, new_trainer
+from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
 
 
-class Eager:
+class Eager(OneTrainer):
     """Debuggers work, memory is one model and one client's data, results are exact."""
 
     name = "eager"
@@ -45,12 +41,6 @@ class Eager:
                 raise ClientError(client, phase.name, moment.round, error) from error
             self.store.put(client, state)
             yield client, reply
-
-    def workbench(self) -> Trainer:
-        return self.trainer
-
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.trainer, self.world.held_out, model, exam)
 
     def describe(self) -> dict[str, Any]:
         facts: dict[str, Any] = {

@@ -18,14 +18,12 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.data import Data
 from everfed.core.engine import ClientError
-from everfed.core.fit import Trainer
 from everfed.core.message import Message
-from everfed.core.part import Model, Part, State
+from everfed.core.part import Part, State
 from everfed.core.phase import TRAIN, Phase
-from everfed.core.score import Exam, score_tasks
 from everfed.core.tree import leaves
 from everfed.core.world import Moment, World
-from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, call, new_trainer
+from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
 from everfed.engines.captured import CapturedTrainer
 from everfed.engines.device_data import DeviceData
 from everfed.engines.loops import LoopingTrainer
@@ -34,7 +32,7 @@ from everfed.engines.slots import Tuner, deal
 WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
 
 
-class Graphs:
+class Graphs(OneTrainer):
     """One CUDA device. slots: 0 chooses their number from memory and measured throughput."""
 
     name = "graphs"
@@ -151,12 +149,6 @@ class Graphs:
             self.notify({"event": "warning", "message": message})
 
     # the rest ----------------------------------------------------------------------------------------------------
-    def workbench(self) -> Trainer:
-        return self.trainer
-
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.trainer, self.world.held_out, model, exam)
-
     def describe(self) -> dict[str, Any]:
         return {
             "engine": self.name,

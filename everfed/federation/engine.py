@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.engine import Absent, ClientError
-from everfed.core.fit import Trainer
 from everfed.core.foresight import Ahead
 from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.score import Exam, score_tasks
 from everfed.core.world import Moment, Place, World
-from everfed.engines.base import BuildModule, new_trainer
+from everfed.engines.base import BuildModule, OneTrainer, new_trainer
 from everfed.federation import request as ask
 from everfed.federation.asking import REJECTED, Asking, Notify
 from everfed.federation.checking import Arrived, Desk, expected_reply
@@ -59,7 +56,7 @@ class Errand:
 Early = dict[int, tuple[Step, Reply | Absent]]  # answers that came with those of an earlier phase, by client
 
 
-class Federated:
+class Federated(OneTrainer):
     """Keeps no client's state. durable: from where the run would go on if it were killed now."""
 
     def __init__(
@@ -173,12 +170,6 @@ class Federated:
         return replies
 
     # the rest ----------------------------------------------------------------------------------------------------
-    def workbench(self) -> Trainer:
-        return self.trainer
-
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.trainer, self.world.held_out, model, exam)
-
     def describe(self) -> dict[str, Any]:
         return {
             "engine": self.name,

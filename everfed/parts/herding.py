@@ -5,8 +5,6 @@ Rebuffi et al., "iCaRL: Incremental Classifier and Representation Learning", 201
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from torch import Tensor
 
@@ -36,15 +34,3 @@ def herd(features: Tensor | np.ndarray, m: int) -> np.ndarray:
 def quota(budget: int, classes: int) -> int:
     """Exemplars per class: an equal share of the budget over all classes this client has seen."""
     return budget // classes if classes else 0
-
-
-def herd_by_class(features: Tensor | np.ndarray, labels: Tensor | np.ndarray, m: int) -> dict[int, np.ndarray]:
-    """For every class present, the positions of its first `m` exemplars in herding order."""
-    labels = labels.cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    rows = {int(label): np.flatnonzero(labels == label) for label in np.unique(labels)}
-    return {label: positions[herd(features[positions], m)] for label, positions in rows.items()}
-
-
-def cut(exemplars: Mapping[int, np.ndarray], m: int) -> dict[int, np.ndarray]:
-    """The first `m` exemplars of every class, order kept: how old classes make room for new ones."""
-    return {label: ordered[:m] for label, ordered in exemplars.items()}

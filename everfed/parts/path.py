@@ -12,6 +12,7 @@ The two methods differ only in which path s comes from.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,7 @@ def scratch(params: Tensor) -> Tree:
 
 
 @dataclass(frozen=True)
-class PathRegulariser(Part):
+class PathRegulariser(Part, ABC):
     """reg_strength: c. eps: damps Omega where a parameter hardly moved. omega_max: upper limit of Omega (0: none).
     penalise_bn: hold BatchNorm's weights and biases too; its statistics never are."""
 
@@ -97,9 +98,9 @@ class PathRegulariser(Part):
             omega = omega * not_batchnorm(ctx).to(omega.device)
         return {"omega": omega, "anchor": model["params"]}, {}
 
+    @abstractmethod
     def path(self, own: Tree, model: Model, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
         """(s, D) of the task that ends; `model` is the global model at its end, own["anchor"] that at its beginning."""
-        raise NotImplementedError
 
     def penalty(self, step: Step, gradient: Tensor) -> Tensor:
         """`gradient` with the penalty's: 2 c Omega (w - anchor)."""

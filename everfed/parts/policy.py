@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from everfed.core.context import Context
-from everfed.core.part import Model, Tables
+from everfed.core.part import CompositionError, Model, Tables
 from everfed.core.phase import END, Cohort, Phase
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Step
@@ -86,12 +86,12 @@ class Policy:
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
         """(different positions of the pool, at most `size`, in the order of the buffer; `host` afterwards)."""
-        raise NotImplementedError
+        raise CompositionError(f"policy {self.kind!r} has a phase to choose in, but no choose()")
 
     # phases of its own -----------------------------------------------------------------------------------------
     def speak(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[Tree, Tree]:
         """A client's turn in a phase before the choice: (`host`, reply)."""
-        raise NotImplementedError
+        raise CompositionError(f"policy {self.kind!r} has a phase of its own, but no speak()")
 
     def broadcast(self, server: Tree, phase: str, ctx: Context) -> dict[str, Any]:
         return {}

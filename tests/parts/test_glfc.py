@@ -22,7 +22,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import BOUNDARIES, CompositionError
 from everfed.models.lenet import EncoderBlueprint
 from everfed.parts.glfc import GLFC, class_weights
-from everfed.parts.herding import cut, herd
+from everfed.parts.herding import herd
 from everfed.parts.memory import stored
 from everfed.parts.policy import Policy
 from everfed.parts.prototypes import encoded, label_of, reconstructed
@@ -127,7 +127,6 @@ def test_herding_takes_all_when_there_are_few_and_first_the_one_closest_to_the_m
     features = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
     assert herd(features, 1).tolist() == [1]
     assert sorted(herd(features, 9).tolist()) == [0, 1, 2]
-    assert cut({3: np.array([4, 2, 9])}, 2)[3].tolist() == [4, 2]
 
 
 def held(outcome: Outcome, client: int = 0) -> tuple[list[int], list[int]]:

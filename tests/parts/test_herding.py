@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.parts.herding import cut, herd, herd_by_class, quota
+from everfed.parts.herding import herd, quota
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
@@ -62,24 +61,6 @@ def test_herded_mean_is_nearer_than_a_random_one() -> None:
         herded.append(np.linalg.norm(phi[herd(features, 5)].mean(axis=0) - mean))
         drawn.append(np.linalg.norm(phi[rng.choice(40, 5, replace=False)].mean(axis=0) - mean))
     assert np.mean(herded) < 0.7 * np.mean(drawn)
-
-
-def test_by_class_skips_absent_classes_and_keeps_the_budget() -> None:
-    rng = np.random.default_rng(4)
-    features, labels = torch.from_numpy(rng.standard_normal((30, 5))), torch.from_numpy(rng.choice([1, 4, 7], 30))
-    exemplars = herd_by_class(features, labels, quota(20, 3))
-    assert sorted(exemplars) == [1, 4, 7]
-    assert sum(map(len, exemplars.values())) <= 20
-    for label, rows in exemplars.items():
-        assert (labels[rows] == label).all()
-        own = np.flatnonzero(labels.numpy() == label)
-        assert (rows == own[herd(features[own], 6)]).all()
-
-
-def test_old_classes_are_cut_from_the_end() -> None:
-    exemplars = {0: np.array([5, 2, 9]), 1: np.array([7])}
-    shorter = cut(exemplars, 2)
-    assert shorter[0].tolist() == [5, 2] and shorter[1].tolist() == [7]
 
 
 def test_quota_shares_the_budget_by_classes_seen() -> None:
