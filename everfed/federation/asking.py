@@ -14,16 +14,17 @@ from everfed.federation.patience import Patience
 from everfed.federation.request import Answer
 from everfed.federation.transport import Failure, Transport
 
-FAILED, LATE, REJECTED = "failed", "late", "rejected"
+FAILED, LATE, REJECTED, SILENT = "failed", "late", "rejected", "silent"
 Notify = Callable[[dict[str, Any]], None]
 
 
 @dataclass
 class Waiting:
-    """A client that has not answered. ticket: of the request under way; due: when to ask again; missing: what it asked
-    for; trouble: what went wrong last."""
+    """A client that has not answered. tickets: of the requests under way, more than one where it kept silent; asked:
+    when it was asked last; due: when to ask again; missing: what it asked for; trouble: what went wrong last."""
 
-    ticket: str = ""
+    tickets: list[str] = field(default_factory=list)
+    asked: float = 0.0
     due: float = 0.0
     failures: int = 0
     missing: tuple[str, ...] = ()
@@ -56,7 +57,7 @@ class Asking:
             self._send()
             for ticket, answer in self.transport.receive():
                 self._take(ticket, answer)
-        self.transport.forget([one.ticket for one in self.waiting.values() if one.ticket])
+        self.transport.forget([ticket for one in self.waiting.values() for ticket in one.tickets])
         everybody = {**{client: one.trouble for client, one in self.waiting.items()}, **self.answers}
         return {client: everybody[client] for client in sorted(everybody)}
 
@@ -64,20 +65,30 @@ class Asking:
         return self.patience.over(self.phase, len(self.clients), len(self.answers), seconds)
 
     def _send(self) -> None:
-        """To every client that is connected, has no request under way, and whose time it is."""
+        """To every client that is connected and whose time it is."""
         here, now = self.transport.connected(), time.monotonic()
         for client, one in self.waiting.items():
-            if client in here and not one.ticket and one.due <= now:
+            if client in here and self._due(one, now):
+                self._tell_silence(client, one, now)
                 kind = self.phase if self.phase in ("train", "evaluate") else "query"
-                one.ticket = self.transport.send(client, self.write(client, one.missing), kind)
-                one.trouble = Absent(LATE, "the phase ended before it answered")
+                one.tickets.append(self.transport.send(client, self.write(client, one.missing), kind))
+                one.asked, one.trouble = now, Absent(LATE, "the phase ended before it answered")
+
+    def _due(self, one: Waiting, now: float) -> bool:
+        """Nothing is under way, or it was silent for so long that what is under way may be lost."""
+        return self.patience.lost(len(one.tickets), now - one.asked) if one.tickets else one.due <= now
+
+    def _tell_silence(self, client: int, one: Waiting, now: float) -> None:
+        if one.tickets:
+            what = {"phase": self.phase, "kind": SILENT, "reason": f"no word for {now - one.asked:.0f} s; asked again"}
+            self.notify({"event": "client", "client": client, **what})
 
     def _take(self, ticket: str, answer: Packet | Failure) -> None:
-        client = next((client for client, one in self.waiting.items() if one.ticket == ticket), None)
+        client = next((client for client, one in self.waiting.items() if ticket in one.tickets), None)
         if client is None:
             return  # of an earlier phase, which went on without it
         one = self.waiting[client]
-        one.ticket = ""
+        one.tickets.remove(ticket)
         if isinstance(answer, Failure):
             self._failed(client, Absent(FAILED, answer.reason))
             return
@@ -89,6 +100,7 @@ class Asking:
     def _understand(self, client: int, one: Waiting, answer: Answer) -> None:
         if answer.kind == ask.REPLY:
             self.answers[client] = self.read(client, answer)
+            self.transport.forget(one.tickets)
             del self.waiting[client]
         elif answer.kind == ask.MISSING and not set(answer.missing) <= set(one.missing):
             one.missing = tuple({*one.missing, *answer.missing})  # sent with the next request, which is due at once

@@ -48,7 +48,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=dict(self.env),
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
                 start_new_session=True,  # ctrl-C is the parent's to handle
             )
         self.started = time.monotonic()
@@ -97,7 +97,7 @@ def tend(children: Sequence[Child], say: Say, poll: float = 0.2) -> None:
             child.stop()
 
 
-def _die_with_parent() -> None:
+def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
     """On Linux a child is told when its parent is gone, however it went."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)

@@ -14,7 +14,9 @@ class Patience:
     deadline: seconds after which it goes on without the others, 0 for never; deadlines: the same for single phases.
     minimum: it never ends with fewer answers (0: all that are asked, or 1 where there is a deadline). enough: the share
     of answers that ends it at once; a plan that asks more clients than it needs over-selects. retry: seconds before a
-    client that failed is asked again, doubled each time up to `longest`.
+    client that failed is asked again, doubled each time up to `longest`. silence: seconds after which a client that is
+    connected but says nothing is asked again, doubled each time: requests can get lost without a word, and one that was
+    carried out already is answered from the client's journal.
     """
 
     deadline: float = 0.0
@@ -23,6 +25,7 @@ class Patience:
     enough: float = 1.0
     retry: float = 1.0
     longest: float = 30.0
+    silence: float = 300.0
 
     def over(self, phase: str, asked: int, answered: int, seconds: float) -> bool:
         """May the phase end now?"""
@@ -36,6 +39,10 @@ class Patience:
     def backoff(self, failures: int) -> float:
         """Seconds to wait after a client's n-th failure in a row."""
         return float(min(self.longest, self.retry * 2 ** min(failures - 1, 16)))
+
+    def lost(self, requests: int, seconds: float) -> bool:
+        """Is it time to ask again, `seconds` after the n-th request that nobody answered?"""
+        return seconds >= self.silence * 2 ** min(requests - 1, 16)
 
     def _least(self, phase: str, asked: int) -> int:
         if self.minimum:

@@ -108,7 +108,13 @@ def _engine(
     transport = GridTransport(open_grid, enrol, notify)
     section = assembly.recipe.federation
     patience = Patience(
-        section.deadline, dict(section.deadlines), section.minimum, section.enough, section.retry, section.longest_retry
+        deadline=section.deadline,
+        deadlines=dict(section.deadlines),
+        minimum=section.minimum,
+        enough=section.enough,
+        retry=section.retry,
+        longest=section.longest_retry,
+        silence=section.silence,
     )
     _wait_for(transport, serving.clients or assembly.stream.clients, notify)
     return Federated(assembly.world, assembly.build_module, transport, identity, patience, durable, notify)

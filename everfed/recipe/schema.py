@@ -177,6 +177,8 @@ class FederationSection(Section):
     deadline: seconds after which a phase goes on without the clients that have not answered, 0 for never; deadlines:
     the same for single phases, by name. minimum: a phase never ends with fewer answers (0: everybody's, or one where
     there is a deadline). enough: the share of answers that ends a phase at once, for plans that over-select.
+    retry: seconds before a client that failed is asked again, doubled up to longest_retry. silence: seconds after which
+    one that is connected but says nothing is asked again, doubled each time.
     """
 
     deadline: float = Field(0.0, ge=0)
@@ -185,6 +187,7 @@ class FederationSection(Section):
     enough: float = Field(1.0, gt=0, le=1)
     retry: float = Field(1.0, ge=0)
     longest_retry: float = Field(30.0, ge=0)
+    silence: float = Field(300.0, gt=0)
 
 
 class CompareSection(Section):

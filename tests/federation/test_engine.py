@@ -223,6 +223,22 @@ def test_a_client_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert_same(bench, bench.run(), federated(bench, loop), tmp_path)
 
 
+def test_a_request_that_got_lost_without_a_word_is_made_again(tmp_path: Path) -> None:
+    bench = Bench("fedgp")
+    loop = loop_of(bench, tmp_path)
+    loop.before = lambda client, packet: None if len(loop.sent) == 2 else packet  # it never arrived
+    loop.after = lambda client, reply: None if len(loop.received) == 5 else reply  # what was done is not done again
+    outcome = federated(bench, loop, patience=Patience(retry=0.0, silence=0.01))
+    assert_same(bench, bench.run(), outcome, tmp_path)
+    assert {event["kind"] for event in outcome.events if event["event"] == "client"} == {"silent"}
+
+
+def test_silence_is_waited_out_for_longer_each_time() -> None:
+    patience = Patience(silence=10.0)
+    assert [patience.lost(n, 39.9) for n in (1, 2, 3)] == [True, True, False]
+    assert patience.lost(3, 40.0)
+
+
 def test_enough_answers_end_a_phase(tmp_path: Path) -> None:
     bench = Bench("fedavg")
     loop = loop_of(bench, tmp_path)

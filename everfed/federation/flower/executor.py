@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 import everfed.federation.flower.client_app  # noqa: F401 - what the forked processes need is here before they are
+from everfed.federation.family import die_with_parent
 
 POLL = 0.05
 
@@ -57,8 +59,11 @@ def _acquirer(address: str) -> Callable[[], str]:
 def _fork(address: str, token: str) -> None:
     if os.fork():
         return
+    # At once and without a word. Flower's own way, `parent_pid`, reports the task as ended without answering a message
+    # that is still on its way in, and then nobody ever does; for a process that fell silent the SuperNode answers.
+    die_with_parent(signal.SIGKILL)
     try:
-        run_clientapp(address, token, insecure=True, parent_pid=os.getppid())
+        run_clientapp(address, token, insecure=True)
     except SystemExit as ended:
         os._exit(ended.code if isinstance(ended.code, int) else 1)
     finally:
