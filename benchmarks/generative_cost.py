@@ -1,30 +1,31 @@
-"""What generative replay costs beside FedAvg: seconds per round on clients, in the first task and later, and seconds
-per task on the server; bytes to a client per task.
+"""What generative replay costs beside FedAvg: seconds a round on clients, in the first task and later, seconds per task
+on the server, and bytes.
 
-Run as `python benchmarks/generative_cost.py [--dataset cifar100 --data DIR --model resnet18]`. All methods see the same
-stream in one process and take turns, a round each, so that a busy machine slows all alike; the engine is the one that
-`everfed run` would take. The first round of every task, in which steps may be captured, is left out. The MFCL paper
-prints, for a round of five clients: FedAvg 1.2 s in every task; FedLwF-2T 1.2 s, then 3.4 s; MFCL 1.2 s, then 3.7 s,
-and 330 s on the server once per task.
+Run as `python -m benchmarks.generative_cost --data DIR [--recipe mfcl/family-cifar100-small] [--set KEY=VALUE] [--out
+FILE]`. Stream, model, training and every method's own options are the recipe's; only the first tasks are run. All
+methods see the same stream in one process and take turns, a round each; the engine is the one that `everfed run` would
+take. The first two rounds of every task, in which steps may be captured, are left out; where a task has no more, the
+last one counts. Without data and GPU: `--set stream.dataset=digits --set model.kind=small-cnn`.
+
+The MFCL paper prints, for a round of five clients: FedAvg 1.2 s in every task; FedLwF-2T 1.2 s, then 3.4 s; MFCL 1.2 s,
+then 3.7 s, and 330 s on the server once per task.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
-from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from everfed import engines, session
-from everfed.core.fit import on_device
-from everfed.core.runner import EvalOptions, Runner
-from everfed.recipe import Recipe
-from everfed.store.clients import ClientStore
+from benchmarks.entrants import Entrant, entrant, parser_of, take_turns
+from benchmarks.measure import machine, write
+from everfed import methods
+from everfed.recipe import Recipe, parse_set, read, settled
 
-METHODS = ("fedavg", "fedlwf2t", "mfcl")
+METHODS = ("fedavg", "fedprox", "fedlwf2t", "mfcl", "target", "lander", "fedcil", "glfc", "af-fcl")
 PAPER = {  # client seconds in the first task and later, relative to FedAvg's 1.2 s
     "fedavg": (1.0, 1.0),
     "fedprox": (1.98 / 1.2, 1.98 / 1.2),
@@ -32,122 +33,113 @@ PAPER = {  # client seconds in the first task and later, relative to FedAvg's 1.
     "fedlwf2t": (1.0, 3.4 / 1.2),
     "mfcl": (1.0, 3.7 / 1.2),
 }
+WARM_UP = 2  # rounds of a task
 
 
-@dataclass
-class Entrant:
-    """One method on its way through the stream, and what it told."""
-
-    name: str
-    events: list[dict[str, Any]] = field(default_factory=list)
-    runner: Runner | None = None
-
-    def advance(self) -> None:
-        assert self.runner is not None
-        self.runner.round()
-
-    def clients(self, first: bool) -> float:
-        """Median seconds of a training phase in the first task, or after it."""
-        return median(
-            e["seconds"] for e in self.events if _is(e, "train") and (e["task"] == 0) == first and not e["warm_up"]
-        )
-
-    def server(self) -> float:
-        """Seconds of the server's own phases per task that has some."""
-        by_task: dict[int, float] = defaultdict(float)
-        for event in self.events:
-            if event["event"] == "phase" and event["phase"] != "train" and event["clients"] in ([], 0):
-                by_task[event["task"]] += event["seconds"]
-        return sum(by_task.values()) / len(by_task) if by_task else 0.0
-
-    def note(self, event: dict[str, Any]) -> None:
-        if _is(event, "train"):
-            event["warm_up"] = not any(_is(e, "train") and e["task"] == event["task"] for e in self.events)
-        self.events.append(event)
+def client_rounds(one: Entrant) -> dict[int, list[float]]:
+    """{task: seconds that clients took in each round}, in training and in phases of their own."""
+    seconds: dict[tuple[int, int], float] = defaultdict(float)
+    for event in one.events:
+        if event["event"] == "phase" and not _alone(event):
+            seconds[event["task"], event["round"]] += event["seconds"]
+    by_task: dict[int, list[float]] = defaultdict(list)
+    for (task, _), value in sorted(seconds.items()):
+        by_task[task].append(value)
+    return by_task
 
 
-def _is(event: dict[str, Any], phase: str) -> bool:
-    return event["event"] == "phase" and event["phase"] == phase
+def client_seconds(one: Entrant, first: bool) -> float | None:
+    """Median of a round in the first task, or after it; None when there is none."""
+    kept = [
+        value
+        for task, rounds in client_rounds(one).items()
+        if (task == 0) == first
+        for value in rounds[min(WARM_UP, len(rounds) - 1) :]
+    ]
+    return median(kept) if kept else None
 
 
-def entrant(recipe: Recipe, data_dir: str | None) -> Entrant:
-    assembly = session.assemble(recipe, data_dir)
-    one = Entrant(assembly.method.name)
-    engine = engines.build(recipe.engine, assembly.world, ClientStore(), assembly.build_module, one.note, None)
-    model = on_device(assembly.first_model(), engines.device(recipe.engine))
-    one.runner = Runner(assembly.world, engine, model, EvalOptions(logits="seen"), one.note)
-    return one
+def server_seconds(one: Entrant) -> dict[int, float]:
+    """{task: seconds of the server's own phases}, of tasks that have some."""
+    by_task: dict[int, float] = defaultdict(float)
+    for event in one.events:
+        if event["event"] == "phase" and _alone(event):
+            by_task[event["task"]] += event["seconds"]
+    return dict(by_task)
 
 
-def recipe_for(method: str, options: argparse.Namespace) -> Recipe:
-    own = {"mfcl": {"gen_steps": options.gen_steps, "gen_batch": options.gen_batch}} if method == "mfcl" else {}
-    return Recipe(
-        method={"name": method, **own},
-        stream={
-            "dataset": options.dataset,
-            "scenario": "class-incremental",
-            "tasks": options.tasks,
-            "clients": options.clients,
-            "participation": options.participation,
-            "partition": {"kind": "lda", "alpha": 1.0},
-            "max_train": options.samples,
-            "max_test": 100,  # evaluation is not what is measured
-        },
-        train={
-            "rounds_per_task": options.rounds,
-            "local_epochs": options.epochs,
-            "batch_size": 32,
-            "logits": "seen",
-            "optimizer": {"kind": "sgd", "lr": 0.01},
-        },
-        model={"kind": options.model},
-        engine={"kind": options.engine},
-    )
+def _alone(event: dict[str, Any]) -> bool:
+    """Is it a phase of the server's, without clients?"""
+    return not event["clients"]
 
 
-def compare(options: argparse.Namespace) -> None:
-    entrants = [entrant(recipe_for(name, options), options.data) for name in options.methods]
-    for _ in range(options.rounds * options.tasks):
-        for one in entrants:
-            one.advance()
-    base = entrants[0]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, engine {options.engine}"
-    print(f"{options.model} on {options.dataset}, {options.tasks} tasks of {options.rounds} rounds; {device}")
-    print(f"seconds of a round on clients, times {base.name}'s (the paper's in brackets); of the server per task")
-    print(f"{'method':10} {'first task':>22} {'later tasks':>22} {'server s/task':>14} {'down bytes':>11}")
-    for one in entrants:
-        print(row(one, base))
+def recipe_for(method: str, source: str, sets: list[str], rounds: int) -> Recipe:
+    """The recipe for one method. Of the keys method.PART.OPTION in `sets` it takes those of its own parts."""
+    others = {*methods.part_classes()} - {part.name for part in methods.build(method).parts}
+    own = [entry for entry in sets if not (parse_set(entry).key[0] == "method" and parse_set(entry).key[1] in others)]
+    return settled(read(source, method=method, sets=[*own, f"train.rounds_per_task={rounds}"]))
 
 
-def row(one: Entrant, base: Entrant) -> str:
-    assert one.runner is not None and base.runner is not None
-    printed = PAPER.get(one.name)
+def told(one: Entrant, base: Entrant) -> dict[str, Any]:
+    """What a result file says of one method."""
+    server = server_seconds(one)
+    first, later = (client_seconds(one, which) for which in (True, False))
+    plain = {which: client_seconds(base, which) for which in (True, False)}
+    return {
+        "method": one.name,
+        "client_seconds": {"first_task": first, "later_tasks": later},
+        "times_base": {"first_task": _over(first, plain[True]), "later_tasks": _over(later, plain[False])},
+        "paper_times_fedavg": PAPER.get(one.name),
+        "server_seconds_by_task": server,
+        "server_seconds_per_task": sum(server.values()) / len(server) if server else 0.0,
+        "rounds": {str(task): rounds for task, rounds in client_rounds(one).items()},
+        **one.traffic,
+        "client_state_bytes": one.state_bytes(),
+    }
+
+
+def _over(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def row(one: dict[str, Any], base: dict[str, Any]) -> str:
     cells = []
-    for index, first in enumerate((True, False)):
-        seconds, ratio = one.clients(first), one.clients(first) / base.clients(first)
-        cells.append(f"{seconds:.3f} s x{ratio:.2f} ({f'{printed[index]:.2f}' if printed else '-'})")
-    down = one.runner.state.traffic.as_dict()["bytes_down"] / base.runner.state.traffic.as_dict()["bytes_down"]
-    return f"{one.name:10} {cells[0]:>22} {cells[1]:>22} {one.server():14.2f} {f'x{down:.2f}':>11}"
+    for index, which in enumerate(("first_task", "later_tasks")):
+        seconds, ratio, paper = one["client_seconds"][which], one["times_base"][which], one["paper_times_fedavg"]
+        shown = "-" if seconds is None else f"{seconds:.3f} s x{ratio:.2f}"
+        cells.append(f"{shown} ({f'{paper[index]:.2f}' if paper else '-'})")
+    down, up = (f"x{one[key] / base[key]:.2f}" for key in ("bytes_down", "bytes_up"))
+    server = f"{one['server_seconds_per_task']:.2f}"
+    return f"{one['method']:10} {cells[0]:>22} {cells[1]:>22} {server:>14} {down:>8} {up:>8}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="the first one is what the others are divided by")
+    parser = parser_of(__doc__, METHODS)
+    parser.add_argument("--recipe", default="mfcl/family-cifar100-small", help="a file or a shipped recipe")
+    parser.add_argument("--tasks", type=int, default=3, help="how many of the recipe's are run")
     parser.add_argument("--rounds", type=int, default=6, help="per task, at least 2")
-    parser.add_argument("--tasks", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--participation", type=float, default=0.5)
-    parser.add_argument("--samples", type=int, default=1000, help="of the training data")
-    parser.add_argument("--gen-steps", type=int, default=100)
-    parser.add_argument("--gen-batch", type=int, default=128)
-    parser.add_argument("--model", default="small-cnn")
-    parser.add_argument("--dataset", default="digits")
-    parser.add_argument("--engine", default="auto", choices=("auto", "eager", "graphs"))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the recipe")
     parser.add_argument("--data", default=None)
+    parser.add_argument("--out", type=Path, default=None, help="a JSON file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    compare(options)
+    entrants = [
+        entrant(recipe_for(name, options.recipe, options.set, options.rounds), options.data) for name in options.methods
+    ]
+    take_turns(entrants, options.rounds * options.tasks)
+    facts = {"recipe": options.recipe, "sets": options.set, "tasks": options.tasks, "rounds_per_task": options.rounds}
+    rows = [told(one, entrants[0]) for one in entrants]
+    engine = entrants[0].engine.describe()
+    write({**facts, "machine": machine(), "engine": engine, "methods": rows}, options.out)
+    print(f"{options.recipe}, {options.tasks} tasks of {options.rounds} rounds; {engine}")
+    print(
+        f"seconds of a round on clients, times {rows[0]['method']}'s (the paper's in brackets); of the server per task"
+    )
+    print(f"{'method':10} {'first task':>22} {'later tasks':>22} {'server s/task':>14} {'down':>8} {'up':>8}")
+    for one in rows:
+        print(row(one, rows[0]))
+    for one in entrants:
+        one.engine.close()
 
 
 if __name__ == "__main__":

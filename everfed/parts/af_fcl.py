@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -51,8 +51,9 @@ _HEAD = "head."
 @dataclass(frozen=True)
 class AFFCL(Part):
     """k_loss_flow: k_f; 0 switches the flow off. k_flow_lastflow: k_lf. flow_explore_theta: theta. flow_lr: of Adam on
-    the flow. k_kd_last_cls: k_last; k_kd_global_cls: the same towards the model received. k_kd_feature, k_kd_output:
-    k_feat and k_out. hidden: width of the flow's networks.
+    the flow. replay_lr: of an Adam of step R's own, for runs by SGD, which the far-out features that a young flow draws
+    now and then would throw off; 0 leaves it to the run's optimiser. k_kd_last_cls: k_last; k_kd_global_cls: the same
+    towards the model received. k_kd_feature, k_kd_output: k_feat and k_out. hidden: width of the flow's networks.
 
     credibility_space: where the Gaussian of a class's latents is evaluated: at the sample's own "latent", or at the
     "feature", as in the released code. replay_layers: what replay trains: the whole "head", or its "middle" layer only,
@@ -63,6 +64,7 @@ class AFFCL(Part):
     k_flow_lastflow: float = 0.1
     flow_explore_theta: float = 0.1
     flow_lr: float = 5e-3
+    replay_lr: float = 0.0
     k_kd_last_cls: float = 0.2
     k_kd_global_cls: float = 0.0
     k_kd_feature: float = 0.5
@@ -79,7 +81,10 @@ class AFFCL(Part):
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        for name in ("k_loss_flow", "k_flow_lastflow", "flow_lr", "k_kd_last_cls", "k_kd_global_cls", "k_kd_feature"):
+        for name in (
+            *("k_loss_flow", "k_flow_lastflow", "flow_lr", "replay_lr"),
+            *("k_kd_last_cls", "k_kd_global_cls", "k_kd_feature"),
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
         if not 0 <= self.flow_explore_theta <= 1:
@@ -115,9 +120,10 @@ class AFFCL(Part):
         flow = registered(self.name, "flow.", personal=False)
         chosen = replayed_layers(layout, self.replay_layers)
         optimizer = Optimizer("adam", lr=self.flow_lr)
+        own = replace(optimizer, lr=self.replay_lr) if self.replay_lr else None
         return (
             Substep("flow", lambda name: name.startswith(flow), optimizer, alone=True),
-            Substep("replay", lambda name: name in chosen),
+            Substep("replay", lambda name: name in chosen, own),
         )
 
     # before training -----------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from everfed.core.extras import Extras, registered
 from everfed.core.fit import Fitted
 from everfed.core.layout import Layout
 from everfed.core.message import MODEL
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import BOUNDARIES, Model, Part, State, Tables
 from everfed.core.phase import TRAIN, Cohort, Phase
 from everfed.core.reduce import Collect, Mean, Reducer
@@ -52,7 +53,8 @@ class FedCIL(Part):
     """consistency_real, consistency_fake, consistency_label: weights of C1, C2, C3 (0 in the released code).
     server_steps, server_batch: of consolidation in every round, `server_chunk` steps between two checkpoints.
     noise: entries of z beside the one-hot label. generator: "wide" (grey images in the release), "slim" (colour), or
-    "auto", by the images. width: of its first map; 0 for its own. head: class losses are over the classes "seen" so
+    "auto", by the images. width: of its first map; 0 for its own. generator_lr: of an Adam of the generator's own, with
+    the betas of the release; 0 leaves it to the run's optimiser. head: class losses are over the classes "seen" so
     far, as if the head grew, or over its "full" width (released code). weighting: clients weigh by "samples", or
     "uniform"ly.
     """
@@ -66,6 +68,7 @@ class FedCIL(Part):
     noise: int = 100
     generator: str = "auto"
     width: int = 0
+    generator_lr: float = 0.0
     head: str = "seen"
     weighting: str = "samples"
 
@@ -77,7 +80,10 @@ class FedCIL(Part):
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        for name in ("consistency_real", "consistency_fake", "consistency_label", "server_steps", "noise", "width"):
+        for name in (
+            *("consistency_real", "consistency_fake", "consistency_label"),
+            *("server_steps", "noise", "width", "generator_lr"),
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
         for name in ("server_batch", "server_chunk"):
@@ -117,7 +123,8 @@ class FedCIL(Part):
 
     def substeps(self, layout: Layout) -> tuple[Substep, ...]:
         prefix = registered(self.name, f"{GENERATOR}.", personal=False)
-        return (Substep(GENERATOR, lambda name: name.startswith(prefix), alone=True, after=True),)
+        own = Optimizer("adam", lr=self.generator_lr, beta1=0.5, beta2=0.99) if self.generator_lr else None
+        return (Substep(GENERATOR, lambda name: name.startswith(prefix), own, alone=True, after=True),)
 
     def generator_span(self, layout: Layout) -> slice:
         """Where the generator lies in the parameter vector."""

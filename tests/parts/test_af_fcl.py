@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -269,6 +270,24 @@ def test_moments_of_all_three_optimisers_are_kept() -> None:
     assert {moments[f"{kind}/t".removeprefix("/")].item() for kind in kinds} == {4.0}  # two rounds of two minibatches
 
 
+def test_replay_by_adam_beside_sgd_bounds_what_far_out_features_do() -> None:
+    """One minibatch: the run's SGD has rate 0, so that only step R moves the head, by its rate at most."""
+    train = TrainOptions(1, 12, Optimizer(lr=0.0))
+    stream = ClassToy(clients=1, tasks=1, rounds_per_task=1, classes=4)
+    still, moved = bench(stream, train), bench(stream, train, replay_lr=0.02)
+    head = [e for e in still.layout().params if e.name in replayed_layers(still.layout(), "head")]
+    where = slice(head[0].start, head[-1].start + head[-1].size)
+    assert torch.equal(still.run().params[where], still.model()["params"][where])
+    change = (moved.run().params - moved.model()["params"])[where].abs()
+    assert change.max().item() == pytest.approx(0.02, rel=1e-4)
+    assert (
+        "af-fcl/replay/t"
+        in bench(train=replace(ADAM, optimizer=Optimizer(state="kept")), replay_lr=0.02)
+        .run(rounds=1)
+        .clients[0]["client"]["moments"]
+    )
+
+
 @pytest.mark.parametrize("logits", ["task", "seen"])
 def test_restricted_logits_never_lose_a_sampled_label(logits: str) -> None:
     train = TrainOptions(1, 6, Optimizer("adam", lr=0.01), logits=logits)
@@ -286,6 +305,7 @@ def test_parity_with_kept_moments() -> None:
     [
         ({"credibility_space": "pixel"}, "credibility_space must be one of latent, feature"),
         ({"flow_explore_theta": 1.5}, "flow_explore_theta must lie between 0 and 1"),
+        ({"replay_lr": -1.0}, "replay_lr must be at least 0"),
         ({"k_loss_flow": -1.0}, "k_loss_flow must be at least 0"),
         ({"variance_floor": 0.0}, "variance_floor and hidden must be above 0"),
     ],

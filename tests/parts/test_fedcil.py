@@ -166,6 +166,16 @@ def test_each_step_leaves_the_other_network_bit_identical(weight_decay: float) -
     assert not torch.equal(halves.end[where], halves.between[where])
 
 
+def test_a_generator_may_have_an_adam_of_its_own_beside_sgd() -> None:
+    """The first step of Adam moves every coordinate by its rate, however large the gradient."""
+    halves = Halves(bench(train=TrainOptions(1, 12, Optimizer(lr=0.1)), generator_lr=0.02))
+    moved = (halves.end - halves.start)[halves.span].abs()
+    assert moved.max().item() == pytest.approx(0.02, rel=1e-4)
+    assert moved.median().item() == pytest.approx(0.02, rel=1e-3)
+    with pytest.raises(methods.MethodError, match="fedcil.generator_lr must be at least 0; got -1"):
+        bench(generator_lr=-1.0).build_method()
+
+
 def test_the_first_task_replays_nothing_and_later_ones_only_what_the_client_had() -> None:
     case = bench(stream=ClassToy(tasks=2, classes=4))
     part = case.build_method().part("fedcil")
