@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is started again: doubled each time, up to this
 STEADY = 30.0  # a process that lived this long starts over with the shortest wait
+LAST_WORDS = 8192  # bytes at the end of a log in which the reason of an end is looked for
 _PR_SET_PDEATHSIG = 1
 
 Say = Callable[[str], None]
+Explain = Callable[[str], str]  # what a process wrote since it was started -> why it ended; "" where it does not say
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -28,7 +31,7 @@ def environment(home: Path) -> dict[str, str]:
 
 @dataclass
 class Child:
-    """One process. command: how to start it; log: where its output goes."""
+    """One process. command: how to start it; log: where its output goes; explain: reads in it why it ended."""
 
     name: str
     command: Sequence[str]
@@ -39,9 +42,12 @@ class Child:
     wait: float = FIRST
     due: float = 0.0
     deaths: int = field(default=0)
+    explain: Explain = lambda text: ""
+    _begun: int = 0  # where its log ended when it was started
 
     def start(self) -> None:
         with open(self.log, "ab") as log:
+            self._begun = log.tell()
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -66,7 +72,16 @@ class Child:
         steady = time.monotonic() - self.started > STEADY
         self.wait = FIRST if steady or self.deaths == 1 else min(LONGEST, 2 * self.wait)
         self.due, self.process = time.monotonic() + self.wait, None
-        say(f"{self.name} ended with code {code}; starting it again in {self.wait:.0f} s (see {self.log})")
+        why = self.explain(self._last_words())
+        told = f" ({why})" if why else ""
+        say(f"{self.name} ended with code {code}{told}; starting it again in {self.wait:.0f} s (see {self.log})")
+
+    def _last_words(self) -> str:
+        """What it wrote last."""
+        with suppress(OSError), open(self.log, "rb") as log:
+            log.seek(max(self._begun, log.seek(0, os.SEEK_END) - LAST_WORDS))
+            return log.read().decode(errors="replace")
+        return ""
 
     def stop(self, patience: float = 5.0) -> None:
         if self.process is None:

@@ -11,6 +11,11 @@ from everfed.federation.family import Child, Say, environment, tend
 from everfed.federation.local import NODE_KEY, socket_path
 from everfed.store.files import make_folder
 
+KEY_REFUSED = (
+    "the SuperLink refused this client's key: nobody enrolled it there, or the SuperNode that was killed is not missed "
+    "yet, which takes up to half a minute"
+)
+
 
 @dataclass(frozen=True)
 class Joining:
@@ -43,7 +48,26 @@ def children(joining: Joining, port: int) -> list[Child]:
         "supernode": _supernode(joining, folder, port),
         "executor": [sys.executable, "-m", "everfed.federation.flower.executor", "--runtime", f"127.0.0.1:{port}"],
     }
-    return [Child(f"the {name}", command, folder / f"{name}.log", env) for name, command in commands.items()]
+    return [
+        Child(
+            f"the {name}", command, folder / f"{name}.log", env, explain=refusal if name == "supernode" else last_line
+        )
+        for name, command in commands.items()
+    ]
+
+
+def refusal(text: str) -> str:
+    """Why a SuperNode ended, from what it wrote."""
+    said = text.partition("Failed to initialize the connection to the SuperLink.")[2].strip().splitlines()
+    if not said:
+        return last_line(text)
+    return KEY_REFUSED if "[code: 2004]" in said[0] else said[0].strip()
+
+
+def last_line(text: str) -> str:
+    """The error that most programs end with; nothing for one that was killed in the middle of something else."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines and "rror" in lines[-1] else ""
 
 
 def _worker(joining: Joining, folder: Path) -> list[str]:

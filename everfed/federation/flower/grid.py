@@ -66,6 +66,7 @@ class GridTransport:
         self._tickets: dict[str, int] = {}  # message -> node
         self._lost: list[tuple[str, Packet | Failure]] = []
         self._keys: dict[int, bytes] = {}
+        self._since: dict[int, str] = {}  # node -> when Flower last activated it
         self._looked = float("-inf")
 
     # who is there ------------------------------------------------------------------------------------------------
@@ -77,15 +78,30 @@ class GridTransport:
 
     def _look(self, grid: Grid) -> None:
         """Greet nodes that are new, and let go of those that are not there any more."""
-        here = {node.node_id: bytes(getattr(node, "public_key", b"")) for node in grid.get_nodes()}
+        nodes = list(grid.get_nodes())
+        here = {node.node_id: bytes(getattr(node, "public_key", b"")) for node in nodes}
         for node in [node for node in self._nodes if node not in here]:
-            self.notify({"event": "client", "client": self._nodes.pop(node), "kind": "gone", "reason": "not connected"})
+            self._gone(node, "not connected")
+        self._notice_restarts({node.node_id: str(getattr(node, "last_activated_at", "")) for node in nodes})
         self._keys = here
         self._refused &= set(here)
         asked = {*self._nodes, *self._refused, *self._greeting.values()}
         for node in [node for node in here if node not in asked]:
             hello = Packet({"protocol": PROTOCOL, "kind": ask.HELLO})
             self._greeting[self._push(grid, node, hello, "query")] = node
+
+    def _notice_restarts(self, since: dict[int, str]) -> None:
+        """A node that keeps its number over a restart (it has a key) has lost what it was asked. Flower says so only to
+        whoever looks while it is away."""
+        for node in [node for node, when in since.items() if self._since.get(node, when) != when]:
+            self._greeting = {message: asked for message, asked in self._greeting.items() if asked != node}
+            self._lose(node)
+            if node in self._nodes:
+                self._gone(node, "its SuperNode was restarted")
+        self._since |= since
+
+    def _gone(self, node: int, reason: str) -> None:
+        self.notify({"event": "client", "client": self._nodes.pop(node), "kind": "gone", "reason": reason})
 
     def _welcome(self, node: int, answer: Packet | Failure) -> None:
         """A node said who it is."""
@@ -107,6 +123,10 @@ class GridTransport:
     def _replaced(self, node: int) -> None:
         """The client of this node came back under a new number, before Flower missed the old one."""
         del self._nodes[node]
+        self._lose(node)
+
+    def _lose(self, node: int) -> None:
+        """What this node was asked will not be answered."""
         lost = [ticket for ticket, asked in self._tickets.items() if asked == node]
         self._lost += [(ticket, Failure("the client was restarted")) for ticket in lost]
         self.forget(lost)

@@ -1,0 +1,149 @@
+"""Who is connected, as the Grid tells it: nodes that come, go, and come back under the number they had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+
+from everfed.federation.flower.grid import GridTransport, Node
+from everfed.federation.flower.records import to_records
+from everfed.federation.packet import Packet
+from everfed.federation.transport import Failure
+
+
+@dataclass
+class Here:
+    node_id: int
+    last_activated_at: str = "at eight"
+    public_key: bytes = b"key"
+
+
+@dataclass
+class Says:
+    """A message as Flower hands it out."""
+
+    content: Any
+    ticket: str
+
+    @property
+    def metadata(self) -> Any:
+        return type("Metadata", (), {"reply_to_message_id": self.ticket})
+
+    def has_error(self) -> bool:
+        return False
+
+
+@dataclass
+class FakeGrid:
+    """answers: replies that are ready, by what they reply to."""
+
+    nodes: list[Here]
+    sent: list[tuple[str, int]] = field(default_factory=list)
+    answers: dict[str, Packet] = field(default_factory=dict)
+
+    def get_nodes(self) -> list[Here]:
+        return self.nodes
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        tickets = [f"m{len(self.sent) + index}" for index in range(len(messages))]
+        self.sent += [(t, m.metadata.dst_node_id) for t, m in zip(tickets, messages, strict=True)]
+        return tickets
+
+    def pull_messages(self, tickets: list[str]) -> list[Says]:
+        found = [ticket for ticket in tickets if ticket in self.answers]
+        return [Says(to_records(self.answers.pop(ticket)), ticket) for ticket in found]
+
+    def greet(self) -> None:
+        """Answer the last message: it asked who that node is."""
+        ticket, node = self.sent[-1]
+        hello: dict[str, Any] = {"protocol": 1, "kind": "hello", "name": f"site-{node}", "client": node}
+        self.answers[ticket] = Packet(hello)
+
+
+@dataclass
+class Meeting:
+    grid: FakeGrid
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.transport = GridTransport(
+            lambda: self.grid,  # type: ignore[arg-type,return-value]
+            lambda node: self.enrol(node),
+            self.events.append,
+            poll=0.0,
+            look=0.0,
+        )
+
+    def enrol(self, node: Node) -> int:
+        return node.client
+
+    def told(self) -> list[tuple[str, str]]:
+        return [(event["kind"], event["reason"]) for event in self.events]
+
+
+@pytest.fixture(autouse=True)
+def _a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's messages say whose they are."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name in ("_run_id", "_task_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+
+
+@pytest.fixture
+def met() -> Meeting:
+    """Node 5 is connected as client 5."""
+    meeting = Meeting(FakeGrid([Here(5)]))
+    assert meeting.transport.connected() == frozenset()
+    meeting.grid.greet()
+    assert meeting.transport.receive() == []
+    assert meeting.transport.connected() == {5}
+    return meeting
+
+
+def test_a_node_that_was_restarted_between_two_looks_is_asked_again(met: Meeting) -> None:
+    """It has the same number, and Flower never says that what it was asked is lost."""
+    ticket = met.transport.send(5, Packet({"protocol": 1}), "train")
+    met.grid.nodes = [Here(5, "at nine")]
+    assert met.transport.connected() == frozenset()
+    assert met.transport.receive() == [(ticket, Failure("the client was restarted"))]
+    met.grid.greet()
+    met.transport.receive()
+    assert met.transport.connected() == {5}
+    assert met.told() == [("connected", "site-5"), ("gone", "its SuperNode was restarted"), ("connected", "site-5")]
+    met.grid.answers[ticket] = Packet({"protocol": 1})
+    assert met.transport.receive() == []  # nobody waits for it any more
+
+
+def test_a_node_that_was_away_and_restarted_is_asked_again(met: Meeting) -> None:
+    ticket = met.transport.send(5, Packet({"protocol": 1}), "train")
+    for nodes in ([], [Here(5, "at nine")]):
+        met.grid.nodes = nodes
+        assert met.transport.connected() == frozenset()
+    assert met.transport.receive() == [(ticket, Failure("the client was restarted"))]
+
+
+def test_a_node_restarted_while_it_was_greeted_is_greeted_again() -> None:
+    meeting = Meeting(FakeGrid([Here(5)]))
+    meeting.transport.connected()
+    meeting.transport.connected()
+    assert len(meeting.grid.sent) == 1
+    meeting.grid.nodes = [Here(5, "at nine")]
+    meeting.transport.connected()
+    assert len(meeting.grid.sent) == 2
+    meeting.grid.greet()
+    meeting.transport.receive()
+    assert meeting.transport.connected() == {5}
+
+
+def test_a_node_that_only_beats_is_left_alone(met: Meeting) -> None:
+    ticket = met.transport.send(5, Packet({"protocol": 1}), "train")
+    for _ in range(3):
+        assert met.transport.connected() == {5}
+    met.grid.answers[ticket] = Packet({"protocol": 1})
+    assert [name for name, _ in met.transport.receive()] == [ticket]
+    assert met.told() == [("connected", "site-5")]
