@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,18 +22,21 @@ Notify = Callable[[dict[str, Any]], None]
 @dataclass
 class Waiting:
     """A client that has not answered. tickets: of the requests under way, more than one where it kept silent; asked:
-    when it was asked last; due: when to ask again; missing: what it asked for; trouble: what went wrong last."""
+    when it was asked last; due: when to ask again, infinity for one that is given up; own: how many of its failures
+    were its own; missing: what it asked for; trouble: what went wrong last."""
 
     tickets: list[str] = field(default_factory=list)
     asked: float = 0.0
     due: float = 0.0
     failures: int = 0
+    own: int = 0
     missing: tuple[str, ...] = ()
     trouble: Absent = field(default_factory=lambda: Absent(LATE, "it was not connected"))
 
 
 class Asking:
-    """write: (client, what it lacks) -> request; read: (client, answer) -> what the phase is after, or PacketError."""
+    """write: (client, what it lacks) -> request; read: (client, answer) -> what the phase is after, or PacketError.
+    hopeless: the clients that were given up when they were last asked; they have one try until they answer again."""
 
     def __init__(
         self,
@@ -43,8 +47,9 @@ class Asking:
         write: Callable[[int, tuple[str, ...]], Packet],
         read: Callable[[int, Answer], Any],
         notify: Notify,
+        hopeless: set[int],
     ) -> None:
-        self.phase, self.clients = phase, clients
+        self.phase, self.clients, self.hopeless = phase, clients, hopeless
         self.transport, self.patience = transport, patience
         self.write, self.read, self.notify = write, read, notify
         self.waiting = {client: Waiting() for client in clients}
@@ -62,7 +67,8 @@ class Asking:
         return {client: everybody[client] for client in sorted(everybody)}
 
     def _over(self, seconds: float) -> bool:
-        return self.patience.over(self.phase, len(self.clients), len(self.answers), seconds)
+        given_up = sum(one.due == math.inf for one in self.waiting.values())
+        return self.patience.over(self.phase, len(self.clients), len(self.answers), seconds, given_up)
 
     def _send(self) -> None:
         """To every client that is connected and whose time it is."""
@@ -76,6 +82,8 @@ class Asking:
 
     def _due(self, one: Waiting, now: float) -> bool:
         """Nothing is under way, or it was silent for so long that what is under way may be lost."""
+        if one.due == math.inf:
+            return False
         return self.patience.lost(len(one.tickets), now - one.asked) if one.tickets else one.due <= now
 
     def _tell_silence(self, client: int, one: Waiting, now: float) -> None:
@@ -90,7 +98,7 @@ class Asking:
         one = self.waiting[client]
         one.tickets.remove(ticket)
         if isinstance(answer, Failure):
-            self._failed(client, Absent(FAILED, answer.reason))
+            self._failed(client, Absent(FAILED, answer.reason), answer.own)
             return
         try:
             self._understand(client, one, Answer.of(answer))
@@ -102,15 +110,25 @@ class Asking:
             self.answers[client] = self.read(client, answer)
             self.transport.forget(one.tickets)
             del self.waiting[client]
+            self.hopeless.discard(client)
         elif answer.kind == ask.MISSING and not set(answer.missing) <= set(one.missing):
             one.missing = tuple({*one.missing, *answer.missing})  # sent with the next request, which is due at once
         else:
             self._failed(client, Absent(REJECTED if answer.kind == ask.MISSING else FAILED, answer.reason))
 
-    def _failed(self, client: int, trouble: Absent) -> None:
+    def _failed(self, client: int, trouble: Absent, own: bool = True) -> None:
         one = self.waiting[client]
-        one.failures += 1
-        one.trouble, one.due = trouble, time.monotonic() + self.patience.backoff(one.failures)
-        again = {"failures": one.failures, "again_in": round(self.patience.backoff(one.failures), 1)}
-        what = {"phase": self.phase, "kind": trouble.kind, "reason": trouble.reason}
+        one.failures, one.own, one.trouble = one.failures + 1, one.own + own, trouble
+        what = {"phase": self.phase, "kind": trouble.kind, "reason": trouble.reason, "failures": one.failures}
+        if own and self._enough(client, one.own):
+            one.due, one.trouble = math.inf, Absent(trouble.kind, f"given up after {one.own} tries: {trouble.reason}")
+            self.hopeless.add(client)
+            again: dict[str, Any] = {"given_up": True}
+        else:
+            wait = self.patience.backoff(one.failures)
+            one.due, again = time.monotonic() + wait, {"again_in": round(wait, 1)}
         self.notify({"event": "client", "client": client, **what, **again})
+
+    def _enough(self, client: int, failures: int) -> bool:
+        tries = self.patience.tries
+        return tries > 0 and failures >= (1 if client in self.hopeless else tries)

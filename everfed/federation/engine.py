@@ -81,6 +81,7 @@ class Federated(OneTrainer):
         self._told: set[int] = set()  # the clients that were sent the recipe
         self._ahead: tuple[Errand, ...] = ()
         self._early: dict[Place, Early] = {}
+        self._hopeless: set[int] = set()  # the clients that were given up when they were last asked
         self.bytes_sent = self.bytes_received = 0
 
     def expect(self, ahead: Sequence[Ahead]) -> None:
@@ -108,7 +109,8 @@ class Federated(OneTrainer):
             return self._replies(client, self._request(client, errands), answer)
 
         phase = errand.phase.name
-        found = Asking(phase, clients, self.transport, self.patience, write, read, self.notify).run()
+        asking = Asking(phase, clients, self.transport, self.patience, write, read, self.notify, self._hopeless)
+        found = asking.run()
         self._early = {}
         for index, one in enumerate(errands[1:], start=1):
             kept = {c: answer if isinstance(answer, Absent) else answer[index] for c, answer in found.items()}
@@ -135,11 +137,13 @@ class Federated(OneTrainer):
         return checked
 
     def _usable(self, answers: dict[int, Reply | Absent], phase: Phase, moment: Moment) -> dict[int, Reply | Absent]:
-        """Raises ClientError when nobody's answer can be used: a round needs one."""
+        """Raises ClientError when fewer answers can be used than a phase needs: one, or federation.minimum."""
         absent = {client: answer for client, answer in answers.items() if isinstance(answer, Absent)}
-        if len(absent) == len(answers):
+        left = len(answers) - len(absent)
+        if absent and (left == 0 or not self.patience.suffices(left, len(answers))):
             client, why = next(iter(absent.items()))
-            raise ClientError(client, phase.name, moment.round, f"{why.kind}: {why.reason}; so did all others")
+            rest = "so did all others" if left == 0 else f"{left} answers are left, federation.minimum asks for more"
+            raise ClientError(client, phase.name, moment.round, f"{why.kind}: {why.reason}; {rest}")
         return answers
 
     def _request(self, client: int, errands: Sequence[Errand]) -> Request:

@@ -16,7 +16,8 @@ class Patience:
     of answers that ends it at once; a plan that asks more clients than it needs over-selects. retry: seconds before a
     client that failed is asked again, doubled each time up to `longest`. silence: seconds after which a client that is
     connected but says nothing is asked again, doubled each time: requests can get lost without a word, and one that was
-    carried out already is answered from the client's journal.
+    carried out already is answered from the client's journal. tries: how often a client that itself fails is asked in a
+    phase before it counts as absent, 0 for ever; one that cannot be reached is waited for all the same.
     """
 
     deadline: float = 0.0
@@ -26,15 +27,20 @@ class Patience:
     retry: float = 1.0
     longest: float = 30.0
     silence: float = 300.0
+    tries: int = 10
 
-    def over(self, phase: str, asked: int, answered: int, seconds: float) -> bool:
-        """May the phase end now?"""
-        if answered >= asked:
+    def over(self, phase: str, asked: int, answered: int, seconds: float, given_up: int = 0) -> bool:
+        """May the phase end now? given_up: how many of those that were asked will not answer."""
+        if answered + given_up >= asked or not self.suffices(asked - given_up, asked):
             return True
         if answered < self._least(phase, asked):
             return False
         deadline = self._deadline(phase)
         return answered >= math.ceil(self.enough * asked) or (deadline > 0 and seconds >= deadline)
+
+    def suffices(self, answers: int, asked: int) -> bool:
+        """Are so many answers as many as `minimum` asks for?"""
+        return answers >= min(self.minimum, asked)
 
     def backoff(self, failures: int) -> float:
         """Seconds to wait after a client's n-th failure in a row."""

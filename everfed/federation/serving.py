@@ -115,6 +115,7 @@ def _engine(
         retry=section.retry,
         longest=section.longest_retry,
         silence=section.silence,
+        tries=section.tries,
     )
     _wait_for(transport, serving.clients or assembly.stream.clients, notify)
     return Federated(assembly.world, assembly.build_module, transport, identity, patience, durable, notify)

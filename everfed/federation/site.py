@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,6 @@ from everfed.core.message import Message
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import to_bytes
 from everfed.core.world import Moment, World
-from everfed.engines.base import CLIENT_FAULTS
 from everfed.errors import is_users
 from everfed.federation import request as ask
 from everfed.federation.codec import reply_to_tree, to_message
@@ -33,6 +33,7 @@ class Kit:
     store: ClientStore
 
 
+_LOG = logging.getLogger("everfed.site")
 BuildKit = Callable[[str, float], Kit]  # recipe in TOML, scale
 
 
@@ -78,12 +79,10 @@ class Site:
             return self._steps(packet, Request.of(packet)).packet()
         except (PacketError, Stale) as error:
             return Answer(ask.REFUSED, reason=f"{type(error).__name__}: {error}").packet()
-        except (*CLIENT_FAULTS, ClientError) as error:
-            return Answer(ask.FAILED, reason=f"{type(error).__name__}: {error}").packet()
-        except Exception as error:
-            if not is_users(error):
-                raise
-            return Answer(ask.FAILED, reason=str(error)).packet()
+        except Exception as error:  # a user's own stream or part may raise anything
+            _LOG.exception("a step failed; the server was told")
+            told = str(error) if is_users(error) else f"{type(error).__name__}: {error}"
+            return Answer(ask.FAILED, reason=told).packet()
 
     def _hello(self) -> Packet:
         header: dict[str, Value] = {"protocol": PROTOCOL, "kind": ask.HELLO}

@@ -10,10 +10,10 @@ from everfed.federation.packet import Packet
 
 @dataclass(frozen=True)
 class Failure:
-    """A packet was not answered. lasting: asking the same client again is of no use."""
+    """A packet was not answered. own: the client had it and failed, rather than the way to it."""
 
     reason: str
-    lasting: bool = False
+    own: bool = False
 
 
 class Transport(Protocol):

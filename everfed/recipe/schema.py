@@ -178,7 +178,8 @@ class FederationSection(Section):
     the same for single phases, by name. minimum: a phase never ends with fewer answers (0: everybody's, or one where
     there is a deadline). enough: the share of answers that ends a phase at once, for plans that over-select.
     retry: seconds before a client that failed is asked again, doubled up to longest_retry. silence: seconds after which
-    one that is connected but says nothing is asked again, doubled each time.
+    one that is connected but says nothing is asked again, doubled each time. tries: how often one whose own code fails
+    is asked in a phase before it counts as absent, 0 for ever.
     """
 
     deadline: float = Field(0.0, ge=0)
@@ -188,6 +189,7 @@ class FederationSection(Section):
     retry: float = Field(1.0, ge=0)
     longest_retry: float = Field(30.0, ge=0)
     silence: float = Field(300.0, gt=0)
+    tries: int = Field(10, ge=0)
 
 
 class CompareSection(Section):

@@ -23,6 +23,7 @@ from everfed.federation import request as ask
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.patience import Patience
 from everfed.federation.request import Answer, Request
+from everfed.federation.site import Identity, Kit, Site
 from everfed.federation.transport import Failure
 from tests.federation.loop import Loop, federated, loop_of, site, states
 from tests.support.toy import Bench, Norm, Outcome, Paused, Toy, comparable
@@ -205,6 +206,81 @@ def test_a_client_that_never_makes_sense_is_left_out_after_the_deadline(tmp_path
     assert outcome.state.absent == {"rejected": 4}
     named = [event["absent"] for event in outcome.events if event["event"] == "phase"]
     assert all(set(one) == {"1"} and one["1"].startswith("rejected: ") for one in named)
+
+
+# clients whose own code always raises ---------------------------------------------------------------------------------
+class Broken(Exception):
+    """Of a user's own, which nobody here has heard of."""
+
+
+def broken(tmp_path: Path, client: int) -> Site:
+    def build(recipe: str, scale: float) -> Kit:
+        raise Broken("no images today")
+
+    return Site(tmp_path / str(client), Identity(f"site-{client}", client), build)
+
+
+def given_up(events: list[Any]) -> list[tuple[int, int]]:
+    """(client, failures) of the events that say so."""
+    return [(event["client"], event["failures"]) for event in events if event.get("given_up")]
+
+
+def test_a_client_that_always_fails_is_left_out_after_some_tries(tmp_path: Path) -> None:
+    """Three in the first phase, one in each that follows; and it is named with its reason."""
+    bench = Bench("fedavg")
+    loop = loop_of(bench, tmp_path)
+    loop.sites[1] = broken(tmp_path, 1)
+    outcome = federated(bench, loop, patience=Patience(retry=0.001, tries=3))
+    planned = bench.change(stream=Toy(cohorts=dict.fromkeys(range(4), (0, 2)))).run()
+    assert torch.equal(outcome.params, planned.params)
+    assert given_up(outcome.events) == [(1, 3), (1, 1), (1, 1), (1, 1)]
+    assert outcome.state.absent == {"failed": 4}
+    named = [event["absent"]["1"] for event in outcome.events if event["event"] == "phase"]
+    assert named == [f"failed: given up after {n} tries: Broken: no images today" for n in (3, 1, 1, 1)]
+    told = [event for event in outcome.events if event["event"] == "client"]
+    assert [event.get("again_in") for event in told[:3]] == [0.0, 0.0, None]
+
+
+def test_a_client_that_was_given_up_and_is_mended_has_all_its_tries_again(tmp_path: Path) -> None:
+    bench = Bench("fedavg")
+    loop = loop_of(bench, tmp_path)
+    loop.sites[1] = broken(tmp_path, 1)
+    faults = {(1, 2): Failure("its app died", own=True)}
+
+    def mend(client: int, packet: Packet) -> Any:
+        if (client, packet.json("steps")[0][1][0]) == (0, 1):
+            loop.sites[1] = site(bench, tmp_path, 1)
+        return once(faults)(client, packet)
+
+    loop.before = mend
+    outcome = federated(bench, loop, patience=Patience(retry=0.0, tries=2))
+    assert torch.equal(outcome.params, bench.change(stream=Toy(cohorts={0: (0, 2)})).run().params)
+    assert given_up(outcome.events) == [(1, 2)]
+
+
+def test_one_that_cannot_be_reached_is_waited_for_however_often(tmp_path: Path) -> None:
+    bench = Bench("fedavg")
+    loop = loop_of(bench, tmp_path)
+    left = [20]
+
+    def lose(client: int, packet: Packet) -> Any:
+        left[0] -= client == 1
+        return Failure("the node is not available") if client == 1 and left[0] > 0 else packet
+
+    loop.before = lose
+    outcome = federated(bench, loop, patience=Patience(retry=0.0, tries=2))
+    assert_same(bench, bench.run(), outcome, tmp_path)
+
+
+@pytest.mark.parametrize(("minimum", "said"), [(0, "so did all others"), (3, "2 answers are left")])
+def test_a_run_with_too_few_left_ends_and_says_why(minimum: int, said: str, tmp_path: Path) -> None:
+    bench = Bench("fedavg")
+    loop = loop_of(bench, tmp_path)
+    for client in (1,) if minimum else (0, 1, 2):
+        loop.sites[client] = broken(tmp_path, client)
+    first = 1 if minimum else 0
+    with pytest.raises(ClientError, match=f"client {first} failed .* after 2 tries: Broken: no images today; {said}"):
+        federated(bench, loop, patience=Patience(retry=0.0, tries=2, minimum=minimum))
 
 
 def test_a_client_that_is_away_is_waited_for(tmp_path: Path) -> None:
@@ -416,6 +492,9 @@ def test_patience_in_numbers() -> None:
     assert patience.over("other", 3, 2, 10)
     assert not patience.over("train", 3, 2, 10)
     assert patience.over("train", 3, 3, 0)
+    assert not patience.over("train", 3, 1, 99, given_up=1)
+    assert patience.over("train", 3, 2, 0, given_up=1)
+    assert patience.over("train", 3, 0, 0, given_up=2)  # two answers cannot come together any more
     assert [replace(patience, retry=1.0, longest=5.0).backoff(n) for n in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 5.0]
 
 

@@ -63,6 +63,41 @@ def test_two_sites_with_folders_of_their_own(tmp_path: Path, monkeypatch: pytest
     assert outcome(out)["matrix"] == outcome(tmp_path / "reference")["matrix"]
 
 
+BROKEN = """\
+def make_stream(client):
+    class NoCamera(Exception):
+        pass
+
+    raise NoCamera("the camera is not plugged in")
+"""
+
+
+def test_a_site_whose_own_code_always_raises(tmp_path: Path) -> None:
+    """The others go on without it after its tries, and the events, the status and its own log say why."""
+    from everfed.federation.status import status
+
+    write_data(tmp_path / "data")
+    (tmp_path / "sites_for_test.py").write_text(MODULE.format(data=str(tmp_path / "data")))
+    (tmp_path / "broken_for_test.py").write_text(BROKEN)
+    path = os.pathsep.join([str(tmp_path), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    sets = ["train.rounds_per_task=1", "engine.kind=eager", "federation.tries=2", "federation.retry=0.1"]
+    recipe = read(EXAMPLES / "recipe.toml", sets=sets)
+    field = Field(tmp_path, 0)
+    try:
+        for client, module in enumerate(("sites_for_test", "broken_for_test")):
+            joining = field.joining(client, data=f"{module}:make_stream")
+            field.sites[client] = Site(joining, env={"PYTHONPATH": path})
+        out = field.serve(recipe, "run")
+    finally:
+        field.close()
+    absent = [event["absent"] for event in events(out, "phase") if "absent" in event]
+    assert absent and all(set(one) == {"1"} for one in absent)
+    assert absent[0]["1"] == "failed: given up after 2 tries: NoCamera: the camera is not plugged in"
+    told = status(out)["clients"]
+    assert [one["name"] for one in told if "camera" in one["trouble"]] == ["site-1"]
+    assert "NoCamera: the camera is not plugged in" in (tmp_path / "c1" / "worker.log").read_text()
+
+
 def test_tls_and_keys(tmp_path: Path) -> None:
     """Two clients are enrolled; a third has a key that nobody enrolled, and is refused while the run goes on."""
     from everfed.federation.flower.link import Address, open_grid

@@ -26,6 +26,7 @@ CODES = {
     5: "the node is not available",
     8: "the app's process died",
 }
+OWN = frozenset({1, 2, 8})  # errors of the client's app, not of the way to it
 LOST = (httpx.HTTPError, RunNotRunningException, OSError)
 
 
@@ -195,7 +196,7 @@ def _answer(reply: Message) -> Packet | Failure:
     if reply.has_error():
         code = int(reply.error.code)
         reason = CODES.get(code, f"Flower's error {code}")
-        return Failure(f"{reason}: {reply.error.reason}" if reply.error.reason else reason)
+        return Failure(f"{reason}: {reply.error.reason}" if reply.error.reason else reason, code in OWN)
     try:
         return from_records(reply.content)
     except PacketError:
