@@ -7,11 +7,14 @@ client order, so it does not depend on who finished first. An absent reply is le
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from everfed.core.tree import Tree
 
 
 class Reducing(ABC):
@@ -23,6 +26,18 @@ class Reducing(ABC):
     @abstractmethod
     def result(self) -> Any:
         """The reduced value, or None when no reply carried one."""
+
+
+class Shared(Reducing):
+    """A reduction that several processes make together, each with the replies of its own clients."""
+
+    @abstractmethod
+    def tell(self) -> Tree:
+        """What the others need of what came in here."""
+
+    @abstractmethod
+    def hear(self, told: Sequence[Tree]) -> None:
+        """What all of them told, this one included; from here on as if every reply had come in here."""
 
 
 class Reducer(ABC):
@@ -84,12 +99,19 @@ class Sum(Reducer):
         return Total(mean=False, weighted=False)
 
 
-class Collected(Reducing):
+class Collected(Shared):
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
 
     def add(self, client: int, value: Any, weight: float) -> None:
         self.values[client] = value
+
+    def tell(self) -> Tree:
+        return {str(client): value for client, value in self.values.items()}
+
+    def hear(self, told: Sequence[Tree]) -> None:
+        found = {int(client): value for values in told for client, value in values.items()}
+        self.values = {client: found[client] for client in sorted(found)}
 
     def result(self) -> dict[int, Any] | None:
         return self.values or None

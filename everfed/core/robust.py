@@ -6,13 +6,15 @@ None is a sum, so none can run under secure aggregation. Clients count the same:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everfed.core.reduce import Reducer, Reducing
+from everfed.core.reduce import Reducer, Reducing, Shared
+from everfed.core.tree import Tree
 
 _AT_ONCE = 1 << 22  # numbers that a median sorts at a time
 
@@ -21,11 +23,15 @@ class TooFewReplies(ValueError):
     """Not enough replies for what the reducer cuts off."""
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _typed(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if dtype.is_floating_point else value.round().to(dtype)
 
 
-class Trimming(Reducing):
+class Trimming(Shared):
     """Keeps a sum and, of every coordinate, the `trim` smallest and largest values: 2 trim + 1 vectors, however many
     clients reply."""
 
@@ -39,12 +45,32 @@ class Trimming(Reducing):
     def add(self, client: int, value: Any, weight: float) -> None:
         exact = torch.as_tensor(value)
         self.dtype, exact = exact.dtype, exact.to(torch.float64)
-        self.total = exact.clone() if self.total is None else self.total.add_(exact)
         row = exact.unsqueeze(0)
-        low = row if self.low is None else torch.cat([self.low, row])
-        high = row if self.high is None else torch.cat([self.high, row])
+        self._take(exact, row, row, 1)
+
+    def _take(self, total: Tensor, low: Tensor, high: Tensor, count: int) -> None:
+        self.total = total.clone() if self.total is None else self.total.add_(total)
+        low = low if self.low is None else torch.cat([self.low, low])
+        high = high if self.high is None else torch.cat([self.high, high])
         self.low, self.high = low.sort(dim=0).values[: self.trim], high.sort(dim=0).values[-self.trim :]
-        self.count += 1
+        self.count += count
+
+    def tell(self) -> Tree:
+        if self.total is None:
+            return {}
+        return {
+            "total": self.total,
+            "low": self.low,
+            "high": self.high,
+            "count": self.count,
+            "dtype": _name(self.dtype),
+        }
+
+    def hear(self, told: Sequence[Tree]) -> None:
+        self.total, self.low, self.high, self.count = None, None, None, 0
+        for one in filter(None, told):
+            self.dtype = getattr(torch, one["dtype"])
+            self._take(one["total"], one["low"], one["high"], one["count"])
 
     def result(self) -> Any:
         if self.total is None or self.low is None or self.high is None:
@@ -65,7 +91,7 @@ class TrimmedMean(Reducer):
         return Trimming(self.trim)
 
 
-class Middle(Reducing):
+class Middle(Shared):
     """Holds all replies: no smaller memory gives an exact median. It is taken a stretch at a time."""
 
     def __init__(self) -> None:
@@ -73,6 +99,12 @@ class Middle(Reducing):
 
     def add(self, client: int, value: Any, weight: float) -> None:
         self.values.append(torch.as_tensor(value))
+
+    def tell(self) -> Tree:
+        return {str(index): value for index, value in enumerate(self.values)}
+
+    def hear(self, told: Sequence[Tree]) -> None:
+        self.values = [value for one in told for value in one.values()]
 
     def result(self) -> Any:
         if not self.values:
@@ -97,7 +129,7 @@ class Median(Reducer):
         return Middle()
 
 
-class Clipping(Reducing):
+class Clipping(Shared):
     """Streaming: one vector."""
 
     def __init__(self, norm: float) -> None:
@@ -111,6 +143,16 @@ class Clipping(Reducing):
         clipped = exact * torch.clamp(self.norm / exact.norm().clamp_min(1e-300), max=1.0)
         self.total = clipped if self.total is None else self.total.add_(clipped)
         self.count += 1
+
+    def tell(self) -> Tree:
+        return {} if self.total is None else {"total": self.total, "count": self.count, "dtype": _name(self.dtype)}
+
+    def hear(self, told: Sequence[Tree]) -> None:
+        came = [one for one in told if one]
+        for one in came:
+            self.dtype = getattr(torch, one["dtype"])
+        self.count = sum(one["count"] for one in came)
+        self.total = torch.stack([one["total"] for one in came]).sum(0) if came else None
 
     def result(self) -> Any:
         return None if self.total is None else _typed(self.total / self.count, self.dtype)

@@ -4,7 +4,8 @@
 
 Every rank runs the same loop and holds the same server state; each runs its own clients (client modulo ranks) with one
 of the other engines inside. After a phase the ranks add their sums in float64, so a round moves two models per rank
-however many clients there are, and the number of ranks changes a result by at most a float32 rounding.
+however many clients there are, and the number of ranks changes a result by at most a float32 rounding. Where a method
+or a robust reducer needs more than sums, every rank gets what all of them hold.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from everfed.core.intake import Intake, Trained
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.reduce import Collected, Reducing, Total
+from everfed.core.reduce import Reducing, Shared, Total
 from everfed.core.score import Exam
 from everfed.core.world import Moment
 from everfed.engines.group import Group
+from everfed.errors import UserError
 
 
 class Ranks:
@@ -63,15 +65,15 @@ class Ranks:
             self._merge_one(r, [note["totals"][index] for note in everybody])
 
     def _merge_one(self, reducing: Reducing, notes: list[dict[str, Any]]) -> None:
-        if isinstance(reducing, Collected):
-            values = {str(client): value for client, value in reducing.values.items()}
-            merged = [tree.from_bytes(data) for data in self.group.gather_bytes(tree.to_bytes(values))]
-            found = {int(client): value for part in merged for client, value in part.items()}
-            reducing.values = {client: found[client] for client in sorted(found)}
-        elif isinstance(reducing, Total):
+        if isinstance(reducing, Total):
             self._merge_total(reducing, notes)
+        elif isinstance(reducing, Shared):
+            reducing.hear([tree.from_bytes(data) for data in self.group.gather_bytes(tree.to_bytes(reducing.tell()))])
         else:
-            raise TypeError(f"the ranks engine cannot merge a {type(reducing).__name__}")
+            kind = type(reducing).__name__
+            raise UserError(
+                f"engine.kind = 'ranks' cannot merge {kind}: it must be a Shared; use eager, processes or graphs"
+            )
 
     def _merge_total(self, total: Total, notes: list[dict[str, Any]]) -> None:
         """Sums of tensors are added on the device; a rank whose clients sent nothing adds zeros."""

@@ -65,5 +65,5 @@ class FedAvg(Part):
         """The mean of what arrived; what nobody sent stays as it was."""
         model = server[MODEL]
         if reduced.get("update") is not None:
-            reduced = {**reduced, "params": model["params"] + reduced["update"]}
+            reduced = {**reduced, "params": model["params"].to(reduced["update"].device) + reduced["update"]}
         return {name: value if reduced.get(name) is None else reduced[name] for name, value in model.items()}

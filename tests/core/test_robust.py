@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everfed import methods
+from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.reduce import Reducer
+from everfed.core.reduce import Reducer, Shared
 from everfed.core.robust import ClippedMean, Median, TooFewReplies, TrimmedMean, Trimming
 from everfed.parts.average import FedAvg
 from everfed.privacy.secure import secured
@@ -85,6 +86,31 @@ def test_a_trimmed_mean_keeps_few_vectors_however_many_reply() -> None:
         reducing.add(client, torch.randn(10), 1.0)
     assert reducing.low is not None and reducing.high is not None
     assert reducing.low.shape == reducing.high.shape == (2, 10)
+
+
+@given(rows, st.integers(1, 4), st.sampled_from([TrimmedMean(1), Median(), ClippedMean(50.0)]))
+@settings(max_examples=60, deadline=None)
+def test_several_processes_reduce_together(values: list[list[float]], ranks: int, reducer: Reducer) -> None:
+    """Each has some of the clients, one perhaps none; all end with what one process would have."""
+    parts = [reducer.start() for _ in range(ranks)]
+    for client, value in enumerate(tensors(values)):
+        parts[client % ranks].add(client, value, 1.0)
+    assert all(isinstance(part, Shared) for part in parts)
+    told = [tree.from_bytes(tree.to_bytes(part.tell())) for part in parts if isinstance(part, Shared)]
+    expected = reduced(reducer, tensors(values))
+    for part in parts:
+        part.hear(told)  # type: ignore[attr-defined]
+        found = part.result()
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reducer", [TrimmedMean(1), Median(), ClippedMean(1.0)])
+def test_processes_none_of_which_had_a_reply(reducer: Reducer) -> None:
+    part = reducer.start()
+    assert isinstance(part, Shared)
+    part.hear([part.tell(), {}])
+    assert part.result() is None
 
 
 @given(rows, st.integers(0, 2), st.floats(-1e6, 1e6))

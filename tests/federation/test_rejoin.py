@@ -1,4 +1,4 @@
-"""Clients with keys that are killed and come back under the same key, in real processes: `everfed serve`, `everfed join`.
+"""Clients that are killed and come back under the same key, in real processes: `everfed serve` and `everfed join`.
 
 A SuperLink takes a key once at a time and misses a SuperNode that was killed only after a while, so the new one is
 refused until then, and outlives that."""

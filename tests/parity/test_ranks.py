@@ -21,8 +21,8 @@ OPTIONS = [
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
 
 
-def command(out: Path, method: str, ranks: int) -> list[str]:
-    sets = [*OPTIONS, "engine.kind=ranks" if ranks else "engine.kind=eager"]
+def command(out: Path, method: str, ranks: int, *more: str) -> list[str]:
+    sets = [*OPTIONS, "engine.kind=ranks" if ranks else "engine.kind=eager", *more]
     arguments = ["run", "demo", "--method", method, "--out", str(out), "--checkpoint-every", "0"]
     return launcher(ranks) + arguments + [word for one in sets for word in ("--set", one)]
 
@@ -63,6 +63,21 @@ def test_two_ranks_equal_one_process(eager: Path, tmp_path: Path) -> None:
     same(out, eager)
     facts = json.loads((out / "result.json").read_text())["environment"]
     assert (facts["engine"], facts["inner"], facts["ranks"]) == ("ranks", "eager", 2)
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        "trimmed-mean",
+        pytest.param("median", marks=pytest.mark.slow),
+        pytest.param("norm-clipping", marks=pytest.mark.slow),
+    ],
+)
+def test_robust_reducers_see_the_clients_of_all_ranks(reducer: str, tmp_path: Path) -> None:
+    for ranks, name in ((0, "eager"), (2, "ranks")):
+        more = ("train.rounds_per_task=1", f"method.fedavg.reducer={reducer}", "method.fedavg.norm=0.5")
+        finish(command(tmp_path / name, "fedavg", ranks, *more))
+    same(tmp_path / "ranks", tmp_path / "eager")
 
 
 def test_a_run_killed_on_two_ranks_goes_on_with_three(eager: Path, tmp_path: Path) -> None:
