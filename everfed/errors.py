@@ -27,8 +27,8 @@ _USERS = frozenset(
 _OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # says where; what went wrong is its cause
 _FAULTS = frozenset(
     {
+        "everfed.core.divergence.Diverged",
         "everfed.core.robust.TooFewReplies",
-        "everfed.core.runner.Diverged",
         "everfed.privacy.differential.BudgetSpent",
         "everfed.privacy.secure_engine.TooFewClients",
     }

@@ -127,11 +127,6 @@ class Log:
         if len(self._half) > LONGEST_LINE:
             self._half = b"?"  # no JSON begins like this, so the rest of the line is counted as unreadable
 
-    @property
-    def half_line(self) -> bool:
-        """Does the file end within a line, because the run is writing it or was killed doing so?"""
-        return bool(self._half.strip())
-
     def _line(self, line: bytes) -> None:
         self.lines += 1
         try:

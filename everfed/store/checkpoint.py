@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everfed.core import tree
-from everfed.core.runner import RunState
+from everfed.core.run_state import RunState
 from everfed.core.tree import Tree
 from everfed.core.world import Place
 from everfed.errors import UserError

@@ -1,0 +1,153 @@
+"""Assembling: the stream, the model and the method that a recipe names, checked against each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from everfed import engines, methods, models, privacy, streams
+from everfed.core.context import Facts, TrainOptions
+from everfed.core.extras import attach
+from everfed.core.layout import Layout
+from everfed.core.method import Method
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import Model
+from everfed.core.stream import Stream
+from everfed.core.world import World
+from everfed.errors import RecipeError
+from everfed.recipe import Recipe
+from everfed.store.files import digest
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The pieces of a run, checked against each other. `build_module` makes the model with its first weights, the extra
+    parameters of the method's parts included."""
+
+    recipe: Recipe
+    world: World
+    build_module: Callable[[], nn.Module]
+
+    @property
+    def stream(self) -> Stream:
+        return self.world.stream
+
+    @property
+    def method(self) -> Method:
+        return self.world.method
+
+    def first_model(self) -> Model:
+        """The shared model before the first round."""
+        layout = self.world.facts.layout
+        model = layout.read(self.build_module())
+        return {**model, "params": model["params"][: layout.shared].clone()}
+
+
+def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, stream: Stream | None = None) -> Assembly:
+    """Build and check everything. Raises the user's errors: unknown keys, a method that does not fit, missing data."""
+    engines.check(recipe.engine)
+    method = build_method(recipe)
+    options = recipe.stream.model_dump()
+    seed = int(options.get("seed") or recipe.seed)
+    if stream is None:
+        stream = streams.build(options, seed, recipe.train.rounds_per_task, data_dir, scale)
+    method.fit_stream(stream)
+    if recipe.train.logits != "full":
+        _check_masking(stream)
+    kind = recipe.model.kind
+    extra = dict(recipe.model.model_extra or {})
+    channels_last = engines.memory_format(recipe.engine) == "channels-last"
+
+    def bare_module() -> nn.Module:
+        return models.build(kind, stream.input_shape, stream.classes, recipe.seed, extra, channels_last)
+
+    world = World(method, stream, _facts(recipe, stream, bare_module()), _train_options(recipe), recipe.seed)
+
+    def build_module() -> nn.Module:
+        return attach(bare_module(), method.parts, world.server("init"))
+
+    module = build_module()
+    layout = Layout.of(module, method.is_personal)
+    facts = replace(world.facts, layout=layout, personal=layout.read(module)["params"][layout.shared :].clone())
+    world = replace(world, facts=facts)
+    privacy.check(world)
+    return Assembly(recipe, world, build_module)
+
+
+def _check_masking(stream: Stream) -> None:
+    """Raises RecipeError where training cannot leave some logits out."""
+    if stream.score != "accuracy":
+        raise RecipeError(f"train.logits must be 'full' on a stream that is scored by {stream.score}")
+    if not (stream.boundaries or stream.task_ids):
+        raise RecipeError(
+            "train.logits must be 'full' on a stream that hides its tasks: their classes would give them away"
+        )
+
+
+def _facts(recipe: Recipe, stream: Stream, module: nn.Module) -> Facts:
+    return Facts(
+        classes=stream.classes,
+        input_shape=stream.input_shape,
+        clients=stream.clients,
+        tasks=stream.tasks,
+        rounds=stream.rounds,
+        rounds_per_task=recipe.train.rounds_per_task,
+        layout=Layout.of(module),
+        blank=stream.test(0).take(np.zeros(0, dtype=np.int64)),
+        personal=torch.zeros(0),
+        boundaries=stream.boundaries,
+        task_ids=stream.task_ids,
+        output_shape=() if stream.score == "accuracy" else _output_shape(stream, module),
+    )
+
+
+def _output_shape(stream: Stream, module: nn.Module) -> tuple[int, ...]:
+    """What the network gives for one sample, asked of it: other networks than classifiers know it alone."""
+    x = stream.test(0).x[:1]
+    with torch.no_grad():
+        return tuple(module.eval()(stream.inputs(x)).shape[1:])
+
+
+def build_method(recipe: Recipe) -> Method:
+    """The recipe's method; `method.weighting` is an option of whichever part aggregates."""
+    section = recipe.method
+    options: dict[str, dict[str, Any]] = {}
+    for name, value in (section.model_extra or {}).items():
+        if not isinstance(value, dict):
+            raise methods.MethodError(f"method.{name} must be a table with the options of part {name!r}; got {value!r}")
+        options[name] = dict(value)
+    if section.weighting != "uniform":
+        aggregator = methods.build(section.name, parts=section.parts).aggregator.name
+        options.setdefault(aggregator, {}).setdefault("weighting", section.weighting)
+    method = methods.build(section.name, options, section.parts, Optimizer(**recipe.train.optimizer.model_dump()))
+    return privacy.protect(method, recipe.privacy)
+
+
+def _train_options(recipe: Recipe) -> TrainOptions:
+    train = recipe.train
+    return TrainOptions(
+        local_epochs=train.local_epochs,
+        batch_size=train.batch_size,
+        optimizer=Optimizer(**train.optimizer.model_dump()),
+        sync_every=train.sync_every,
+        logits=train.logits,
+        drop_last=train.drop_last,
+        batchnorm=recipe.model.batchnorm,
+    )
+
+
+def fingerprint(assembly: Assembly) -> str:
+    """Of all that decides a run's numbers, as far as it can be told: two runs that differ in it share no checkpoint.
+    The engine is left out: a run may go on in another one. Defaults are, too: a later version may have more keys."""
+    stream = assembly.stream
+    left_out = {"engine", "federation", "compare", "monitor"}
+    table = assembly.recipe.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
+    facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
+    facts += [files] if (files := getattr(stream, "fingerprint", "")) else []
+    return digest(json.dumps([table, facts], sort_keys=True).encode())

@@ -1,0 +1,130 @@
+"""Executing an assembly in its run folder: store, checkpoints, engine and runner, and what is said and kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from everfed import engines, privacy
+from everfed.core.engine import Engine
+from everfed.core.fit import on_device
+from everfed.core.intake import Spread
+from everfed.core.run_state import RunState
+from everfed.core.runner import EvalOptions, Runner
+from everfed.core.watch import Watcher
+from everfed.core.world import Place
+from everfed.engines.group import Group
+from everfed.engines.rank_checkpoints import RankCheckpoints
+from everfed.monitor import DriftMonitor, PageHinkley
+from everfed.recipe import Recipe
+from everfed.session.assembly import Assembly, fingerprint
+from everfed.session.outcome import save_model, save_pictures
+from everfed.session.result import result
+from everfed.session.telling import Observer, announce, fan_out, kept_teller, tell_fault
+from everfed.store.checkpoint import Checkpoints, latest, numbers
+from everfed.store.clients import ClientStore
+from everfed.store.run import EventLog, RunFolder
+
+
+class BuildEngine(Protocol):
+    """Makes the engine of a run whose clients are elsewhere. durable: from where a run that is killed now goes on."""
+
+    def __call__(self, assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine: ...
+
+
+def execute(
+    assembly: Assembly,
+    folder: RunFolder,
+    observers: Sequence[Observer],
+    checkpoint_every: float,
+    build_engine: BuildEngine | None = None,
+) -> dict[str, Any]:
+    """Run, or go on from the newest checkpoint, to the end; returns what result.json holds. The engine is the recipe's,
+    or what `build_engine` makes."""
+    torch.set_num_threads(1)  # results are exact only at one thread; engines use the cores in other ways
+    group = engines.join(assembly.recipe.engine)
+    if group is not None and not group.leads:
+        return _drive(assembly, folder, lambda event: None, checkpoint_every, group)
+    if not numbers(folder.checkpoint):  # a resumed run, wherever it goes on, must read vectors as they were written
+        folder.note(memory_format=engines.memory_format(assembly.recipe.engine))
+    log = EventLog(folder.events)
+    told: list[Observer] = [log, *observers]
+    try:
+        return _drive(assembly, folder, fan_out(told), checkpoint_every, group, build_engine)
+    except BaseException as error:
+        fault = folder.fault(error) or error
+        tell_fault(told, fault)
+        if fault is not error:
+            raise fault from error
+        raise
+    finally:
+        log.close()
+
+
+def _drive(
+    assembly: Assembly,
+    folder: RunFolder,
+    notify: Observer,
+    checkpoint_every: float,
+    group: Group | None,
+    build_engine: BuildEngine | None = None,
+) -> dict[str, Any]:
+    """Open what a run works with, let the runner go to the end, write down what came of it."""
+    recipe, world, of_recipe = assembly.recipe, assembly.world, fingerprint(assembly)
+    store = ClientStore(folder.clients, int(recipe.engine.state_memory * 2**30))
+    alone = Checkpoints(folder.checkpoint, store, checkpoint_every, of_recipe)
+    state = latest(folder.checkpoint, store, of_recipe)
+    checkpoints = alone if group is None else RankCheckpoints(alone, group)
+    if build_engine is not None:
+        alone.durable = state.place if state is not None else alone.durable
+        engine = build_engine(assembly, notify, lambda: alone.durable)
+    else:
+        engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
+    where = engines.device(recipe.engine)
+    engine = privacy.wrap(engine, world, str(where), notify)
+    try:
+        if state is not None:
+            state.server = {name: on_device(slots, where) for name, slots in state.server.items()}
+        announce(notify, assembly, state)
+        tell_kept = kept_teller(world, store, group, notify) if build_engine is None else None
+        save, options = _saver(checkpoints, notify, tell_kept), EvalOptions(**recipe.eval.model_dump())
+        first = on_device(assembly.first_model(), where)
+        final = Runner(world, engine, first, options, notify, save, state, _watchers(recipe)).run()
+        checkpoints.wait()
+        state_bytes = engine.total(store.bytes()) if isinstance(engine, Spread) else store.bytes()
+        told = result(assembly, final, engine.describe(), state_bytes)
+        if group is None or group.leads:
+            _write_down(folder, assembly, engine, final, told)
+        notify({"event": "end", "metrics": told["metrics"], "seconds": final.seconds})
+        return told
+    finally:
+        engine.close()
+        checkpoints.close()
+
+
+def _write_down(folder: RunFolder, assembly: Assembly, engine: Engine, final: RunState, told: dict[str, Any]) -> None:
+    """result.json comes last: a folder that has it is finished, and has the rest."""
+    save_model(folder, assembly, final)
+    save_pictures(folder, assembly.stream, engine, final)
+    folder.write_result(told)
+
+
+def _watchers(recipe: Recipe) -> list[Watcher]:
+    """Who looks on."""
+    if recipe.monitor.kind == "none":
+        return []
+    return [DriftMonitor(PageHinkley(**recipe.monitor.model_dump(exclude={"kind"})))]
+
+
+def _saver(
+    checkpoints: Checkpoints | RankCheckpoints, notify: Observer, tell_kept: Callable[[RunState], None] | None
+) -> Callable[[RunState, bool], None]:
+    def save(state: RunState, task_end: bool) -> None:
+        if task_end and tell_kept is not None:
+            tell_kept(state)
+        if checkpoints.offer(state, task_end):
+            notify({"event": "checkpoint", "round": state.round})
+
+    return save

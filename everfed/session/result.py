@@ -1,0 +1,111 @@
+"""result.json: a stable interface; accuracies are fractions."""
+
+from __future__ import annotations
+
+import platform
+import resource
+from typing import Any
+
+import torch
+
+import everfed
+from everfed import engines
+from everfed.core.run_state import RunState
+from everfed.core.score import score_value
+from everfed.core.stream import Stream
+from everfed.metrics import convergence, language
+from everfed.metrics import matrix as accuracy_matrix
+from everfed.metrics.scoring import RULES
+from everfed.session.assembly import Assembly
+
+
+def result(assembly: Assembly, state: RunState, environment: dict[str, Any], state_bytes: int) -> dict[str, Any]:
+    """Of a run that came to its end. environment: what the engine says of itself; state_bytes: of all clients."""
+    recipe, stream = assembly.recipe, assembly.stream
+    n_test = [int(row[0]) for row in _last_full_row(state) if row is not None]
+    curves = _curves(state, stream)
+    by_logits = {
+        rule: _scores(stream.score, state, column, n_test, curves if rule == recipe.eval.logits else None)
+        for column, rule in enumerate(RULES, start=1)
+    }
+    chosen = by_logits[recipe.eval.logits]
+    return {
+        "everfed": everfed.__version__,
+        "method": assembly.method.name,
+        "recipe": recipe.name,
+        "stream": stream.describe(),
+        "seed": recipe.seed,
+        "score": stream.score,
+        "logits": recipe.eval.logits,
+        "evaluated": "personalised" if assembly.world.personal else "global",
+        "split": recipe.eval.split,
+        "n_test": n_test,
+        "accuracy_matrix": chosen["accuracy_matrix"],
+        "metrics": chosen["metrics"],
+        "by_logits": by_logits,
+        **_further(stream, state, n_test),
+        "curves": state.curves,
+        **{f"{name}_suspected": memory["suspected"] for name, memory in state.watched.items()},
+        "cost": {
+            "rounds": state.round,
+            "seconds": state.seconds,
+            **state.traffic.as_dict(),
+            "client_state_bytes": state_bytes,
+            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "samples": state.samples,
+            **({"absent": dict(state.absent)} if state.absent else {}),
+        },
+        **_conclusions(assembly, state),
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "cores": engines.cores(),
+            **environment,
+        },
+    }
+
+
+def _conclusions(assembly: Assembly, state: RunState) -> dict[str, Any]:
+    """What parts say of the run, by part; nothing for most methods."""
+    said = {part.name: part.conclude(state.server) for part in assembly.method.parts}
+    said = {name: facts for name, facts in said.items() if facts}
+    return {"parts": said} if said else {}
+
+
+def _further(stream: Any, state: RunState, n_test: list[int]) -> dict[str, Any]:
+    """by_score: the scores that a stream measures beside its own."""
+    names: tuple[str, ...] = getattr(stream, "also", ())
+    first = 1 + len(RULES)
+    found = {name: _scores(name, state, column, n_test, None) for column, name in enumerate(names, start=first)}
+    return {"by_score": found} if found else {}
+
+
+def _last_full_row(state: RunState) -> list[list[float] | None]:
+    return state.rows[max(state.rows)] if state.rows else []
+
+
+def _curves(state: RunState, stream: Stream) -> convergence.Curves | None:
+    """The scores after every round, for metrics that count rounds; None when not every round was scored."""
+    if [entry["round"] for entry in state.curves] != list(range(stream.rounds)):
+        return None
+    return convergence.by_task(state.curves, stream.tasks)
+
+
+def _scores(
+    score: str, state: RunState, column: int, n_test: list[int], curves: convergence.Curves | None
+) -> dict[str, Any]:
+    rows = [
+        [score_value(score, row[column], row[0]) if row else None for row in state.rows[task]]
+        for task in sorted(state.rows)
+    ]
+    return {"accuracy_matrix": rows, "metrics": _summary(score, rows, n_test, curves)}
+
+
+def _summary(
+    score: str, rows: list[list[float | None]], n_test: list[int], curves: convergence.Curves | None
+) -> dict[str, float | None]:
+    """Metrics by name. Perplexities are summed up over all periods, from the models that were scored on all of them."""
+    if score != "perplexity":
+        return accuracy_matrix.summary(rows, n_test=n_test, curves=curves)
+    return language.summary([[v for v in row if v is not None] for row in rows if None not in row], n_test)
