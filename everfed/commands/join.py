@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from everfed.commands.output import tell_interrupted
+from everfed.federation.runs import KEPT
 
 
 def join(
@@ -32,6 +33,9 @@ def join(
     insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor a key; on loopback only.")] = False,
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
     poll: Annotated[float, typer.Option(metavar="S", min=0.05, help="Seconds between two looks for work.")] = 0.5,
+    keep_runs: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Earlier runs whose state is kept; older ones are removed.")
+    ] = KEPT,
 ) -> None:
     """Take part in a federation with this machine's data, until interrupted.
 
@@ -68,6 +72,7 @@ def join(
         root,
         key,
         poll,
+        keep_runs,
     )
     with tell_interrupted("the same command"):
         take_part(joining, lambda line: typer.echo(line, err=True))

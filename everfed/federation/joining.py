@@ -9,6 +9,7 @@ from pathlib import Path
 
 from everfed.federation.family import Child, Say, environment, tend
 from everfed.federation.local import NODE_KEY, socket_path
+from everfed.federation.runs import KEPT
 from everfed.store.files import make_folder
 
 KEY_REFUSED = (
@@ -20,7 +21,8 @@ KEY_REFUSED = (
 @dataclass(frozen=True)
 class Joining:
     """server: HOST:PORT; folder: this client's own; name: what the server knows it by; client: the index it asks for,
-    -1 for any; data_dir, data: where its samples come from; root, key: of TLS and node authentication, None without."""
+    -1 for any; data_dir, data: where its samples come from; root, key: of TLS and node authentication, None without;
+    keep_runs: how many runs it remembers beside the one that goes on."""
 
     server: str
     folder: Path
@@ -32,6 +34,7 @@ class Joining:
     root: Path | None = None
     key: Path | None = None
     poll: float = 0.5
+    keep_runs: int = KEPT
 
 
 def join(joining: Joining, say: Say) -> None:
@@ -72,7 +75,7 @@ def last_line(text: str) -> str:
 
 def _worker(joining: Joining, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
-    words += ["--client", str(joining.client), "--device", joining.device]
+    words += ["--client", str(joining.client), "--device", joining.device, "--keep-runs", str(joining.keep_runs)]
     if joining.data_dir:
         words += ["--data-dir", joining.data_dir]
     return [*words, "--data", joining.data] if joining.data else words

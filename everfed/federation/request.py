@@ -12,6 +12,7 @@ from typing import Any
 
 from everfed.core.world import Place
 from everfed.federation.packet import PROTOCOL, Packet, PacketError, Value, digest
+from everfed.federation.runs import is_run
 
 HELLO, STEPS = "hello", "steps"
 REPLY, MISSING, REFUSED, FAILED = "reply", "missing", "refused", "failed"
@@ -91,7 +92,7 @@ class Request:
         if not isinstance(scale, float | int) or not 0 < scale <= 1:
             raise PacketError("a request names its scale, above 0 and at most 1")
         run = packet.text("run")
-        if not (run.isalnum() and run.isascii() and len(run) <= 64):  # it names a folder
+        if not is_run(run):
             raise PacketError(f"not a run's identity: {run[:80]!r}")
         return Request(
             run,

@@ -19,6 +19,7 @@ from everfed.federation.codec import reply_to_tree, to_message
 from everfed.federation.journal import Journal, Stale
 from everfed.federation.packet import PROTOCOL, Packet, PacketError, Value, digest
 from everfed.federation.request import Answer, Request, Step
+from everfed.federation.runs import KEPT, STEPS, Runs
 from everfed.federation.shelf import Shelf
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
@@ -51,7 +52,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         make_folder(folder)
         self.recipe_file = folder / "recipe.toml"
-        self.journal = Journal(folder / "steps")
+        self.journal = Journal(folder / STEPS)
         self.shelf = Shelf(folder / "once")
 
     def recipe(self, name: str) -> str | None:
@@ -63,10 +64,13 @@ class Run:
 
 
 class Site:
-    """folder: where this client's state lies, one folder per run in it. One process at a time."""
+    """folder: where this client's state lies, one folder per run in it; keep_runs: how many are remembered beside the
+    one that goes on. One process at a time."""
 
-    def __init__(self, folder: Path, identity: Identity, build: BuildKit) -> None:
+    def __init__(self, folder: Path, identity: Identity, build: BuildKit, keep_runs: int = KEPT) -> None:
         self.folder, self.identity, self._build = folder, identity, build
+        self._remembered = Runs(folder, keep_runs)
+        self._going_on = ""
         self._runs: dict[str, Run] = {}
         self._kit: tuple[tuple[str, float], Kit] | None = None
 
@@ -101,6 +105,7 @@ class Site:
         run.journal.forget(request.durable)
         fresh = run.journal.before(request.steps[0].place) is None
         replies = tuple(self._step(run, request, step, recipe, packet) for step in request.steps)
+        self._went_on(request.run)
         return Answer(ask.REPLY, ask.asked(request), holds=tuple(run.shelf.names()), fresh=fresh, replies=replies)
 
     def _step(self, run: Run, request: Request, step: Step, recipe: str, packet: Packet) -> bytes:
@@ -136,6 +141,11 @@ class Site:
             raise PacketError("the recipe was damaged on its way")
         write_atomic(run.recipe_file, data)
         return data.decode()
+
+    def _went_on(self, name: str) -> None:
+        if name != self._going_on:
+            self._remembered.went_on(name)
+            self._going_on = name
 
     def _run(self, name: str) -> Run:
         if name not in self._runs:

@@ -15,6 +15,7 @@ from pathlib import Path
 from everfed.federation import packet as wire
 from everfed.federation.local import listen, socket_path
 from everfed.federation.packet import PacketError
+from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
 from everfed.store.files import make_folder
 from everfed.store.lock import Locked, locked
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data-dir", default=None, help="folder of data sets")
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda where training steps are captured")
+    parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs are remembered")
     chosen = parser.parse_args(arguments)
     from everfed.federation.kit import KitBuilder
 
@@ -44,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     build = KitBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
-            serve(Site(chosen.folder, Identity(chosen.name, chosen.client), build), listener)
+            site = Site(chosen.folder, Identity(chosen.name, chosen.client), build, max(0, chosen.keep_runs))
+            serve(site, listener)
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
 

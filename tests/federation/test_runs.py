@@ -1,0 +1,127 @@
+"""What a client keeps of earlier runs: a few, by the order in which they went on, and always the one at hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from everfed.federation import request as ask
+from everfed.federation.joining import Joining, children
+from everfed.federation.packet import Packet
+from everfed.federation.request import Answer
+from everfed.federation.runs import Runs
+from everfed.federation.site import Identity, Site
+from tests.federation.loop import federated, kit, loop_of
+from tests.support.toy import Bench, Toy
+
+BENCH = Bench("fedgp+der", stream=Toy(clients=1, tasks=1, rounds_per_task=1, samples=4))
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Packet:
+    """The first request of a run."""
+    loop = loop_of(BENCH, tmp_path_factory.mktemp("first"))
+    federated(BENCH, loop)
+    return loop.sent[0][1]
+
+
+def site(folder: Path, keep: int) -> Site:
+    return Site(folder, Identity("site-0", 0), lambda recipe, scale: kit(BENCH), keep)
+
+
+def told(made: Site, request: Packet, run: str) -> Answer:
+    return Answer.of(made.answer(Packet({**request.header, "run": run}, request.pieces)))
+
+
+def remembered(folder: Path) -> set[str]:
+    return {path.parent.name for path in folder.glob("*/steps")}
+
+
+def test_the_runs_that_went_on_last_are_kept(tmp_path: Path, first: Packet, caplog: pytest.LogCaptureFixture) -> None:
+    made = site(tmp_path, keep=2)
+    answers = {run: told(made, first, run) for run in ("a", "b", "c", "d", "e")}
+    assert {answer.kind for answer in answers.values()} == {ask.REPLY}
+    assert remembered(tmp_path) == {"c", "d", "e"}
+    assert [record.args[0] for record in caplog.records if "forgotten" in record.msg] == ["a", "b"]  # type: ignore[index]
+    assert told(made, first, "c").replies == answers["c"].replies  # from its journal; and now it is the newest
+    made = site(tmp_path, keep=2)  # the order outlives the process
+    told(made, first, "f")
+    assert remembered(tmp_path) == {"e", "c", "f"}
+
+
+def test_none_but_the_one_at_hand_may_be_kept(tmp_path: Path, first: Packet) -> None:
+    made = site(tmp_path, keep=0)
+    for run in ("a", "b", "a"):
+        assert told(made, first, run).kind == ask.REPLY
+        assert remembered(tmp_path) == {run}
+
+
+def test_a_run_that_makes_no_step_forgets_nothing(tmp_path: Path, first: Packet) -> None:
+    """What is refused, or lacks its recipe, is no reason to drop what others left."""
+    made = site(tmp_path, keep=0)
+    told(made, first, "a")
+    for run in ("b", "c", "d"):
+        lacking = Packet({**first.header, "run": run}, {})
+        assert Answer.of(made.answer(lacking)).kind == ask.MISSING
+    assert "a" in remembered(tmp_path)
+    told(made, first, "a")
+    assert told(site(tmp_path, 0), first, "a").kind == ask.REPLY
+    assert remembered(tmp_path) == {"a"}
+
+
+def test_nothing_else_in_the_folder_is_touched(tmp_path: Path, first: Packet) -> None:
+    (tmp_path / "flwr" / "apps").mkdir(parents=True)
+    (tmp_path / "my-own" / "steps").mkdir(parents=True)  # no run has such a name
+    (tmp_path / "worker.log").write_text("said")
+    made = site(tmp_path, keep=0)
+    for run in ("a", "b"):
+        told(made, first, run)
+    assert {path.name for path in tmp_path.iterdir()} == {"flwr", "my-own", "worker.log", "runs.json", "b"}
+
+
+def test_a_kill_while_a_run_is_removed_leaves_nothing_behind(
+    tmp_path: Path, first: Packet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = site(tmp_path, keep=0)
+    told(made, first, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: os.truncate(path / "recipe.toml", 0))
+        told(made, first, "b")
+    assert remembered(tmp_path) == {".gone.a", "b"}
+    assert told(site(tmp_path, keep=0), first, "b").kind == ask.REPLY
+    assert remembered(tmp_path) == {"b"}
+
+
+def test_a_run_that_cannot_be_removed_fails_no_step(
+    tmp_path: Path, first: Packet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def denied(source: Path, target: Path) -> None:
+        raise PermissionError("not yours")
+
+    made = site(tmp_path, keep=0)
+    told(made, first, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr("everfed.federation.runs.os.rename", denied)
+        assert told(made, first, "b").kind == ask.REPLY
+    assert "run a cannot be removed: not yours" in caplog.text
+    told(site(tmp_path, keep=0), first, "b")
+    assert remembered(tmp_path) == {"b"}
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[1, null]", b'["../x", "a"]', b"\xff"])
+def test_a_damaged_order_says_nothing(damage: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "inner"
+    (tmp_path / "x" / "steps").mkdir(parents=True)
+    for run in ("a", "b", "c"):
+        (folder / run / "steps").mkdir(parents=True)
+    (folder / "runs.json").write_bytes(damage)
+    Runs(folder, keep=1).went_on("b")
+    assert len(remembered(folder)) == 2 and "b" in remembered(folder)
+    assert remembered(tmp_path) == {"x"}
+
+
+def test_the_option_reaches_the_worker(tmp_path: Path) -> None:
+    (worker, *_) = children(Joining("127.0.0.1:1", tmp_path, "site-0", keep_runs=7), 2)
+    assert worker.command[worker.command.index("--keep-runs") + 1] == "7"
