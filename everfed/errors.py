@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 USERS, FAULT = 2, 1  # exit codes
 
 
@@ -47,6 +50,31 @@ def exit_code(error: BaseException) -> int | None:
     if is_users(error):
         return USERS
     return FAULT if _names(error) & _FAULTS else None
+
+
+Note = dict[str, Any]  # JSON-ready
+
+
+def note_of(error: BaseException) -> Note | None:
+    """An error that needs no traceback, to be passed on to another process and raised there; None for a bug."""
+    if exit_code(error) is None:
+        return None
+    facts = {key: value for key, value in vars(error).items() if isinstance(value, (str, int, float, bool))}
+    return {"module": type(error).__module__, "kind": type(error).__qualname__, "message": str(error), "facts": facts}
+
+
+def from_note(note: Note) -> Exception:
+    """The same error: its kind, its message, its plain attributes. A kind that this process cannot find is a UserError.
+    For notes of our own forked workers only: a note says which module is imported."""
+    try:
+        kind: Any = importlib.import_module(note["module"])
+        for name in note["kind"].split("."):
+            kind = getattr(kind, name)
+    except (ImportError, AttributeError):
+        kind = UserError
+    error: Exception = kind.__new__(kind, note["message"])  # its __init__ may want what made the message
+    vars(error).update(note["facts"])
+    return error
 
 
 def _names(error: BaseException) -> set[str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from everfed.core.client import Reply, new_state, run_client
 from everfed.core.data import Data
+from everfed.core.engine import ClientError
 from everfed.core.fit import Trainer
 from everfed.core.message import Message, addressed, unwrap
 from everfed.core.part import Model, State
@@ -43,6 +44,16 @@ def call(
     return run_client(world.method, phase, state or new_state(world.method, ctx), plain, data, ctx)
 
 
+def failed(client: int, phase: str, index: int, error: Exception) -> Exception:
+    """What to raise for an error of a client's code in round `index`: said whose it is, unless it is one of its own
+    kind, which says all there is to say."""
+    if not isinstance(error, CLIENT_FAULTS):
+        return error
+    named = ClientError(client, phase, index, error)
+    named.__cause__ = error
+    return named
+
+
 class OneTrainer:
     """For engines that score, and do the server's own work, with one trainer in this process."""
 
@@ -68,4 +79,4 @@ def new_trainer(
     return kind(world.stream, world.facts.layout, build_module, device, precision, forward_part)
 
 
-__all__ = ["CLIENT_FAULTS", "BuildModule", "ClientStore", "OneTrainer", "call", "new_trainer"]
+__all__ = ["CLIENT_FAULTS", "BuildModule", "ClientStore", "OneTrainer", "call", "failed", "new_trainer"]

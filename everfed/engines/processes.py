@@ -26,10 +26,11 @@ from everfed.core.phase import Phase
 from everfed.core.score import Exam
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
-from everfed.engines.base import BuildModule, ClientStore, new_trainer
+from everfed.engines.base import BuildModule, ClientStore, failed, new_trainer
 from everfed.engines.mailbox import Lane, Mailbox
 from everfed.engines.slots import deal
 from everfed.engines.worker import serve
+from everfed.errors import from_note
 
 LANES = 2  # clients at a worker at a time: one runs, one waits
 REPLY_BYTES = 1 << 30  # replies that may wait for their turn; beyond, clients start in order
@@ -151,7 +152,8 @@ class Processes:
         except (EOFError, OSError) as error:
             raise ClientError(client, shared["phase"], shared["round"], crew.cause_of_death()) from error
         if "error" in answer:
-            raise ClientError(client, shared["phase"], shared["round"], answer["error"])
+            place = client, shared["phase"], shared["round"]
+            raise failed(*place, from_note(answer["note"])) if answer["note"] else ClientError(*place, answer["error"])
         tree = crew.lanes[lane].outbox.read(answer["header"], copy=True)
         crew.free.append(lane)
         self.store.put(client, tree["state"])
@@ -192,6 +194,8 @@ class Processes:
         except (EOFError, OSError) as error:
             raise RuntimeError(f"scoring task {task} failed: {crew.cause_of_death()}") from error
         if "error" in answer:
+            if answer["note"]:
+                raise from_note(answer["note"])
             raise RuntimeError(f"scoring task {task} failed: {answer['error']}")
         counts: list[int] = answer["counts"][0]
         return counts

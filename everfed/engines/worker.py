@@ -17,6 +17,7 @@ from everfed.core.stream import RoundPlan
 from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
 from everfed.engines.mailbox import Lane, Mailbox
+from everfed.errors import note_of
 
 
 def serve(
@@ -40,8 +41,11 @@ def serve(
             return
         try:
             answer = worker.answer(request)
-        except CLIENT_FAULTS as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+        except Exception as error:
+            note = note_of(error)
+            if note is None and not isinstance(error, CLIENT_FAULTS):
+                raise
+            answer = {"error": f"{type(error).__name__}: {error}", "note": note}
         try:
             pipe.send_bytes(json.dumps(answer).encode())
         except OSError:  # nobody waits for it any more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.core.stream import Stream
+from everfed.data.errors import DataError
+from everfed.errors import is_users
 from everfed.streams import OptionError, build, from_function
 from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes
@@ -91,10 +93,30 @@ def test_engines_agree_and_runs_resume(name: str) -> None:
     assert_resumes(bench.change(stream=stream()), 3)
 
 
-def test_a_class_beyond_the_head_is_a_clear_error() -> None:
+@pytest.mark.parametrize("run", [Bench.run, on_processes], ids=["eager", "processes"])
+def test_a_class_beyond_the_head_is_the_same_clear_error_everywhere(run: Callable[[Bench], Any]) -> None:
     message = "client 0, period 1: class 2 does not fit the head, which has classes 0 to 1; set stream.classes"
-    with pytest.raises(ClientError, match=message):
-        Bench("fedavg", stream=stream(classes=2, input_shape=[1, 4, 4], clients=2), train=TRAIN).run()
+    with pytest.raises(ClientError, match=message) as caught:
+        run(Bench("fedavg", stream=stream(classes=2, input_shape=[1, 4, 4], clients=2), train=TRAIN))
+    assert str(caught.value).startswith("client 0 failed in phase 'train' of round 2: client 0, period 1: class 2")
+    assert type(caught.value.__cause__) is DataError
+    assert is_users(caught.value)
+
+
+class Refusal(everfed.UserError):
+    """An error of a user's own kind."""
+
+
+def refusing(client: int) -> Any:
+    yield np.zeros((4, 3), dtype=np.float32), np.zeros(4, dtype=np.int64)
+    raise Refusal("the folder of the second period is locked")
+
+
+@pytest.mark.parametrize("run", [Bench.run, on_processes], ids=["eager", "processes"])
+def test_an_error_of_the_users_own_kind_arrives_as_it_is(run: Callable[[Bench], Any]) -> None:
+    own = from_function(refusing, classes=2, clients=2, tasks=2, rounds_per_task=1)
+    with pytest.raises(Refusal, match="^the folder of the second period is locked$"):
+        run(Bench("fedavg", stream=own, train=TRAIN, module=lambda shape, classes: torch.nn.Linear(3, classes)))
 
 
 @pytest.mark.parametrize(
@@ -167,10 +189,11 @@ def test_the_example_waits_for_files_that_come_while_it_runs(folder: Path, monke
     writer.join()
 
 
-def test_the_command_line_names_the_class_that_does_not_fit(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["eager", "processes"])
+def test_the_command_line_names_the_class_that_does_not_fit(folder: Path, tmp_path: Path, engine: str) -> None:
     put(folder, 0, 0, classes=12)
     put(folder, 1, 0, classes=2)
-    run = ["run", str(EXAMPLES / "growing_folder.toml"), "--set", "engine.kind=eager", "--out"]
+    run = ["run", str(EXAMPLES / "growing_folder.toml"), "--set", f"engine.kind={engine}", "--out"]
     outcome = CliRunner().invoke(app, [*run, str(tmp_path / "one")])
     assert outcome.exit_code == 2
     assert "client 0, period 0: class 11 does not fit the head" in outcome.output
@@ -179,3 +202,5 @@ def test_the_command_line_names_the_class_that_does_not_fit(folder: Path, tmp_pa
     outcome = CliRunner().invoke(app, [*run, str(tmp_path / "two")])
     assert outcome.exit_code == 2
     assert "round 5: client 0, period 1: class 11 does not fit the head" in outcome.output
+    assert "set stream.classes to as many as may ever appear" in outcome.output
+    assert "Traceback" not in outcome.output
