@@ -17,7 +17,6 @@ from everfed.core.stream import Stream
 from everfed.data.partition import FLWR_PREFIX, KINDS
 from everfed.data.source import Source, make_source
 from everfed.data.sources import TextOptions, load
-from everfed.streams.base import IncrementalStream
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
 from everfed.streams.driving import Driving
@@ -26,6 +25,7 @@ from everfed.streams.multi_domain import MultiDomain
 from everfed.streams.options import OptionError, Options, require_choice
 from everfed.streams.own import Own
 from everfed.streams.periods import Periods
+from everfed.streams.planned import PlannedStream
 from everfed.streams.task_incremental import TaskIncremental
 from everfed.streams.task_pool import TaskPool
 
@@ -41,7 +41,7 @@ __all__ = [
     "from_function",
 ]
 
-_CLASSES: Mapping[str, type[IncrementalStream]] = {
+_CLASSES: Mapping[str, type[PlannedStream]] = {
     kind.scenario: kind
     for kind in (DomainIncremental, ClassIncremental, TaskIncremental, MultiDomain, TaskPool, Periods, Driving, Own)
 }
@@ -74,7 +74,8 @@ def build(
     kind, common, own = _split_options(table)
     seed = own.pop("seed", seed)
     read: Callable[..., Any] = getattr(kind, "read", partial(_read, common))  # a scenario may need more than one set
-    return kind(read(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+    make: Callable[..., Stream] = kind  # what it is made of differs by scenario
+    return make(read(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
 def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
@@ -104,7 +105,8 @@ def from_arrays(
     """
     kind, common, own = _split_options({"scenario": scenario, **options})
     source = make_source(name, x_train, y_train, x_test, y_test, origin="arrays in memory", classes=classes)
-    return kind(source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+    make: Callable[..., Stream] = kind
+    return make(source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
 def from_function(
@@ -118,7 +120,7 @@ def from_function(
     return Own(make, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
-def _split_options(table: Mapping[str, Any]) -> tuple[type[IncrementalStream], Options, dict[str, Any]]:
+def _split_options(table: Mapping[str, Any]) -> tuple[type[PlannedStream], Options, dict[str, Any]]:
     """(scenario class, shared options, the rest), with unknown keys refused."""
     rest = dict(table)
     scenario = rest.pop("scenario", None)
@@ -133,7 +135,7 @@ def _split_options(table: Mapping[str, Any]) -> tuple[type[IncrementalStream], O
     return kind, common, {k: v for k, v in rest.items() if k in own}
 
 
-def _own_keys(kind: type[IncrementalStream]) -> list[str]:
+def _own_keys(kind: type[PlannedStream]) -> list[str]:
     """The keys that only this scenario has: its constructor's keyword arguments."""
     parameters = inspect.signature(kind).parameters.values()
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

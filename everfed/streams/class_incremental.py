@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from everfed.data.source import Source
-from everfed.streams.base import IncrementalStream
 from everfed.streams.draws import generator
+from everfed.streams.incremental import IncrementalStream
 from everfed.streams.options import OptionError, Options, require_choice
 
 CLASS_ORDERS = ("natural", "shuffled")

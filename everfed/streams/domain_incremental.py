@@ -11,8 +11,8 @@ from torch import Tensor
 
 from everfed.data import transforms
 from everfed.data.source import Source
-from everfed.streams.base import IncrementalStream
 from everfed.streams.draws import generator
+from everfed.streams.incremental import IncrementalStream
 from everfed.streams.options import OptionError, Options, require_choice
 
 TRANSFORMS: Mapping[str, str] = {

@@ -17,25 +17,24 @@ from torch import Tensor
 
 from everfed.core.data import Data
 from everfed.core.stream import RoundPlan
-from everfed.data import transforms
 from everfed.data.errors import DataError
 from everfed.data.scenes import PARTS, Scene, Scenes, load_scenes, pixels
 from everfed.data.split import held_out
 from everfed.detection import YoloLoss, padded
 from everfed.detection.picturing import pictures
 from everfed.detection.scoring import precision
-from everfed.streams.base import IncrementalStream
 from everfed.streams.draws import generator
-from everfed.streams.options import OptionError, Options, require_number, require_whole
+from everfed.streams.options import OptionError, Options, refuse_unused, require_whole
+from everfed.streams.planned import PlannedStream
 
 HOME, AWAY = 0, 1
-_MEANINGLESS = (
+_MEANINGLESS = (  # augment: a mirrored image would need mirrored boxes
     *("partition", "normalise", "augment", "image_size", "channels", "encoder"),
     *("asynchronous", "without", "order", "drift"),
 )
 
 
-class Driving(IncrementalStream):
+class Driving(PlannedStream):
     """`tasks` is 2: home and away. The drive has tasks * rounds_per_task rounds; at round `moves_at`, counted from 0,
     the clients in `moving` leave home for away. A run made smaller by its scale moves earlier in proportion.
 
@@ -67,10 +66,9 @@ class Driving(IncrementalStream):
         max_boxes: int = 32,
         anchors: Sequence[Sequence[float]] | None = None,
     ) -> None:
-        _check(source, options, seed=seed, rounds_per_task=rounds_per_task, moves_at=moves_at, max_boxes=max_boxes)
-        require_number("scale", scale, above=0.0, to=1.0)
-        self.scenes, self.scale = source, scale
-        self._set_out(options, seed, rounds_per_task)
+        _check(source, options, moves_at=moves_at, max_boxes=max_boxes)
+        super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
+        self.scenes = source
         self.moves_at = max(1, round(scale * moves_at))
         if self.moves_at >= self.rounds:
             raise OptionError("moves_at", f"{moves_at} is too late for a drive of {self.rounds} rounds")
@@ -133,18 +131,6 @@ class Driving(IncrementalStream):
     def labels(self, task: int) -> tuple[int, ...]:
         """All classes."""
         return tuple(range(self.classes))
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """uint8 images in [0, 1]."""
-        return transforms.scale(x, (), ())
-
-    def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
-        """Nothing: a mirrored image would need mirrored boxes."""
-        return None
-
-    def augment(self, x: Tensor, draws: Tensor) -> Tensor:
-        """The images themselves."""
-        return x
 
     def measure_all(self, outputs: Iterable[Tensor], y: Tensor) -> Tensor:
         """(3,) float64: images, images times mAP@0.5, images times mAP@[.5:.95]; no images where none has a box."""
@@ -224,14 +210,11 @@ class Driving(IncrementalStream):
 def _check(source: Scenes, options: Options, **whole: int) -> None:
     if not hasattr(source, "class_names") or not hasattr(source, "part"):
         raise OptionError("scenario", "driving takes images with boxes; arrays fit the other scenarios")
-    usual = Options()
-    for field in fields(Options):
-        if field.name in _MEANINGLESS and getattr(options, field.name) != getattr(usual, field.name):
-            raise OptionError(field.name, "means nothing for driving scenes; leave it out")
+    refuse_unused(options, _MEANINGLESS, "driving scenes")
     if options.tasks != 2:
         raise OptionError("tasks", f"driving has 2, home and away; got {options.tasks}")
     for key, value in whole.items():
-        require_whole(key, value, least=0 if key == "seed" else 1)
+        require_whole(key, value)
 
 
 def _clients(key: str, given: Any, clients: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from everfed.data import transforms
 from everfed.data.domains import Domains, load_domains
 from everfed.data.errors import DataError
 from everfed.data.source import Source
-from everfed.streams.base import IncrementalStream
+from everfed.streams.incremental import IncrementalStream
 from everfed.streams.options import OptionError, Options
 from everfed.streams.rows import Rows, choose_rows
 

@@ -147,6 +147,14 @@ def require_choice(key: str, value: Any, allowed: Mapping[str, Any] | tuple[str,
         raise OptionError(key, f"{value!r} is not one of the allowed values: {', '.join(allowed)}")
 
 
+def refuse_unused(options: Options, unused: Sequence[str], kind: str) -> None:
+    """Refuse options that are set although they mean nothing for a kind of stream."""
+    usual = Options()
+    for key in unused:
+        if getattr(options, key) != getattr(usual, key):
+            raise OptionError(key, f"means nothing for {kind}; leave it out")
+
+
 def _check_partition(partition: Any) -> None:
     if not isinstance(partition, Mapping) or not isinstance(partition.get("kind"), str):
         raise OptionError("partition", f"expected a table with a kind, such as {{ kind = 'iid' }}, got {partition!r}")

@@ -15,22 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from everfed.core.cache import DataCache
 from everfed.core.data import Data
-from everfed.data import transforms
-from everfed.streams.base import CACHE_BYTES, IncrementalStream
 from everfed.streams.draws import generator
 from everfed.streams.feed import Arrived, Feed, MakeStream, named_function
 from everfed.streams.options import (
     OptionError,
     Options,
     normalisation,
+    refuse_unused,
     require_choice,
     require_number,
     require_whole,
 )
+from everfed.streams.planned import CACHE_BYTES, PlannedStream
 
 _MEANINGLESS = (
     "partition", "validation", "max_train", "max_test", "image_size", "channels", "encoder", "order",
@@ -38,7 +37,7 @@ _MEANINGLESS = (
 DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 
 
-class Own(IncrementalStream):
+class Own(PlannedStream):
     """classes: the width of the head, as many classes as may ever appear. test_share: of every period, held out where
     it brings no tests of its own. input_shape, dtype: of a sample in storage form, (channels, height, width) and
     "uint8" for images; without them the first period is looked at (a server without any data needs them)."""
@@ -60,14 +59,15 @@ class Own(IncrementalStream):
         input_shape: Sequence[int] | None = None,
         dtype: str | None = None,
     ) -> None:
-        _check(make, options, seed=seed, rounds_per_task=rounds_per_task)
-        require_number("scale", scale, above=0.0, to=1.0)
+        if not callable(make):
+            raise OptionError("scenario", "own takes a function of a client's number; arrays fit the other scenarios")
+        refuse_unused(options, _MEANINGLESS, "a stream of your own")
+        super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
         require_number("test_share", test_share, least=0.0, below=1.0)
         if classes is None:
             raise OptionError("classes", "say how many classes may ever appear: the head is as wide from the beginning")
         require_whole("classes", classes)
-        self.make, self.classes, self.test_share, self.scale = make, classes, test_share, scale
-        self._set_out(options, seed, rounds_per_task)
+        self.make, self.classes, self.test_share = make, classes, test_share
         self.name = f"{getattr(make, '__name__', 'stream')}-own"
         self._feeds: tuple[int, dict[int, Feed]] = (os.getpid(), {})
         self._cache = DataCache(CACHE_BYTES)
@@ -113,10 +113,6 @@ class Own(IncrementalStream):
     def labels(self, task: int) -> tuple[int, ...]:
         """All classes: nobody knows which of them will appear."""
         return tuple(range(self.classes))
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """uint8 images scaled to [0, 1] and normalised; float features normalised; tokens as they are."""
-        return x if x.dtype == torch.int64 else transforms.scale(x, self._mean, self._std)
 
     def describe(self) -> dict[str, Any]:
         """The settings in full; what will arrive is not known."""
@@ -166,14 +162,3 @@ def _blank(input_shape: Sequence[int], dtype: str | None) -> Data:
     require_choice("dtype", dtype, DTYPES)
     none = torch.zeros((0, *input_shape), dtype=DTYPES[dtype])
     return Data(none, torch.zeros(0, dtype=torch.int64), np.zeros(0, dtype=np.int64))
-
-
-def _check(make: Any, options: Options, **whole: int) -> None:
-    if not callable(make):
-        raise OptionError("scenario", "own takes a function of a client's number; arrays fit the other scenarios")
-    usual = Options()
-    for field in fields(Options):
-        if field.name in _MEANINGLESS and getattr(options, field.name) != getattr(usual, field.name):
-            raise OptionError(field.name, "means nothing for a stream of your own; leave it out")
-    for key, value in whole.items():
-        require_whole(key, value, least=0 if key == "seed" else 1)

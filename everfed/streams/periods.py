@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from everfed.core.cache import DataCache
 from everfed.core.data import Data
 from everfed.data.tokenizer import SPECIAL, Tokenizer
 from everfed.data.utterances import SECONDS_PER_DAY, Utterances, load_utterances
-from everfed.streams.base import CACHE_BYTES, SPLITS, IncrementalStream
 from everfed.streams.draws import generator
 from everfed.streams.masking import mask_tokens, masked_counts, masked_loss
-from everfed.streams.options import OptionError, Options, require_number, require_whole
+from everfed.streams.options import OptionError, Options, refuse_unused, require_number, require_whole
+from everfed.streams.planned import CACHE_BYTES, SPLITS, PlannedStream, require_index
 
+# augment: masks are fixed, so that a sample's gradient is a function of the sample
 _MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels", "encoder", "order")
 
 
@@ -35,7 +35,7 @@ class Division(NamedTuple):
     starts: tuple[int, ...]
 
 
-class Periods(IncrementalStream):
+class Periods(PlannedStream):
     """Clients are users drawn by the stream's seed from those with `min_utterances` training utterances or more.
 
     train_weeks, test_weeks: of a period, for dated utterances; periods without training or test text are left out.
@@ -68,13 +68,15 @@ class Periods(IncrementalStream):
         mask_rate: float = 0.15,
         min_utterances: int = 1,
     ) -> None:
-        _check(source, options, seed=seed, rounds_per_task=rounds_per_task, min_utterances=min_utterances)
-        require_number("scale", scale, above=0.0, to=1.0)
+        if not isinstance(source, Utterances):
+            raise OptionError("scenario", "periods takes utterances; arrays fit the other scenarios")
+        refuse_unused(options, _MEANINGLESS, "utterances")
+        super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
+        require_whole("min_utterances", min_utterances)
         require_whole("vocabulary", vocabulary, least=len(SPECIAL) + 1)
         require_whole("length", length, least=3)
         require_number("mask_rate", mask_rate, above=0.0, to=1.0)
-        self.utterances, self.scale = source, scale
-        self._set_out(options, seed, rounds_per_task)
+        self.utterances = source
         self.mask_rate, self.input_shape = mask_rate, (length,)
         self.name = f"{source.name}-periods"
         if source.dated:
@@ -91,15 +93,16 @@ class Periods(IncrementalStream):
 
     def data(self, client: int, task: int) -> Data:
         """The client's training utterances of the period, with their masks; ids are positions in the file."""
-        user = self.chosen[_within("client", client, self.clients)]
-        rows = self._train[_within("task", task, self.tasks)].get(int(user), np.zeros(0, dtype=np.int64))
+        user = self.chosen[require_index("client", client, self.clients)]
+        rows = self._train[require_index("task", task, self.tasks)].get(int(user), np.zeros(0, dtype=np.int64))
         if self.options.holds_nothing(client, task):
             rows = rows[:0]
         return self._cache.get((client, task), lambda: self._masked(rows, "train", int(user), task))
 
     def task_of(self, client: int, ids: np.ndarray) -> np.ndarray:
         """The periods that the client's utterances with these ids belong to."""
-        user, found = int(self.chosen[_within("client", client, self.clients)]), np.zeros(len(ids), dtype=np.int64)
+        user = int(self.chosen[require_index("client", client, self.clients)])
+        found = np.zeros(len(ids), dtype=np.int64)
         for task, by_user in enumerate(self._train):
             found[np.isin(ids, by_user.get(user, ()))] = task
         return found
@@ -110,24 +113,12 @@ class Periods(IncrementalStream):
             raise ValueError(f"split {split!r} is not one of the allowed values: {', '.join(SPLITS)}")
         if split == "validation" and not self.options.validation:
             raise OptionError("validation", "no validation split was held out; set a share above 0")
-        rows = (self._test if split == "test" else self._validation)[_within("task", task, self.tasks)]
+        rows = (self._test if split == "test" else self._validation)[require_index("task", task, self.tasks)]
         return self._cache.get((split, task), lambda: self._masked(rows, split, task))
 
     def labels(self, task: int) -> tuple[int, ...]:
         """All word pieces."""
         return tuple(range(self.classes))
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """Token numbers, as they are."""
-        return x
-
-    def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
-        """Nothing: masks are fixed, so that a sample's gradient is a function of the sample."""
-        return None
-
-    def augment(self, x: Tensor, draws: Tensor) -> Tensor:
-        """The samples themselves."""
-        return x
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, and how many utterances every client has in every period."""
@@ -254,20 +245,3 @@ def _renumbered(period: np.ndarray, testing: np.ndarray) -> tuple[np.ndarray, np
     found = np.searchsorted(complete, period)
     inside = np.isin(period, complete)
     return np.where(inside, found, -1), complete
-
-
-def _check(source: Utterances, options: Options, **whole: int) -> None:
-    if not isinstance(source, Utterances):
-        raise OptionError("scenario", "periods takes utterances; arrays fit the other scenarios")
-    usual = Options()
-    for field in fields(Options):
-        if field.name in _MEANINGLESS and getattr(options, field.name) != getattr(usual, field.name):
-            raise OptionError(field.name, "means nothing for utterances; leave it out")
-    for key, value in whole.items():
-        require_whole(key, value, least=0 if key == "seed" else 1)
-
-
-def _within(what: str, index: int, count: int) -> int:
-    if not 0 <= index < count:
-        raise IndexError(f"{what} {index} is not within 0..{count - 1}")
-    return index

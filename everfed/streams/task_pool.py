@@ -24,9 +24,10 @@ from everfed.data.imagenet import SIZES, load_imagenet
 from everfed.data.partition import who_got_what
 from everfed.data.source import Source
 from everfed.data.sources import data_folder, load
-from everfed.streams.base import SPLITS, Division, IncrementalStream
 from everfed.streams.draws import generator
+from everfed.streams.incremental import Division, IncrementalStream
 from everfed.streams.options import OptionError, Options, require_choice, require_whole
+from everfed.streams.planned import SPLITS
 
 SAMPLE_SPLITS = ("shared", "disjoint")
 OVERLAPS = ("random", "forbid")

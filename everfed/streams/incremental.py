@@ -1,10 +1,11 @@
-"""What the incremental scenarios share: the round schedule, who takes part, who holds what, and the data itself."""
+"""What the scenarios share that divide a data set: who holds what in which task, and the samples themselves."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,26 +13,19 @@ from torch import Tensor
 
 from everfed.core.cache import DataCache
 from everfed.core.data import Data
-from everfed.core.stream import RoundPlan
 from everfed.data import transforms
 from everfed.data.errors import PartitionError
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
-from everfed.streams.calendar import Calendar
-from everfed.streams.draws import cohort_size, generator
+from everfed.streams.draws import generator
 from everfed.streams.options import (
     USUAL_NORMALISATION,
     OptionError,
     Options,
     normalisation,
-    require_number,
-    require_whole,
 )
+from everfed.streams.planned import CACHE_BYTES, SPLITS, PlannedStream, require_index
 from everfed.streams.rows import choose_rows
-
-# Materialised samples kept at most; what is dropped is made again when it is asked for.
-CACHE_BYTES = 512 * 2**20
-SPLITS = ("test", "validation")
 
 
 @dataclass(frozen=True)
@@ -50,42 +44,22 @@ class Division:
         return self.order[self.ends[client] : self.ends[client + 1]]
 
 
-class IncrementalStream:
-    """Tasks one after the other, `rounds_per_task` rounds each, at the same rounds for all clients or by clocks of
-    their own.
+class IncrementalStream(PlannedStream):
+    """A data set, divided among tasks and clients.
 
-    Everything drawn comes from `seed` and a purpose, so every method of a comparison sees the same stream. A scenario
-    says which classes a task has (`classes_of`), how its samples look (`view`), and which division among clients it
-    uses (`division_of`).
+    A scenario says which classes a task has (`classes_of`), how its samples look (`view`), which division among clients
+    it uses (`division_of`) and what there is to tell of it (`facts`).
     """
-
-    scenario: ClassVar[str]
-    about: ClassVar[str]
-    score = "accuracy"
-    task_ids = False
 
     def __init__(
         self, source: Source, options: Options, *, seed: int, rounds_per_task: int, scale: float = 1.0
     ) -> None:
-        require_whole("seed", seed, least=0)
-        require_whole("rounds_per_task", rounds_per_task)
-        require_number("scale", scale, above=0.0, to=1.0)
-        self.scale = scale
-        self._set_out(options, seed, rounds_per_task)
+        super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
         self._use(_formatted(source, options))
         # All divisions are drawn here, so that one that cannot be drawn is refused before any training.
         self._divisions = {d: self._divide(d) for d in {self.division_of(t) for t in range(options.tasks)}}
         self._check_tests()
         self._cache = DataCache(CACHE_BYTES)
-
-    def _set_out(self, options: Options, seed: int, rounds_per_task: int) -> None:
-        """Who is where when."""
-        self.options, self.seed = options, seed
-        self.clients, self.tasks, self.boundaries = options.clients, options.episodes, options.boundaries
-        self.task_ids = type(self).task_ids and options.boundaries
-        self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * self.tasks
-        self.calendar = Calendar(options, self.tasks, rounds_per_task, seed)
-        self.asynchronous, self.fingerprint = self.calendar.asynchronous, self.calendar.fingerprint
 
     def _use(self, source: Source) -> None:
         """Take what is needed of the source, and refuse options that do not fit it."""
@@ -101,37 +75,29 @@ class IncrementalStream:
 
     # What a scenario decides
 
+    @abstractmethod
     def classes_of(self, task: int) -> tuple[int, ...]:
         """The classes of `task`, ascending."""
-        raise NotImplementedError
 
+    @abstractmethod
     def view(self, x: Tensor, task: int) -> Tensor:
         """Samples of the source as `task` shows them; same shape and dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def division_of(self, task: int) -> int:
         """The number of the division that `task` uses; that task's classes are what is divided."""
-        raise NotImplementedError
 
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """What the scenario adds to `describe`."""
-        raise NotImplementedError
 
     # The protocol
-
-    def round(self, index: int) -> RoundPlan:
-        """The plan of round `index`. With hidden boundaries nobody is said to begin or end."""
-        return self.calendar.plan(index)
-
-    def clock_of(self, client: int, index: int) -> tuple[int, int]:
-        """(rounds of the client's task behind it, rounds that it lasts)."""
-        return self.calendar.within(client, index)
 
     def data(self, client: int, task: int) -> Data:
         """What `client` sees in `task`; ids are task * (size of the source) + position in the source. A task that comes
         again brings the same samples."""
-        _require_index("client", client, self.clients)
-        _require_index("task", task, self.tasks)
+        require_index("client", client, self.clients)
+        require_index("task", task, self.tasks)
         kind = self.options.kind_of(task)
         rows = self._divisions[self.division_of(kind)][client]
         if self.options.holds_nothing(client, kind):
@@ -143,20 +109,9 @@ class IncrementalStream:
         """The tasks in which the client saw the samples with these ids (n,), for what a simulation tells of buffers."""
         return ids // len(self.source.x_train)
 
-    def data_in(self, client: int, index: int) -> Data:
-        """What a drifting client sees in round `index`: some samples of its task, and some of the next already."""
-        task, share = self.calendar.task_of(client, index), self.calendar.coming(client, index)
-        rng = generator(self.seed, "drift", client, index)
-        old, new = self.data(client, task), self.data(client, task + 1)
-        some = [
-            data.take(np.sort(rng.permutation(len(data))[: round(part * len(data))]))
-            for data, part in ((old, 1 - share), (new, share))
-        ]
-        return Data.union(some)
-
     def test(self, task: int, split: str = "test") -> Data:
         """The test samples of `task`, or the validation samples held out of the training data."""
-        _require_index("task", task, self.tasks)
+        require_index("task", task, self.tasks)
         if split not in SPLITS:
             raise ValueError(f"split {split!r} is not one of the allowed values: {', '.join(SPLITS)}")
         if split == "validation" and not len(self._rows.validation):
@@ -168,41 +123,8 @@ class IncrementalStream:
 
     def labels(self, task: int) -> tuple[int, ...]:
         """The classes of `task`, ascending."""
-        _require_index("task", task, self.tasks)
+        require_index("task", task, self.tasks)
         return self.classes_of(self.options.kind_of(task))
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """uint8 images scaled to [0, 1] and normalised; float features normalised; tokens as they are."""
-        if x.dtype == torch.int64:
-            return x
-        return transforms.scale(x, self._mean, self._std)
-
-    def pixels(self, inputs: Tensor) -> Tensor:
-        """Network inputs as uint8 images: the inverse of `inputs`, for looking at what a generator makes."""
-        return transforms.unscale(inputs, self._mean, self._std)
-
-    def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
-        """(count, 3) draws for "crop-flip", None for "none"."""
-        return transforms.draw_crop_and_flip(rng, count) if self.options.augment == "crop-flip" else None
-
-    def augment(self, x: Tensor, draws: Tensor) -> Tensor:
-        """Crop and mirror as drawn; the images themselves when nothing is augmented."""
-        return transforms.crop_and_flip(x, draws) if self.options.augment == "crop-flip" else x
-
-    def outline(self) -> dict[str, Any]:
-        """What every scenario says in `describe`."""
-        return {
-            "name": self.name,
-            "scenario": self.scenario,
-            "classes": self.classes,
-            "input_shape": list(self.input_shape),
-            "seed": self.seed,
-            "scale": self.scale,
-            "rounds": self.rounds,
-            "rounds_per_task": self.rounds_per_task,
-            "clients_per_round": cohort_size(self.clients, self.options.participation),
-            "task_ids": self.task_ids,
-        }
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, the sizes, and who got what in every division."""
@@ -296,11 +218,6 @@ def _constants(normalise: str | Mapping[str, Any], source: Source) -> tuple[tupl
 def _check_augment(augment: str, source: Source) -> None:
     if augment != "none" and source.x_train.dim() != 4:
         raise OptionError("augment", f"{augment!r} needs images; these samples are {tuple(source.x_train.shape[1:])}")
-
-
-def _require_index(what: str, index: int, count: int) -> None:
-    if not 0 <= index < count:
-        raise IndexError(f"{what} {index} is not within 0..{count - 1}")
 
 
 def _plain(value: Any) -> Any:
