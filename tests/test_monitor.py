@@ -52,10 +52,25 @@ def test_clients_are_followed_one_by_one_and_a_loss_of_zero_is_no_error() -> Non
     monitor, memory, told = DriftMonitor(), {}, []
     for index in range(8):
         losses = {0: 0.1, 1: 0.1 if index < 5 else 2.0, 2: 0.0}
-        memory, events = monitor.watch(memory, index, losses)
-        told += [(index, event["clients"]) for event in events]
-    assert told == [(5, [1])]
-    assert memory["suspected"] == [{"round": 5, "clients": [1]}]
+        memory, events = monitor.watch(memory, index, {"loss": losses, "features": {0: 9.0**index}})
+        told += [(index, event["clients"], event["values"]) for event in events]
+    assert told == [(5, [1], {"loss": [2.0]})]
+    assert memory["suspected"] == [{"round": 5, "clients": [1], "by": {"loss": [1]}}]
+    assert json.loads(json.dumps(memory)) == memory
+
+
+def test_signals_are_followed_one_by_one() -> None:
+    """Client 0 jumps in its loss, client 1 in its features, client 2 in both."""
+    monitor, memory, told = DriftMonitor(watched=("loss", "features")), {}, []
+    for index in range(6):
+        jumps = 4.0 if index == 5 else 1.0
+        seen = {"loss": {0: jumps, 1: 1.0, 2: jumps}, "features": {0: 0.2, 1: jumps, 2: jumps}}
+        memory, events = monitor.watch(memory, index, seen)
+        told += events
+    by = {"loss": [0, 2], "features": [1, 2]}
+    assert told == [
+        {"event": "drift", "clients": [0, 1, 2], "by": by, "values": {"loss": [4.0, 4.0], "features": [4.0, 4.0]}}
+    ]
     assert json.loads(json.dumps(memory)) == memory
 
 

@@ -92,6 +92,10 @@ def _train(
     method: Method, state: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
 ) -> tuple[State, Reply]:
     received = _whole(message[MODEL], state, ctx)["params"]
+    for part in method.parts if len(data) else ():
+        if overrides(part, "notice"):
+            own = part.notice(state, data, ctx)
+            state = {**state, part.name: own} if own else state
     for part in method.parts:
         own, model = part.receive(state, message, model, ctx)
         state = {**state, part.name: own} if own else state

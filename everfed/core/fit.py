@@ -81,6 +81,7 @@ class Trainer:
         self.device = torch.device(device)
         self.precision = precision
         self.forward_part = forward_part
+        self._build_module = build_module
         self.replica = Replica(build_module(), layout, self.device, precision)
         self.network: Callable[[Tensor], Tensor] = self.replica.module
         self._loss: Callable[[Tensor, Tensor], Tensor] = getattr(stream, "loss", functional.cross_entropy)
@@ -200,6 +201,11 @@ class Trainer:
         return lambda outputs, y: self._loss(outputs + mask.expand_as(outputs).scatter(1, y.unsqueeze(1), 0.0), y)
 
     # what parts build beside the model ------------------------------------------------------------------------------
+    def first_model(self) -> Model:
+        """The model that the run began with, the same on every machine."""
+        vectors = self.replica.layout.read(self._build_module())
+        return {name: vector.to(self.device) for name, vector in vectors.items()}
+
     def companion(self, blueprint: Blueprint) -> Replica:
         """A replica of another network of a method's, built once; load it before use, or use it by `evaluated`."""
 

@@ -143,7 +143,16 @@ class Part:
         at hand. Raises ValueError when there is no generator yet."""
         raise CompositionError(f"part {self.name!r} has no generator")
 
+    def signals(self, reduced: Tree) -> dict[str, dict[int, float]]:
+        """{signal: {client: value}} that it has for who looks on (`everfed.core.watch`), of what `train` reduced."""
+        return {}
+
     # on the client, around training ------------------------------------------------------------------------------
+    def notice(self, client: State, data: Data, ctx: Context) -> Tree:
+        """Before anything else in a round: the client's own samples, before any part adds to them. To look, and to
+        remember; not called where there are none."""
+        return client.get(self.name, {})
+
     def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
         """First contact with a round; may change the model that training starts from."""
         return client.get(self.name, {}), model

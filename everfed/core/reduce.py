@@ -145,4 +145,8 @@ class Reduction:
         return {p: {k: r.weight for k, r in keys.items() if isinstance(r, Total)} for p, keys in self.under_way.items()}
 
     def result(self) -> dict[str, dict[str, Any]]:
-        return {part: {k: r.result() for k, r in keys.items()} for part, keys in self.under_way.items()}
+        return {part: self.result_of(part) for part in self.under_way}
+
+    def result_of(self, part: str) -> dict[str, Any]:
+        """The values of one part."""
+        return {k: r.result() for k, r in self.under_way.get(part, {}).items()}

@@ -40,7 +40,7 @@ class Runner:
     ) -> None:
         self.world, self.engine, self.save = world, engine, save
         self.state = state or RunState(_first_server_state(world, model))
-        teller = Teller(notify, watchers, self.state)
+        teller = Teller(notify, watchers, world.method.parts, self.state)
         self.exchange = Exchange(world, engine, self.state)
         self.conductor = Conductor(world, engine, self.exchange, teller, self.state)
         self.evaluation = Evaluation(world, engine, self.exchange, teller, self.state, evaluation)

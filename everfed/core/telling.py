@@ -9,20 +9,24 @@ from typing import Any
 from everfed.core import compact
 from everfed.core.divergence import mean_losses
 from everfed.core.intake import Intake
+from everfed.core.part import Part, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.run_state import RunState
 from everfed.core.stream import RoundPlan
-from everfed.core.watch import Watcher
+from everfed.core.watch import LOSS, Seen, Watcher
 from everfed.core.world import Moment
 
 Event = dict[str, Any]
 
 
 class Teller:
-    """Makes events of what happened, and lets the watchers look at the losses."""
+    """Makes events of what happened, and lets the watchers look at the losses and at what parts have for them."""
 
-    def __init__(self, notify: Callable[[Event], None], watchers: Sequence[Watcher], state: RunState) -> None:
+    def __init__(
+        self, notify: Callable[[Event], None], watchers: Sequence[Watcher], parts: Sequence[Part], state: RunState
+    ) -> None:
         self.notify, self.watchers, self.state = notify, tuple(watchers), state
+        self._signalling = [part for part in parts if overrides(part, "signals")]
 
     def phase(self, phase: Phase, moment: Moment, intake: Intake, down: int, started: float) -> None:
         """One repeat of a phase is done. Raises Diverged instead, when a client's loss is not finite."""
@@ -42,8 +46,9 @@ class Teller:
         if losses is not None:
             event |= {"loss": float(losses.mean()), "trained": len(intake.trained)}
         self.notify({**event, **_absences(intake)})
-        if losses is not None:
-            self._watch(moment, {one.client: loss for one, loss in zip(intake.trained, losses.tolist(), strict=True)})
+        if losses is not None and self.watchers:
+            by_client = {one.client: loss for one, loss in zip(intake.trained, losses.tolist(), strict=True)}
+            self._watch(moment, {LOSS: by_client, **self._signals(intake)})
 
     def measured(self, moment: Moment, phase: str, part: str, values: dict[str, float]) -> None:
         """What a part measures."""
@@ -54,11 +59,16 @@ class Teller:
         if intake.absent:
             self.notify({"event": "absent", "round": moment.round, "phase": EVALUATE, **_absences(intake)})
 
-    def _watch(self, moment: Moment, losses: dict[int, float]) -> None:
+    def _signals(self, intake: Intake) -> dict[str, dict[int, float]]:
+        """What parts have for the watchers."""
+        found = [part.signals(intake.reduction.result_of(part.name)) for part in self._signalling]
+        return {signal: values for own in found for signal, values in own.items()}
+
+    def _watch(self, moment: Moment, seen: Seen) -> None:
         """Let the watchers look, and tell what they say."""
         for watcher in self.watchers:
             memory = self.state.watched.get(watcher.name, {})
-            self.state.watched[watcher.name], said = watcher.watch(memory, moment.round, losses)
+            self.state.watched[watcher.name], said = watcher.watch(memory, moment.round, seen)
             for event in said:
                 self.notify({"round": moment.round, "task": moment.plan.task, **event})
 

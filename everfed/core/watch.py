@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 Memory = dict[str, Any]
+LOSS = "loss"
+Seen = Mapping[str, Mapping[int, float]]  # signal -> client -> value; "loss": its mean step loss; others: from parts
 
 
 class Watcher(Protocol):
@@ -16,6 +18,6 @@ class Watcher(Protocol):
 
     name: str
 
-    def watch(self, memory: Memory, index: int, losses: Mapping[int, float]) -> tuple[Memory, list[dict[str, Any]]]:
-        """After the training of round `index`: losses are each participant's mean step loss, by client. Returns what to
-        remember and the events to tell; `memory` is empty at first."""
+    def watch(self, memory: Memory, index: int, seen: Seen) -> tuple[Memory, list[dict[str, Any]]]:
+        """After the training of round `index`: what is known of each participant. Returns what to remember and the
+        events to tell; `memory` is empty at first."""

@@ -162,9 +162,12 @@ class PrivacySection(Section):
 
 
 class MonitorSection(Section):
-    """[monitor]: suspects from clients' losses that their data changed; tells it, and changes no number."""
+    """[monitor]: suspects that clients' data changed; tells it, and changes no number. watch: from their losses, from
+    the features of up to `samples` of their samples, or from both."""
 
     kind: Literal["none", "page-hinkley"] = "none"
+    watch: Literal["loss", "features", "both"] = "loss"
+    samples: int = Field(64, ge=2)
     delta: float = Field(0.1, ge=0)
     threshold: float = Field(0.5, gt=0)
     window: int = Field(5, ge=1)

@@ -85,8 +85,14 @@ def suspected_shifts(run: Run) -> Html:
     found = sorted(run.log.shifts.items())
     if not found:
         return Html("")
-    items = [tag("li", f"round {index + 1}: clients {spans(sorted(clients))}") for index, clients in found[:MOST]]
+    items = [tag("li", _suspicion(run, index, clients)) for index, clients in found[:MOST]]
     if len(found) > MOST:
         items.append(tag("li", f"and {len(found) - MOST:,} more rounds, in events.jsonl"))
     title = f"Suspected shifts: {sum(len(clients) for _, clients in found):,} in {len(found):,} rounds"
     return tag("details", tag("summary", title), tag("ul", *items), open=len(found) <= 10)
+
+
+def _suspicion(run: Run, index: int, clients: tuple[int, ...]) -> str:
+    by = run.log.shifts_by[index]
+    told = "; ".join(f"{signal}: {spans(sorted(own))}" for signal, own in sorted(by.items()))
+    return f"round {index + 1}: clients {spans(sorted(clients))}" + (f" (by {told})" if set(by) != {"loss"} else "")

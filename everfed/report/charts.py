@@ -321,14 +321,25 @@ def task_colour(task: int, tasks: int) -> str:
 
 def participation(grid: Grid, tasks: int) -> Html:
     """Clients by rounds, coloured by task."""
-    levels = [[None if task is None else task - 1 for task in row] for row in grid.cells]
-    styles = [task_colour(task, tasks) for task in range(1, tasks + 1)]
     about = f"Which of {grid.clients} clients trained in which of {grid.rounds} rounds, coloured by task."
+    return join(task_legend(tasks), _by_client(grid, tasks, about))
+
+
+def suspicions(grid: Grid, names: Sequence[str]) -> Html:
+    """Clients by rounds, coloured by what gave a change away."""
+    about = f"In which of {grid.rounds} rounds the data of which of {grid.clients} clients seemed to have changed."
+    return join(_legend(names), _by_client(grid, len(names), about))
+
+
+def _by_client(grid: Grid, count: int, about: str) -> Html:
+    """A grid with `count` levels."""
+    levels = [[None if level is None else level - 1 for level in row] for row in grid.cells]
+    styles = [task_colour(level, count) for level in range(1, count + 1)]
     width = grid.rounds_per_column * len(grid.cells[0])
     across = [_tick("left", (n - 0.5) / width, f"{n:,}") for n in whole_ticks(1, grid.rounds)]
     height = grid.clients_per_row * len(grid.cells)
     down = [_tick("top", (n + 0.5) / height, f"{n}") for n in whole_ticks(0, grid.clients - 1, 6)]
-    plot = tag(
+    return tag(
         "div",
         tag("div", "client", class_="y-name"),
         tag("div", *down, class_="y-ticks", aria_hidden="true"),
@@ -338,14 +349,18 @@ def participation(grid: Grid, tasks: int) -> Html:
         class_="plot",
         style=f"--h:{min(24, max(6, len(grid.cells) * 0.7)):.1f}rem",
     )
-    return join(task_legend(tasks), plot)
 
 
 def task_legend(tasks: int) -> Html:
     """Colours of the tasks, at most a dozen spelled out."""
-    every = -(-tasks // 12)
-    shown = range(1, tasks + 1, every)
-    chips = (tag("li", tag("span", class_="chip task", style=task_colour(t, tasks)), f"task {t}") for t in shown)
+    return _legend([f"task {t}" for t in range(1, tasks + 1)])
+
+
+def _legend(names: Sequence[str]) -> Html:
+    colours = [task_colour(level, len(names)) for level in range(1, len(names) + 1)]
+    every = -(-len(names) // 12)
+    shown = list(zip(names, colours, strict=True))[::every]
+    chips = (tag("li", tag("span", class_="chip task", style=colour), name) for name, colour in shown)
     return tag("ul", *chips, class_="legend")
 
 

@@ -210,7 +210,7 @@ def who_saw_what(run: Run) -> Html:
     if grid is None:
         return charts.missing(title, _why_nobody(run))
     tasks = max([start.tasks if start else 1, *(task for row in grid.cells for task in row if task is not None)])
-    notes = _grid_notes(grid)
+    notes = _grid_notes(grid, "trained")
     about = "A client has the colour of the task it trained on in that round; without colour it did not take part."
     return charts.figure(title, charts.participation(grid, tasks), about, notes=notes)
 
@@ -221,15 +221,26 @@ def _why_nobody(run: Run) -> str:
     return "The events hold the number of clients only, not their names: an earlier version wrote them."
 
 
-def _grid_notes(grid: series.Grid) -> list[str]:
+def _grid_notes(grid: series.Grid, did: str) -> list[str]:
     notes = []
     if grid.rounds_per_column > 1:
         notes.append(
-            f"A column stands for {grid.rounds_per_column} rounds: coloured if the client trained in any of them."
+            f"A column stands for {grid.rounds_per_column} rounds: coloured if the client {did} in any of them."
         )
     if grid.clients_per_row > 1:
-        notes.append(f"A row stands for {grid.clients_per_row} clients: coloured if any of them trained.")
+        notes.append(f"A row stands for {grid.clients_per_row} clients: coloured if any of them {did}.")
     return notes
+
+
+def suspected_shifts(run: Run) -> Html:
+    """Clients by rounds, where the drift monitor suspected a change; nothing where it suspected none."""
+    found = series.suspicions(run)
+    if found is None:
+        return NOTHING
+    about = "Where the data of a client seemed to have changed, coloured by what gave it away."
+    return charts.figure(
+        "Suspected shifts", charts.suspicions(*found), about, notes=_grid_notes(found[0], "was suspected")
+    )
 
 
 def class_mix(run: Run) -> Html:

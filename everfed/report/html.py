@@ -107,7 +107,7 @@ def _run_details(runs: Sequence[Run]) -> list[Html]:
 def run_sections(run: Run, seen: dict[str, str] | None = None) -> list[Html]:
     """What there is to say about one run alone."""
     seen = {} if seen is None else seen
-    drawn = [figures.who_saw_what(run), figures.class_mix(run), figures.buffers(run)]
+    drawn = [figures.who_saw_what(run), figures.suspected_shifts(run), figures.class_mix(run), figures.buffers(run)]
     once = [_once(figure, run.name, seen) for figure in drawn]
     return [
         facts(run),

@@ -98,6 +98,7 @@ class Log:
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by round
     buffers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> samples in buffers, by task
     shifts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> clients whose data may have changed
+    shifts_by: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # the same by what gave them away
     measures: dict[str, dict[int, float]] = field(default_factory=dict)  # "part: what" -> by round, the last of it
     buffers_of: tuple[int, int] | None = None  # (clients that were looked at, all), where these are not the same
     notes: list[Note] = field(default_factory=list)
@@ -158,7 +159,7 @@ class Log:
         self.phases = {key: line for key, line in self.phases.items() if key[0] < first}
         self.evaluations = _before(first, self.evaluations)
         self.buffers = _before(first, self.buffers)
-        self.shifts = _before(first, self.shifts)
+        self.shifts, self.shifts_by = _before(first, self.shifts), _before(first, self.shifts_by)
         self.measures = {name: _before(first, values) for name, values in self.measures.items()}
         lines = self.phases.values()
         self.rounds_done = self.start.round if self.start and first else 0
@@ -226,7 +227,10 @@ class Log:
                 self.measures.setdefault(f"{event['part']}: {key}", {})[int(event["round"])] = number
 
     def _take_drift(self, event: dict[str, Any]) -> None:
-        self.shifts[int(event["round"])] = self._cohort(event["clients"], from_spans)
+        index = int(event["round"])
+        self.shifts[index] = self._cohort(event["clients"], from_spans)
+        by = event.get("by", {"loss": event["clients"]})
+        self.shifts_by[index] = {str(signal): self._cohort(clients, from_spans) for signal, clients in by.items()}
 
     def _take_resume(self, event: dict[str, Any]) -> None:
         self._resumed = True

@@ -5,7 +5,7 @@ Tasks and rounds count from 1 here, as people count them. Long curves are thinne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,8 +179,8 @@ def _entry(rows: Sequence[Sequence[float | None]], i: int) -> tuple[float, float
 # who saw what when -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Grid:
-    """cells[row][column]: the task (from 1) a client trained on, None where it did not train. A row stands for
-    `clients_per_row` clients from row * clients_per_row on, a column for `rounds_per_column` rounds."""
+    """cells[row][column]: a level from 1 (the task a client trained on, say), None where there is nothing. A row stands
+    for `clients_per_row` clients from row * clients_per_row on, a column for `rounds_per_column` rounds."""
 
     cells: tuple[tuple[int | None, ...], ...]
     clients: int
@@ -199,18 +199,39 @@ def participation(run: Run, clients: int) -> Grid | None:
         return None
     clients = max(clients, 1 + max((max(line.clients) for line in lines if line.clients), default=0))
     rounds = max(run.rounds, 1 + lines[-1].round)
+    return _grid(clients, rounds, (mark for line in lines for mark in _trained_on(line)))
+
+
+def _trained_on(line: PhaseLine) -> Iterator[tuple[int, int, int]]:
+    clients = line.clients or ()
+    for client, task in zip(clients, line.tasks or [line.task] * len(clients), strict=True):
+        yield client, line.round, task + 1
+
+
+def _grid(clients: int, rounds: int, marks: Iterable[tuple[int, int, int]]) -> Grid:
+    """Of (client, round, level)s; the last one of a cell stays."""
     per_row, per_column = -(-clients // ROWS), -(-rounds // BINS)
     cells: list[list[int | None]] = [[None] * -(-rounds // per_column) for _ in range(-(-clients // per_row))]
-    for line in lines:
-        _mark(cells, line, per_row, per_column)
+    for client, index, level in marks:
+        cells[client // per_row][index // per_column] = level
     return Grid(tuple(map(tuple, cells)), clients, rounds, per_row, per_column)
 
 
-def _mark(cells: list[list[int | None]], line: PhaseLine, per_row: int, per_column: int) -> None:
-    column = line.round // per_column
-    clients = line.clients or ()
-    for client, task in zip(clients, line.tasks or [line.task] * len(clients), strict=True):
-        cells[client // per_row][column] = task + 1
+def suspicions(run: Run) -> tuple[Grid, list[str]] | None:
+    """(clients by rounds, the names of its levels): whose data seemed to have changed, and what gave it away."""
+    found = sorted(run.log.shifts_by.items())
+    if not found:
+        return None
+    kinds = {(index, c): _signals(by, c) for index, by in found for clients in by.values() for c in clients}
+    names = sorted(set(kinds.values()))
+    start, last = run.log.start, max(client for _, client in kinds)
+    clients, rounds = max(start.clients if start else 0, last + 1), max(run.rounds, 1 + found[-1][0])
+    marks = ((client, index, 1 + names.index(kind)) for (index, client), kind in kinds.items())
+    return _grid(clients, rounds, marks), names
+
+
+def _signals(by: Mapping[str, tuple[int, ...]], client: int) -> str:
+    return " and ".join(signal for signal, clients in sorted(by.items()) if client in clients)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from everfed import engines, methods, models, privacy, streams
+from everfed import engines, methods, models, monitor, privacy, streams
 from everfed.core.context import Facts, TrainOptions
 from everfed.core.extras import attach
 from everfed.core.layout import Layout
@@ -126,7 +126,18 @@ def build_method(recipe: Recipe) -> Method:
         aggregator = methods.build(section.name, parts=section.parts).aggregator.name
         options.setdefault(aggregator, {}).setdefault("weighting", section.weighting)
     method = methods.build(section.name, options, section.parts, Optimizer(**recipe.train.optimizer.model_dump()))
-    return privacy.protect(method, recipe.privacy)
+    _refuse_blind_monitor(recipe)
+    return privacy.protect(monitor.reporting(method, recipe.monitor), recipe.privacy)
+
+
+def _refuse_blind_monitor(recipe: Recipe) -> None:
+    """A monitor that would never be told anything is no monitor."""
+    hiding = [key for key in ("secure_aggregation", "dp") if getattr(recipe.privacy, key)]
+    if recipe.monitor.kind != "none" and hiding:
+        raise RecipeError(
+            f"monitor.kind = {recipe.monitor.kind!r} needs a number from every client; with privacy.{hiding[0]} the "
+            "server sees none; set monitor.kind = 'none', or leave the protection out"
+        )
 
 
 def _train_options(recipe: Recipe) -> TrainOptions:

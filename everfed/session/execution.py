@@ -7,18 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from everfed import engines, privacy
+from everfed import engines, monitor, privacy
 from everfed.core.engine import Engine
 from everfed.core.fit import on_device
 from everfed.core.intake import Spread
 from everfed.core.run_state import RunState
 from everfed.core.runner import EvalOptions, Runner
-from everfed.core.watch import Watcher
 from everfed.core.world import Place
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
-from everfed.monitor import DriftMonitor, PageHinkley
-from everfed.recipe import Recipe
 from everfed.session.assembly import Assembly, fingerprint
 from everfed.session.outcome import save_model, save_pictures
 from everfed.session.result import result
@@ -91,7 +88,7 @@ def _drive(
         tell_kept = kept_teller(world, store, group, notify) if build_engine is None else None
         save, options = _saver(checkpoints, notify, tell_kept), EvalOptions(**recipe.eval.model_dump())
         first = on_device(assembly.first_model(), where)
-        final = Runner(world, engine, first, options, notify, save, state, _watchers(recipe)).run()
+        final = Runner(world, engine, first, options, notify, save, state, monitor.watchers(recipe.monitor)).run()
         checkpoints.wait()
         state_bytes = engine.total(store.bytes()) if isinstance(engine, Spread) else store.bytes()
         told = result(assembly, final, engine.describe(), state_bytes)
@@ -109,13 +106,6 @@ def _write_down(folder: RunFolder, assembly: Assembly, engine: Engine, final: Ru
     save_model(folder, assembly, final)
     save_pictures(folder, assembly.stream, engine, final)
     folder.write_result(told)
-
-
-def _watchers(recipe: Recipe) -> list[Watcher]:
-    """Who looks on."""
-    if recipe.monitor.kind == "none":
-        return []
-    return [DriftMonitor(PageHinkley(**recipe.monitor.model_dump(exclude={"kind"})))]
 
 
 def _saver(
