@@ -17,6 +17,7 @@ from everfed import methods
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
+from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.runner import EvalOptions, RunState
 from everfed.federation import request as ask
@@ -25,6 +26,7 @@ from everfed.federation.patience import Patience
 from everfed.federation.request import Answer, Request
 from everfed.federation.site import Identity, Kit, Site
 from everfed.federation.transport import Failure
+from everfed.monitor import FeatureShift
 from tests.federation.loop import Loop, federated, loop_of, site, states
 from tests.support.toy import Bench, Norm, Outcome, Paused, Toy, comparable
 from tests.support.wire import crossed
@@ -56,6 +58,15 @@ PRESETS = [
 def test_every_preset_equals_eager_bit_for_bit(name: str, tmp_path: Path) -> None:
     bench = Bench(name)
     assert_same(bench, bench.run(), federated(bench, loop_of(bench, tmp_path)), tmp_path)
+
+
+def test_what_clients_report_to_a_monitor_is_the_same(tmp_path: Path) -> None:
+    known = methods.build("er")
+    bench = Bench(lambda: Method(known.name, (*known.parts, FeatureShift(samples=8))))
+    eager, outcome = bench.run(), federated(bench, loop_of(bench, tmp_path))
+    assert_same(bench, eager, outcome, tmp_path)
+    here, there = ([one for one in run.events if one["event"] == "measure"] for run in (eager, outcome))
+    assert here == there != []
 
 
 @pytest.mark.parametrize(
