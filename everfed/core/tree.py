@@ -125,8 +125,9 @@ def _skeleton(tree: Tree, tensors: dict[str, Tensor], prefix: str = "") -> Tree:
             structure[key] = _skeleton(value, tensors, path)
         elif isinstance(value, Tensor):
             name = str(len(tensors))
-            # safetensors refuses tensors that share memory, so each gets its own
-            tensors[name] = value.detach().cpu().contiguous().clone()
+            # safetensors refuses tensors that share memory, so each gets its own; what comes from a device has it
+            host = value.detach().contiguous()
+            tensors[name] = host.clone() if host.device.type == "cpu" else host.cpu()
             structure[key] = {"$": _TENSOR, "at": name}
         elif value is None or isinstance(value, bool | int | float | str):
             structure[key] = {"$": _SCALAR, "is": value}

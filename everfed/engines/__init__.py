@@ -14,7 +14,7 @@ from everfed.engines.base import BuildModule
 from everfed.engines.eager import Eager
 from everfed.engines.group import Group, launched, local_rank
 from everfed.errors import UserError
-from everfed.store.clients import ClientStore
+from everfed.store.clients import DEFAULT_BUDGET, ClientStore
 
 if TYPE_CHECKING:
     from everfed.recipe import EngineSection
@@ -59,6 +59,16 @@ def memory_format(section: EngineSection) -> str:
     if section.memory_format == "auto":
         return "channels-last" if device(section).type == "cuda" else "contiguous"
     return section.memory_format
+
+
+def state_budget(section: EngineSection) -> int:
+    """Bytes of client state that are kept in memory. By itself 2 GiB; on a GPU, where states lie on the device and a
+    page must cross to the host and back, a quarter of what is free there."""
+    if section.state_memory:
+        return int(section.state_memory * 2**30)
+    chosen = device(section)
+    free = torch.cuda.mem_get_info(chosen)[0] if chosen.type == "cuda" else 0
+    return max(DEFAULT_BUDGET, free // 4)
 
 
 def check(section: EngineSection) -> None:

@@ -6,7 +6,7 @@ Outputs of the discriminator are rows (n, C + 1): the class logits, then the log
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -19,31 +19,25 @@ from everfed.core.extras import Extras
 from everfed.core.fit import Trainer
 from everfed.models.acgan import ACGANBlueprint
 from everfed.parts.layers import in_precision
-from everfed.parts.teacher import divergence
+from everfed.parts.teacher import among, divergence
 
 GENERATOR = "generator"  # what the names of its parameters begin with
 
 
 @dataclass(frozen=True)
 class ACGAN:
-    """What the losses need to know. classes: the class logits that compete. place: (C,) where a class is among them."""
+    """What the losses need to know. classes: (C,) mask of the class logits that compete."""
 
     trainer: Trainer
     blueprint: ACGANBlueprint
     classes: Tensor
-    place: Tensor
-
-    def to_device(self) -> ACGAN:
-        """The same with its tensors where the trainer computes."""
-        device = self.trainer.device
-        return replace(self, classes=self.classes.to(device), place=self.place.to(device))
 
     def images(self, generator: Mapping[str, Tensor] | Tensor, labels: Tensor) -> Tensor:
         """(n, ...) network inputs that a generator makes for labels (n,) and fresh noise. generator: its tensors by
         name, or its parameters as one vector."""
         replica = self.trainer.companion(self.blueprint)
         tensors = replica.layout.named(generator) if isinstance(generator, Tensor) else dict(generator)
-        z = noise(labels, self.place.numel(), self.blueprint.z_dim, self.trainer.replica.generator)
+        z = noise(labels, self.classes.numel(), self.blueprint.z_dim, self.trainer.replica.generator)
         with in_precision(self.trainer):
             images: Tensor = functional_call(replica.module, tensors, (z,))
         return images.float()
@@ -54,12 +48,12 @@ class ACGAN:
         return self.images(generator, labels)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """(n, classes) of the classes that compete."""
-        return rows[:, :-1].index_select(1, self.classes)
+        """(n, C) of the classes, those that do not compete out of the question."""
+        return among(rows[:, :-1], self.classes)
 
     def label_loss(self, rows: Tensor, y: Tensor) -> Tensor:
         """NLL(p(.|x), y)."""
-        return functional.cross_entropy(self.logits(rows), self.place[y])
+        return functional.cross_entropy(self.logits(rows), y)
 
     def judged(self, rows: Tensor, y: Tensor, real: bool) -> Tensor:
         """BCE(d(x), real) + NLL(p(.|x), y)."""

@@ -13,12 +13,6 @@ from torch.nn import functional
 
 MASKS = ("agree", "disagree")
 HINGES = ("batch", "sample")
-OUT = -1e9  # a logit that is out of the question: softmax gives it exactly 0, and 0 times it is 0
-
-
-def among(outputs: Tensor, classes: Tensor) -> Tensor:
-    """Logits (n, C) in which only the classes of a mask (C,) compete; no gradient reaches the others."""
-    return outputs.masked_fill(~classes, OUT)
 
 
 def statistics_distance(stored: Sequence[tuple[Tensor, Tensor]], seen: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

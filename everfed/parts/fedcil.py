@@ -41,8 +41,9 @@ from everfed.core.substep import Substep
 from everfed.core.tree import Tree
 from everfed.models.acgan import KINDS, ACGANBlueprint
 from everfed.parts.acgan import ACGAN, GENERATOR, live_generator
-from everfed.parts.consolidation import Consolidation
+from everfed.parts.consolidation import LOSSES, Consolidation
 from everfed.parts.features import head_weight, span, through_head
+from everfed.parts.teacher import mask_of
 from everfed.parts.transition import competing
 
 CHOICES = {"generator": ("auto", *KINDS), "head": ("seen", "full"), "weighting": ("samples", "uniform")}
@@ -169,14 +170,12 @@ class FedCIL(Part):
         return self.consistency_real, self.consistency_fake, self.consistency_label
 
     def _competing(self, ctx: Context) -> dict[str, Tensor]:
-        classes = competing(ctx) if self.head == "seen" else torch.arange(ctx.facts.classes)
-        place = torch.zeros(ctx.facts.classes, dtype=torch.int64)
-        place[classes] = torch.arange(len(classes))
-        return {"classes": classes, "place": place}
+        """(C,) mask of the class logits that compete."""
+        return {"classes": mask_of(ctx, competing(ctx) if self.head == "seen" else torch.arange(ctx.facts.classes))}
 
     def _gan(self, step: Step) -> ACGAN:
         own = step.state[self.name]
-        return ACGAN(step.ctx.train, self.blueprint(step.ctx), own["classes"], own["place"])
+        return ACGAN(step.ctx.train, self.blueprint(step.ctx), own["classes"])
 
     def objective(self, step: Step) -> Tensor:
         """L_D; the outputs of the real batch carry the logit of "real"."""
@@ -268,10 +267,23 @@ class FedCIL(Part):
 
     def _consolidate(self, server: State, own: Tree, ctx: Context) -> Tree:
         """Some steps of the averaged GAN."""
-        options, facts = ctx.options, ctx.facts
-        rate = options.optimizer.rate(ctx.round % facts.rounds_per_task, facts.rounds_per_task)
-        gan = ACGAN(ctx.train, self.blueprint(ctx), **self._competing(ctx)).to_device()
-        work = Consolidation(self, gan, self.server_batch, options.optimizer, rate, own["now"], own["old"])
         steps = min(self.server_chunk, self.server_steps - ctx.repeat * self.server_chunk)
-        model, moments = work.run(server[MODEL], own["moments"], steps, ctx)
-        return {**own, "moments": moments, "consolidated": model}
+        classes = self._competing(ctx)["classes"]
+        given = server[MODEL], own["moments"], own["now"], own["old"]
+        model, moments, losses = self._consolidation(ctx).run(*given, classes, steps, ctx)
+        told = dict(zip(LOSSES, losses.tolist(), strict=True))
+        return {**own, "moments": moments, "consolidated": model, "losses": told}
+
+    def _consolidation(self, ctx: Context) -> Consolidation:
+        """The trainer's own, built when it is first asked for."""
+        trainer, optimizer, clients = ctx.train, ctx.options.optimizer, ctx.facts.clients
+
+        def make() -> Consolidation:
+            gan = ACGAN(trainer, self.blueprint(ctx), self._competing(ctx)["classes"].to(trainer.device))
+            return Consolidation(self, gan, optimizer, self.server_batch, self.server_chunk, clients)
+
+        return trainer.made("consolidation", (self, optimizer), make)
+
+    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+        """The mean losses of the server's GAN over the steps since the last checkpoint."""
+        return dict(server.get(self.name, {}).get("losses", {})) if ctx.phase == "consolidate" else {}

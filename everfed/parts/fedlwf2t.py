@@ -26,7 +26,7 @@ from everfed.core.reduce import Reducer, Sum
 from everfed.core.schedule import Schedule
 from everfed.core.step import Step
 from everfed.core.tree import Tree
-from everfed.parts.teacher import classes_of, frozen_outputs, soft_cross_entropy
+from everfed.parts.teacher import among, classes_of, frozen_outputs, mask_of, soft_cross_entropy
 
 OUTPUTS = ("known", "all")
 
@@ -67,8 +67,9 @@ class FedLwF2T(Part):
         return own, model
 
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        """Which outputs each teacher speaks about; no server teacher in the first task."""
-        own = {k: v for k, v in client.get(self.name, {}).items() if k not in ("own_classes", "classes")}
+        """Which outputs each teacher speaks about; no server teacher in the first task. A step has no use for the model
+        kept last."""
+        own = {k: v for k, v in client.get(self.name, {}).items() if k in ("teacher", "host")}
         task = ctx.current_task or 0
         if task == 0:
             return own, {}
@@ -80,7 +81,8 @@ class FedLwF2T(Part):
         return own, {}
 
     def _classes(self, ctx: Context, task: int) -> Tensor:
-        return classes_of(ctx, range(ctx.facts.tasks) if self.outputs == "all" else range(task + 1))
+        """(C,) mask of what a model of that task knows."""
+        return mask_of(ctx, classes_of(ctx, range(ctx.facts.tasks) if self.outputs == "all" else range(task + 1)))
 
     def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         """The model after every local training is kept, since nobody knows which one is the task's last."""
@@ -121,5 +123,5 @@ class FedLwF2T(Part):
         return {**received, "params": step.received, **step.state[self.name].get("statistics", {})}
 
     def _distil(self, step: Step, teacher: Model, classes: Tensor) -> Tensor:
-        targets = frozen_outputs(step, teacher, step.x).index_select(1, classes)
-        return soft_cross_entropy(step.outputs.index_select(1, classes), targets, self.temperature)
+        targets = among(frozen_outputs(step, teacher, step.x), classes)
+        return soft_cross_entropy(among(step.outputs, classes), targets, self.temperature)

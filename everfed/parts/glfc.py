@@ -39,7 +39,7 @@ from everfed.models.lenet import EncoderBlueprint
 from everfed.parts import memory
 from everfed.parts.layers import in_precision
 from everfed.parts.prototypes import encoded, label_of, nearest_to_mean, perturbed, reconstructed
-from everfed.parts.teacher import frozen_outputs
+from everfed.parts.teacher import among, frozen_outputs, mask_of
 from everfed.parts.transition import competing
 
 CHOICES = {"old_model": ("last", "proxy", "none"), "form": ("sigmoid", "softmax"), "head": ("seen", "full")}
@@ -197,7 +197,8 @@ class GLFC(Part):
         return {**own, **({"encoder": heard["encoder"]} if "encoder" in heard else {})}, model
 
     def _classes(self, ctx: Context) -> Tensor:
-        return competing(ctx) if self.head == "seen" else torch.arange(ctx.facts.classes)
+        """(C,) mask of the outputs that compete."""
+        return mask_of(ctx, competing(ctx) if self.head == "seen" else torch.arange(ctx.facts.classes))
 
     def _old(self, heard: Tree, signal: bool) -> Tree | None:
         """Whoever just noticed a change looks back at the best model so far; others at the best of the task before."""
@@ -207,14 +208,13 @@ class GLFC(Part):
 
     def objective(self, step: Step) -> Tensor:
         own = step.state[self.name]
-        outputs = step.all_outputs.index_select(1, own["classes"])
-        wide = functional.one_hot(step.all_y, step.all_outputs.shape[1]).to(outputs.dtype)
-        targets = wide.index_select(1, own["classes"])
+        classes, outputs = own["classes"], among(step.all_outputs, own["classes"])
+        targets = functional.one_hot(step.all_y, outputs.shape[1]).to(outputs.dtype) * classes
         weights = class_weights(self._confidence(outputs, targets), own["learned"][step.all_y], own["learned"].any())
-        compensated = (weights * self._distance(outputs, targets)).mean()
+        compensated = (weights * self._distance(outputs, targets, classes)).mean()
         if "old" not in own:
             return compensated
-        related = self._distance(outputs, self._relations(step, own, targets)).mean()
+        related = self._distance(outputs, self._relations(step, own, targets), classes).mean()
         return self.compensation * compensated + self.relation * related
 
     def _confidence(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -222,22 +222,22 @@ class GLFC(Part):
         p = torch.sigmoid(outputs) if self.form == "sigmoid" else functional.softmax(outputs, dim=1)
         return (p.detach() * targets).sum(1)
 
-    def _distance(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """(n,) of every sample's outputs from its targets: binary cross-entropy, or the divergence of distributions
-        (for one-hot targets, cross-entropy)."""
+    def _distance(self, outputs: Tensor, targets: Tensor, classes: Tensor) -> Tensor:
+        """(n,) of every sample's outputs from its targets: the mean binary cross-entropy over the classes of a mask, or
+        the divergence of distributions (for one-hot targets, cross-entropy)."""
         if self.form == "sigmoid":
-            return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none").mean(1)
+            each = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+            return (each * classes).sum(1) / classes.sum()
         return functional.kl_div(functional.log_softmax(outputs, dim=1), targets, reduction="none").sum(1)
 
     def _relations(self, step: Step, own: Tree, targets: Tensor) -> Tensor:
         """(n, outputs) targets with what the old model says of the classes it knows."""
         joined = [batch.x for batch in step.batches.values() if batch.joined]
         x = torch.cat([step.x, *joined]) if joined else step.x
-        old = frozen_outputs(step, own["old"], x).index_select(1, own["classes"])
-        known = own["old"]["known"].index_select(0, own["classes"])
+        old, known = frozen_outputs(step, own["old"], x), own["old"]["known"] & own["classes"]
         if self.form == "sigmoid":
             return torch.where(known, torch.sigmoid(old), targets)
-        mixed = torch.where(known, functional.softmax(old.masked_fill(~known, -torch.inf), dim=1), targets)
+        mixed = torch.where(known, functional.softmax(among(old, known), dim=1), targets)
         return mixed / mixed.sum(1, keepdim=True)
 
     def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
@@ -253,7 +253,7 @@ class GLFC(Part):
         """(k, E) for every current class, the gradient of its perturbed prototype."""
         trainer = ctx.train
         rows = nearest_to_mean(trainer, model, data.x, data.y).to(data.x.device)
-        y, classes = data.y[rows].to(trainer.device), own["classes"].to(trainer.device)
+        y, classes = data.y[rows].to(trainer.device), own["classes"].nonzero().flatten().to(trainer.device)
         inputs = trainer.stream.inputs(data.x[rows].to(trainer.device))
         with in_precision(trainer):
             images = perturbed(trainer, model, inputs, y, classes, self.perturbation, self.perturbation_lr)
@@ -287,6 +287,4 @@ def _blueprint(ctx: Context) -> EncoderBlueprint:
 
 def _knowing(model: Model, ctx: Context) -> Tree:
     """A copy of the model with the classes it has been trained on."""
-    known = torch.zeros(ctx.facts.classes, dtype=torch.bool)
-    known[competing(ctx)] = True
-    return {**model, "known": known}
+    return {**model, "known": mask_of(ctx, competing(ctx))}

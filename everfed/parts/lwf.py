@@ -23,7 +23,7 @@ from everfed.core.phase import END, Cohort, Phase
 from everfed.core.schedule import Schedule
 from everfed.core.step import Step
 from everfed.core.tree import Tree
-from everfed.parts.teacher import classes_of, divergence, frozen_outputs, tasks_before
+from everfed.parts.teacher import among, classes_of, divergence, frozen_outputs, mask_of, tasks_before
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class LwF(Part):
         return {"teacher": Once(own["since"], own["teacher"])} if own and self.weight else {}
 
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        return {"old": classes_of(ctx, tasks_before(ctx))}, {}
+        return {"old": mask_of(ctx, classes_of(ctx, tasks_before(ctx)))}, {}
 
     def loss(self, step: Step) -> Tensor | None:
         teacher = step.message.get(self.name, {}).get("teacher")
         if teacher is None:
             return None
         old = step.state[self.name]["old"]
-        targets = frozen_outputs(step, teacher, step.x).index_select(1, old)
-        student = step.outputs.index_select(1, old)
+        targets = among(frozen_outputs(step, teacher, step.x), old)
+        student = among(step.outputs, old)
         return self.weight * self.temperature**2 * divergence(student, targets, self.temperature)

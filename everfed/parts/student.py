@@ -17,10 +17,11 @@ from everfed.core.fit import Trainer
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
 from everfed.core.tree import Tree, clone
-from everfed.parts.adversary import among, divergences
+from everfed.parts.adversary import divergences
 from everfed.parts.features import head_inputs
 from everfed.parts.image_pool import Augmentation, cycled
 from everfed.parts.layers import in_precision
+from everfed.parts.teacher import among
 
 GAIN_SPREAD = 0.02  # of the first BatchNorm weights about 1
 

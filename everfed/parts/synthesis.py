@@ -29,12 +29,13 @@ from everfed.core.fit import Trainer
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
 from everfed.core.tree import Tree
-from everfed.parts.adversary import adversarial, among, statistics_distance
+from everfed.parts.adversary import adversarial, statistics_distance
 from everfed.parts.features import head_inputs
 from everfed.parts.image_pool import LEVELS, Augmentation, affine, to_bytes
 from everfed.parts.inversion import Statistics, batch_statistics
 from everfed.parts.layers import in_precision
 from everfed.parts.student import Lesson, Student, fresh_student
+from everfed.parts.teacher import among
 
 
 @dataclass(frozen=True)

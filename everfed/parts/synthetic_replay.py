@@ -36,11 +36,11 @@ from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Batch, Step
 from everfed.core.tree import Tree
 from everfed.models.pixel_generators import checked
-from everfed.parts.adversary import MASKS, among
+from everfed.parts.adversary import MASKS
 from everfed.parts.image_pool import cycled
 from everfed.parts.student import Lesson
 from everfed.parts.synthesis import Synthesis, Synthesizer, Turn
-from everfed.parts.teacher import classes_of, soft_cross_entropy, tasks_before
+from everfed.parts.teacher import among, classes_of, mask_of, soft_cross_entropy, tasks_before
 
 SYNTHESIS = "synthesis"
 
@@ -242,13 +242,6 @@ class SyntheticReplay(Part):
         old, student = step.state[self.name]["old"], step.batches[self.name].outputs
         assert student is not None
         return soft_cross_entropy(among(student, old), among(teacher, old), self.t_kd)
-
-
-def mask_of(ctx: Context, classes: Tensor) -> Tensor:
-    """(C,) which classes these are."""
-    mask = torch.zeros(ctx.facts.classes, dtype=torch.bool)
-    mask[classes] = True
-    return mask
 
 
 def own_classes(ctx: Context) -> Tensor:

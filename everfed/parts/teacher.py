@@ -1,4 +1,7 @@
-"""A frozen model inside a training step, and how a student is drawn to its outputs."""
+"""A frozen model inside a training step, and how a student is drawn to its outputs.
+
+Classes are told by masks (C,) and not by lists: shapes stay the same from task to task, and so do captured steps.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from everfed.core.part import Model
 from everfed.core.step import Step
 from everfed.parts.features import head_inputs
 from everfed.parts.layers import in_precision
+
+OUT = -1e9  # a logit that is out of the question: softmax gives it exactly 0, and 0 times it is 0
 
 
 def frozen_outputs(step: Step, model: Model, x: Tensor) -> Tensor:
@@ -43,6 +48,18 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Mean over samples of KL(softmax(teacher / T) || softmax(student / T)); no factor T^2."""
     student, teacher = (functional.log_softmax(z / temperature, dim=1) for z in (student, teacher))
     return functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def among(outputs: Tensor, classes: Tensor) -> Tensor:
+    """Logits (n, C) in which only the classes of a mask (C,) compete; no gradient reaches the others."""
+    return outputs.masked_fill(~classes, OUT)
+
+
+def mask_of(ctx: Context, classes: Tensor) -> Tensor:
+    """(C,) which classes these are."""
+    mask = torch.zeros(ctx.facts.classes, dtype=torch.bool)
+    mask[classes] = True
+    return mask
 
 
 def classes_of(ctx: Context, tasks: Iterable[int]) -> Tensor:

@@ -133,7 +133,7 @@ class EngineSection(Section):
     workers: int = Field(0, ge=0)  # processes: 0 = one per core
     slots: int = Field(0, ge=0)  # graphs: 0 = chosen from memory and throughput
     compile: bool = False
-    state_memory: float = Field(2.0, gt=0)  # GiB of client state kept in memory; the rest is paged to disk
+    state_memory: float = Field(0.0, ge=0)  # GiB of client state kept in memory, the rest on disk; 0 = by the device
 
 
 class DifferentialPrivacySection(Section):

@@ -70,7 +70,7 @@ def _drive(
 ) -> dict[str, Any]:
     """Open what a run works with, let the runner go to the end, write down what came of it."""
     recipe, world, of_recipe = assembly.recipe, assembly.world, fingerprint(assembly)
-    store = ClientStore(folder.clients, int(recipe.engine.state_memory * 2**30))
+    store = ClientStore(folder.clients, engines.state_budget(recipe.engine))
     alone = Checkpoints(folder.checkpoint, store, checkpoint_every, of_recipe)
     state = latest(folder.checkpoint, store, of_recipe)
     checkpoints = alone if group is None else RankCheckpoints(alone, group)

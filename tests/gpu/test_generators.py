@@ -7,11 +7,12 @@ import torch
 
 from everfed.core.companion import first_vectors
 from everfed.core.fit import Trainer
-from everfed.core.part import Model
+from everfed.core.part import Model, State
 from everfed.engines.base import new_trainer
 from everfed.engines.loops import LoopingTrainer
 from everfed.models.generators import GeneratorBlueprint
 from everfed.parts.data_free import Inversion, training_on
+from everfed.parts.fedcil import FedCIL
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Outcome
 
@@ -87,16 +88,43 @@ def test_generator_training_in_bf16_stays_near_fp32() -> None:
     assert torch.allclose(terms, low, atol=0.1)
 
 
-def test_a_whole_run_of_mfcl_on_the_graphs_engine() -> None:
+def on_graphs(bench: Bench) -> Outcome:
+    """A whole run in bf16, clients and server."""
     from everfed.core.world import World
     from everfed.engines.graphs import Graphs
     from everfed.store.clients import ClientStore
 
-    bench = case()
-
     def graphs(world: World, store: ClientStore) -> Graphs:
         return Graphs(world, store, bench.build_module, "cuda", "bf16", slots=2)
 
-    outcome: Outcome = bench.run(graphs)
+    return bench.run(graphs)
+
+
+@pytest.mark.parametrize(
+    ("method", "phase", "repeats"),
+    [("mfcl", "generator", 6), ("target", "synthesis", 6), ("fedcil", "consolidate", 12)],
+)
+def test_a_whole_run_on_the_graphs_engine(method: str, phase: str, repeats: int) -> None:
+    outcome = on_graphs(Bench(method, stream=ClassToy(tasks=3, classes=6), module=Norm))
     assert outcome.params.isfinite().all()
-    assert sum(e["event"] == "phase" and e["phase"] == "generator" for e in outcome.events) == 6
+    assert sum(e["event"] == "phase" and e["phase"] == phase for e in outcome.events) == repeats
+
+
+def test_consolidation_is_captured_and_equals_what_comes_step_by_step() -> None:
+    """Of FedCIL's server, with and without earlier tasks: the same losses over two chunks."""
+    bench = Bench("fedcil", stream=ClassToy(tasks=2), module=Norm)
+    part = bench.build_method().part("fedcil")
+    assert isinstance(part, FedCIL)
+    server = bench.run(rounds=3).state.server
+    ctx = bench.context(round_index=3, phase="consolidate").at(client=None)
+    losses = []
+    for kind in (Trainer, LoopingTrainer):
+        trainer = new_trainer(bench.world(), bench.build_module, "cuda", "fp32", kind)
+        here = ctx.at(trainer=trainer)
+        own: State = {**server, "fedcil": {**server["fedcil"], "moments": {}}}
+        for repeat, past in enumerate((True, False)):
+            slots = own["fedcil"] if past else {**own["fedcil"], "old": {}}
+            own["fedcil"] = part.update({**own, "fedcil": slots}, "consolidate", {}, here.at(repeat=repeat))
+            losses.append(torch.tensor(list(own["fedcil"]["losses"].values())))
+    assert torch.allclose(losses[0], losses[2], atol=TOLERANCE)
+    assert torch.allclose(losses[1], losses[3], atol=TOLERANCE)

@@ -123,7 +123,7 @@ def test_losses_in_numbers() -> None:
     gan = gan_of(bench())
     rows = torch.zeros(4, 5)  # four classes compete, and nothing is known of real and fake
     assert gan.judged(rows, torch.tensor([0, 1, 2, 3]), True).item() == pytest.approx(np.log(2) + np.log(4))
-    seen = ACGAN(gan.trainer, gan.blueprint, torch.tensor([1, 3]), torch.tensor([0, 0, 0, 1]))
+    seen = ACGAN(gan.trainer, gan.blueprint, torch.tensor([False, True, False, True]))
     assert seen.label_loss(rows, torch.tensor([1, 3, 3, 1])).item() == pytest.approx(np.log(2))
 
 
@@ -208,7 +208,7 @@ def test_the_weight_of_real_data_is_one_in_the_first_task_and_half_later() -> No
     class Fixed(FedCIL):
         def _gan(self, step: Step) -> ACGAN:
             gan = super()._gan(step)
-            return Counting(gan.trainer, gan.blueprint, gan.classes, gan.place)
+            return Counting(gan.trainer, gan.blueprint, gan.classes)
 
     fixed = Fixed(**part.options())
     model, data = case.model(), case.stream.data(0, 1)
@@ -243,10 +243,16 @@ def test_mixed_images_have_the_labels_they_were_made_for() -> None:
         "0": {"generator": vector, "labels": mask},
         "4": {"generator": vector, "labels": torch.arange(4) == 1},
     }
-    work = Consolidation(part, gan, 50, Optimizer(), 0.1, clients, {})
-    images, labels = work.mixed(clients, np.random.default_rng(0))
-    assert images.shape == (50, 1, 4, 4)
-    assert set(labels.tolist()) == {1, 3}
+    work = Consolidation(part, gan, Optimizer(), 50, 2, clients=5)
+    mixes = work.mixes(clients, 2, np.random.default_rng(0))
+    assert mixes["y"].shape == (2, 50) and set(mixes["y"].ravel()) == {1, 3}
+    for rows, made, taken, y in zip(*(mixes[k] for k in ("rows", "labels", "taken", "y")), strict=True):
+        assert np.array_equal(made.reshape(-1)[taken], y)
+        for client, labels in zip(rows, made, strict=True):
+            assert set(labels) <= ({1, 3} if client == 0 else {1})
+    work._bring([vector, 2 * vector])
+    given = [torch.from_numpy(mixes[k][0]) for k in ("rows", "labels", "taken")]
+    assert work.mixed(*given).shape == (50, 1, 4, 4)
     assert labels_of(list(clients.values())).tolist() == [1, 3]
 
 

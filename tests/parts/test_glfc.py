@@ -77,7 +77,10 @@ def test_relations_to_a_model_that_knows_nothing_are_the_labels(form: str) -> No
     part = GLFC(form=form)
     data = case.stream.data(0, 1)
     nothing = {**model, "known": torch.zeros(4, dtype=torch.bool)}
-    state = {**case.new_client(), "glfc": {"learned": torch.zeros(4, dtype=torch.bool), "classes": torch.arange(4)}}
+    state = {
+        **case.new_client(),
+        "glfc": {"learned": torch.zeros(4, dtype=torch.bool), "classes": torch.ones(4, dtype=torch.bool)},
+    }
 
     def trained(own: dict[str, Any]) -> Tensor:
         given = {**state, "glfc": {**state["glfc"], **own}}

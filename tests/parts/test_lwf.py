@@ -92,8 +92,8 @@ def test_the_logits_of_new_classes_do_not_enter() -> None:
 
 def test_all_classes_are_distilled_when_tasks_share_them() -> None:
     outcome = Bench("lwf").run()
-    assert outcome.clients[0]["lwf"]["old"].tolist() == [0, 1, 2, 3]
-    assert Bench("lwf", stream=ClassToy()).run().clients[0]["lwf"]["old"].tolist() == [0, 1]
+    assert outcome.clients[0]["lwf"]["old"].tolist() == [True] * 4
+    assert Bench("lwf", stream=ClassToy()).run().clients[0]["lwf"]["old"].tolist() == [True, True, False, False]
 
 
 # 5 -------------------------------------------------------------------------------------------------------------------

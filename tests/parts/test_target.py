@@ -22,13 +22,13 @@ from everfed.core.part import CompositionError
 from everfed.core.runner import RunState
 from everfed.core.step import Batch, Step
 from everfed.core.tree import clone, equal, tensor_bytes
-from everfed.parts.adversary import adversarial, among, divergences, statistics_distance
+from everfed.parts.adversary import adversarial, divergences, statistics_distance
 from everfed.parts.average import FedAvg
 from everfed.parts.image_pool import affine, cycled, to_bytes
 from everfed.parts.lander import Lander
 from everfed.parts.synthetic_replay import SyntheticReplay
 from everfed.parts.target import Target
-from everfed.parts.teacher import soft_cross_entropy
+from everfed.parts.teacher import among, soft_cross_entropy
 from everfed.streams import from_arrays
 from tests.support.rehearsal_free import ClassToy
 from tests.support.spy import Seen, spied
