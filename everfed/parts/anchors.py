@@ -1,13 +1,14 @@
-"""Label anchors: one fixed vector for each class, from a file of text embeddings or made up (LANDER).
+"""Label anchors: one fixed vector for each class, from a file of text embeddings, from class names or made up (LANDER).
 
 The authors use CLIP's text features of the class names, 512 numbers each, not normalised: for CIFAR-100 the entries
-have a standard deviation of 0.43. Nothing is ever downloaded here; what is made up has the same spread.
+have a standard deviation of 0.43. Nothing is ever downloaded here; what is made from names or up has the same spread.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from everfed.core.part import CompositionError
 
-GAUSSIAN, NAMES = "gaussian", "names"
+GAUSSIAN, NAMES, WORDLLAMA = "gaussian", "names", "wordllama"
+FROM_NAMES = (NAMES, WORDLLAMA)
 SPREAD = 0.43  # standard deviation of an anchor's entries
 SEED = 0  # of made-up anchors: the same in every run, as a file would be
 GRAM = 3  # letters that are hashed together
@@ -30,7 +32,8 @@ def read_anchors(named: str, classes: int, width: int) -> Tensor:
         return _tensor(np.random.default_rng(SEED).normal(0.0, SPREAD, (classes, width)))
     path = Path(named)
     if path.suffix not in SUFFIXES:
-        allowed = f"{GAUSSIAN!r}, {NAMES!r} or a file ending in {', '.join(SUFFIXES)}"
+        words = ", ".join(map(repr, (GAUSSIAN, *FROM_NAMES)))
+        allowed = f"{words} or a file ending in {', '.join(SUFFIXES)}"
         raise CompositionError(f"anchors must be {allowed}; got {named!r}")
     if not path.is_file():
         raise CompositionError(f"anchors: there is no file {path}")
@@ -70,6 +73,39 @@ def _only(path: Path, arrays: dict[str, np.ndarray]) -> np.ndarray:
     if "anchors" in arrays:
         return arrays["anchors"]
     raise CompositionError(f"anchors: {path} holds {', '.join(arrays) or 'nothing'}; call the matrix 'anchors'")
+
+
+def check_named(named: str) -> None:
+    """Refuse anchors from names that this machine cannot make."""
+    if named == WORDLLAMA and find_spec(WORDLLAMA) is None:
+        raise CompositionError(
+            f"anchors = {WORDLLAMA!r} needs the package wordllama: pip install 'everfed[text]', or use {NAMES!r}"
+        )
+
+
+def anchors_of(named: str, names: Sequence[str], width: int) -> Tensor:
+    """(names, width) anchors from class names; named: one of FROM_NAMES."""
+    check_named(named)
+    return sentence_anchors(names, width) if named == WORDLLAMA else hashed_names(names, width)
+
+
+def sentence_anchors(names: Sequence[str], width: int) -> Tensor:
+    """(names, width) what the sentence encoder WordLlama makes of the names, whose weights come with its package: names
+    that mean alike lie closer. Its 256 numbers are turned into `width` by a fixed rotation, which keeps all distances
+    from 256 on; below, it keeps what a random projection does."""
+    from everfed.data.encoders import WordLlamaEncoder
+
+    rows = WordLlamaEncoder().encode([name.replace("_", " ") for name in names]).astype(np.float64)
+    turned = rows @ _rotation(rows.shape[1], width)
+    lengths = np.maximum(np.linalg.norm(turned, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    return _tensor(SPREAD * np.sqrt(width) * turned / lengths)
+
+
+def _rotation(inputs: int, outputs: int) -> np.ndarray:
+    """(inputs, outputs) with orthonormal rows, or columns where these are fewer."""
+    drawn = np.random.default_rng(SEED).normal(size=(max(inputs, outputs), min(inputs, outputs)))
+    basis = np.linalg.qr(drawn)[0]
+    return basis if inputs >= outputs else basis.T
 
 
 def hashed_names(names: Sequence[str], width: int) -> Tensor:

@@ -40,7 +40,7 @@ from everfed.core.step import Batch, Step
 from everfed.core.tree import Tree
 from everfed.models.pixel_generators import NoisyBlueprint
 from everfed.parts.adversary import HINGES, bound
-from everfed.parts.anchors import GAUSSIAN, NAMES, hashed_names, read_anchors
+from everfed.parts.anchors import FROM_NAMES, GAUSSIAN, anchors_of, check_named, read_anchors
 from everfed.parts.features import head_weight, through_head
 from everfed.parts.noisy_synthesis import STATISTICS, Anchored, NoisySynthesizer
 from everfed.parts.student import Lesson, Projection
@@ -56,13 +56,13 @@ MATRIX, BIAS = (registered("lander", name, personal=False) for name in ("weight"
 
 @dataclass(frozen=True)
 class Lander(SyntheticReplay):
-    """anchors: "gaussian", "names" (hashed class names) or a file, see `anchors.py`; width: their length. ltc, r:
-    weight and radius of the bound; hinge: over the "batch" (code) or each "sample". cur, pre: weights of the current
-    data and of what was known; scaling: do they follow the numbers of classes? features_kd: weight of the second part
-    of p's term. statistics: synthesis normalises its images with "learned" channel means and deviations (code;
-    lr_stats: their rate), or as the "stream" does, which is how clients will see them. group: images under one noisy
-    layer. model: at a task's end the server keeps its "best" model or the "last". The others are those of
-    `SyntheticReplay`."""
+    """anchors: "gaussian", "names" (hashed class names), "wordllama" (names through a sentence encoder) or a file, see
+    `anchors.py`; width: their length. ltc, r: weight and radius of the bound; hinge: over the "batch" (code) or each
+    "sample". cur, pre: weights of the current data and of what was known; scaling: do they follow the numbers of
+    classes? features_kd: weight of the second part of p's term. statistics: synthesis normalises its images with
+    "learned" channel means and deviations (code; lr_stats: their rate), or as the "stream" does, which is how clients
+    will see them. group: images under one noisy layer. model: at a task's end the server keeps its "best" model or the
+    "last". The others are those of `SyntheticReplay`."""
 
     batch: int = 128
     n_syn: int = 10_000
@@ -177,7 +177,10 @@ class Lander(SyntheticReplay):
     # on the server -------------------------------------------------------------------------------------------------
     def server_slots(self, ctx: Context) -> Tree:
         super().server_slots(ctx)
-        return {} if self.anchors == NAMES else {"anchors": read_anchors(self.anchors, ctx.facts.classes, self.width)}
+        if self.anchors in FROM_NAMES:
+            check_named(self.anchors)
+            return {}
+        return {"anchors": read_anchors(self.anchors, ctx.facts.classes, self.width)}
 
     def phases(self) -> tuple[Phase, ...]:
         start = Phase(START, owner=self.name, cohort=Cohort.SERVER, when=FIRST, position=Position.BEFORE)
@@ -195,12 +198,14 @@ class Lander(SyntheticReplay):
         return self._compared(own, reduced.get("loss"), server[MODEL])
 
     def _named_anchors(self, own: Tree, ctx: Context) -> Tree:
-        if self.anchors != NAMES:
+        if self.anchors not in FROM_NAMES:
             return {}
         names = getattr(ctx.train.stream, "class_names", None)
         if names is None:
-            raise CompositionError("method.lander.anchors = 'names': this stream has no class names; name a file")
-        return {"anchors": hashed_names(names, self.width)}
+            raise CompositionError(
+                f"method.lander.anchors = {self.anchors!r}: this stream has no class names; name a file"
+            )
+        return {"anchors": anchors_of(self.anchors, names, self.width)}
 
     def _begun(self, model: Model) -> Tree:
         """Before the first round of a task. start: the model that the round starts from."""

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from everfed.core.part import CompositionError
-from everfed.parts.anchors import hashed_names, read_anchors
+from everfed.parts import anchors as anchors_module
+from everfed.parts.anchors import anchors_of, hashed_names, read_anchors, sentence_anchors
 
 ROWS = np.arange(12, dtype=np.float64).reshape(3, 4) / 7
 
@@ -46,10 +47,42 @@ def test_names_that_share_parts_lie_closer(tmp_path: Path) -> None:
     assert trees < other
 
 
+NAMES = ["maple_tree", "oak_tree", "rocket", "lion", "sea", "cloud", "bus"]
+
+
+@pytest.mark.parametrize("width", [512, 256, 64])
+def test_a_sentence_encoder_brings_meaning(width: int) -> None:
+    pytest.importorskip("wordllama", reason="the sentence encoder wordllama is not installed")
+    anchors = sentence_anchors(NAMES, width)
+    assert anchors.shape == (7, width) and anchors.dtype == torch.float32
+    torch.testing.assert_close(anchors.norm(dim=1), torch.full((7,), 0.43 * width**0.5))
+    alike = torch.nn.functional.cosine_similarity(anchors[:1], anchors[1:])
+    assert alike.argmax().item() == 0 and alike[0] > 0.4  # an oak is the nearest to a maple
+    apart = torch.cdist(anchors, anchors).square() / width
+    assert float(apart[~torch.eye(7, dtype=torch.bool)].min()) > 0.015  # a radius around one holds no other
+    assert torch.equal(sentence_anchors(NAMES, width), anchors)
+
+
+def test_the_rotation_keeps_all_distances() -> None:
+    pytest.importorskip("wordllama", reason="the sentence encoder wordllama is not installed")
+    small, large = (sentence_anchors(NAMES, width) for width in (256, 512))
+    torch.testing.assert_close(torch.cdist(small, small) * 2**0.5, torch.cdist(large, large), rtol=1e-4, atol=1e-3)
+
+
+def test_without_the_encoders_package_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors_module, "find_spec", lambda name: None)
+    with pytest.raises(CompositionError, match=r"pip install 'everfed\[text\]', or use 'names'"):
+        anchors_of("wordllama", NAMES, 8)
+    assert torch.equal(anchors_of("names", NAMES, 8), hashed_names(NAMES, 8))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("clip", "anchors must be 'gaussian', 'names' or a file ending in .npy, .npz, .safetensors, .txt; got 'clip'"),
+        (
+            "clip",
+            "must be 'gaussian', 'names', 'wordllama' or a file ending in .npy, .npz, .safetensors, .txt; got 'clip'",
+        ),
         ("missing.npy", "there is no file missing.npy"),
     ],
 )

@@ -19,7 +19,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, State
 from everfed.core.tree import equal
 from everfed.parts.adversary import bound
-from everfed.parts.anchors import hashed_names
+from everfed.parts.anchors import hashed_names, sentence_anchors
 from everfed.parts.lander import Lander, class_weights
 from everfed.parts.noisy_synthesis import NoisySynthesizer, balanced
 from tests.support.rehearsal_free import ClassToy
@@ -254,6 +254,13 @@ def test_anchors_from_the_streams_own_class_names() -> None:
     assert torch.equal(case.run(rounds=1).state.server["lander"]["anchors"], hashed_names(Named.class_names, 5))
     with pytest.raises(CompositionError, match="this stream has no class names; name a file"):
         bench(anchors="names").run(rounds=1)
+
+
+def test_anchors_from_a_sentence_encoder() -> None:
+    pytest.importorskip("wordllama", reason="the sentence encoder wordllama is not installed")
+    case = bench(anchors="wordllama").change(stream=Named())
+    anchors = case.run(rounds=1).state.server["lander"]["anchors"]
+    assert torch.equal(anchors, sentence_anchors(Named.class_names, 5))
 
 
 def test_defaults_are_those_of_the_released_code() -> None:
