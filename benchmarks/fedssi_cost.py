@@ -1,6 +1,6 @@
 """What the methods of the FedSSI family cost beside FedAvg: time, traffic and state, and the memory of OGD and FOT.
 
-Run as `python benchmarks/fedssi_cost.py [--rounds 40] [--tasks 3] [--model small-cnn] [--dataset digits]`. All methods
+Run as `python -m benchmarks.fedssi_cost [--rounds 40] [--tasks 3] [--model small-cnn] [--dataset digits]`. All methods
 see the same stream in one process and take turns, a round each, so that a busy machine slows all alike. The FedSSI
 paper gives, on CIFAR-10: LwF 1.42, EWC 1.84, OGD 2.27, FedSSI 1.20 times FedAvg.
 
@@ -10,49 +10,16 @@ paper gives, on CIFAR-10: LwF 1.42, EWC 1.84, OGD 2.27, FedSSI 1.20 times FedAvg
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
 
-from everfed import session, streams
-from everfed.core.runner import EvalOptions, Runner
+from benchmarks.entrants import EAGER, entrant, parser_of, take_turns
+from everfed import streams
 from everfed.core.tree import tensor_bytes
-from everfed.engines.eager import Eager
 from everfed.recipe import Recipe
-from everfed.store.clients import ClientStore
 
 METHODS = ("fedavg", "fedprox", "lwf", "ewc", "ogd", "si", "fedlwf2t", "fedssi", "fot", "fedweit")
-
-
-@dataclass
-class Entrant:
-    """One method on its way through the stream."""
-
-    name: str
-    runner: Runner
-    store: ClientStore
-    seconds: list[float] = field(default_factory=list)
-
-    def advance(self) -> None:
-        start = perf_counter()
-        self.runner.round()
-        self.seconds.append(perf_counter() - start)
-
-    def state_bytes(self) -> int:
-        """The largest client state."""
-        return max(tensor_bytes(self.store.get(client) or {}) for client in self.store.clients())
-
-
-def entrant(recipe: Recipe, data_dir: str | None, stream: Any = None) -> Entrant:
-    assembly = session.assemble(recipe, data_dir, stream=stream)
-    store = ClientStore()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = Eager(assembly.world, store, assembly.build_module, device)
-    runner = Runner(assembly.world, engine, assembly.first_model(), EvalOptions(logits=recipe.eval.logits))
-    return Entrant(assembly.method.name, runner, store)
 
 
 def recipe_for(method: str, options: argparse.Namespace) -> Recipe:
@@ -75,6 +42,7 @@ def recipe_for(method: str, options: argparse.Namespace) -> Recipe:
             "optimizer": {"kind": "adam", "lr": 0.001, "schedule": "linear"},
         },
         model={"kind": options.model},
+        engine=EAGER,
     )
 
 
@@ -82,29 +50,23 @@ def warm_up(options: argparse.Namespace) -> None:
     """Two short tasks of every method, so that no import or first call is counted."""
     for name in options.methods:
         one = entrant(recipe_for(name, argparse.Namespace(**{**vars(options), "rounds": 1, "tasks": 2})), options.data)
-        one.advance()
-        one.advance()
+        take_turns([one], 2)
 
 
 def compare(options: argparse.Namespace) -> None:
     warm_up(options)
-    field_of = [entrant(recipe_for(name, options), options.data) for name in options.methods]
-    for _ in range(options.rounds * options.tasks):
-        for one in field_of:
-            one.advance()
-    base = sum(field_of[0].seconds)
-    size = field_of[0].runner.world.facts.layout.size
+    entrants = [entrant(recipe_for(name, options), options.data) for name in options.methods]
+    take_turns(entrants, options.rounds * options.tasks)
+    base = entrants[0]
+    size = base.runner.world.facts.layout.size
     print(
         f"{options.model}, {size} parameters, {options.tasks} tasks of {options.rounds} rounds, {options.epochs} epochs"
     )
-    print(
-        f"{'method':10} {'time':>6} {'up':>6} {'down':>6} {'client state':>13}   (ratios to {field_of[0].name}; bytes)"
-    )
-    plain = field_of[0].runner.state.traffic.as_dict()
-    for one in field_of:
-        traffic = one.runner.state.traffic.as_dict()
-        up, down = (traffic[key] / plain[key] for key in ("bytes_up", "bytes_down"))
-        print(f"{one.name:10} {sum(one.seconds) / base:6.2f} {up:6.2f} {down:6.2f} {one.state_bytes():13,}")
+    print(f"{'method':10} {'time':>6} {'up':>6} {'down':>6} {'client state':>13}   (ratios to {base.name}; bytes)")
+    for one in entrants:
+        up, down = (one.times(key, base) for key in ("bytes_up", "bytes_down"))
+        time = sum(one.seconds) / sum(base.seconds)
+        print(f"{one.name:10} {time:6.2f} {up:6.2f} {down:6.2f} {one.state_bytes():13,}")
 
 
 def memory() -> None:
@@ -125,8 +87,9 @@ def memory() -> None:
             method={"name": method, method: options},
             train={"rounds_per_task": 1, "batch_size": 64},
             model={"kind": "resnet18"},
+            engine=EAGER,
         )
-        one = entrant(recipe, None, stream)
+        one = entrant(recipe, stream=stream)
         one.advance()
         own = one.runner.state.server.get(method, {})
         traffic = one.runner.state.traffic
@@ -137,8 +100,7 @@ def memory() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser = parser_of(__doc__, METHODS)
     parser.add_argument("--rounds", type=int, default=40, help="per task")
     parser.add_argument("--tasks", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)

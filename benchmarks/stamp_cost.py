@@ -1,6 +1,6 @@
 """What STAMP, FedOMG and the personalised methods cost beside FedAvg: time, traffic and client state.
 
-Run as `python benchmarks/stamp_cost.py [--classes-per-task 20] [--per-class 38 --exemplars 1] [--model two-conv-cnn]`.
+Run as `python -m benchmarks.stamp_cost [--classes-per-task 20] [--per-class 38 --exemplars 1] [--model two-conv-cnn]`.
 Random images in the shape of CIFAR in a task pool: 38 images and one exemplar of a class are CIFAR-100's 500 and 13.
 All methods see the same stream in one process and take turns, a round each. On a CPU it is the time of this process on
 one thread that counts, which other work on the machine changes little. Evaluation is counted in, and is one image a
@@ -11,42 +11,17 @@ class. The paper has, for STAMP and FedOMG beside FedAvg, 2.0 and 1.2 times the 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
-from time import perf_counter, process_time
 
 import numpy as np
 import torch
 
-from everfed import session, streams
-from everfed.core.runner import EvalOptions, Runner
+from benchmarks.entrants import EAGER, entrant, parser_of, take_turns
+from everfed import streams
 from everfed.core.stream import Stream
-from everfed.core.tree import tensor_bytes
-from everfed.engines.eager import Eager
 from everfed.recipe import Recipe
-from everfed.store.clients import ClientStore
 
 METHODS = ("fedavg", "fedomg", "stamp-temporal", "stamp")
 CLASSES = 100
-
-
-@dataclass
-class Entrant:
-    """One method on its way through the stream."""
-
-    name: str
-    runner: Runner
-    store: ClientStore
-    seconds: list[float] = field(default_factory=list)
-
-    def advance(self) -> None:
-        clock = perf_counter if torch.cuda.is_available() else process_time
-        start = clock()
-        self.runner.round()
-        self.seconds.append(clock() - start)
-
-    def state_bytes(self) -> int:
-        """The largest client state."""
-        return max(tensor_bytes(self.store.get(client) or {}) for client in self.store.clients())
 
 
 def pool(options: argparse.Namespace) -> Stream:
@@ -67,9 +42,9 @@ def pool(options: argparse.Namespace) -> Stream:
     )
 
 
-def entrant(method: str, options: argparse.Namespace, stream: Stream) -> Entrant:
+def recipe_for(method: str, options: argparse.Namespace) -> Recipe:
     own = {"stamp": {"exemplars": options.exemplars}} if method.startswith("stamp") else {}
-    recipe = Recipe(
+    return Recipe(
         method={"name": method, **own},
         train={
             "rounds_per_task": options.rounds,
@@ -78,38 +53,30 @@ def entrant(method: str, options: argparse.Namespace, stream: Stream) -> Entrant
             "optimizer": {"kind": "adam", "lr": 0.001},
         },
         model={"kind": options.model},
+        engine=EAGER,
     )
-    assembly, store = session.assemble(recipe, None, stream=stream), ClientStore()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine = Eager(assembly.world, store, assembly.build_module, device)
-    return Entrant(method, Runner(assembly.world, engine, assembly.first_model(), EvalOptions()), store)
 
 
 def compare(options: argparse.Namespace) -> None:
     stream = pool(options)
-    entrants = [entrant(name, options, stream) for name in options.methods]
-    entrant(options.methods[0], options, stream).advance()  # so that no first call is counted
-    for _ in range(stream.rounds):
-        for one in entrants:
-            one.advance()
+    entrants = [entrant(recipe_for(name, options), stream=stream, cpu_time=True) for name in options.methods]
+    take_turns([entrant(recipe_for(options.methods[0], options), stream=stream)], 1)  # so that no first call is counted
+    take_turns(entrants, stream.rounds)
     first = entrants[0]
-    plain = first.runner.state.traffic.as_dict()
     size = first.runner.world.facts.layout.size
     print(
         f"{options.model}, {size} parameters, {stream.tasks} tasks of {options.rounds} rounds; ratios to {first.name}"
     )
     print(f"{'method':15} {'time':>6} {'last task':>10} {'up':>6} {'down':>6} {'client state':>13}")
     for one in entrants:
-        traffic = one.runner.state.traffic.as_dict()
-        up, down = (traffic[key] / plain[key] for key in ("bytes_up", "bytes_down"))
+        up, down = (one.times(key, first) for key in ("bytes_up", "bytes_down"))
         time = sum(one.seconds) / sum(first.seconds)
         last = sum(one.seconds[-options.rounds :]) / sum(first.seconds[-options.rounds :])
         print(f"{one.name:15} {time:6.2f} {last:10.2f} {up:6.2f} {down:6.2f} {one.state_bytes():13,}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser = parser_of(__doc__, METHODS)
     parser.add_argument("--classes-per-task", type=int, default=20)
     parser.add_argument("--tasks", type=int, default=0, help="0: until every class was seen once")
     parser.add_argument("--rounds", type=int, default=1, help="per task")

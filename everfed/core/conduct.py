@@ -6,7 +6,7 @@ import time
 
 from everfed.core.context import Context
 from everfed.core.divergence import check_work
-from everfed.core.engine import Engine
+from everfed.core.engine import Engine, Leading
 from everfed.core.exchange import Exchange
 from everfed.core.intake import Intake
 from everfed.core.part import Part, Reduced, overrides
@@ -88,7 +88,15 @@ class Conductor:
     def _update(self, phase: Phase, moment: Moment, reduced: Tree, ctx: Context) -> bool:
         """What the phase's part learns of it; True when the phase is finished."""
         part = self.world.method.part(phase.owner)
-        self.state.set_slots(phase.owner, part.update(self.state.server, phase.name, reduced, ctx))
+
+        def work() -> Tree:
+            return part.update(self.state.server, phase.name, reduced, ctx)
+
+        if phase.cohort is Cohort.SERVER and isinstance(self.engine, Leading):
+            slots = self.engine.once(work)
+        else:
+            slots = work()
+        self.state.set_slots(phase.owner, slots)
         self._revise(part, ctx)
         return moment.repeat + 1 >= phase.repeat or part.done(self.state.server, phase.name, ctx)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.score import Exam
+from everfed.core.tree import Tree
 from everfed.core.world import Moment
 
 
@@ -56,3 +57,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release workers and devices."""
+
+
+@runtime_checkable
+class Leading(Protocol):
+    """An engine of several processes, one of which does the server's own work for all."""
+
+    def once(self, work: Callable[[], Tree]) -> Tree:
+        """What `work` gives where the leader does it; nobody else does. Every process calls this."""

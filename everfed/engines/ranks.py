@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m everfed run RECIPE --set engine.kind=ranks
 
-Every rank runs the same loop and holds the same server state; each runs its own clients (client modulo ranks) with one
+Every rank runs the same loop and holds the same server state (the server's own training is done by the first and given
+to the others); each runs its own clients (client modulo ranks) with one
 of the other engines inside. After a phase the ranks add their sums in float64, so a round moves two models per rank
 however many clients there are, and the number of ranks changes a result by at most a float32 rounding. Where a method
 or a robust reducer needs more than sums, every rank gets what all of them hold.
@@ -10,7 +11,7 @@ or a robust reducer needs more than sums, every rank gets what all of them hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducing, Shared, Total
 from everfed.core.score import Exam
+from everfed.core.tree import Tree
 from everfed.core.world import Moment
 from everfed.engines.group import Group
 from everfed.errors import UserError
@@ -94,8 +96,12 @@ class Ranks:
 
     # the rest ----------------------------------------------------------------------------------------------------
     def workbench(self) -> Trainer:
-        """Every rank does the server's work: the same numbers in, the same out."""
         return self.inner.workbench()
+
+    def once(self, work: Callable[[], Tree]) -> Tree:
+        """Rank 0 does the server's work and gives it to the others: on GPUs two ranks that train the same generator may
+        end with different ones."""
+        return self.group.share(work() if self.group.leads else None)
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         """Each rank scores some of the tasks."""

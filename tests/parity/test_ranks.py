@@ -104,3 +104,19 @@ def test_without_torchrun_it_says_how(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "torchrun" in done.stderr
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("mfcl", ("gen_steps=4", "gen_chunk=2", "gen_batch=8", "gen_light=true", "syn_batch=4")),
+        pytest.param(
+            "fedcil", ("server_steps=3", "server_chunk=2", "server_batch=4", "width=8"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_one_rank_does_the_servers_own_work_for_all(method: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    small = [f"method.{method}.{option}" for option in more]
+    for ranks, name in ((0, "eager"), (2, "ranks")):
+        finish(command(tmp_path / name, method, ranks, "train.rounds_per_task=1", "stream.max_train=60", *small))
+    same(tmp_path / "ranks", tmp_path / "eager")
