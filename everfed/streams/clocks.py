@@ -7,6 +7,8 @@ A run has tasks * R rounds. Client k is in task t while b[k, t] <= round < b[k, 
                   given. Everybody has all tasks, and T R rounds in all
     speed         b[k, t] = t R / s_k, with s_k uniform in [low, high]: who is fast stays in the last task, who is slow
                   does not reach it
+    behind        b[k, t] = t R, but for a share of the clients, drawn: they take T / (T - by) times as long, so that
+                  they are `by` tasks behind in the end
     file, table   first rounds as given
 
 The server takes a task as ended with the first round after which at least a share `quorum` of all clients have left it.
@@ -29,6 +31,7 @@ KEY = "asynchronous"
 _OWN: Mapping[str, tuple[str, ...]] = {
     "jitter": ("jitter",),
     "speed": ("low", "high"),
+    "behind": ("share", "by"),
     "file": ("path",),
     "table": ("first",),
 }
@@ -83,6 +86,8 @@ def make(options: Mapping[str, Any], clients: int, tasks: int, rounds_per_task: 
         inner = jittered(clients, tasks, rounds_per_task, jitter, generator(seed, "clocks"))
     elif options["kind"] == "speed":
         inner = np.minimum(at_speed(clients, tasks, rounds_per_task, options, generator(seed, "speeds")), end)
+    elif options["kind"] == "behind":
+        inner = lagging(clients, tasks, rounds_per_task, options, generator(seed, "behind"))
     elif options["kind"] == "file":
         rows, fingerprint = traces.read(f"{KEY}.path", str(options.get("path", "")), SCHEDULE, clients)
         inner = scheduled(rows, clients, tasks, common)
@@ -114,6 +119,21 @@ def at_speed(
     step = np.arange(1, tasks)
     reached = np.rint(step * rounds_per_task / rng.uniform(low, high, (clients, 1))).astype(np.int64)
     return np.asarray(np.maximum.accumulate(np.maximum(reached - step, 0), axis=1) + step)
+
+
+def lagging(
+    clients: int, tasks: int, rounds_per_task: int, options: Mapping[str, Any], rng: np.random.Generator
+) -> np.ndarray:
+    """(clients, tasks - 1): b[k, 1 ... T - 1] where some are on time and the others fall back evenly."""
+    share, by = options.get("share", 0.5), options.get("by", 1)
+    require_number(f"{KEY}.share", share, least=0.0, to=1.0)
+    require_whole(f"{KEY}.by", by, least=0)
+    if by >= tasks:
+        raise OptionError(f"{KEY}.by", f"expected fewer than the stream's {tasks} tasks, got {by}")
+    on_time = np.tile(np.arange(1, tasks) * rounds_per_task, (clients, 1))
+    slow = rng.permutation(clients)[: round(share * clients)]
+    on_time[slow] = np.rint(on_time[slow] * tasks / (tasks - by))
+    return np.minimum(on_time, tasks * rounds_per_task)
 
 
 def scheduled(rows: Sequence[traces.Row], clients: int, tasks: int, common: np.ndarray) -> np.ndarray:

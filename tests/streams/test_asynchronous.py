@@ -65,6 +65,17 @@ def test_without_jitter_a_run_is_the_synchronous_one_bit_for_bit(name: str) -> N
     assert tree.equal(comparable(still.state), comparable(usual.state))
 
 
+def test_some_fall_behind_evenly_and_never_catch_up() -> None:
+    first = clocks.make({"kind": "behind"}, 10, 5, 8, 3).first
+    late = first[:, 4] == 40  # the fifth task would begin when the run is over
+    assert late.sum() == 5
+    assert (first[late] == [0, 10, 20, 30, 40, 40]).all() and (first[~late] == [0, 8, 16, 24, 32, 40]).all()
+    assert clocks.make({"kind": "behind", "by": 0}, 10, 5, 8, 3).together
+    further = clocks.make({"kind": "behind", "share": 1.0, "by": 3}, 2, 5, 8, 3).first
+    assert (further == [0, 20, 40, 40, 40, 40]).all()
+    assert not (clocks.make({"kind": "behind"}, 10, 5, 8, 4).first == first).all()
+
+
 def test_at_constant_speed_the_fast_stay_in_the_last_task_and_the_slow_do_not_reach_it() -> None:
     first = clocks.make({"kind": "speed", "low": 2.0, "high": 2.0}, 2, 4, 10, 0).first
     assert first.tolist() == [[0, 5, 10, 15, 40]] * 2
@@ -112,7 +123,12 @@ def test_a_schedule_that_makes_no_sense_is_refused_with_its_line(tmp_path: Path,
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"kind": "late"}, "stream.asynchronous.kind: 'late' is not one of the allowed values: jitter, speed, file"),
+        ({"kind": "behind", "by": 5}, "stream.asynchronous.by: expected fewer than the stream's"),
+        ({"kind": "behind", "share": 2}, "stream.asynchronous.share: "),
+        (
+            {"kind": "late"},
+            "stream.asynchronous.kind: 'late' is not one of the allowed values: jitter, speed, behind, file",
+        ),
         (
             {"kind": "jitter", "low": 1},
             "stream.asynchronous.low: is not an option of 'jitter'; allowed: kind, quorum, j",
