@@ -55,12 +55,18 @@ def join(
     from everfed.federation.joining import Joining
     from everfed.federation.joining import join as take_part
     from everfed.federation.names import check_name
+    from everfed.naming import load_object
 
     if insecure == (root is not None):
         raise UserError("give --certificate (and --key), or --insecure for a federation on this machine")
     if insecure and server.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
         raise UserError(f"--insecure is for loopback only, not {server}; use --certificate and --key")
     chosen = check_name("--name", name or socket.gethostname())
+    for option, file in (("--certificate", root), ("--key", key)):
+        if file is not None and not file.is_file():
+            raise UserError(f"{option} {file}: there is no such file")
+    if data is not None:
+        load_object(data, "--data")  # here rather than in the first round
     joining = Joining(
         server,
         folder or Path(f"everfed-{chosen}"),

@@ -31,7 +31,8 @@ def environment(home: Path) -> dict[str, str]:
 
 @dataclass
 class Child:
-    """One process. command: how to start it; log: where its output goes; explain: reads in it why it ended."""
+    """One process. command: how to start it; log: where its output goes; explain: reads in it why it ended; relays: is
+    what it writes said here, too?"""
 
     name: str
     command: Sequence[str]
@@ -43,11 +44,13 @@ class Child:
     due: float = 0.0
     deaths: int = field(default=0)
     explain: Explain = lambda text: ""
+    relays: bool = False
     _begun: int = 0  # where its log ended when it was started
+    _heard: int = 0  # how far its log was read
 
     def start(self) -> None:
         with open(self.log, "ab") as log:
-            self._begun = log.tell()
+            self._begun = self._heard = log.tell()
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -66,6 +69,8 @@ class Child:
                 self.start()
             return
         code = self.process.poll()
+        if self.relays:
+            self._relay(say)
         if code is None:
             return
         self.deaths += 1
@@ -75,6 +80,15 @@ class Child:
         why = self.explain(self._last_words())
         told = f" ({why})" if why else ""
         say(f"{self.name} ended with code {code}{told}; starting it again in {self.wait:.0f} s (see {self.log})")
+
+    def _relay(self, say: Say) -> None:
+        """Say the lines that it has written since the last time."""
+        with suppress(OSError), open(self.log, "rb") as log:
+            log.seek(self._heard)
+            lines, end, _ = log.read().rpartition(b"\n")
+            self._heard += len(lines) + len(end)
+            for line in lines.decode(errors="replace").splitlines():
+                say(line)
 
     def _last_words(self) -> str:
         """What it wrote last."""

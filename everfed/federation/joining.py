@@ -7,10 +7,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from everfed.errors import UserError
 from everfed.federation.family import Child, Say, environment, tend
 from everfed.federation.local import NODE_KEY, socket_path
 from everfed.federation.runs import KEPT
 from everfed.store.files import make_folder
+from everfed.store.lock import Locked, locked
 
 KEY_REFUSED = (
     "the SuperLink refused this client's key: nobody enrolled it there, or the SuperNode that was killed is not missed "
@@ -38,9 +40,14 @@ class Joining:
 
 
 def join(joining: Joining, say: Say) -> None:
-    """Until it is interrupted."""
+    """Until it is interrupted. Raises UserError when this client runs already."""
     make_folder(joining.folder)
-    tend(children(joining, _free_port()), say)
+    try:
+        with locked(joining.folder / ".join.lock"):
+            say(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}")
+            tend(children(joining, _free_port()), say)
+    except Locked as error:
+        raise UserError(f"another `everfed join` runs with --folder {joining.folder}") from error
 
 
 def children(joining: Joining, port: int) -> list[Child]:

@@ -38,4 +38,8 @@ class Roster:
         if not free or wanted not in (-1, *free):
             which = "any client" if wanted == -1 else f"client {wanted}"
             raise PacketError(f"{name!r} cannot be {which}: the run has {self.clients}, {len(free)} of them free")
-        return free[0] if wanted == -1 else wanted
+        if wanted != -1:
+            return wanted
+        enrolled = sorted(self.keys)  # by name, so that it does not matter who comes first
+        own = enrolled.index(name) if name in enrolled else free[0]
+        return own if own in free else free[0]

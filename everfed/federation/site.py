@@ -89,6 +89,7 @@ class Site:
             return Answer(ask.FAILED, reason=told).packet()
 
     def _hello(self) -> Packet:
+        _LOG.info("connected: a server asked for %s", self.identity.name)
         header: dict[str, Value] = {"protocol": PROTOCOL, "kind": ask.HELLO}
         header |= {"name": self.identity.name, "client": self.identity.client}
         return Packet(header)
@@ -112,7 +113,9 @@ class Site:
         """Make a step, or repeat what was said when it was made."""
         name = f"{step.name}.{request.client}"
         known = run.journal.find(step.place, name)
+        where = f"round {step.place[0] + 1}, {step.phase}"
         if known is not None:
+            _LOG.info("%s: answered again", where)
             return to_bytes(known)
         for part, key, content in step.once:
             if content in packet.pieces:
@@ -123,6 +126,7 @@ class Site:
         tree = reply_to_tree(reply)
         data = to_bytes(tree)
         run.journal.record(step.place, name, state, tree)
+        _LOG.info("%s: done", where)
         return data
 
     def _missing(self, run: Run, request: Request, packet: Packet) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     from everfed.federation.kit import KitBuilder
 
+    _talk()
     make_folder(chosen.folder)
     build = KitBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
@@ -50,6 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             serve(site, listener)
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
+
+
+def _talk() -> None:
+    """What a client does goes to standard error, which is its log; `everfed join` repeats it."""
+    logger, handler = logging.getLogger("everfed"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 if __name__ == "__main__":

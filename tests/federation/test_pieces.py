@@ -18,15 +18,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from everfed.cli import app
+from everfed.errors import UserError
 from everfed.federation import packet as wire
 from everfed.federation.codec import to_reply
 from everfed.federation.family import Child, environment
 from everfed.federation.flower.app import files
+from everfed.federation.joining import KEY_REFUSED, Joining, join, refusal
 from everfed.federation.local import ask, listen, socket_path
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.request import Answer, Request
 from everfed.federation.roster import Roster
 from everfed.federation.serving import next_life
+from everfed.store.lock import locked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "federation"
 VALUES = st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False)
@@ -125,6 +128,14 @@ def test_a_name_is_bound_to_its_key(tmp_path: Path) -> None:
             roster.enrol(name, -1, key)
 
 
+def test_enrolled_clients_are_numbered_by_name_whoever_comes_first(tmp_path: Path) -> None:
+    keys = {name: name.encode() for name in ("a", "b", "c")}
+    roster = Roster(tmp_path / "r.json", 3, keys)
+    assert [roster.enrol(name, -1, name.encode()) for name in ("c", "a", "b")] == [2, 0, 1]
+    spare = Roster(tmp_path / "s.json", 2, keys)  # more are enrolled than take part
+    assert [spare.enrol(name, -1, name.encode()) for name in ("c", "a")] == [0, 1]
+
+
 def test_lives_are_counted(tmp_path: Path) -> None:
     first, second = next_life(tmp_path), next_life(tmp_path)
     assert (first[0], first[1], second[1]) == (second[0], 1, 2)
@@ -143,6 +154,36 @@ def test_a_child_that_ends_is_started_again_after_a_while(tmp_path: Path, monkey
     child.stop()
     assert len(said) == 2 and "it ended with code 0" in said[0]
     assert (tmp_path / "log").read_text().startswith("1\n1\n")
+
+
+def test_a_child_s_lines_are_said_once_and_whole(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("of an earlier life\n")
+    code = "import time; print('one', flush=True); print('two\\nthr', end='', flush=True); time.sleep(0.5); print('ee')"
+    said: list[str] = []
+    child = Child("it", [sys.executable, "-S", "-c", code], tmp_path / "log", environment(tmp_path), relays=True)
+    end = time.monotonic() + 60
+    while not any("ended" in line for line in said) and time.monotonic() < end:
+        child.tend(said.append)
+        time.sleep(0.02)
+    child.stop()
+    assert said[:3] == ["one", "two", "three"] and "it ended with code 0" in said[3]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", ""),
+        ("INFO : fine\n", ""),
+        ("Traceback\nKeyError: 'x'\n\n", "KeyError: 'x'"),
+        (
+            "ERROR : Exit Code: 305\nFailed to initialize the connection to the SuperLink.\n[code: 1] No.\nmore",
+            "[code: 1] No.",
+        ),
+        ("Failed to initialize the connection to the SuperLink.\n   [code: 2004] Failed to activate", KEY_REFUSED),
+    ],
+)
+def test_why_a_supernode_ended(text: str, why: str) -> None:
+    assert refusal(text) == why
 
 
 # files ----------------------------------------------------------------------------------------------------------------
@@ -193,6 +234,31 @@ def test_security_is_the_default(words: list[str], said: str, tmp_path: Path, mo
     assert told.exit_code == 2
     assert said in told.output
     assert os.listdir(tmp_path) in ([], ["runs"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--certificate", "no.crt", "--key", "no"], "--certificate no.crt: there is no such file"),
+        (["--insecure", "--data", "no_such_module:f"], "module 'no_such_module' cannot be imported"),
+        (["--insecure", "--data", "os:no_such"], "has no 'no_such'"),
+        (["--insecure", "--name", "../x"], "is not a name"),
+    ],
+)
+def test_what_join_can_know_it_says_at_once(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+    monkeypatch.chdir(tmp_path)
+    told = CliRunner().invoke(app, ["join", "--server", "localhost:1", *words], env={"COLUMNS": "300"})
+    assert told.exit_code == 2
+    assert said in " ".join(told.output.split())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_has_one_client_at_a_time(tmp_path: Path) -> None:
+    with locked(tmp_path / ".join.lock"), pytest.raises(UserError, match="another `everfed join` runs"):
+        join(Joining("127.0.0.1:1", tmp_path, "site-0"), lambda line: None)
 
 
 def test_the_flower_app_is_one_that_flower_builds() -> None:
