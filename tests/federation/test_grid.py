@@ -44,6 +44,7 @@ class FakeGrid:
     nodes: list[Here]
     sent: list[tuple[str, int]] = field(default_factory=list)
     answers: dict[str, Packet] = field(default_factory=dict)
+    outages: int = 0
 
     def get_nodes(self) -> list[Here]:
         return self.nodes
@@ -147,3 +148,20 @@ def test_a_node_that_only_beats_is_left_alone(met: Meeting) -> None:
     met.grid.answers[ticket] = Packet({"protocol": 1})
     assert [name for name, _ in met.transport.receive()] == [ticket]
     assert met.told() == [("connected", "site-5")]
+
+
+def test_what_was_under_way_when_the_superlink_was_away_is_asked_again(met: Meeting) -> None:
+    """It may have handed a message out with its last breath; what it has an answer to is taken."""
+    lost, answered = (met.transport.send(5, Packet({"protocol": 1, "n": n}), "train") for n in range(2))
+    met.grid.answers[answered] = Packet({"protocol": 1})
+    met.grid.outages += 3
+    found = dict(met.transport.receive())
+    assert found.keys() == {lost, answered}
+    assert found[lost] == Failure("the SuperLink was away") and isinstance(found[answered], Packet)
+    assert [event["message"] for event in met.events if event["event"] == "warning"] == [
+        "the SuperLink was away; what was under way is asked for again"
+    ]
+    again = met.transport.send(5, Packet({"protocol": 1}), "train")
+    met.grid.answers[again] = Packet({"protocol": 1})
+    assert [name for name, _ in met.transport.receive()] == [again]
+    assert met.transport.connected() == {5}

@@ -69,6 +69,7 @@ class GridTransport:
         self._keys: dict[int, bytes] = {}
         self._since: dict[int, str] = {}  # node -> when Flower last activated it
         self._looked = float("-inf")
+        self._outages = 0
 
     # who is there ------------------------------------------------------------------------------------------------
     def connected(self) -> frozenset[int]:
@@ -132,6 +133,10 @@ class GridTransport:
         self._lost += [(ticket, Failure("the client was restarted")) for ticket in lost]
         self.forget(lost)
 
+    def _lose_all(self, reason: str) -> None:
+        self._lost += [(ticket, Failure(reason)) for ticket in self._tickets]
+        self._tickets, self._greeting = {}, {}
+
     # packets -----------------------------------------------------------------------------------------------------
     def send(self, client: int, packet: Packet, kind: str) -> str:
         node = next((node for node, index in self._nodes.items() if index == client), None)
@@ -155,8 +160,20 @@ class GridTransport:
         waiting = [*self._tickets, *self._greeting]
         found = self._safely(lambda grid: list(grid.pull_messages(waiting))) if waiting else None
         answers = [one for reply in found or () for one in self._sorted(reply)]
+        self._notice_outage()
         lost, self._lost = self._lost, []
         return [*lost, *answers]
+
+    def _notice_outage(self) -> None:
+        """A SuperLink that was away came back. It believes that what it was handing out when it went was delivered, and
+        nobody will answer that: everything under way is asked for again."""
+        outages = getattr(self._grid, "outages", 0)
+        if outages > self._outages:
+            self.notify(
+                {"event": "warning", "message": "the SuperLink was away; what was under way is asked for again"}
+            )
+            self._lose_all("the SuperLink was away")
+        self._outages = outages
 
     def _sorted(self, reply: Message) -> list[tuple[str, Packet | Failure]]:
         """By what it replies to: an error says another sender than the node that is gone."""
@@ -185,8 +202,7 @@ class GridTransport:
             return call(self._grid)
         except LOST as error:
             self.notify({"event": "warning", "message": f"lost the SuperLink: {type(error).__name__}: {error}"})
-            self._lost += [(ticket, Failure("the connection to the SuperLink was lost")) for ticket in self._tickets]
-            self._tickets, self._greeting = {}, {}
+            self._lose_all("the connection to the SuperLink was lost")
             self.close()
             time.sleep(1.0)
             return None

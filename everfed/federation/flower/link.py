@@ -27,7 +27,7 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.retry import RetryInvoker, exponential
+from flwr.supercore.retry import RetryInvoker, RetryState, exponential
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
@@ -61,9 +61,14 @@ class HeldGrid(HttpGrid):
             httpx.TransportError,
             max_tries=None,
             max_time=OUTAGE,
+            on_backoff=self._missed,
         )
+        self.outages = 0  # how often the SuperLink did not answer
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def _missed(self, state: RetryState) -> None:
+        self.outages += 1
 
     def begin(self) -> None:
         """Take the task's input: from here on its run is running."""
