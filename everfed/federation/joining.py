@@ -58,12 +58,10 @@ def children(joining: Joining, port: int) -> list[Child]:
         "supernode": _supernode(joining, folder, port),
         "executor": [sys.executable, "-m", "everfed.federation.flower.executor", "--runtime", f"127.0.0.1:{port}"],
     }
-    return [
-        Child(
-            f"the {name}", command, folder / f"{name}.log", env, explain=refusal if name == "supernode" else last_line
-        )
-        for name, command in commands.items()
-    ]
+    made = [Child(f"the {name}", command, folder / f"{name}.log", env) for name, command in commands.items()]
+    worker, supernode, executor = made
+    worker.relays, supernode.explain, executor.explain = True, refusal, last_line
+    return made
 
 
 def refusal(text: str) -> str:

@@ -23,7 +23,7 @@ from everfed.federation import packet as wire
 from everfed.federation.codec import to_reply
 from everfed.federation.family import Child, environment
 from everfed.federation.flower.app import files
-from everfed.federation.joining import KEY_REFUSED, Joining, join, refusal
+from everfed.federation.joining import KEY_REFUSED, Joining, children, join, refusal
 from everfed.federation.local import ask, listen, socket_path
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.request import Answer, Request
@@ -254,6 +254,12 @@ def test_what_join_can_know_it_says_at_once(
     assert told.exit_code == 2
     assert said in " ".join(told.output.split())
     assert os.listdir(tmp_path) == []
+
+
+def test_of_a_client_s_processes_the_worker_is_heard_and_the_others_explain_their_end(tmp_path: Path) -> None:
+    worker, supernode, executor = children(Joining("127.0.0.1:1", tmp_path, "site-0"), 2)
+    assert [child.relays for child in (worker, supernode, executor)] == [True, False, False]
+    assert supernode.explain is refusal and executor.explain("OSError: no") == "OSError: no"
 
 
 def test_a_folder_has_one_client_at_a_time(tmp_path: Path) -> None:
