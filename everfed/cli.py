@@ -23,7 +23,7 @@ from everfed.commands.samples import samples
 from everfed.commands.serve import serve
 from everfed.commands.sweep import sweep
 from everfed.commands.ui import ui
-from everfed.errors import exit_code
+from everfed.errors import exit_code, sentence
 
 
 class Commands(TyperGroup):
@@ -36,7 +36,7 @@ class Commands(TyperGroup):
             code = exit_code(error)
             if code is None:
                 raise
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {sentence(error)}", err=True)
             raise typer.Exit(code) from error
 
 
@@ -69,8 +69,7 @@ def everfed(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Continual federated learning: train one model across many clients whose data
-    never stops changing.
+    """Continual federated learning: train one model across many clients whose data never stops changing.
 
     \b
     Start here:
@@ -80,7 +79,7 @@ def everfed(
       everfed resume runs/demo-fedgp+der-0    go on after an interruption
       everfed compare demo --methods fedavg,der --seeds 0,1,2
       everfed sweep demo --grid train.optimizer.lr=0.01,0.1
-      everfed reproduce --list                the papers' tables, and what they cost
+      everfed reproduce --list                the papers' tables, what they cost
       everfed doctor                          versions, device, data found
 
     Every command explains itself with examples: everfed COMMAND --help.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 from typing import Any
 
@@ -38,6 +39,22 @@ _FAULTS = frozenset(
 )
 
 
+# What the file system says about a path that a user chose; anything else it says is a bug of ours.
+_PLACES = frozenset(
+    {
+        errno.EACCES,
+        errno.EDQUOT,
+        errno.EEXIST,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ENOSPC,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+
+
 def is_users(error: BaseException) -> bool:
     """Can the user put this right, so that its message is all that should be shown?"""
     if _names(error) & _OF_CLIENTS and error.__cause__ is not None:
@@ -47,9 +64,20 @@ def is_users(error: BaseException) -> bool:
 
 def exit_code(error: BaseException) -> int | None:
     """The exit code of a command that an error ends; None for a bug, which deserves its traceback."""
-    if is_users(error):
+    if is_users(error) or _is_place(error):
         return USERS
     return FAULT if _names(error) & _FAULTS else None
+
+
+def sentence(error: BaseException) -> str:
+    """What is shown of an error that has an exit code."""
+    if isinstance(error, OSError) and _is_place(error):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _is_place(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _PLACES and error.filename is not None
 
 
 Note = dict[str, Any]  # JSON-ready
@@ -59,6 +87,8 @@ def note_of(error: BaseException) -> Note | None:
     """An error that needs no traceback, to be passed on to another process and raised there; None for a bug."""
     if exit_code(error) is None:
         return None
+    if _is_place(error):  # its number and its path are no attributes of its own
+        error = UserError(sentence(error))
     facts = {key: value for key, value in vars(error).items() if isinstance(value, (str, int, float, bool))}
     return {"module": type(error).__module__, "kind": type(error).__qualname__, "message": str(error), "facts": facts}
 

@@ -50,6 +50,7 @@ class Standing:
             self.title = self.title or f"{event['method']} seed {event.get('seed', 0)}"
             self.rounds, self.tasks = event["rounds"], event["tasks"]
             self.first_round = self.done = event.get("round", 0)
+            self.bytes_up, self.bytes_down = event.get("bytes_up", 0), event.get("bytes_down", 0)
             self.began = self.clock()
         elif kind == "phase":
             self._phase(event)
@@ -57,7 +58,7 @@ class Standing:
             values = {k: v for k, v in event.items() if isinstance(v, float) and k != "time"}
             self.measured = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
         elif kind == "evaluation":
-            self.acc, self.work = event["acc"], ""
+            self.task, self.acc, self.work = event["task"], event["acc"], ""
             self.score = event.get("score", "accuracy")
 
     def _phase(self, event: Event) -> None:
@@ -124,7 +125,8 @@ def duration(seconds: float) -> str:
 
 
 def spoken(event: Event, standing: Standing) -> str | None:
-    """What an event deserves to be said about it for good, if anything."""
+    """What an event deserves to be said about it for good, if anything. A fault ends the run with an error, and whoever
+    catches that tells it."""
     kind = event["event"]
     if kind == "start":
         clients = f", {event['clients']} clients" if "clients" in event else ""
@@ -138,13 +140,13 @@ def spoken(event: Event, standing: Standing) -> str | None:
         return f"{who} {event['kind']}: {event['reason']}"
     if kind == "waiting":
         return f"{event['connected']} of {event['clients']} clients are connected"
-    if kind in ("warning", "fault") and not event["message"].startswith("KeyboardInterrupt"):
-        return f"{kind}: {event['message']}"
+    if kind == "warning":
+        return f"warning: {event['message']}"
     return None
 
 
 class PlainLines:
-    """One line per task, warning and fault, and one now and then in between."""
+    """One line per task and warning, and one now and then in between."""
 
     def __init__(self, write: Write, standing: Standing) -> None:
         self._write, self._standing, self._last = write, standing, standing.clock()

@@ -144,5 +144,5 @@ def test_what_it_cannot_do_is_refused_by_name(arguments: tuple[str, ...], error:
 
 
 def test_its_help_teaches() -> None:
-    text = everfed_bench("--help").stdout
+    text = " ".join(everfed_bench("--help").stdout.split())
     assert "everfed bench demo --method fedgp+der" in text and "times faster than" in text

@@ -129,14 +129,20 @@ def test_plain_lines_come_now_and_then_between_tasks() -> None:
     ]
 
 
-def test_warnings_and_faults_are_told_but_not_a_key_press() -> None:
+def test_warnings_are_told_and_faults_left_to_the_error_that_follows() -> None:
     lines: list[str] = []
     watch = PlainLines(lines.append, Standing())
     watch({"event": "warning", "message": "momentum breaks the projection"})
     watch({"event": "fault", "message": "Diverged: not finite"})
-    watch({"event": "fault", "message": "KeyboardInterrupt: "})
     watch({"event": "checkpoint", "round": 3})
-    assert lines == ["warning: momentum breaks the projection", "fault: Diverged: not finite"]
+    assert lines == ["warning: momentum breaks the projection"]
+
+
+def test_a_run_that_goes_on_tells_the_bytes_and_the_task_behind_it() -> None:
+    standing = Standing("x")
+    standing.take({**START, "round": 3, "bytes_up": 2000, "bytes_down": 5000})
+    standing.take({"event": "evaluation", "round": 3, "task": 1, "task_end": False, "accuracy": [0.5], "acc": 0.5})
+    assert standing.place().startswith("task 2/") and standing.facts().endswith("2.0 kB up 5.0 kB down")
 
 
 def test_json_lines_are_the_events_themselves() -> None:

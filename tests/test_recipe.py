@@ -1,5 +1,6 @@
 """Recipes: what is read is what was written, and what is refused is named with its place and what is allowed."""
 
+import errno
 import string
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everfed.data.errors import DataError
-from everfed.errors import RecipeError, UserError, exit_code, is_users
+from everfed.errors import RecipeError, UserError, exit_code, is_users, sentence
 from everfed.methods import MethodError
 from everfed.recipe import Places, Recipe, from_table, parse_value, placed, read, read_placed, scaled, settled, to_toml
 from everfed.recipe.places import split_key
@@ -286,6 +287,13 @@ def test_exit_codes() -> None:
     assert exit_code(Diverged("x")) == 1
     assert exit_code(ValueError("x")) is None
     assert is_users(MethodError("x")) and not is_users(ValueError("x"))
+
+
+def test_a_place_that_cannot_be_written_is_the_users_and_a_file_that_we_lost_is_not() -> None:
+    refused = PermissionError(errno.EACCES, "Permission denied", "runs/x")
+    assert exit_code(refused) == 2 and sentence(refused) == "runs/x: Permission denied"
+    assert exit_code(FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/x")) is None
+    assert exit_code(OSError(errno.ENOSPC, "No space left on device")) is None  # nobody knows where
 
 
 # made from recipes -----------------------------------------------------------------------------------------------

@@ -52,8 +52,7 @@ def bench(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the numbers are written.")] = Path("runs/bench.json"),
     as_json: options.Json = False,
 ) -> None:
-    """Time rounds in every engine this machine can run, one engine after the
-    other, and print how many times faster than eager each is.
+    """Time rounds in every engine this machine can run, and print how many times faster than eager each is.
 
     All engines do the same arithmetic on the same clients, so the ratio is what
     matters: "2.0 times eager" means that an experiment takes half the time.
@@ -83,12 +82,14 @@ def bench(
     for name, assembly in _assemblies(recipe, cases, method, sets, options.absolute(data), scale):
         rows += _side_by_side(name, assembly, _engines(engines, assembly.recipe.engine), rounds)
     result = {"machine": machine, "timed_rounds": rounds, "rows": rows}
+    _tell(result, as_json)  # first: a file that cannot be written costs no numbers
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
-    _tell(result, out, as_json)
+    if not as_json:
+        typer.echo(f"written to {out}")
 
 
-def _tell(result: dict[str, Any], out: Path, as_json: bool) -> None:
+def _tell(result: dict[str, Any], as_json: bool) -> None:
     from everfed.commands.output import show_table
 
     if as_json:
@@ -96,7 +97,7 @@ def _tell(result: dict[str, Any], out: Path, as_json: bool) -> None:
         return
     machine = result["machine"]
     show_table(COLUMNS, [_cells(row) for row in result["rows"]])
-    typer.echo(f"load average {machine['load_average']:.1f} on {machine['cores']} cores; written to {out}")
+    typer.echo(f"load average {machine['load_average']:.1f} on {machine['cores']} cores")
 
 
 # what is timed ---------------------------------------------------------------------------------------------------

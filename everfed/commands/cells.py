@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from everfed.commands import tracking
 from everfed.commands.output import stdout, tell_interrupted
-from everfed.errors import RecipeError, UserError, exit_code
+from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.recipe import Places, Recipe, placed, read_placed, settled, to_toml
 from everfed.recipe.places import Key
 from everfed.recipe.reading import parse_set
@@ -134,9 +136,10 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
             result = api.run(cell.recipe, cell.folder, data_dir=settings.data, scale=settings.scale, **how)
             return Outcome(cell, result.data)
         except Exception as error:
-            if isinstance(error, UserError) or exit_code(error) is None:
+            if exit_code(error) != FAULT:
                 raise
-            # A cell that diverges is a finding, which the observer has told; the others go on.
+            # A cell that diverges is a finding; the others go on.
+            typer.echo(f"{title}: {error}", err=True)
             return Outcome(cell, None, str(error))
 
 

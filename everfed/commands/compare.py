@@ -34,8 +34,7 @@ def compare(
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
-    """Run several methods over several seeds and print one table, the
-    best first.
+    """Run several methods over several seeds and print one table, the best first.
 
     Every cell is an ordinary run folder DIR/METHOD-SEED. Asked again, finished
     cells are kept and interrupted ones resumed. The table is also written as
@@ -88,6 +87,8 @@ def tell(folder: Path, rows: list[Row], as_json: bool) -> None:
 
 
 def _methods(text: str | None, recipe: Recipe, label: str) -> list[str]:
+    if text is not None and not text.strip(", "):
+        raise RecipeError("--methods names none; write them with commas between, such as fedavg,der")
     if text is not None:
         return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if recipe.compare is None:

@@ -17,8 +17,7 @@ def demo(
     scale: options.Scale = 1.0,
     as_json: options.Json = False,
 ) -> None:
-    """Compare three methods on rotated digits, print the table, write the report.
-    Needs no download.
+    """Compare three methods on rotated digits, print the table, write the report. Needs no download.
 
     Ten clients learn handwritten digits that are rotated differently in every
     task. fedavg forgets, der replays, and fedgp+der also projects every

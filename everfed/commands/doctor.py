@@ -20,8 +20,7 @@ _IMPORTED_AS = {"pillow": "PIL", "mlflow-skinny": "mlflow"}
 
 
 def doctor(data: options.Data = None, as_json: options.Json = False) -> None:
-    """Show versions, the device, the cores, the extras that are installed and the
-    data sets that were found.
+    """Show versions, the device, the cores, the extras that are installed and the data sets that were found.
 
     \b
     Example:

@@ -26,9 +26,11 @@ def keys(
     name: Annotated[str, typer.Option(metavar="NAME", help="The federation's name, in its authority.")] = "everfed",
     days: Annotated[int, typer.Option(metavar="N", help="How long the server's certificate is valid.")] = 365,
 ) -> None:
-    """Make what is missing: an authority (ca.crt, ca.key), with --host a
+    """Make keys and certificates; nothing that is there is overwritten.
+
+    What is missing is made: an authority (ca.crt, ca.key), with --host a
     certificate of the server (server.crt, server.key), with --client a key
-    for each client (clients/NAME.pub, secrets/NAME). Nothing is overwritten.
+    for each client (clients/NAME.pub, secrets/NAME).
 
     Carry ca.crt and secrets/NAME to each client, delete secrets/NAME here, and
     keep ca.key away from the server.

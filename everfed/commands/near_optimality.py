@@ -55,8 +55,8 @@ def near_optimality(
     numbers = _whole(sizes)
     if min(numbers) < keep:
         raise UserError(f"--keep {keep} is more than the {min(numbers)} samples of --sizes")
+    out.mkdir(parents=True, exist_ok=True)  # before the minutes that the choices take
     rows = list(near_optimality(numbers, chosen, repetitions, keep=keep, seed=seed))
-    out.mkdir(parents=True, exist_ok=True)
     write(rows, out, {"keep": keep, "repetitions": repetitions, "seed": seed})
     plot = find_spec("matplotlib") is not None
     if plot:

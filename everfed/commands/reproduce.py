@@ -53,8 +53,7 @@ def reproduce(
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
-    """Run a table of a paper from its recipes and print our numbers, the
-    paper's, the difference, and whether it is reproduced.
+    """Run a table of a paper and print our numbers, the paper's, the difference and whether it is reproduced.
 
     Every cell either runs or is listed with the reason why not. Asked again,
     finished runs are kept and interrupted ones resumed; tables that share

@@ -17,8 +17,7 @@ def resume(
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
-    """Go on with a run from its newest checkpoint, to the same bits as if it had
-    never stopped.
+    """Go on with a run from its newest checkpoint, to the same bits as if it had never stopped.
 
     RUN is a run folder. Nothing is done to a finished run.
 

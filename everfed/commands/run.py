@@ -18,8 +18,7 @@ def run(
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
-    """Run a recipe; the run folder holds the recipe, events, checkpoints, the
-    model and result.json.
+    """Run a recipe; the run folder holds the recipe, events, checkpoints, the model and result.json.
 
     RECIPE is a TOML file or the name of a shipped recipe (everfed list
     recipes). A run that is killed goes on with everfed resume, to the same

@@ -18,8 +18,7 @@ def samples(
     data: options.Data = None,
     per_class: Annotated[int, typer.Option(min=1, metavar="N", help="Images of each class, at most.")] = 8,
 ) -> None:
-    """Draw images from a run's generator, one row per class, labelled by the
-    frozen model's own answers.
+    """Draw images from a run's generator, one row per class, labelled by the frozen model's own answers.
 
     RUN is a finished run, or one that is under way. No run draws images by
     itself: they may resemble what clients hold.

@@ -32,8 +32,10 @@ def serve(
     checkpoint_every: options.CheckpointEvery = 5.0,
     as_json: options.Json = False,
 ) -> None:
-    """Run a recipe on real clients: start a SuperLink (or join the one that runs
-    at HOST:PORT), wait for clients, run. The run folder is that of any run.
+    """Run a recipe on real clients, and leave the same run folder behind as any run.
+
+    It starts a SuperLink (or joins the one that runs at HOST:PORT), waits for
+    clients, and runs.
 
     Killed at any moment, the same command goes on where it stopped, to the same
     result; clients that were killed rejoin by themselves.

@@ -42,8 +42,7 @@ def sweep(
     checkpoint_every: options.CheckpointEvery = 5.0,
     as_json: options.Json = False,
 ) -> None:
-    """Try every combination of values and show which is best on the validation
-    split.
+    """Try every combination of values and show which is best on the validation split.
 
     Cells are scored on data held out of the training set (stream.validation;
     0.1 when the recipe holds out none), so that the choice never sees test

@@ -21,8 +21,9 @@ def ui(
 ) -> None:
     """Serve a page on which runs appear and move while they train; compare them and download reports.
 
-    It reads the folder and changes nothing. Only this machine can open it unless --host says otherwise, and then a
-    token is needed: open the address with ?token=T once.
+    It reads the folder and changes nothing. Only this machine can open it
+    unless --host says otherwise, and then a token is needed: open the address
+    with ?token=T once.
 
     \b
     Examples:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -77,7 +77,8 @@ def _sentence(found: Any) -> str:
     name = ".".join(key)
     if kind == "extra_forbidden":
         allowed = _keys_beside(key)
-        return f"{name} is not a key.{suggestion(key[-1], allowed)} Allowed: {', '.join(allowed)}"
+        hint = suggestion(key[-1], allowed) or _elsewhere(key[-1])
+        return f"{name} is not a key.{hint} Allowed: {', '.join(allowed)}"
     if kind == "missing":
         return f"{name} is missing{_remedy(key)}"
     if kind == "value_error":
@@ -112,8 +113,21 @@ def _keys_beside(key: Key) -> list[str]:
     return list(section.model_fields)
 
 
+def _elsewhere(name: str) -> str:
+    """` Did you mean ...?`, where another table has a key of that name."""
+    found = [key for key in _all_keys(Recipe) if key[-1] == name]
+    return f" Did you mean {'.'.join(found[0])}?" if found else ""
+
+
+def _all_keys(section: Any) -> Iterator[Key]:
+    for name, field in section.model_fields.items():
+        yield (name,)
+        inner = _model_in(field.annotation)
+        if inner is not None:
+            yield from ((name, *key) for key in _all_keys(inner))
+
+
 def _model_in(annotation: Any) -> Any:
-    """The section in `Section` or `Section | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(kind for kind in annotation.__args__ if isinstance(kind, type) and issubclass(kind, BaseModel))
+    """The section in `Section` or `Section | None`; None where there is none."""
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

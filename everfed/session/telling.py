@@ -58,7 +58,9 @@ def kept_teller(
 
 
 def announce(notify: Observer, assembly: Assembly, state: RunState | None) -> None:
+    """That it starts, with what a run that goes on has behind it."""
     stream = assembly.stream
+    behind = {"round": state.round, **_bytes(state)} if state is not None else {"round": 0}
     if state is not None:
         notify({"event": "resume", "round": state.round})
     notify(
@@ -70,8 +72,13 @@ def announce(notify: Observer, assembly: Assembly, state: RunState | None) -> No
             "rounds": stream.rounds,
             "tasks": stream.tasks,
             "clients": stream.clients,
-            "round": state.round if state else 0,
+            **behind,
         }
     )
     for warning in assembly.method.warnings:
         notify({"event": "warning", "message": warning})
+
+
+def _bytes(state: RunState) -> Event:
+    traffic = state.traffic
+    return {"bytes_up": sum(traffic.up.values()), "bytes_down": sum(traffic.down.values())}

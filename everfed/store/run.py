@@ -72,6 +72,8 @@ class RunFolder:
     def open(path: Path) -> RunFolder:
         """An existing run folder."""
         folder = RunFolder(path)
+        if not path.exists():
+            raise RunError(f"{path} does not exist")
         if not folder.recipe.is_file():
             raise RunError(f"{path} is not a run: it has no {RECIPE}")
         return folder
