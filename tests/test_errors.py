@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -40,3 +41,9 @@ def test_a_kind_that_is_not_found_is_a_users_error_still() -> None:
 
 def test_a_bug_keeps_its_traceback() -> None:
     assert note_of(RuntimeError("shapes do not match")) is None
+
+
+def test_a_place_that_a_worker_cannot_write_arrives_as_the_users_error() -> None:
+    note = note_of(PermissionError(errno.EACCES, "Permission denied", "runs/x"))
+    again = from_note(json.loads(json.dumps(note)))
+    assert exit_code(again) == 2 and str(again) == "runs/x: Permission denied"
