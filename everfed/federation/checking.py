@@ -126,15 +126,19 @@ def expected_reply(
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
     inside = phase.position is Position.INSIDE
     seals = {part.name: part.seals for part in world.method.parts if part.seals and not inside}
-    size = tree.tensor_bytes({MODEL: dict(model)})
     return Expected(
         Call(run, moment.round, phase.name, moment.repeat),
         frozenset(range(world.facts.clients) if inside else phase.clients(moment.plan)),  # inside: whoever began it
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **seals},
         _uploaded(world, moment, model) if phase.name == TRAIN and not silent else {},
         frozenset(added_up),
-        limits or Limits(bytes=64 * size + (1 << 20)),
+        limits or Limits(bytes=largest_reply(model)),
     )
+
+
+def largest_reply(model: Model) -> int:
+    """Bytes: as many as 64 models have, since a phase may collect a pool of them."""
+    return 64 * tree.tensor_bytes({MODEL: dict(model)}) + (1 << 20)
 
 
 def _uploaded(world: World, moment: Moment, model: Model) -> dict[str, Spec]:

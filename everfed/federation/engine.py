@@ -18,7 +18,7 @@ from everfed.core.world import Moment, Place, World
 from everfed.engines.base import BuildModule, OneTrainer, new_trainer
 from everfed.federation import request as ask
 from everfed.federation.asking import REJECTED, Asking, Notify
-from everfed.federation.checking import Arrived, Desk, expected_reply
+from everfed.federation.checking import Arrived, Desk, expected_reply, largest_reply
 from everfed.federation.codec import Letter, Post, to_reply
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.patience import Patience
@@ -109,6 +109,7 @@ class Federated(OneTrainer):
             return self._replies(client, self._request(client, errands), answer)
 
         phase = errand.phase.name
+        self.transport.limit = 2 * len(errands) * largest_reply(self._model)  # twice: what it is wrapped in
         asking = Asking(phase, clients, self.transport, self.patience, write, read, self.notify, self._hopeless)
         found = asking.run()
         self._early = {}

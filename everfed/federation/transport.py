@@ -17,9 +17,11 @@ class Failure:
 
 
 class Transport(Protocol):
-    """Carries packets to clients, known by their index, and answers back."""
+    """Carries packets to clients, known by their index, and answers back. limit: the bytes that an answer may have, as
+    the engine says before it asks."""
 
     name: str
+    limit: int
 
     def connected(self) -> frozenset[int]:
         """The clients that can be reached now."""

@@ -47,6 +47,7 @@ class Loop:
     clients that are not connected."""
 
     name = "loop"
+    limit = 0
 
     def __init__(self, sites: dict[int, Site]) -> None:
         self.sites = sites

@@ -9,6 +9,9 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
+import httpx
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+
 from everfed.federation.flower.grid import GridTransport, Node
 from everfed.federation.flower.records import to_records
 from everfed.federation.packet import Packet
@@ -45,11 +48,15 @@ class FakeGrid:
     sent: list[tuple[str, int]] = field(default_factory=list)
     answers: dict[str, Packet] = field(default_factory=dict)
     outages: int = 0
+    broken: Exception | None = None
 
     def get_nodes(self) -> list[Here]:
         return self.nodes
 
     def push_messages(self, messages: list[Any]) -> list[str]:
+        if self.broken is not None:
+            broken, self.broken = self.broken, None
+            raise broken
         tickets = [f"m{len(self.sent) + index}" for index in range(len(messages))]
         self.sent += [(t, m.metadata.dst_node_id) for t, m in zip(tickets, messages, strict=True)]
         return tickets
@@ -165,3 +172,17 @@ def test_what_was_under_way_when_the_superlink_was_away_is_asked_again(met: Meet
     met.grid.answers[again] = Packet({"protocol": 1})
     assert [name for name, _ in met.transport.receive()] == [again]
     assert met.transport.connected() == {5}
+
+
+@pytest.mark.parametrize("error", [ObjectPushError("x", 1, "s"), httpx.ConnectError("no"), OSError("no")])
+def test_a_message_that_an_outage_cut_in_two_is_sent_again(met: Meeting, error: Exception, monkeypatch: Any) -> None:
+    """With everything that was under way, over a new run."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    under_way = met.transport.send(5, Packet({"protocol": 1}), "train")
+    met.grid.broken = error
+    cut = met.transport.send(5, Packet({"protocol": 1}), "train")
+    found = dict(met.transport.receive())
+    assert found.keys() == {under_way, cut} and all(isinstance(one, Failure) and not one.own for one in found.values())
+    again = met.transport.send(5, Packet({"protocol": 1}), "train")
+    met.grid.answers[again] = Packet({"protocol": 1})
+    assert [name for name, _ in met.transport.receive()] == [again]

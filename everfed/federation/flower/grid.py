@@ -10,9 +10,11 @@ from typing import Any
 import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.run import RunNotRunningException
 
 from everfed.federation import request as ask
+from everfed.federation.flower.pulling import UNUSABLE
 from everfed.federation.flower.records import from_records, to_records
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
 from everfed.federation.transport import Failure
@@ -25,9 +27,12 @@ CODES = {
     4: "the reply is not available",
     5: "the node is not available",
     8: "the app's process died",
+    UNUSABLE: "its reply may not be used",
 }
-OWN = frozenset({1, 2, 8})  # errors of the client's app, not of the way to it
-LOST = (httpx.HTTPError, RunNotRunningException, OSError)
+OWN = frozenset({1, 2, 8, UNUSABLE})  # errors of the client's app, not of the way to it
+HELLO_LIMIT = 1 << 20  # bytes in which a node says who it is
+# a push that an outage cut in two is over, too: what is half there is dropped with the run
+LOST = (httpx.HTTPError, RunNotRunningException, ObjectPushError, OSError)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class GridTransport:
     ) -> None:
         self._open_grid, self._enrol, self.notify = open_grid, enrol, notify
         self.poll, self.look, self.lifetime = poll, look, lifetime
+        self.limit = HELLO_LIMIT
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # node -> client
         self._refused: set[int] = set()
@@ -199,6 +205,8 @@ class GridTransport:
         and asked for again over a new one."""
         try:
             self._grid = self._grid or self._open_grid()
+            if hasattr(self._grid, "limit"):  # Flower's own grid has none
+                self._grid.limit = self.limit
             return call(self._grid)
         except LOST as error:
             self.notify({"event": "warning", "message": f"lost the SuperLink: {type(error).__name__}: {error}"})

@@ -10,9 +10,11 @@ import contextlib
 import hashlib
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import httpx
+from flwr.app import Message
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
 from flwr.common.serde import fab_to_proto, run_from_proto
@@ -33,6 +35,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from everfed.federation.flower.app import files
+from everfed.federation.flower.pulling import pull
 
 HEARTBEAT = 15.0
 OUTAGE = 90.0  # seconds without the SuperLink after which a new run is submitted to it
@@ -64,6 +67,7 @@ class HeldGrid(HttpGrid):
             on_backoff=self._missed,
         )
         self.outages = 0  # how often the SuperLink did not answer
+        self.limit = 0  # bytes of one reply; whoever pulls says how many
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -77,6 +81,10 @@ class HeldGrid(HttpGrid):
         TaskIdentity.node_id = taken.context.node_id
         self.set_run(run_from_proto(taken.run))
         self._heart.start()
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Replies within the limit; errors instead of those that are larger, or no replies at all."""
+        return pull(self._runtime_client, self.node, self.run.run_id, list(message_ids), self.limit)
 
     def _beat(self) -> None:
         """A task that is not heard of for a minute is over."""

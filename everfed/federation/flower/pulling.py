@@ -1,0 +1,103 @@
+"""Replies from a SuperLink, of clients that are not trusted.
+
+Flower's own pull takes whatever a client has stored there: as many bytes as it likes, and bytes that cannot be made
+into a message raise here, which would end the run and lose the replies that came with it. Here a reply has a limit, and
+one that cannot be read is an error of that client alone. What it replies to is what the SuperLink has checked, not what
+its own bytes say.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.common.constant import ErrorCode
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
+
+UNUSABLE = 1000  # an error code of ours: the reply is there, and may not be used
+Pull = Callable[[str], bytes]
+
+
+class TooLarge(ObjectPullError):
+    """More bytes than a reply may have."""
+
+
+class Unreadable(ValueError):
+    """Objects that are no message."""
+
+
+def pull(client: Any, node: Node, run_id: int, tickets: list[str], limit: int) -> list[Message]:
+    """The replies that are there, or errors instead of them. client: of the SuperLink's Runtime API; limit: the bytes
+    of a reply. Raises what the connection raises."""
+    found = client.PullMessages(PullAppMessagesRequest(message_ids=tickets))
+    fetch = make_pull_object_fn_protobuf(client.PullObject, node, run_id)
+    replies = []
+    for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+        name, ticket = proto.metadata.message_id, proto.metadata.reply_to_message_id
+        try:
+            contents = pull_objects([one.object_id for one in iterate_object_tree(tree)], _bounded(fetch, limit))
+            client.ConfirmMessageReceived(
+                ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=name)
+            )
+            replies.append(_inflated(name, ticket, contents))
+        except (TooLarge, Unreadable) as error:
+            replies.append(_error(run_id, node, ticket, UNUSABLE, str(error)))
+        except ObjectPullError as error:
+            replies.append(_error(run_id, node, ticket, ErrorCode.MESSAGE_UNAVAILABLE, str(error)))
+    return replies
+
+
+def _bounded(fetch: Pull, limit: int) -> Pull:
+    """The same, up to so many bytes in all. Flower asks for several objects at a time."""
+    taken, lock = [0], threading.Lock()
+
+    def bounded(name: str) -> bytes:
+        if taken[0] > limit:
+            raise TooLarge(name, f"the reply has more than {limit} bytes")
+        content = fetch(name)
+        with lock:
+            taken[0] += len(content)
+        if taken[0] > limit:
+            raise TooLarge(name, f"the reply has more than {limit} bytes")
+        return content
+
+    return bounded
+
+
+def _inflated(name: str, ticket: str, contents: dict[str, bytes]) -> Message:
+    try:
+        message = inflate_object_from_contents(name, contents)
+    except Exception as error:  # a stranger's bytes in Flower's decoders: they may raise anything
+        raise Unreadable(f"the reply cannot be read: {type(error).__name__}: {error}"[:300]) from error
+    if not isinstance(message, Message):
+        raise Unreadable(f"the reply is no message but {type(message).__name__}")
+    if message.has_content() and not isinstance(message.content, RecordDict):
+        raise Unreadable(f"the reply holds no records but {type(message.content).__name__}")
+    message.metadata.__dict__["_message_id"] = name
+    message.metadata.__dict__["_reply_to_message_id"] = ticket
+    return message
+
+
+def _error(run_id: int, node: Node, ticket: str, code: int, reason: str) -> Message:
+    metadata = Metadata(
+        run_id=run_id,
+        message_id="",
+        src_node_id=node.node_id,
+        dst_node_id=node.node_id,
+        reply_to_message_id=ticket,
+        group_id="",
+        created_at=now().timestamp(),
+        ttl=0,
+        message_type=SYSTEM_MESSAGE_TYPE,
+    )
+    return make_message(metadata, error=Error(code=code, reason=reason))

@@ -1,0 +1,143 @@
+"""Replies as a hostile client may have stored them on the SuperLink: too large, unreadable, of another name."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+
+from flwr.app import Message, RecordDict
+from flwr.common.serde import message_to_proto
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.task_identity import TaskIdentity
+
+from everfed.federation.flower.grid import _answer
+from everfed.federation.flower.pulling import UNUSABLE, pull
+from everfed.federation.flower.records import to_records
+from everfed.federation.packet import Packet
+from everfed.federation.transport import Failure
+from tests.core.test_tree_hostile import mutated
+
+NODE = Node(node_id=1)
+SMALL = Packet({"protocol": 1, "kind": "reply"}, {"reply.0": b"0123456789" * 50})
+
+
+@pytest.fixture(autouse=True)
+def _a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's messages say whose they are."""
+    for name in ("_run_id", "_task_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+
+
+@dataclass
+class Stored:
+    """A reply on the SuperLink. ticket: what it replies to, as the SuperLink knows."""
+
+    proto: Any
+    tree: Any
+    contents: dict[str, bytes]
+    ticket: str
+
+
+def stored(packet: Packet, ticket: str = "t0", says: str | None = None) -> Stored:
+    """says: what its own bytes name as the message it replies to."""
+    request = Message(RecordDict(), 5, "train")
+    request.metadata.__dict__["_message_id"] = says or ticket
+    reply = Message(to_records(packet), reply_to=request)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    contents = {name: one.deflate() for name, one in get_all_nested_objects(reply).items()}
+    proto = message_to_proto(reply)
+    proto.metadata.reply_to_message_id = ticket
+    return Stored(proto, get_object_tree(reply), contents, ticket)
+
+
+@dataclass
+class Link:
+    """The calls of the Runtime API that a pull makes. given: bytes that were handed out."""
+
+    replies: list[Stored]
+    given: int = 0
+    confirmed: list[str] = field(default_factory=list)
+
+    def PullMessages(self, request: Any) -> Any:
+        here = [one for one in self.replies if one.ticket in request.message_ids]
+        return SimpleNamespace(messages_list=[r.proto for r in here], message_object_trees=[r.tree for r in here])
+
+    def PullObject(self, request: Any) -> Any:
+        (content,) = [r.contents[request.object_id] for r in self.replies if request.object_id in r.contents][:1]
+        self.given += len(content)
+        return SimpleNamespace(object_found=True, object_available=True, object_content=content)
+
+    def ConfirmMessageReceived(self, request: Any) -> None:
+        self.confirmed.append(request.message_object_id)
+
+
+def answers(link: Link, limit: int = 1 << 20) -> dict[str, Packet | Failure]:
+    tickets = [one.ticket for one in link.replies]
+    return {m.metadata.reply_to_message_id: _answer(m) for m in pull(link, NODE, 1, tickets, limit)}
+
+
+def test_an_honest_reply_arrives_as_it_was_sent_and_is_confirmed() -> None:
+    link = Link([stored(SMALL)])
+    assert answers(link) == {"t0": SMALL}
+    assert link.confirmed == [link.replies[0].proto.metadata.message_id]
+
+
+def test_a_reply_beyond_the_limit_is_not_taken_in_and_the_others_are() -> None:
+    """Two hundred megabytes in chunks, of which hardly more than the limit is ever fetched."""
+    noise = random.Random(0).randbytes(1 << 20)
+    large = Packet(SMALL.header, {f"reply.{n}": bytes([n]) + noise for n in range(200)})
+    link = Link([stored(large, "large"), stored(SMALL, "small")])
+    found = answers(link, limit=4 << 20)
+    assert found["small"] == SMALL
+    refused = found["large"]
+    assert isinstance(refused, Failure) and refused.own
+    assert "its reply may not be used" in refused.reason and f"more than {4 << 20} bytes" in refused.reason
+    assert link.given < 64 << 20
+
+
+def test_a_byte_level_fuzzer_of_stored_replies() -> None:
+    """Every object of a reply in turn, with bytes changed: a packet or a failure of that client, and nothing raises."""
+    rng, kinds = random.Random(4), {"packet": 0, "failure": 0}
+    for _ in range(2000):
+        bad, good = stored(SMALL, "bad"), stored(Packet({"protocol": 1}), "good")
+        name = rng.choice(sorted(bad.contents))
+        bad.contents[name] = mutated(rng, bad.contents[name])
+        found = answers(Link([bad, good]))
+        assert found["good"] == Packet({"protocol": 1})
+        kinds["packet" if isinstance(found["bad"], Packet) else "failure"] += 1
+        assert isinstance(found["bad"], Packet) or found["bad"].own
+    assert all(kinds.values()), kinds
+
+
+def test_what_is_no_message_is_a_failure() -> None:
+    """The object that should be the message is one of its parts, or a message of parts."""
+    one = stored(SMALL)
+    for name in one.contents:
+        wrong = stored(SMALL)
+        wrong.proto.metadata.message_id = name
+        found = answers(Link([wrong]))["t0"]
+        assert found == SMALL or (isinstance(found, Failure) and found.own)
+
+
+def test_a_reply_counts_for_what_the_superlink_says_it_replies_to() -> None:
+    """A client that writes another's request into its bytes does not speak for it."""
+    assert set(answers(Link([stored(SMALL, "mine", says="yours")]))) == {"mine"}
+
+
+def test_an_object_that_is_missing_may_come_later() -> None:
+    """It is not the client's own failure."""
+
+    class Losing(Link):
+        def PullObject(self, request: Any) -> Any:
+            return SimpleNamespace(object_found=False, object_available=False, object_content=b"")
+
+    found = answers(Losing([stored(SMALL)]))["t0"]
+    assert isinstance(found, Failure) and not found.own
+    assert UNUSABLE not in (0, 1, 2, 3, 4, 5, 6, 7, 8)
