@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everfed.core.engine import ClientError
 from everfed.data.errors import DataError
 from everfed.errors import RecipeError, UserError, exit_code, is_users, sentence
 from everfed.methods import MethodError
@@ -261,6 +262,23 @@ def test_errors_of_other_layers_get_their_line(small: Path) -> None:
         "FILE, line 10: method: part"
     )
     assert placed_message(small, DataError("data set 'digits' is broken")).startswith("FILE, line 3: stream.dataset: ")
+
+
+def test_an_error_that_says_what_to_set_gets_the_place_of_that(small: Path) -> None:
+    error = DataError("client 0, period 1: class 7 does not fit; set stream.dataset to another one")
+    assert placed_message(small, error) == f"FILE, line 3: {error}"
+
+
+def test_an_error_of_a_client_gets_the_place_of_its_cause(small: Path) -> None:
+    error = ClientError(1, "train", 3, "no such file")
+    error.__cause__ = DataError("no such file")
+    message = "FILE, line 3: stream.dataset: client 1 failed in phase 'train' of round 3: no such file"
+    assert placed_message(small, error) == message
+
+
+def test_what_is_not_there_is_no_suggestion(small: Path) -> None:
+    message = placed_message(small, DataError("stream.dataset: module 'mine' has no 'nothing'; it has make_stream, np"))
+    assert "Did you mean" not in message
 
 
 def test_errors_of_other_layers_get_their_option(small: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import traceback
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -45,11 +46,17 @@ def serve(
             note = note_of(error)
             if note is None and not isinstance(error, CLIENT_FAULTS):
                 raise
-            answer = {"error": f"{type(error).__name__}: {error}", "note": note}
+            answer = {"error": f"{type(error).__name__}: {error} ({_place(error)})", "note": note}
         try:
             pipe.send_bytes(json.dumps(answer).encode())
         except OSError:  # nobody waits for it any more
             return
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised: the traceback stays in this process."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}, line {last.lineno}, in {last.name}"
 
 
 class Worker:

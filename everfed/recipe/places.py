@@ -43,10 +43,6 @@ class Places:
                 return f"{self.label}, line {lines[around]}"
         return self.label
 
-    def of_message(self, message: str) -> str:
-        """Where the key that a message opens with was written (`stream.tasks: expected ...`)."""
-        return self.of(key_of_message(message))
-
 
 def key_of_message(message: str) -> Key:
     """The key that a message opens with; empty when it opens with none."""

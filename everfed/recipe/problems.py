@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from everfed.errors import RecipeError, UserError, is_users
-from everfed.recipe.places import Key, Places, key_of_message
+from everfed.recipe.places import Key, Places, key_of_message, split_key
 from everfed.recipe.schema import Recipe
 
 # The key to blame when a message does not open with one, by the error's class.
@@ -33,20 +33,27 @@ def placed(places: Places) -> Iterator[None]:
     except Exception as error:
         if not is_users(error):
             raise
-        message = _opening_with_key(error)
-        raise RecipeError(f"{places.of_message(message)}: {message}") from error
+        key, message = _blamed(error)
+        raise RecipeError(f"{places.of(key)}: {message}") from error
 
 
-def _opening_with_key(error: Exception) -> str:
+def _blamed(error: Exception) -> tuple[Key, str]:
+    """The key to put right and the message: the key that it opens with, the one that it says to set, or the one that is
+    to blame for errors of this kind, named in front of it then."""
     message = f"{error}{_hint(str(error))}"
-    if set(key_of_message(message)[:1]) & set(Recipe.model_fields):
-        return message
-    return f"{_BLAMED.get(type(error).__name__, 'method')}: {message}"
+    key = key_of_message(message)
+    if set(key[:1]) & set(Recipe.model_fields):
+        return key, message
+    if asked := re.search(rf"\bset ((?:{'|'.join(Recipe.model_fields)})\.[a-z_.]*[a-z])", message):
+        return split_key(asked[1]), message
+    of_client = error.__cause__ if error.__cause__ is not None and is_users(error.__cause__) else error
+    blamed = _BLAMED.get(type(of_client).__name__, "method")
+    return split_key(blamed), f"{blamed}: {message}"
 
 
 def _hint(message: str) -> str:
     """What was probably meant, where a message quotes what it refuses and lists what is allowed."""
-    listed = re.search(r"(?:one of(?: the allowed values:)?|[Aa]llowed:|has) ([^;]+)", message)
+    listed = re.search(r"(?:one of(?: the allowed values:)?|[Aa]llowed:|has(?! no )) ([^;]+)", message)
     refused = re.search(r"'([^']+)'", message)
     words = [refused[1] if refused else "", *key_of_message(message)[-1:]]
     allowed = re.split(r",? or |, ", listed[1]) if listed else []

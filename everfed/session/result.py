@@ -107,5 +107,21 @@ def _summary(
 ) -> dict[str, float | None]:
     """Metrics by name. Perplexities are summed up over all periods, from the models that were scored on all of them."""
     if score != "perplexity":
+        tested = _tested(rows)
+        if len(tested) < len(rows):
+            rows, n_test, curves = _only(tested, rows), [n_test[task] for task in tested], None
         return accuracy_matrix.summary(rows, n_test=n_test, curves=curves)
     return language.summary([[v for v in row if v is not None] for row in rows if None not in row], n_test)
+
+
+def _tested(rows: list[list[float | None]]) -> list[int]:
+    """The tasks that anybody was ever scored on: a stream as it comes may end before the run does. All of them, where
+    there is none."""
+    found = [task for task in range(len(rows)) if any(row[task] is not None for row in rows)]
+    return found or list(range(len(rows)))
+
+
+def _only(tasks: list[int], rows: list[list[float | None]]) -> list[list[float | None]]:
+    """The matrix of these tasks; its last row is the end of the run."""
+    after = [*(rows[task] for task in tasks[:-1]), rows[-1]]
+    return [[row[task] for task in tasks] for row in after]

@@ -15,6 +15,7 @@ the same periods again: a run that is resumed, and every worker process, reads t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,14 @@ class Feed:
         self._restart()
 
     def _restart(self) -> None:
-        self._periods: Iterator[Any] = iter(self.make(self.client))
+        given: Any = self.make(self.client)
+        if not isinstance(given, Iterable):
+            name = getattr(self.make, "__name__", "the function")
+            raise DataError(
+                f"client {self.client}: {name} gave {type(given).__name__}; expected the client's periods: a list of "
+                "pairs (x, y), or a generator that yields them"
+            )
+        self._periods: Iterator[Any] = iter(given)
         self._read, self._samples, self._over = 0, 0, False
 
     @property
@@ -163,6 +171,12 @@ def named_function(name: str) -> MakeStream:
     found = load_object(name, "stream.dataset")
     if not callable(found):
         raise DataError(f"stream.dataset = {name!r} is not a function of a client's number")
+    try:
+        inspect.signature(found).bind(0)
+    except TypeError as problem:
+        raise DataError(f"stream.dataset = {name!r} must take a client's number, and nothing else: {problem}") from None
+    except ValueError:  # some callables do not tell what they take
+        pass
     make: MakeStream = found
     return make
 

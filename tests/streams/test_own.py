@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,43 @@ def test_the_example_reads_a_folder(folder: Path, tmp_path: Path) -> None:
     assert result.data["stream"]["dataset"] == "growing_folder:make_stream"
 
 
+def test_periods_that_nobody_has_are_no_tasks(folder: Path, tmp_path: Path) -> None:
+    """A run that looks at more periods than there are says the same of those that there were."""
+    for client in range(2):
+        for period in range(2):
+            put(folder, client, period, classes=2 + 2 * period)
+    table = tomllib.loads((EXAMPLES / "growing_folder.toml").read_text())
+    results = []
+    for tasks in (2, 3):
+        table["stream"]["tasks"] = tasks
+        results.append(everfed.run(table, tmp_path / str(tasks)))
+    enough, long = (result.data for result in results)
+    assert (enough["n_test"], long["n_test"]) == ([12, 12], [12, 12, 0])
+    assert long["accuracy_matrix"][1] == [*enough["accuracy_matrix"][1], None]
+    assert long["metrics"] == enough["metrics"]
+    assert enough["metrics"]["acc"] is not None and enough["metrics"]["forgetting"] is not None
+
+
+def nothing(client: int) -> None:
+    """Forgets to return its periods."""
+
+
+def without_client() -> list[Any]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "client 0: nothing gave NoneType; expected the client's periods"),
+        ("without_client", "must take a client's number, and nothing else: too many positional arguments"),
+    ],
+)
+def test_a_function_that_is_no_stream_is_refused(name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build({"dataset": f"tests.streams.test_own:{name}", "scenario": "own", "classes": 2, "clients": 1}, 0, 1)
+
+
 def test_the_example_waits_for_files_that_come_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERFED_WAIT", "20")
     put(folder, 0, 0, classes=2)
@@ -201,6 +239,7 @@ def test_the_command_line_names_the_class_that_does_not_fit(folder: Path, tmp_pa
     put(folder, 0, 1, classes=12)
     outcome = CliRunner().invoke(app, [*run, str(tmp_path / "two")])
     assert outcome.exit_code == 2
+    assert "growing_folder.toml, line 8: client 0 failed in phase" in outcome.output  # where the head gets its width
     assert "round 5: client 0, period 1: class 11 does not fit the head" in outcome.output
     assert "set stream.classes to as many as may ever appear" in outcome.output
     assert "Traceback" not in outcome.output
