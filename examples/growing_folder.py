@@ -10,11 +10,13 @@ for the next file before the stream is taken to be over (0, the default, for a f
 
 import os
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from everfed import UserError
 from everfed.streams import Period
 
 POLL = 0.2  # seconds between two looks at the folder
@@ -22,12 +24,22 @@ POLL = 0.2  # seconds between two looks at the folder
 
 def make_stream(client: int) -> Iterator[Period]:
     """The client's files in the order of their names, each once; waits for the next one."""
-    folder = Path(os.environ.get("EVERFED_FOLDER", "folder")) / f"client-{client}"
+    root = Path(os.environ.get("EVERFED_FOLDER", "folder"))
+    if not root.is_dir():
+        raise UserError(f"EVERFED_FOLDER: there is no folder {root.resolve()}")
     done: set[Path] = set()
-    while (path := next_file(folder, done)) is not None:
+    while (path := next_file(root / f"client-{client}", done)) is not None:
         done.add(path)
+        yield read(path)
+
+
+def read(path: Path) -> Period:
+    """A file as a period. A UserError ends the run with its message alone, wherever the function runs."""
+    try:
         with np.load(path, allow_pickle=False) as arrays:
-            yield Period(arrays["x"], arrays["y"])
+            return Period(arrays["x"], arrays["y"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: expected an npz with arrays x and y: {error}") from error
 
 
 def next_file(folder: Path, done: set[Path]) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sysconfig
 import traceback
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -54,8 +55,10 @@ def serve(
 
 
 def _place(error: Exception) -> str:
-    """Where it was raised: the traceback stays in this process."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    """Where it was raised, in the innermost code that is not a package's: the traceback stays in this process."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
     return f"{last.filename}, line {last.lineno}, in {last.name}"
 
 

@@ -174,6 +174,19 @@ def test_the_example_reads_a_folder(folder: Path, tmp_path: Path) -> None:
     assert result.data["stream"]["dataset"] == "growing_folder:make_stream"
 
 
+def test_the_example_says_what_is_wrong_with_the_folder(folder: Path, tmp_path: Path) -> None:
+    run = ["run", str(EXAMPLES / "growing_folder.toml"), "--set", "engine.kind=processes", "--out"]
+    outcome = CliRunner().invoke(app, [*run, str(tmp_path / "one")])
+    assert (outcome.exit_code, "EVERFED_FOLDER: there is no folder" in outcome.output) == (2, True)
+    put(folder, 0, 0, classes=2)
+    put(folder, 1, 0, classes=2)
+    (folder / "client-1" / "0001.npz").write_bytes(b"torn")
+    outcome = CliRunner().invoke(app, [*run, str(tmp_path / "two")])
+    assert outcome.exit_code == 2
+    assert "error: " in outcome.output and "0001.npz: expected an npz with arrays x and y" in outcome.output
+    assert "Traceback" not in outcome.output
+
+
 def test_periods_that_nobody_has_are_no_tasks(folder: Path, tmp_path: Path) -> None:
     """A run that looks at more periods than there are says the same of those that there were."""
     for client in range(2):
