@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from everfed import engines, methods, models, monitor, privacy, streams
 from everfed.core.context import Facts, TrainOptions
@@ -103,15 +104,21 @@ def _facts(recipe: Recipe, stream: Stream, module: nn.Module) -> Facts:
         personal=torch.zeros(0),
         boundaries=stream.boundaries,
         task_ids=stream.task_ids,
-        output_shape=() if stream.score == "accuracy" else _output_shape(stream, module),
+        output_shape=() if stream.score == "accuracy" else _output_shape(recipe.model.kind, stream, module),
     )
 
 
-def _output_shape(stream: Stream, module: nn.Module) -> tuple[int, ...]:
-    """What the network gives for one sample, asked of it: other networks than classifiers know it alone."""
-    x = stream.test(0).x[:1]
-    with torch.no_grad():
-        return tuple(module.eval()(stream.inputs(x)).shape[1:])
+def _output_shape(kind: str, stream: Stream, module: nn.Module) -> tuple[int, ...]:
+    """What the network gives for one sample, asked of it: other networks than classifiers know it alone. Raises
+    ModelError where the stream's loss cannot do with it."""
+    sample = stream.test(0).take(np.arange(1))
+    try:
+        with torch.no_grad():
+            outputs: Tensor = module.eval()(stream.inputs(sample.x))
+            getattr(stream, "loss", functional.cross_entropy)(outputs, sample.y)
+    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        raise models.ModelError(f"model.kind = {kind!r} does not fit {stream.name!r}: {error}") from error
+    return tuple(outputs.shape[1:])
 
 
 def build_method(recipe: Recipe) -> Method:

@@ -233,11 +233,11 @@ def _size(given: Any) -> tuple[int, int]:
 
 
 def _domains(key: str, given: Sequence[str] | None, source: Scenes) -> tuple[str, ...]:
-    chosen = getattr(source, key) if given is None else given
-    if not isinstance(chosen, (list, tuple)) or not chosen or not set(chosen) <= set(source.domains):
-        raise OptionError(
-            key, f"expected a list of domains of {source.name}: {', '.join(source.domains)}; got {given!r}"
-        )
+    chosen, named = getattr(source, key) if given is None else given, ", ".join(source.domains)
+    if not chosen:
+        raise OptionError(key, f"say which domains of {source.name} that is, one or more of: {named}")
+    if not isinstance(chosen, (list, tuple)) or not set(chosen) <= set(source.domains):
+        raise OptionError(key, f"expected a list of domains of {source.name}: {named}; got {given!r}")
     return tuple(chosen)
 
 

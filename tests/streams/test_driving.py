@@ -13,6 +13,7 @@ import torch
 from everfed import api, streams
 from everfed.data.errors import DataError
 from everfed.detection.boxes import WIDTH
+from everfed.models import ModelError
 from everfed.streams.options import OptionError
 
 SMALL = {"size": [32, 48], "max_boxes": 6, "max_train": 8, "max_test": 4, "moves_at": 3, "clients": 2, "tasks": 2}
@@ -109,7 +110,7 @@ def test_a_folder_with_one_domain_must_be_told_where_to_go(tmp_path: Path) -> No
     table = {"images": [{"id": 0, "file_name": "0.png", "width": 48, "height": 32}], "annotations": []}
     for part in ("train", "test"):
         (tmp_path / f"{part}.json").write_text(json.dumps({**table, "categories": [{"id": 0, "name": "car"}]}))
-    with pytest.raises(OptionError, match=r"stream.home: expected a list of domains of .*: all"):
+    with pytest.raises(OptionError, match=r"stream.home: say which domains of .* that is, one or more of: all"):
         driving(dataset=str(tmp_path))
     # images without a single box: they train, and nothing is scored
     stream = driving(dataset=str(tmp_path), home=["all"], away=["all"])
@@ -193,3 +194,15 @@ def test_the_report_shows_samples_with_boxes(tmp_path: Path) -> None:
     assert shown.shape == (64, 96, 3) and (shown == 255).all(-1).any()  # a white box, at twice the size
     write([tmp_path / "run"], tmp_path / "report", figures=False)
     assert (tmp_path / "report/report.html").read_text().count("data:image/png;base64,") == 8
+
+
+def test_a_model_that_is_no_detector_is_refused_before_the_run(tmp_path: Path) -> None:
+    table = {
+        "stream": {"dataset": "streets", "scenario": "driving", **SMALL},
+        "model": {"kind": "mlp"},
+        "train": {"rounds_per_task": 2},
+        "method": {"name": "fedavg"},
+    }
+    message = r"model.kind = 'mlp' does not fit 'streets-driving': a detector must give \(n, 5, 10, rows, columns\)"
+    with pytest.raises(ModelError, match=message):
+        api.run(table, tmp_path / "run")
