@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from everfed.core.context import TrainOptions
+from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.world import World
 from everfed.engines.eager import Eager
+from everfed.monitor import FeatureShift
 from everfed.store.clients import ClientStore
 from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Outcome, Toy
@@ -98,3 +100,12 @@ def test_eager_on_the_gpu_draws_the_same_samples_as_on_the_cpu() -> None:
     # without dropout (whose masks differ by device) only rounding separates the devices
     case = bench("fedgp+der", module=None)
     assert distance(on_gpu(case), case.run()) < 1e-4
+
+
+def test_a_monitor_sees_the_same_and_changes_nothing() -> None:
+    known = bench("er").build_method()
+    looked = bench("er", method=lambda: Method(known.name, (*known.parts, FeatureShift(samples=8))))
+    plain, eager, graphs = captured(bench("er")), on_gpu(looked), captured(looked)
+    assert distance(graphs, plain) <= TOLERANCE
+    shifts = [[e for e in run.events if e["event"] == "measure"] for run in (eager, graphs)]
+    assert shifts[0] and [e["mean shift"] for e in shifts[1]] == pytest.approx([e["mean shift"] for e in shifts[0]])
