@@ -211,7 +211,7 @@ def test_a_number_leaves_a_client_and_nothing_else(watched: everfed.Result) -> N
 def test_the_report_draws_it(watched: everfed.Result) -> None:
     run = read_run(watched.folder)
     page = render([run])
-    assert "monitor: mean shift" in page and "monitor: largest shift" in page
+    assert "monitor: mean shift" in page and "monitor: largest shift" in page and "monitor: repeat" not in page
     assert "<h3>Suspected shifts</h3>" in page
     assert "coloured by what gave it away" in page and "(by features: " in page
     first = watched.data["drift_suspected"][0]

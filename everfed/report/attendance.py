@@ -88,7 +88,8 @@ def suspected_shifts(run: Run) -> Html:
     items = [tag("li", _suspicion(run, index, clients)) for index, clients in found[:MOST]]
     if len(found) > MOST:
         items.append(tag("li", f"and {len(found) - MOST:,} more rounds, in events.jsonl"))
-    title = f"Suspected shifts: {sum(len(clients) for _, clients in found):,} in {len(found):,} rounds"
+    rounds = f"{len(found):,} round{'s' if len(found) > 1 else ''}"
+    title = f"Suspected shifts: {sum(len(clients) for _, clients in found):,} in {rounds}"
     return tag("details", tag("summary", title), tag("ul", *items), open=len(found) <= 10)
 
 

@@ -223,7 +223,7 @@ class Log:
     def _take_measure(self, event: dict[str, Any]) -> None:
         for key, value in event.items():
             number = _number(value)
-            if key not in ("time", "round", "task") and number is not None:
+            if key not in ("time", "round", "task", "repeat") and number is not None:
                 self.measures.setdefault(f"{event['part']}: {key}", {})[int(event["round"])] = number
 
     def _take_drift(self, event: dict[str, Any]) -> None:
