@@ -21,7 +21,8 @@ def samples(
     """Draw images from a run's generator, one row per class, labelled by the frozen model's own answers.
 
     RUN is a finished run, or one that is under way. No run draws images by
-    itself: they may resemble what clients hold.
+    itself: they may resemble what clients hold. With fedcil labels are what
+    the generator was asked for, with glfc what clients' gradients tell.
 
     \b
     Example:

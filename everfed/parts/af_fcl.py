@@ -157,6 +157,9 @@ class AFFCL(Part):
         kept = {"last": own["last"]} if "last" in own else {}
         return {**kept, "latest": dict(fitted.model), "host": {"task": ctx.current_task}}, {}
 
+    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        raise ValueError("af-fcl has no images to show: its flow makes features")
+
     # step C: the classifier ----------------------------------------------------------------------------------------
     def objective(self, step: Step) -> Tensor:
         classes = step.ctx.facts.classes

@@ -284,6 +284,16 @@ class FedCIL(Part):
 
         return trainer.made("consolidation", (self, optimizer), make)
 
+    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Images of the global generator, with the labels that it was asked for: classes so far."""
+        trainer, known = ctx.train, self._competing(ctx)["classes"]
+        drawn = ctx.rng("sample").choice(competing(ctx).numpy(), count)
+        labels = torch.from_numpy(drawn).to(trainer.device)
+        trainer.replica.generator.manual_seed(ctx.key("sample"))
+        generator = server[MODEL]["params"][self.generator_span(ctx.facts.layout)].to(trainer.device)
+        gan = ACGAN(trainer, self.blueprint(ctx), known.to(trainer.device))
+        return gan.fixed_images(generator, labels), labels
+
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
         """The mean losses of the server's GAN over the steps since the last checkpoint."""
         return dict(server.get(self.name, {}).get("losses", {})) if ctx.phase == "consolidate" else {}

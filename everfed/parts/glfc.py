@@ -170,6 +170,16 @@ class GLFC(Part):
         best = {"current": _knowing(server[MODEL], ctx), "current_since": ctx.round}
         return {**own, **best, "best": right, "score": right}
 
+    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        """The next `count` images that were made of clients' gradients, and the labels read off these."""
+        own = server.get(self.name, {})
+        if self.old_model != "proxy":
+            raise ValueError(f"method.glfc.old_model = {self.old_model!r} makes no images; only 'proxy' does")
+        if "images" not in own:
+            raise ValueError("no prototypes have come yet: they do when a client notices a change of task")
+        here = slice(ctx.repeat * count, (ctx.repeat + 1) * count)
+        return own["images"][here].to(ctx.train.device), own["labels"][here].to(ctx.train.device)
+
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
         own = server.get(self.name, {})
         return {"prototype_accuracy": own["score"]} if ctx.phase == "choose" and "score" in own else {}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 PRIVACY = (
-    "These images invert the aggregated model and may resemble what clients hold, the more so when few clients hold a "
-    "class or rounds are tiny. Treat them, and the generator, as sensitive."
+    "These images invert the aggregated model (glfc's: the gradients of single clients) and may resemble what clients "
+    "hold, the more so when few clients hold a class or rounds are tiny. Treat them, and the generator, as sensitive."
 )
 TRIES = 4  # images made for every one that is shown, so that rare classes are found
 BATCH = 250

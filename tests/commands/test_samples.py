@@ -46,6 +46,13 @@ mfcl = { gen_steps = 4, gen_chunk = 2, gen_batch = 8, syn_batch = 4, z_dim = 6, 
 """
 
 
+OTHERS = """\
+fedcil = { server_steps = 1, server_batch = 4, noise = 2, width = 4 }
+glfc = { old_model = "proxy", perturbation = 1, reconstruction = 1, iterates = 1 }
+memory = { size = 20, policy = { kind = "on-transition", detect = "boundary" } }
+"""
+
+
 def everfed(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
@@ -88,6 +95,26 @@ def test_a_method_without_a_generator_is_refused(run: Path, tmp_path: Path) -> N
     result = everfed("samples", str(tmp_path / "plain"))
     assert result.exit_code == 2
     assert "method 'fedavg' has no generator" in result.stderr
+
+
+def test_what_fedcils_generator_and_glfcs_proxy_made_can_be_looked_at(run: Path, tmp_path: Path) -> None:
+    recipe = (run.parent / "small.toml").read_text()
+    shown = {}
+    for method in ("fedcil", "glfc"):
+        (tmp_path / f"{method}.toml").write_text(recipe.replace('name = "mfcl"', f'name = "{method}"') + OTHERS)
+        api.run(tmp_path / f"{method}.toml", tmp_path / method)
+        folder = RunFolder.open(tmp_path / method)
+        shown[method] = sample(folder, api.reassemble(folder, on_cpu=True), 2).rows
+    assert set(shown["fedcil"]) == set(range(10)) and all(len(rows) == 2 for rows in shown["fedcil"].values())
+    assert shown["glfc"] and set(shown["glfc"]) <= set(range(10))
+
+
+def test_features_are_no_images(run: Path, tmp_path: Path) -> None:
+    recipe = (run.parent / "small.toml").read_text().replace('name = "mfcl"', 'name = "af-fcl"')
+    (tmp_path / "flow.toml").write_text(recipe + "af-fcl = { hidden = 4 }\n")
+    api.run(tmp_path / "flow.toml", tmp_path / "flow")
+    result = everfed("samples", str(tmp_path / "flow"))
+    assert result.exit_code == 2 and "its flow makes features" in result.stderr
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

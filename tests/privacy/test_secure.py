@@ -310,6 +310,22 @@ def test_methods_that_collect_are_refused_with_the_phase_and_others_are_not(name
         secured(method)
 
 
+PROXY = {"glfc": {"old_model": "proxy"}}
+
+
+@pytest.mark.parametrize(("name", "options", "phase"), [("fedcil", {}, "train"), ("glfc", PROXY, "prototypes")])
+def test_servers_that_look_at_single_clients_are_refused_by_phase(name: str, options: Any, phase: str) -> None:
+    with pytest.raises(CompositionError, match=f"phase '{phase}'.*needs every client's own reply"):
+        secured(methods.build(name, options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("mfcl", {}), ("glfc", {}), ("af-fcl", {}), ("fedcil", {"fedcil": {"server_steps": 0}})]
+)
+def test_generators_that_need_the_aggregate_alone_are_not(name: str, options: Any) -> None:
+    assert secured(methods.build(name, options)).parts[-1].name == NAME
+
+
 @pytest.mark.parametrize(
     ("options", "match"), [({"threshold": 0.5}, "threshold"), ({"bits": 40}, "bits"), ({"clip": 0.0}, "clip")]
 )
