@@ -1,41 +1,45 @@
 """What a federation on loopback costs beside the processes engine: bytes on the wire, seconds a round, where they go.
 
-python -m benchmarks.federation [--model mlp|resnet18] [--clients 3] [--rounds 6] [--out FILE]
+python -m benchmarks.federation [--model mlp|resnet18] [--clients N] [--rounds 6] [--poll S] [--out FOLDER]
 
-Both run the same recipe on the same cores, one round each in turn. The wire is counted by a relay in front of the
-SuperLink, bytes in both directions, everything included (HTTP, records, polling). The engine's time of a phase is a
-round of the federation less the same round of the processes engine. Of it, the time the server takes to make and to
-read packets is measured; how the rest divides between processes, transport and polling is not, but --poll changes one.
+Without --model both are measured, and each result is written to FOLDER (benchmarks/results) and printed. Both engines
+run the same recipe on the same cores, one round each in turn. The wire is counted by a relay in front of the SuperLink,
+bytes in both directions, everything included (HTTP, records, polling). The engine's time of a phase is a round of the
+federation less the same round of the processes engine. Where a round's time goes is noted by the processes themselves
+(benchmarks/federation_trace.py); the CPU time of each process is the kernel's account.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import federation_trace as trace
 from everfed.core.runner import EvalOptions, Runner
 from everfed.engines.processes import Processes
-from everfed.federation.codec import Post
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.joining import Joining, children
 from everfed.federation.patience import Patience
-from everfed.federation.superlink import Settings, running
+from everfed.federation.superlink import PID, Settings, running
 from everfed.recipe import Recipe, from_table, to_toml
 from everfed.session import Assembly, assemble
 from everfed.store.clients import ClientStore
 
 GOAL_BYTES, GOAL_SECONDS = 1.05, 5.0
+CLIENTS = {"mlp": 3, "resnet18": 2}
 
 
 def recipe(model: str, clients: int) -> Recipe:
@@ -76,16 +80,34 @@ class Relay:
                     threading.Thread(target=self._pump, args=(source, sink, way), daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, way: str) -> None:
+        """Through a pipe within the kernel: what is measured should not pay for copies that only the relay makes."""
+        out, into = os.pipe()
         with suppress(OSError):
-            while data := source.recv(1 << 18):
-                setattr(self, way, getattr(self, way) + len(data))
-                sink.sendall(data)
+            while count := os.splice(source.fileno(), into, 1 << 16):
+                setattr(self, way, getattr(self, way) + count)
+                while count:
+                    count -= os.splice(out, sink.fileno(), count)
+        os.close(out), os.close(into)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
 
+@dataclass(frozen=True)
+class TracedLink(Settings):
+    """A SuperLink whose calls are noted."""
+
+    def command(self) -> list[str]:
+        return traced(super().command())
+
+
+def traced(command: Sequence[str]) -> list[str]:
+    """The command of one of our processes, `python -m MODULE ...`, with its calls noted."""
+    return [command[0], "-m", trace.__name__, f"{command[2]}:main", *command[3:]]
+
+
 @contextmanager
-def clients(folder: Path, port: int, count: int, poll: float) -> Iterator[None]:
+def clients(folder: Path, port: int, count: int, poll: float) -> Iterator[dict[str, list[int]]]:
+    """The clients' processes, by what they are."""
     every = [
         child
         for client in range(count)
@@ -96,8 +118,10 @@ def clients(folder: Path, port: int, count: int, poll: float) -> Iterator[None]:
     try:
         for child in every:
             child.log.parent.mkdir(parents=True, exist_ok=True)
+            child.command = traced(child.command)
             child.start()
-        yield
+        names = {child.name for child in every}
+        yield {name: [one.process.pid for one in every if one.name == name and one.process] for name in sorted(names)}
     finally:
         for child in every:
             child.stop(1.0)
@@ -109,25 +133,16 @@ def _free() -> int:
         return int(probe.getsockname()[1])
 
 
-class Timed(Federated):
-    """Notes how long the server itself is busy with packets."""
-
-    busy = 0.0
-
-    def _packet(self, *arguments: Any) -> Any:
-        started = time.monotonic()
-        packet = super()._packet(*arguments)
-        self.busy += time.monotonic() - started
-        return packet
-
-    def _replies(self, *arguments: Any) -> Any:
-        started = time.monotonic()
-        reply = super()._replies(*arguments)
-        self.busy += time.monotonic() - started
-        return reply
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """CPU time of processes, and of those they started and that have ended."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def federation(assembly: Assembly, port: int, events: list[dict[str, Any]]) -> Timed:
+def federation(assembly: Assembly, port: int, events: list[dict[str, Any]]) -> Federated:
     from everfed.federation.flower.grid import GridTransport, Node
     from everfed.federation.flower.link import Address, open_grid
 
@@ -135,7 +150,7 @@ def federation(assembly: Assembly, port: int, events: list[dict[str, Any]]) -> T
         return node.client
 
     transport = GridTransport(lambda: open_grid(Address("127.0.0.1", port)), index, events.append)
-    engine = Timed(
+    engine = Federated(
         assembly.world,
         assembly.build_module,
         transport,
@@ -149,72 +164,124 @@ def federation(assembly: Assembly, port: int, events: list[dict[str, Any]]) -> T
     return engine
 
 
-def one_round(runner: Runner) -> float:
+def one_round(runner: Runner, book: trace.Notebook | None = None) -> tuple[float, float]:
+    """When it began and ended."""
     started = time.monotonic()
-    runner.round()
-    return time.monotonic() - started
+    if book is None:
+        runner.round()
+    else:
+        with book.at(trace.REST, "round"):
+            runner.round()
+    return started, time.monotonic()
 
 
-def measured(model: str, count: int, rounds: int, poll: float, folder: Path) -> dict[str, Any]:
+def install() -> trace.Notebook:
+    """This process is the server: its calls are noted, too."""
+    from everfed.federation.flower import grid
+
+    book = trace.install(Path(os.environ[trace.FOLDER]))
+    book.replace(trace.WAITING, f"{grid.__name__}:GridTransport", "receive")
+    return book
+
+
+@dataclass
+class Rounds:
+    """What was seen: bounds of rounds, and accounts before and after them."""
+
+    flower: list[tuple[float, float]]
+    simulated: list[tuple[float, float]]
+    wire: int
+    sent: int
+    cpu: dict[str, float]
+    load: float
+    same: bool
+
+
+def watched(model: str, count: int, rounds: int, poll: float, folder: Path) -> tuple[Assembly, Rounds]:
     torch.set_num_threads(1)
     assembly = assemble(recipe(model, count))
     events: list[dict[str, Any]] = []
-    settings = Settings("127.0.0.1", _free(), folder / "link")
+    settings = TracedLink("127.0.0.1", _free(), folder / "link")
     with running(settings, lambda line: None):
         relay = Relay(settings.port)
-        with clients(folder, relay.port, count, poll):
+        with clients(folder, relay.port, count, poll) as processes:
             engine = federation(assembly, settings.port, events)
             pool = Processes(assembly.world, ClientStore(), assembly.build_module, 2)
-            first, options = assembly.first_model(), EvalOptions()
+            first, options, book = assembly.first_model(), EvalOptions(), install()
             flower = Runner(assembly.world, engine, first, options, events.append)
             simulated = Runner(assembly.world, pool, first, options)
             one_round(flower), one_round(simulated)  # worlds are built
-            marks = (relay.up, relay.down, dict(flower.state.traffic.up), dict(flower.state.traffic.down), engine.busy)
-            pairs = [(one_round(flower), one_round(simulated)) for _ in range(rounds)]
-            wire = relay.up - marks[0] + relay.down - marks[1]
-            sent = sum(flower.state.traffic.up.values()) - sum(marks[2].values())
-            sent += sum(flower.state.traffic.down.values()) - sum(marks[3].values())
+            everybody = {"the server": [os.getpid()], "the SuperLink": [int((settings.folder / PID).read_text())]}
+            everybody |= processes
+
+            def accounts() -> tuple[int, int, dict[str, float]]:
+                traffic = flower.state.traffic
+                sent = sum(traffic.up.values()) + sum(traffic.down.values())
+                return relay.up + relay.down, sent, {name: cpu_seconds(pids) for name, pids in everybody.items()}
+
+            before, pairs, used = accounts(), [], dict.fromkeys(everybody, 0.0)
+            for _ in range(rounds):
+                start = accounts()[2]
+                one = one_round(flower, book)
+                used = {name: used[name] + now - start[name] for name, now in accounts()[2].items()}
+                pairs.append((one, one_round(simulated)))
+            wire, sent = (now - then for now, then in zip(accounts()[:2], before[:2], strict=True))
             same = torch.equal(flower.state.model["params"], simulated.state.model["params"])
-            started = time.monotonic()
-            Post({"model": {"params": flower.state.model["params"]}}).letter(0)
-            encoding = time.monotonic() - started
             engine.close()
             pool.close()
-    seconds = [pair[0] for pair in pairs]
-    work = statistics.median(pair[1] for pair in pairs)
+    load = os.getloadavg()[0]
+    return assembly, Rounds([a for a, _ in pairs], [b for _, b in pairs], wire, sent, used, load, same)
+
+
+def measured(model: str, count: int, rounds: int, poll: float, folder: Path) -> dict[str, Any]:
+    notes = folder / "notes"
+    notes.mkdir()
+    os.environ[trace.FOLDER] = str(notes)
+    assembly, seen = watched(model, count, rounds, poll, folder)
+    lengths = [(b - a, d - c) for (a, b), (c, d) in zip(seen.flower, seen.simulated, strict=True)]
+    every = trace.read(notes)
+    parts = [trace.partition(every, *bounds) for bounds in seen.flower]
     return {
         "model": model,
         "parameters": assembly.world.facts.layout.size,
         "clients": count,
         "rounds": rounds,
         "poll": poll,
-        "same_bits": same,
-        "payload_bytes_a_round": sent // rounds,
-        "wire_bytes_a_round": wire // rounds,
-        "wire_over_payload": wire / sent,
-        "seconds_a_round": statistics.median(seconds),
-        "seconds_a_round_processes": work,
-        "engine_seconds_a_phase": statistics.median(a - b for a, b in pairs),
-        "server_packets_seconds_a_round": (engine.busy - marks[4]) / rounds,
-        "encoding_seconds": encoding,
+        "load": seen.load,
+        "same_bits": seen.same,
+        "payload_bytes_a_round": seen.sent // rounds,
+        "wire_bytes_a_round": seen.wire // rounds,
+        "wire_over_payload": seen.wire / seen.sent,
+        "seconds_a_round": statistics.median(a for a, _ in lengths),
+        "seconds_a_round_processes": statistics.median(b for _, b in lengths),
+        "engine_seconds_a_phase": statistics.median(a - b for a, b in lengths),
+        "engine_seconds_of_every_phase": [a - b for a, b in lengths],
+        "breakdown_seconds_a_round": {kind: statistics.mean(one[kind] for one in parts) for kind in parts[0]},
+        "cpu_seconds_a_round": {name: seconds / rounds for name, seconds in seen.cpu.items()},
         "goals": {"wire_over_payload": GOAL_BYTES, "engine_seconds_a_phase": GOAL_SECONDS},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("mlp", "resnet18"), default="mlp")
-    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--model", choices=tuple(CLIENTS))
+    parser.add_argument("--clients", type=int)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--poll", type=float, default=0.5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--poll", type=float, default=Joining.poll)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = measured(chosen.model, chosen.clients, chosen.rounds, chosen.poll, Path(folder))
-    text = json.dumps(result, indent=2)
-    if chosen.out:
-        chosen.out.write_text(text + "\n")
-    print(text)
+    for model in [chosen.model] if chosen.model else CLIENTS:
+        count = chosen.clients or CLIENTS[model]
+        with tempfile.TemporaryDirectory() as folder:
+            result = measured(model, count, chosen.rounds, chosen.poll, Path(folder))
+        text = json.dumps(result, indent=2)
+        name = (
+            f"federation-{model}.json"
+            if chosen.poll == Joining.poll
+            else f"federation-{model}-poll{chosen.poll:g}.json"
+        )
+        (chosen.out / name).write_text(text + "\n")
+        print(text)
 
 
 if __name__ == "__main__":

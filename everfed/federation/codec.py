@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.message import Message, Once, addressed
+from everfed.core.message import Each, Message, Once, addressed
 from everfed.core.tree import Tree, TreeError, from_bytes, to_bytes
 from everfed.federation.packet import PacketError, digest
 
@@ -22,34 +22,50 @@ Named = tuple[str, str, str]  # part, key, name of the content
 
 @dataclass(frozen=True)
 class Letter:
-    """A message in bytes. body: the tree without `Once` payloads, None in a round in which nothing is sent; once: which
-    payloads belong where; payloads: their bytes by name."""
+    """A message in bytes. body: the tree without `Once` payloads, None in a round in which nothing is sent; name: the
+    body's; once: which payloads belong where; payloads: their bytes by name."""
 
     body: bytes | None
+    name: str = ""
     once: tuple[Named, ...] = ()
     payloads: dict[str, bytes] = field(default_factory=dict)
 
 
 class Post:
-    """The letters of one message: `Once` payloads are made into bytes once for all clients."""
+    """The letters of one message. What goes to all clients is made into bytes once, and so are `Once` payloads."""
 
     def __init__(self, message: Message | None) -> None:
         self.message = message
+        self._everybodys: Letter | None = None  # where nobody has anything of its own
+        self._names: dict[int, str] = {}
         self._payloads: dict[str, bytes] = {}
-        self._once = tuple(self._packed(part, key, value) for part, key, value in _once(message or {}))
+        self.once = tuple(self._packed(part, key, value) for part, key, value in _once(message or {}))
 
     def letter(self, client: int) -> Letter:
         """What goes to `client`. A `Once` leaves an empty place in the tree, so that keys keep their order."""
+        letter = self._everybodys or self._written(client)
+        self._names[client] = letter.name
+        if not any(isinstance(value, Each) for tree in (self.message or {}).values() for value in tree.values()):
+            self._everybodys = letter
+        return letter
+
+    def name(self, client: int) -> str:
+        """Of what goes to `client`, without keeping the bytes."""
+        return self._names[client] if client in self._names else self.letter(client).name
+
+    def _written(self, client: int) -> Letter:
         if self.message is None:
             return Letter(None)
         own = addressed(self.message, client)
         rest = {part: {k: None if isinstance(v, Once) else v for k, v in tree.items()} for part, tree in own.items()}
-        return Letter(to_bytes(rest), self._once, self._payloads)
+        body = to_bytes(rest)
+        return Letter(body, digest(body), self.once, self._payloads)
 
     def _packed(self, part: str, key: str, value: Once) -> Named:
         data = to_bytes({"value": value.value})
-        self._payloads[digest(data)] = data
-        return part, key, digest(data)
+        name = digest(data)
+        self._payloads[name] = data
+        return part, key, name
 
 
 def _once(message: Message) -> Iterator[tuple[str, str, Once]]:

@@ -47,10 +47,9 @@ class Errand:
 
     def step(self, client: int) -> Step:
         """What `client` is asked."""
-        letter, plan = self.post.letter(client), self.moment.plan
-        body = "" if letter.body is None else digest(letter.body)
+        plan, post = self.moment.plan, self.post
         task = plan.tasks.get(client, -1)
-        return Step(self.phase.name, self.moment.place, task, body, letter.once, client in plan.drifting)
+        return Step(self.phase.name, self.moment.place, task, post.name(client), post.once, client in plan.drifting)
 
 
 Early = dict[int, tuple[Step, Reply | Absent]]  # answers that came with those of an earlier phase, by client
@@ -156,7 +155,7 @@ class Federated(OneTrainer):
         client = request.client
         holds = self._holds.get(client, frozenset()) - set(lacks)
         pieces = {name: data for letter in letters for name, data in letter.payloads.items() if name not in holds}
-        pieces |= {digest(letter.body): letter.body for letter in letters if letter.body is not None}
+        pieces |= {letter.name: letter.body for letter in letters if letter.body is not None}
         if client not in self._told or ask.RECIPE in lacks:
             pieces[ask.RECIPE] = self._recipe
             self._told.add(client)

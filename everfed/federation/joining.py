@@ -56,7 +56,7 @@ def children(joining: Joining, port: int) -> list[Child]:
     commands = {
         "worker": _worker(joining, folder),
         "supernode": _supernode(joining, folder, port),
-        "executor": [sys.executable, "-m", "everfed.federation.flower.executor", "--runtime", f"127.0.0.1:{port}"],
+        "executor": _executor(folder, port),
     }
     made = [Child(f"the {name}", command, folder / f"{name}.log", env) for name, command in commands.items()]
     worker, supernode, executor = made
@@ -86,8 +86,14 @@ def _worker(joining: Joining, folder: Path) -> list[str]:
     return [*words, "--data", joining.data] if joining.data else words
 
 
+def _executor(folder: Path, port: int) -> list[str]:
+    words = [sys.executable, "-m", "everfed.federation.flower.executor", "--runtime", f"127.0.0.1:{port}"]
+    return [*words, "--bell", str(socket_path(folder, "executor"))]
+
+
 def _supernode(joining: Joining, folder: Path, port: int) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--poll", str(joining.poll)]
+    words += ["--bell", str(socket_path(folder, "executor"))]
     words += ["--superlink", joining.server, "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--node-config", f'{NODE_KEY}="{socket_path(folder)}"']
     if joining.root is None:

@@ -1,10 +1,15 @@
-"""The socket between a client's app and its worker, on one machine. No torch, no Flower."""
+"""The sockets between the processes of a client, on one machine. No torch, no Flower.
+
+An app asks its worker; a SuperNode rings for its executor.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from everfed.federation import packet as wire
@@ -16,9 +21,9 @@ _ONCE_MORE = 0.1
 _LONGEST_PATH = 100  # what an address of a unix socket may have, with some to spare
 
 
-def socket_path(folder: Path) -> Path:
-    """Where the worker of this client folder listens."""
-    path = folder.absolute() / "worker.sock"
+def socket_path(folder: Path, who: str = "worker") -> Path:
+    """Where the worker of this client folder listens, or another of its processes."""
+    path = folder.absolute() / f"{who}.sock"
     if len(str(path)) <= _LONGEST_PATH:
         return path
     name = wire.digest(str(path).encode())
@@ -33,6 +38,32 @@ def listen(path: Path) -> socket.socket:
     path.chmod(0o600)
     listener.listen()
     return listener
+
+
+def bell(path: str, longest: float) -> Callable[[], None]:
+    """What waits until somebody rings at `path`, or for `longest` seconds. Rings that nobody heard count as one."""
+    Path(path).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    listener.bind(path)
+    Path(path).chmod(0o600)
+
+    def wait() -> None:
+        listener.settimeout(longest)
+        with contextlib.suppress(TimeoutError):
+            listener.recv(1)
+            listener.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while listener.recv(1):
+                    pass
+
+    return wait
+
+
+def ring(path: str) -> None:
+    """Wake who waits at `path`. Nobody may be there, or busy: whoever waits looks now and then by itself."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as caller, contextlib.suppress(OSError):
+        caller.setblocking(False)
+        caller.sendto(b".", path)
 
 
 def ask(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL = 2
 HEAD_LIMIT = 4 << 20
 FRAME_LIMIT = 8 << 30
 _LENGTH = struct.Struct("<I")

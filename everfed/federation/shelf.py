@@ -33,7 +33,7 @@ class Shelf:
             raise PacketError(f"the payload {part}/{key} was damaged on its way")
         kind = digest(f"{part}/{key}".encode())[:12]
         self._values[name] = payload_value(data)
-        write_atomic(self.folder / f"{kind}.{name}", data)
+        write_atomic(self.folder / f"{kind}.{name}", data, durable=False)  # what is damaged is sent again
         if self._names.get(kind, name) != name:
             self._drop(kind)
         self._names[kind] = name

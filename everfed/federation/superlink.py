@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -44,7 +45,17 @@ class Settings:
     security: Security | None = None
 
     def command(self) -> list[str]:
-        words = ["flower-superlink", "--host", self.host, "--port", str(self.port), "--isolation", "process"]
+        words = [
+            sys.executable,
+            "-m",
+            "everfed.federation.flower.superlink",
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+            "--isolation",
+            "process",
+        ]
         words += ["--database", str(self.folder / "link.db"), "--disable-runtime-dependency-installation"]
         if self.security is None:
             return [*words, "--insecure"]

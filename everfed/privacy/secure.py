@@ -184,11 +184,10 @@ class SecureAggregation(Part):
 # masks ---------------------------------------------------------------------------------------------------------------
 def masked(vector: np.ndarray, me: int, seed: bytes, secrets: Mapping[int, bytes], part: bytes) -> np.ndarray:
     """The vector plus the client's own mask, plus the masks shared with higher clients, minus those with lower ones."""
-    size, dtype = len(vector), vector.dtype.type
-    out = vector + masking.mask(seed, size, dtype, part)
+    out = vector.copy()
+    masking.add_mask(out, seed, part)
     for peer, secret in secrets.items():
-        shared = masking.mask(secret, size, dtype, part)
-        out = out + shared if peer > me else out - shared
+        masking.add_mask(out, secret, part, minus=peer < me)
     return out
 
 

@@ -269,12 +269,12 @@ def _unmasked(
     total: np.ndarray, seeds: dict[int, bytes], keys: dict[int, bytes], publics: dict[int, bytes], part: bytes
 ) -> np.ndarray:
     """Take out the masks of all seeds, and what the others had shared with those who are gone."""
+    total = total.copy()
     for seed in seeds.values():
-        total = total - masking.mask(seed, len(total), total.dtype.type, part)
+        masking.add_mask(total, seed, part, minus=True)
     for lost, key in keys.items():
         for peer in seeds:
-            shared = masking.mask(masking.agree(key, publics[peer]), len(total), total.dtype.type, part)
-            total = total + shared if lost < peer else total - shared
+            masking.add_mask(total, masking.agree(key, publics[peer]), part, minus=lost > peer)
     return total
 
 

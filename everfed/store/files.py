@@ -11,19 +11,22 @@ from pathlib import Path
 DIGEST_BYTES = 16
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a crash at any moment leaves the old content or the new."""
+def write_atomic(path: Path, data: bytes, durable: bool = True) -> None:
+    """Write `data` to `path` so that a crash at any moment leaves the old content or the new. Not durable: only a crash
+    of the process; for what is checked when it is read and can be had again, where waiting for the disk buys nothing.
+    """
     # two threads may write the same file, so each has a temporary one of its own
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        write_synced(temporary, data)
+        write_synced(temporary, data) if durable else temporary.write_bytes(data)
         os.replace(temporary, path)
     except BaseException:
         # what brought us here is what the caller should hear of
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def write_synced(path: Path, data: bytes) -> None:

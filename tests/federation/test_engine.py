@@ -456,7 +456,7 @@ def request(bench: Bench, tmp_path: Path) -> tuple[Loop, Packet]:
     [
         ({"run": "../../etc"}, "not a run's identity"),
         ({"run": ""}, "not a run's identity"),
-        ({"protocol": 2}, "protocol 2"),
+        ({"protocol": 1}, "protocol 1"),
         ({"steps": "[]["}, "not JSON"),
         ({"steps": '[["train", [-1, 0, 0, 0], 0, "", [], false]]'}, "no place in a run"),
         ({"steps": '[["train", [0, 0, 0, 0], 0, 5, [], false]]'}, "a step names"),

@@ -51,7 +51,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     files = Security(pki / certificates.CA, pki / certificates.SERVER, pki / certificates.SERVER_KEY)
     (base / "link").mkdir()
     command = Settings(HOST, port, base / "link", files).command()
-    command[0] = flower(command[0])
     with process(command, base / "superlink.log", environment(base / "flwr")):
         wait(lambda: listens(port), 120, (base / "superlink.log").read_text())
         register(pki, port, "site-a")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everfed.privacy import masking
+from everfed.privacy import masking, shamir
 
 
 def test_two_parties_agree_and_a_third_does_not() -> None:
@@ -80,3 +80,54 @@ def test_without_flower_the_message_names_the_extra(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(builtins, "__import__", blocked)
     with pytest.raises(masking.MissingPackage, match=r"everfed\[flower\]"):
         masking.check_installed()
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
+@pytest.mark.parametrize("length", [0, 1, masking._BLOCK, masking._BLOCK + 1, 3 * masking._BLOCK - 1])
+def test_masking_in_blocks_adds_the_whole_keystream(length: int, dtype: type[np.unsignedinteger]) -> None:
+    """AES-256 in counter mode from a counter of zero, under HKDF(secret, info = "everfed mask " + purpose)."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    key = HKDF(hashes.SHA256(), 32, None, b"everfed mask narrow").derive(b"s" * 32)
+    stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(length * dtype().itemsize))
+    whole = np.frombuffer(stream, dtype=dtype)
+    vector = np.arange(length, dtype=dtype)
+    masking.add_mask(vector, b"s" * 32, b"narrow")
+    assert np.array_equal(vector, np.arange(length, dtype=dtype) + whole)
+    masking.add_mask(vector, b"s" * 32, b"narrow", minus=True)
+    assert np.array_equal(vector, np.arange(length, dtype=dtype))
+
+
+@given(st.binary(min_size=1, max_size=40), st.integers(2, 6), st.integers(0, 4), st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=25)
+def test_secrets_are_put_together_as_flower_does(secret: bytes, threshold: int, more: int, random: Any) -> None:
+    from flwr.common.secure_aggregation.crypto.shamir import combine_shares
+
+    shares = masking.split(secret, threshold, threshold + more)
+    some = random.sample(shares, threshold)
+    assert masking.combine(some) == combine_shares(some) == secret
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        [],
+        [b"", b""],
+        [b"\1\0\0\0" + bytes(16), b"\1\0\0\0" + bytes(16)],  # one place twice
+        [b"\0\0\0\0" + bytes(16), b"\1\0\0\0" + bytes(16)],  # the place of the secret itself
+        [b"\1\0\0\0" + bytes(16), b"\2\0\0\0" + bytes(32)],
+        [b"\1\0\0\0" + bytes(15), b"\2\0\0\0" + bytes(15)],
+        [b"\1\0\0\0" + bytes(16), b"\2\0\0\0" + bytes(16)],  # a secret without its padding
+    ],
+)
+def test_what_are_no_shares_of_one_secret_is_refused(shares: list[bytes]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        masking.combine(shares)
+
+
+def test_the_field_is_that_of_gcm_s_polynomial() -> None:
+    """x^127 times x is x^7 + x^2 + x + 1, by x^128 + x^7 + x^2 + x + 1 = 0; and products of small ones do not carry."""
+    assert shamir.times(1 << 127, 2) == 0b10000111 and shamir.times(0b11, 0b11) == 0b101
+    assert shamir.weights((1, 2)) == (shamir.times(2, shamir._inverse(3)), shamir._inverse(3))

@@ -3,7 +3,7 @@
 Flower's own SuperExec starts a Python interpreter for each message, seconds of imports; a fork takes milliseconds. It
 speaks the same interface: `flower-supernode --isolation process` leaves that to whoever asks for tasks.
 
-    python -m everfed.federation.flower.executor --runtime 127.0.0.1:PORT
+    python -m everfed.federation.flower.executor --runtime 127.0.0.1:PORT [--bell PATH]
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 import everfed.federation.flower.client_app  # noqa: F401 - what the forked processes need is here before they are
 from everfed.federation.family import die_with_parent
+from everfed.federation.flower.tuning import tune
+from everfed.federation.local import bell
 
 POLL = 0.05
+RUNG = 1.0  # seconds between two looks where a bell says when to: a look costs the SuperNode milliseconds
 
 
-def serve(address: str, poll: float = POLL) -> None:
-    """Take tasks and run each in a process of its own, for ever. The SuperNode may come and go."""
+def serve(address: str, wait: Callable[[], None]) -> None:
+    """Take tasks and run each in a process of its own, for ever; `wait` when there is none. The SuperNode may come and
+    go."""
     acquire = _acquirer(address)
     while True:
         _reap()
@@ -37,7 +41,7 @@ def serve(address: str, poll: float = POLL) -> None:
         if token:
             _fork(address, token)
         else:
-            time.sleep(poll)
+            wait()
 
 
 def _acquirer(address: str) -> Callable[[], str]:
@@ -81,8 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="everfed-executor", description=__doc__.splitlines()[0])
     parser.add_argument("--runtime", required=True, metavar="HOST:PORT", help="the SuperNode's Runtime API")
     parser.add_argument("--poll", type=float, default=POLL, metavar="S", help="seconds between two looks for a task")
+    parser.add_argument("--bell", default=None, metavar="PATH", help="where the SuperNode says that there is one")
     chosen = parser.parse_args(arguments)
-    serve(chosen.runtime, chosen.poll)
+    tune()
+    serve(chosen.runtime, bell(chosen.bell, RUNG) if chosen.bell else lambda: time.sleep(chosen.poll))
 
 
 if __name__ == "__main__":

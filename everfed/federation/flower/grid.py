@@ -16,6 +16,7 @@ from flwr.supercore.run import RunNotRunningException
 from everfed.federation import request as ask
 from everfed.federation.flower.pulling import UNUSABLE
 from everfed.federation.flower.records import from_records, to_records
+from everfed.federation.flower.tuning import tune
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
 from everfed.federation.transport import Failure
 
@@ -31,6 +32,7 @@ CODES = {
 }
 OWN = frozenset({1, 2, 8, UNUSABLE})  # errors of the client's app, not of the way to it
 HELLO_LIMIT = 1 << 20  # bytes in which a node says who it is
+SHARE, LONGEST = 0.05, 1.0  # the longer an answer takes the later it is looked for: a look costs the SuperLink, too
 # a push that an outage cut in two is over, too: what is half there is dropped with the run
 LOST = (httpx.HTTPError, RunNotRunningException, ObjectPushError, OSError)
 
@@ -74,8 +76,9 @@ class GridTransport:
         self._lost: list[tuple[str, Packet | Failure]] = []
         self._keys: dict[int, bytes] = {}
         self._since: dict[int, str] = {}  # node -> when Flower last activated it
-        self._looked = float("-inf")
+        self._looked = self._sent = float("-inf")
         self._outages = 0
+        tune()
 
     # who is there ------------------------------------------------------------------------------------------------
     def connected(self) -> frozenset[int]:
@@ -155,6 +158,7 @@ class GridTransport:
         return ticket
 
     def _push(self, grid: Grid, node: int, packet: Packet, kind: str) -> str:
+        self._sent = time.monotonic()
         message = Message(to_records(packet), node, kind, ttl=self.lifetime)
         (ticket,) = grid.push_messages([message])
         if not ticket:
@@ -162,7 +166,8 @@ class GridTransport:
         return str(ticket)
 
     def receive(self) -> list[tuple[str, Packet | Failure]]:
-        time.sleep(self.poll)
+        since = time.monotonic() - self._sent
+        time.sleep(max(self.poll, min(LONGEST, SHARE * since)))
         waiting = [*self._tickets, *self._greeting]
         found = self._safely(lambda grid: list(grid.pull_messages(waiting))) if waiting else None
         answers = [one for reply in found or () for one in self._sorted(reply)]

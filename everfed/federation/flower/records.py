@@ -1,6 +1,7 @@
-"""Packets as Flower's records: the header is a ConfigRecord, every piece an Array of an ArrayRecord.
+"""Packets as Flower's records: a ConfigRecord holds the header and the small pieces, an ArrayRecord the large ones.
 
 Flower names objects by their content and sends each once, so the pieces that all clients get reach the SuperLink once.
+But each object is a request of its own at every hop, and an Array is two: small pieces travel with the header.
 """
 
 from __future__ import annotations
@@ -9,22 +10,35 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from everfed.federation.packet import Packet, PacketError
 
-HEADER, PIECES = "header", "pieces"
+HEADER, SMALL, LARGE = "header", "small", "large"
 STYPE = "everfed.bytes"
+LIMIT = 1 << 18  # bytes up to which a piece is small
 
 
 def to_records(packet: Packet) -> RecordDict:
-    arrays = {name: Array("uint8", (len(data),), STYPE, data) for name, data in packet.pieces.items()}
-    return RecordDict({HEADER: ConfigRecord(dict(packet.header)), PIECES: ArrayRecord(arrays)})
+    small = {name: data for name, data in packet.pieces.items() if len(data) <= LIMIT}
+    large = {n: Array("uint8", (len(d),), STYPE, d) for n, d in packet.pieces.items() if n not in small}
+    records = RecordDict({HEADER: ConfigRecord(dict(packet.header))})
+    if small:
+        records[SMALL] = ConfigRecord(dict(small))
+    if large:
+        records[LARGE] = ArrayRecord(large)
+    return records
 
 
 def from_records(records: RecordDict) -> Packet:
     """Raises PacketError when the records are not a packet's."""
-    header, pieces = records.get(HEADER), records.get(PIECES)
-    if set(records) != {HEADER, PIECES} or not isinstance(header, ConfigRecord) or not isinstance(pieces, ArrayRecord):
-        raise PacketError(f"a packet has the records {HEADER!r} and {PIECES!r}")
-    if any(array.stype != STYPE for array in pieces.values()):
-        raise PacketError(f"a packet's pieces are arrays of type {STYPE!r}")
+    header, small = records.get(HEADER), records.get(SMALL, ConfigRecord())
+    large = records.get(LARGE, ArrayRecord())
+    if not {HEADER} <= set(records) <= {HEADER, SMALL, LARGE} or not isinstance(header, ConfigRecord):
+        raise PacketError(f"a packet has the record {HEADER!r}, and may have {SMALL!r} and {LARGE!r}")
+    if not isinstance(small, ConfigRecord) or not all(isinstance(data, bytes) for data in small.values()):
+        raise PacketError("a packet's small pieces are bytes in a ConfigRecord")
+    if not isinstance(large, ArrayRecord) or any(array.stype != STYPE for array in large.values()):
+        raise PacketError(f"a packet's large pieces are arrays of type {STYPE!r}")
     if not all(isinstance(value, str | int | float | bool) for value in header.values()):
         raise PacketError("a packet's header holds plain values")
-    return Packet(dict(header), {name: array.data for name, array in pieces.items()})  # type: ignore[arg-type]
+    if set(small) & set(large):
+        raise PacketError("a packet's pieces have different names")
+    pieces = {**small, **{name: array.data for name, array in large.items()}}
+    return Packet(dict(header), pieces)  # type: ignore[arg-type]
