@@ -1,6 +1,6 @@
 """What secure aggregation costs beside adding replies up in the open: CPU seconds of a client and of the server, bytes.
 
-python -m benchmarks.secure_aggregation [--clients 5 10 20 50] [--sizes 100000 11173962] [--repeats 3] [--most 6e9]
+python -m benchmarks.secure_aggregation [--clients 5 10 20 50] [--sizes 100000 11173962] [--repeats 3] [--most 3e10]
 
 One phase with one vector of float32 per client, clients and server in one process, one after the other, the protocol as
 every engine runs it. A tenth of the clients (at least one) shares its keys and is then gone, so that the server has to
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[5, 10, 20, 50])
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 11_173_962])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--most", type=float, default=6e9, help="masks' numbers in all above which a run is left out")
+    parser.add_argument("--most", type=float, default=3e10, help="masks' numbers in all above which a run is left out")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "secure-aggregation.json")
     chosen = parser.parse_args()
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from everfed.federation.local import listen, socket_path
-from everfed.federation.packet import Packet
+from everfed.federation.packet import PROTOCOL, Packet
 from tests.federation.field import Field, Site, events, field, outcome, simulated, until
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
@@ -144,9 +144,10 @@ def false_worker(folder: Path, said: list[bool]) -> Iterator[None]:
             with connection:
                 request = wire.receive(connection)
                 hello = request.header["kind"] == "hello"
-                honest = Packet({"protocol": 1, "kind": "hello", "name": "site-1", "client": 1})
+                honest = Packet({"protocol": PROTOCOL, "kind": "hello", "name": "site-1", "client": 1})
                 said.extend([] if hello else [True])
-                wire.send(connection, honest if hello else Packet({"protocol": 1, "kind": "reply"}, {"x": b"\0" * 99}))
+                garbage = Packet({"protocol": PROTOCOL, "kind": "reply"}, {"x": b"\0" * 99})
+                wire.send(connection, honest if hello else garbage)
 
     threading.Thread(target=lie, daemon=True).start()
     try:

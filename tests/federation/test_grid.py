@@ -14,7 +14,7 @@ from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from everfed.federation.flower.grid import GridTransport, Node
 from everfed.federation.flower.records import to_records
-from everfed.federation.packet import Packet
+from everfed.federation.packet import PROTOCOL, Packet
 from everfed.federation.transport import Failure
 
 
@@ -68,7 +68,7 @@ class FakeGrid:
     def greet(self) -> None:
         """Answer the last message: it asked who that node is."""
         ticket, node = self.sent[-1]
-        hello: dict[str, Any] = {"protocol": 1, "kind": "hello", "name": f"site-{node}", "client": node}
+        hello: dict[str, Any] = {"protocol": PROTOCOL, "kind": "hello", "name": f"site-{node}", "client": node}
         self.answers[ticket] = Packet(hello)
 
 
@@ -186,3 +186,15 @@ def test_a_message_that_an_outage_cut_in_two_is_sent_again(met: Meeting, error: 
     again = met.transport.send(5, Packet({"protocol": 1}), "train")
     met.grid.answers[again] = Packet({"protocol": 1})
     assert [name for name, _ in met.transport.receive()] == [again]
+
+
+def test_the_longer_an_answer_takes_the_later_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twentieth of the time since the last request: 0.1 s at first, 0.5 s after 10 s, 1 s from 20 s on."""
+    now, slept = [100.0], []
+    monkeypatch.setattr("everfed.federation.flower.grid.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("everfed.federation.flower.grid.time.sleep", slept.append)
+    transport = GridTransport(lambda: FakeGrid([Here(5)]), lambda node: node.client, poll=0.1)  # type: ignore[arg-type,return-value]
+    transport.connected()  # greets
+    for now[0] in (100.5, 110.0, 120.0, 4000.0):
+        transport.receive()
+    assert slept == pytest.approx([0.1, 0.5, 1.0, 1.0])
