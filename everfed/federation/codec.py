@@ -17,6 +17,7 @@ from everfed.core.message import Each, Message, Once, addressed
 from everfed.core.tree import Tree, TreeError, from_bytes, to_bytes
 from everfed.federation.packet import PacketError, digest
 
+STRANGERS = 8 << 20  # bytes of a reply's header: parsed it takes many times its size, and a model needs a few thousand
 Named = tuple[str, str, str]  # part, key, name of the content
 
 
@@ -102,7 +103,7 @@ def reply_to_tree(reply: Reply) -> Tree:
 def to_reply(data: bytes) -> Reply:
     """A reply from a client that is not trusted. Raises PacketError when it is none."""
     try:
-        tree = from_bytes(data)
+        tree = from_bytes(data, STRANGERS)
     except TreeError as error:
         raise PacketError(str(error)) from error
     values, samples, steps, loss = (tree.get(name) for name in ("values", "samples", "steps", "loss"))

@@ -7,27 +7,41 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from everfed.errors import UserError
 from everfed.federation import packet as wire
 from everfed.federation.packet import Packet
 
 NODE_KEY = "everfed-socket"  # --node-config names the worker's socket by it
 PATIENCE = 60.0  # seconds in which a worker that is being started must have come up
 _ONCE_MORE = 0.1
+_ODD = re.compile(r"[\"\\\x00-\x1f\x7f]")  # in --node-config a path is quoted, and these would end it or change it
 _LONGEST_PATH = 100  # what an address of a unix socket may have, with some to spare
 
 
 def socket_path(folder: Path, who: str = "worker") -> Path:
     """Where the worker of this client folder listens, or another of its processes."""
     path = folder.absolute() / f"{who}.sock"
-    if len(str(path)) <= _LONGEST_PATH:
+    if len(str(path)) <= _LONGEST_PATH and not _ODD.search(str(path)):
         return path
-    name = wire.digest(str(path).encode())
-    return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")) / f"everfed-{name}.sock"
+    return _own_folder() / f"{wire.digest(os.fsencode(path))}.sock"
+
+
+def _own_folder() -> Path:
+    """A folder with a short name that is this user's alone: whoever could put a socket there would be the worker."""
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"everfed-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"{folder} must be a folder that only you can use; remove it, or choose a shorter --folder")
+    return folder
 
 
 def listen(path: Path) -> socket.socket:

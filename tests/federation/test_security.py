@@ -46,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     pki, port = base / "pki", free_port()
     certificates.make_authority(pki)
     certificates.make_server(pki, [HOST])
-    for name in ("site-a", "stranger"):
+    for name in ("site-a", "site-b", "stranger"):
         certificates.make_client(pki, name)
     files = Security(pki / certificates.CA, pki / certificates.SERVER, pki / certificates.SERVER_KEY)
     (base / "link").mkdir()
@@ -163,3 +163,74 @@ def test_the_fleet_answers_no_call_without_a_signature(site: Site, signed: dict[
     for call in ("pull-messages", "push-messages", "activate-node", "get-run", "pull-object"):
         status, _ = ask(site.outside, f"/v1/fleet/{call}", site.pki / certificates.CA, headers=headers)
         assert status == 401, call
+
+
+@dataclass(frozen=True)
+class Signing:
+    """Signs calls as a SuperNode does, with a clock that is `age` seconds behind. Flower signs the time alone."""
+
+    secret: Path
+    age: float = 0.0
+
+    def intercept(self, context: Any, call_next: Any) -> Any:
+        from base64 import b64encode
+
+        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+        from flwr.supercore.interceptors.http.utils import add_headers
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+
+        private: Any = load_ssh_private_key(self.secret.read_bytes(), None)
+        moment = (datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=self.age)).isoformat()
+        signed = {
+            "flwr-public-key": b64encode(public_key_to_bytes(private.public_key())).decode(),
+            "flwr-timestamp": moment,
+            "flwr-signature": b64encode(sign_message(private, moment.encode())).decode(),
+        }
+        add_headers(context.request, signed)
+        return call_next(context)
+
+
+@contextmanager
+def fleet(site: Site, name: str, age: float = 0.0) -> Iterator[Any]:
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+
+    signing = Signing(site.pki / certificates.SECRETS / name, age)
+    version = RuntimeVersionHttpInterceptor(component_name="SuperNode")
+    root = (site.pki / certificates.CA).read_bytes()
+    with FleetHttpClient.from_server_address(f"{HOST}:{site.outside}", False, root, [version, signing]) as client:
+        yield client
+
+
+def test_replayed_and_borrowed_signatures_are_refused(site: Site) -> None:
+    """A call that was overheard is of no use after some minutes, and nobody speaks for another's node with a key of his
+    own, enrolled or not."""
+    import httpx
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, PullMessagesRequest
+    from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+    from flwr.proto.node_pb2 import Node
+
+    from everfed.federation.security import enrolled
+
+    register(site.pki, site.inside, "site-b")
+    keys = enrolled(site.pki)
+    with fleet(site, "site-a") as honest, fleet(site, "site-b") as other:
+        node = honest.ActivateNode(ActivateNodeRequest(public_key=keys["site-a"], heartbeat_interval=30)).node_id
+        theirs = other.ActivateNode(ActivateNodeRequest(public_key=keys["site-b"], heartbeat_interval=30)).node_id
+        try:
+            beat = SendNodeHeartbeatRequest(node=Node(node_id=node), heartbeat_interval=30)
+            assert honest.SendNodeHeartbeat(beat).success
+            calls = [
+                lambda client: client.SendNodeHeartbeat(beat),
+                lambda client: client.PullMessages(PullMessagesRequest(node=Node(node_id=node))),
+                lambda client: client.DeactivateNode(DeactivateNodeRequest(node_id=node)),
+            ]
+            for name, age in (("site-a", 400.0), ("site-b", 0.0), ("stranger", 0.0)):
+                for call in calls:
+                    with fleet(site, name, age) as client, pytest.raises(httpx.HTTPStatusError) as caught:
+                        call(client)
+                    assert caught.value.response.status_code == 401, name
+            assert honest.SendNodeHeartbeat(beat).success  # it was not put out
+        finally:
+            honest.DeactivateNode(DeactivateNodeRequest(node_id=node))
+            other.DeactivateNode(DeactivateNodeRequest(node_id=theirs))
