@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import everfed
+from everfed import methods
 from everfed.core import tree
 from everfed.core.method import Method
 from everfed.errors import RecipeError
@@ -152,7 +153,11 @@ def without_monitor(outcome: Outcome) -> tuple[Any, Any]:
     return outcome.state.server, clients
 
 
-@pytest.mark.parametrize("method", ["fedavg", "er", "fedgp+der", "fedssi", "mfcl", "feddbe", "fedweit"])
+BY_DEFAULT = ("fedavg", "er", "fedgp+der", "fedssi", "feddbe", "fedweit")
+PRESETS = [*BY_DEFAULT, *(pytest.param(m, marks=pytest.mark.slow) for m in methods.names() if m not in BY_DEFAULT)]
+
+
+@pytest.mark.parametrize("method", PRESETS)
 def test_training_is_the_same_bit_for_bit(method: str) -> None:
     plain, looked = (case.run() for case in looked_at(method))
     (server, clients), (same_server, same_clients) = without_monitor(plain), without_monitor(looked)
