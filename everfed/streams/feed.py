@@ -61,7 +61,7 @@ class Feed:
     make: the user's function, or its name `package.module:make_stream`. classes: the width of the head. test_share: of
     every class of a period without tests of its own, held out by `seed`. Only the newest period's training samples are
     kept; asking for an earlier one reads the function again from the beginning, unless `once` (a real client's stream
-    cannot be had again).
+    cannot be had again). form: no samples, but the type and shape of those of the stream; else the first period's.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class Feed:
         test_share: float = 0.2,
         seed: int = 0,
         once: bool = False,
+        form: Tensor | None = None,
     ) -> None:
         self.make = named_function(make) if isinstance(make, str) else make
         self.client, self.classes, self.test_share, self.seed, self.once = client, classes, test_share, seed, once
         self.tests: list[Data] = []
         self._ends: list[int] = []  # how many samples had arrived after each period
-        self._form: Tensor | None = None  # no samples, but their type and shape
+        self._form = form
         self._newest: Arrived | None = None
         self._restart()
 
@@ -158,12 +159,16 @@ class Feed:
             raise DataError(f"{where}: {len(samples)} samples but {len(labels)} labels")
         self._form = samples[:0] if self._form is None else self._form
         if samples.shape[1:] != self._form.shape[1:] or samples.dtype != self._form.dtype:
-            shapes = (
-                f"{samples.dtype} {tuple(samples.shape[1:])}, were {self._form.dtype} {tuple(self._form.shape[1:])}"
+            raise DataError(
+                f"{where}: samples are {_form(samples)}, those of the stream {_form(self._form)}; all periods of all "
+                "clients must be alike, and as stream.input_shape and stream.dtype say where they are given"
             )
-            raise DataError(f"{where}: samples are {shapes} before; all periods must be alike")
         _check_classes(labels, self.classes, where)
         return samples, labels
+
+
+def _form(samples: Tensor) -> str:
+    return f"{str(samples.dtype).removeprefix('torch.')} {tuple(samples.shape[1:])}"
 
 
 def named_function(name: str) -> MakeStream:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from everfed.core.cache import DataCache
 from everfed.core.data import Data
@@ -71,7 +72,9 @@ class Own(PlannedStream):
         self.name = f"{getattr(make, '__name__', 'stream')}-own"
         self._feeds: tuple[int, dict[int, Feed]] = (os.getpid(), {})
         self._cache = DataCache(CACHE_BYTES)
+        self._form: Tensor | None = None  # of the first sample there is, or as given
         self._blank = self._first_form() if input_shape is None else _blank(input_shape, dtype)
+        self._form = self._blank.x
         self.input_shape = tuple(self._blank.x.shape[1:])
         if options.augment != "none" and len(self.input_shape) != 3:
             raise OptionError("augment", f"{options.augment!r} needs images; these samples are {self.input_shape}")
@@ -133,7 +136,8 @@ class Own(PlannedStream):
             self._feeds = (os.getpid(), {})
         feeds = self._feeds[1]
         if client not in feeds:
-            feeds[client] = Feed(self.make, client, self.classes, test_share=self.test_share, seed=self.seed)
+            options: dict[str, Any] = {"test_share": self.test_share, "seed": self.seed, "form": self._form}
+            feeds[client] = Feed(self.make, client, self.classes, **options)
         return feeds[client]
 
     def _thinned(self, client: int, task: int) -> Data:

@@ -98,7 +98,7 @@ def test_engines_agree_and_runs_resume(name: str) -> None:
 def test_a_class_beyond_the_head_is_the_same_clear_error_everywhere(run: Callable[[Bench], Any]) -> None:
     message = "client 0, period 1: class 2 does not fit the head, which has classes 0 to 1; set stream.classes"
     with pytest.raises(ClientError, match=message) as caught:
-        run(Bench("fedavg", stream=stream(classes=2, input_shape=[1, 4, 4], clients=2), train=TRAIN))
+        run(Bench("fedavg", stream=stream(classes=2, input_shape=[1, 4, 4], clients=1), train=TRAIN))
     assert str(caught.value).startswith("client 0 failed in phase 'train' of round 2: client 0, period 1: class 2")
     assert type(caught.value.__cause__) is DataError
     assert is_users(caught.value)
@@ -202,6 +202,25 @@ def test_periods_that_nobody_has_are_no_tasks(folder: Path, tmp_path: Path) -> N
     assert long["accuracy_matrix"][1] == [*enough["accuracy_matrix"][1], None]
     assert long["metrics"] == enough["metrics"]
     assert enough["metrics"]["acc"] is not None and enough["metrics"]["forgetting"] is not None
+
+
+def unlike(client: int) -> Any:
+    """Client 1 has images of another size."""
+    yield np.zeros((4, 3 + client, 3), dtype=np.uint8), np.zeros(4, dtype=np.int64)
+
+
+@pytest.mark.parametrize(
+    ("given", "client", "form"),
+    [
+        ({}, 1, r"uint8 \(1, 4, 3\), those of the stream uint8 \(1, 3, 3\)"),
+        ({"input_shape": [1, 5, 5]}, 0, r"uint8 \(1, 3, 3\), those of the stream uint8 \(1, 5, 5\)"),
+        ({"input_shape": [1, 3, 3], "dtype": "float32"}, 0, r"uint8 \(1, 3, 3\), those of the stream float32"),
+    ],
+)
+def test_samples_of_another_form_are_refused(given: dict[str, Any], client: int, form: str) -> None:
+    own = from_function(unlike, classes=2, clients=2, tasks=1, rounds_per_task=1, **given)
+    with pytest.raises(DataError, match=f"client {client}, period 0: samples are {form}"):
+        own.data(client, 0)
 
 
 def nothing(client: int) -> None:
