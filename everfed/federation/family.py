@@ -17,6 +17,9 @@ FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is started aga
 STEADY = 30.0  # a process that lived this long starts over with the shortest wait
 LAST_WORDS = 8192  # bytes at the end of a log in which the reason of an end is looked for
 _PR_SET_PDEATHSIG = 1
+# A model is copied many times on its way. By default glibc maps fresh pages for every large block and gives them back,
+# and having them zeroed takes five times as long as the copy itself; below these bytes blocks and free memory are kept.
+REUSE = {"MALLOC_MMAP_THRESHOLD_": str(256 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 
 Say = Callable[[str], None]
 Explain = Callable[[str], str]  # what a process wrote since it was started -> why it ended; "" where it does not say
@@ -26,7 +29,7 @@ def environment(home: Path) -> dict[str, str]:
     """For Flower's processes: their own folder, no telemetry, commands from this Python's environment."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    return {**os.environ, **quiet, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**REUSE, **os.environ, **quiet, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass
