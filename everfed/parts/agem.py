@@ -18,6 +18,7 @@ from everfed.core.schedule import Schedule
 from everfed.core.step import Step
 from everfed.core.tree import Tree
 from everfed.parts import memory
+from everfed.parts.checks import at_least
 from everfed.parts.projection import project
 from everfed.parts.replay import drawn
 
@@ -32,8 +33,7 @@ class AGEM(Part):
     needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1; got {self.batch}")
+        at_least(self, 1, "batch")
 
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}

@@ -30,6 +30,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model, Part, State
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least
 from everfed.parts.features import network, span
 
 
@@ -50,13 +51,11 @@ class ALA(Part):
     personal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, least in (("layers", 0), ("window", 2), ("max_epochs", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
+        at_least(self, 0, "layers", "eta", "threshold")
+        at_least(self, 1, "max_epochs")
+        at_least(self, 2, "window")
         if not 0.0 < self.share <= 1.0:
             raise ValueError(f"share must be above 0 and at most 1; got {self.share}")
-        if not (self.eta >= 0 and self.threshold >= 0):
-            raise ValueError(f"eta and threshold must be at least 0; got {self.eta} and {self.threshold}")
 
     def upper(self, ctx: Context) -> slice:
         """Where the mixed tensors lie in a parameter vector."""

@@ -23,6 +23,7 @@ from everfed.core.context import Context
 from everfed.core.phase import END, Cohort, Phase
 from everfed.core.reduce import Mean
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, one_of
 from everfed.parts.coordination import ROUNDINGS, client_choice, client_step, client_target
 from everfed.parts.policy import REMEMBER, Policy, Pool
 from everfed.parts.selection import RELAXATIONS, Candidates, select
@@ -44,8 +45,7 @@ class Uncoordinated(Policy):
     about: ClassVar[str] = "each client by itself: samples whose gradients point in different directions"
 
     def __post_init__(self) -> None:
-        if self.relaxation not in RELAXATIONS:
-            raise ValueError(f"relaxation must be one of {', '.join(RELAXATIONS)}; got {self.relaxation!r}")
+        one_of(self, relaxation=RELAXATIONS)
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
         if len(pool) <= size or size == 0:
@@ -72,16 +72,10 @@ class Coordinated(Policy):
     about: ClassVar[str] = "all clients together: samples whose gradients cancel over the federation"
 
     def __post_init__(self) -> None:
-        if self.exchanges < 0:
-            raise ValueError(f"exchanges must be at least 0; got {self.exchanges}")
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}; got {self.rounding!r}")
+        at_least(self, 0, "exchanges", "tolerance")
+        one_of(self, rounding=ROUNDINGS, speakers=COHORTS)
         if not 0 <= self.delta < 1:
             raise ValueError(f"delta must be at least 0 and below 1; got {self.delta}")
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance must be at least 0; got {self.tolerance}")
-        if self.speakers not in COHORTS:
-            raise ValueError(f"speakers must be one of {', '.join(COHORTS)}; got {self.speakers!r}")
 
     @property
     def together(self) -> bool:  # type: ignore[override]

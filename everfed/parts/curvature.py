@@ -21,6 +21,7 @@ from everfed.core.part import Part, State, refuse_personal
 from everfed.core.reduce import Reducer, Sum
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, one_of
 from everfed.parts.fisher import FISHER_KINDS, diagonal_fisher
 
 
@@ -36,12 +37,9 @@ class FedCurv(Part):
     name: ClassVar[str] = "fedcurv"
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"weight must be at least 0; got {self.weight}")
-        if self.fisher not in FISHER_KINDS:
-            raise ValueError(f"fisher must be one of {', '.join(FISHER_KINDS)}; got {self.fisher!r}")
-        if self.fisher_samples < 1:
-            raise ValueError(f"fisher_samples must be at least 1; got {self.fisher_samples}")
+        at_least(self, 0, "weight")
+        one_of(self, fisher=FISHER_KINDS)
+        at_least(self, 1, "fisher_samples")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)

@@ -32,6 +32,7 @@ from everfed.core.phase import FIRST, Cohort, Phase, Position
 from everfed.core.reduce import Mean
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least
 from everfed.parts.features import head_weight, through_head
 
 
@@ -46,8 +47,7 @@ class DBE(Part):
     personal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"weight must be at least 0; got {self.weight}")
+        at_least(self, 0, "weight")
         if not 0.0 < self.momentum <= 1.0:
             raise ValueError(f"momentum must be above 0 and at most 1; got {self.momentum}")
 

@@ -22,6 +22,7 @@ from everfed.core.schedule import Schedule
 from everfed.core.step import Batch, Step
 from everfed.core.tree import Tree
 from everfed.parts import memory
+from everfed.parts.checks import at_least
 from everfed.parts.replay import drawn
 
 
@@ -36,10 +37,8 @@ class DER(Part):
     needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"weight must be at least 0; got {self.weight}")
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1; got {self.batch}")
+        at_least(self, 0, "weight")
+        at_least(self, 1, "batch")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         buffer = next(part for part in parts if isinstance(part, memory.Memory))
@@ -72,8 +71,7 @@ class DERPlusPlus(DER):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.label_weight >= 0:
-            raise ValueError(f"label_weight must be at least 0; got {self.label_weight}")
+        at_least(self, 0, "label_weight")
 
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
         own, tables = super().plan(client, schedule, plans, ctx)

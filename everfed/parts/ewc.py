@@ -23,6 +23,7 @@ from everfed.core.part import Part, State
 from everfed.core.phase import END, Cohort, Phase
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, one_of
 from everfed.parts.fisher import FISHER_KINDS, diagonal_fisher
 
 
@@ -40,13 +41,10 @@ class EWC(Part):
     name: ClassVar[str] = "ewc"
 
     def __post_init__(self) -> None:
-        for name in ("weight", "fisher_samples"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        at_least(self, 0, "weight", "fisher_samples")
         if not 0.0 <= self.gamma <= 1.0:
             raise ValueError(f"gamma must be in [0, 1]; got {self.gamma}")
-        if self.fisher not in FISHER_KINDS:
-            raise ValueError(f"fisher must be one of {', '.join(FISHER_KINDS)}; got {self.fisher!r}")
+        one_of(self, fisher=FISHER_KINDS)
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase("fisher", owner=self.name, cohort=Cohort.BOUNDARY, when=END),)

@@ -31,6 +31,7 @@ from everfed.core.part import CompositionError, Model, Part, State
 from everfed.core.reduce import Collect, Mean, Reducer
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least
 from everfed.parts.features import class_means, features, through_head
 from everfed.parts.layers import in_precision
 from everfed.parts.matching import combine
@@ -51,11 +52,8 @@ class FedAS(Part):
     personal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, least in (("align_epochs", 0), ("align_batch", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
-        if not self.align_lr >= 0:
-            raise ValueError(f"align_lr must be at least 0; got {self.align_lr}")
+        at_least(self, 0, "align_epochs", "align_lr")
+        at_least(self, 1, "align_batch")
 
     def is_personal(self, parameter: str) -> bool:
         return parameter.startswith(f"{self.head}.")

@@ -40,6 +40,7 @@ from everfed.core.phase import Phase
 from everfed.core.reduce import Mean
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least
 from everfed.parts.features import network
 from everfed.parts.meta_nets import MEAN, VARIANCE, MetaNets, Sites, symmetric_divergence
 from everfed.parts.moments import Seen, watch_inputs
@@ -67,14 +68,10 @@ class FedL2P(Part):
     personal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 0), ("outer_epochs", 0), ("terms", 1), ("hidden", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
+        at_least(self, 0, "epochs", "outer_epochs", "meta_lr", "step", "base_rate", "limit")
+        at_least(self, 1, "terms", "hidden")
         if not 0.0 < self.validation < 1.0:
             raise ValueError(f"validation must lie between 0 and 1, both excluded; got {self.validation}")
-        for name in ("meta_lr", "step", "base_rate", "limit"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
 
     def nets(self, layout: Layout) -> MetaNets:
         return MetaNets(Sites.of(layout), self.hidden, self.base_rate, self.limit)

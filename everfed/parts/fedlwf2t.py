@@ -26,6 +26,7 @@ from everfed.core.reduce import Reducer, Sum
 from everfed.core.schedule import Schedule
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, one_of, positive
 from everfed.parts.teacher import among, classes_of, frozen_outputs, mask_of, soft_cross_entropy
 
 OUTPUTS = ("known", "all")
@@ -47,15 +48,11 @@ class FedLwF2T(Part):
     needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "beta"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        at_least(self, 0, "alpha", "beta")
         if self.alpha + self.beta > 1:
             raise ValueError(f"beta must be at most 1 - alpha = {1 - self.alpha:g}; got {self.beta}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive; got {self.temperature}")
-        if self.outputs not in OUTPUTS:
-            raise ValueError(f"outputs must be one of {', '.join(OUTPUTS)}; got {self.outputs!r}")
+        positive(self, "temperature")
+        one_of(self, outputs=OUTPUTS)
 
     # the client's own teacher ------------------------------------------------------------------------------------
     def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:

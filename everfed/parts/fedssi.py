@@ -25,6 +25,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model, Part
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, one_of
 from everfed.parts.path import PathRegulariser, begin_step, end_step, scratch
 
 DISPLACEMENTS = ("global", "psm")
@@ -61,17 +62,9 @@ class FedSSI(PathRegulariser):
     def __post_init__(self) -> None:
         super().__post_init__()
         proximity(self.lam)
-        for name, allowed in (
-            ("displacement", DISPLACEMENTS),
-            ("psm_grad_reduction", ("mean", "sum")),
-            ("psm_participation", ("all", "selected")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        if self.psm_epochs is not None and self.psm_epochs < 0:
-            raise ValueError(f"psm_epochs must be at least 0; got {self.psm_epochs}")
-        if not self.psm_lr >= 0:
-            raise ValueError(f"psm_lr must be at least 0; got {self.psm_lr}")
+        one_of(self, displacement=DISPLACEMENTS, psm_grad_reduction=("mean", "sum"))
+        one_of(self, psm_participation=("all", "selected"))
+        at_least(self, 0, "psm_epochs", "psm_lr")
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         return self.penalty(step, gradient)

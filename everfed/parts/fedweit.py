@@ -43,6 +43,7 @@ from everfed.core.phase import END, FIRST, Cohort, Phase, Position
 from everfed.core.reduce import Collect, Mean, Reducer
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least
 from everfed.parts.decomposed import (
     answers,
     by_channel,
@@ -76,9 +77,7 @@ class FedWeIT(Part):
     personal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("sparsity", "retention", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        at_least(self, 0, "sparsity", "retention", "weight_decay")
         if not 0.0 <= self.share < 1.0:
             raise ValueError(f"share must be in [0, 1); got {self.share}")
 

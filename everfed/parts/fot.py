@@ -34,6 +34,7 @@ from everfed.core.part import TOGETHER, Model, Part, State
 from everfed.core.phase import END, Cohort, Phase
 from everfed.core.reduce import Mean, Sum
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least
 from everfed.parts.layers import fan_in, hidden_weights, in_precision
 
 _AT_ONCE = 16  # samples whose layer inputs are held at a time
@@ -59,9 +60,7 @@ class FOT(Part):
     def __post_init__(self) -> None:
         if not 0.0 < self.threshold <= 1.0:
             raise ValueError(f"threshold must be in (0, 1]; got {self.threshold}")
-        for name in ("threshold_step", "sketch_cols", "samples", "max_rank"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        at_least(self, 0, "threshold_step", "sketch_cols", "samples", "max_rank")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         weighting = next((part.options().get("weighting") for part in parts if part.aggregates), None)

@@ -15,6 +15,7 @@ from everfed.core.phase import Phase
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, positive
 from everfed.parts.gradient_rows import gradients_here
 from everfed.parts.gss import cluster_offer, draw_references, greedy_score, greedy_slot
 from everfed.parts.policy import Policy, Pool
@@ -37,8 +38,7 @@ class GSSGreedy(Policy):
     capturable: ClassVar[bool] = False  # where a sample goes depends on its gradient
 
     def __post_init__(self) -> None:
-        if self.references < 1:
-            raise ValueError(f"references must be at least 1; got {self.references}")
+        at_least(self, 1, "references")
 
     def host(self, size: int) -> Tree:
         return {"scores": torch.zeros(size, dtype=torch.float64)}
@@ -114,8 +114,7 @@ class GSSCluster(Policy):
     about: ClassVar[str] = "GSS-clustering: samples whose gradients are further apart than a growing distance"
 
     def __post_init__(self) -> None:
-        if not self.growth > 0:
-            raise ValueError(f"growth must be positive; got {self.growth}")
+        positive(self, "growth")
 
     def host(self, size: int) -> Tree:
         return {"threshold": 0.0}

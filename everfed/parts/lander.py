@@ -41,11 +41,12 @@ from everfed.core.tree import Tree
 from everfed.models.pixel_generators import NoisyBlueprint
 from everfed.parts.adversary import HINGES, bound
 from everfed.parts.anchors import FROM_NAMES, GAUSSIAN, anchors_of, check_named, read_anchors
+from everfed.parts.checks import at_least, one_of
 from everfed.parts.features import head_weight, through_head
 from everfed.parts.noisy_synthesis import STATISTICS, Anchored, NoisySynthesizer
 from everfed.parts.student import Lesson, Projection
 from everfed.parts.synthesis import Synthesizer, Turn
-from everfed.parts.synthetic_replay import SYNTHESIS, SyntheticReplay, at_least, one_of
+from everfed.parts.synthetic_replay import SYNTHESIS, SyntheticReplay
 from everfed.parts.teacher import classes_of, frozen_pass
 
 START, RESTORE = "start", "restore"
@@ -91,11 +92,9 @@ class Lander(SyntheticReplay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("0", self, "ltc", "r", "cur", "pre", "features_kd", "lr_stats")
-        at_least("1", self, "width", "group")
-        one_of(self, "hinge", HINGES)
-        one_of(self, "model", MODELS)
-        one_of(self, "statistics", STATISTICS)
+        at_least(self, 0, "ltc", "r", "cur", "pre", "features_kd", "lr_stats")
+        at_least(self, 1, "width", "group")
+        one_of(self, hinge=HINGES, model=MODELS, statistics=STATISTICS)
 
     # the projection ------------------------------------------------------------------------------------------------
     def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from everfed.core.phase import END, Cohort, Phase
 from everfed.core.schedule import Schedule
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, positive
 from everfed.parts.teacher import among, classes_of, divergence, frozen_outputs, mask_of, tasks_before
 
 
@@ -36,10 +37,8 @@ class LwF(Part):
     name: ClassVar[str] = "lwf"
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"weight must be at least 0; got {self.weight}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive; got {self.temperature}")
+        at_least(self, 0, "weight")
+        positive(self, "temperature")
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase("teacher", owner=self.name, cohort=Cohort.SERVER, when=END),)

@@ -30,6 +30,7 @@ from everfed.core.phase import END, Cohort, Phase
 from everfed.core.schedule import Schedule
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, one_of
 
 STORAGE = {"float32": torch.float32, "float16": torch.float16}
 _BLOCK = 1 << 22  # numbers of a float16 basis that are widened at once
@@ -52,13 +53,10 @@ class OGD(Part):
     changes: ClassVar[frozenset[str]] = frozenset({"before"})  # the basis is large and stays as it is
 
     def __post_init__(self) -> None:
-        if self.vectors < 1:
-            raise ValueError(f"vectors must be at least 1; got {self.vectors}")
+        at_least(self, 1, "vectors")
         if self.max_vectors < 0:
             raise ValueError(f"max_vectors must be at least 0 (0: no limit); got {self.max_vectors}")
-        for name, allowed in (("storage", tuple(STORAGE)), ("project", ("auto", "gradient", "update"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        one_of(self, storage=STORAGE, project=("auto", "gradient", "update"))
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]

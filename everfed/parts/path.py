@@ -27,6 +27,7 @@ from everfed.core.part import Model, Part, State
 from everfed.core.phase import END, FIRST, Cohort, Phase, Position
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, positive
 
 SCRATCH = ("before", "gradient")
 
@@ -65,11 +66,8 @@ class PathRegulariser(Part, ABC):
     penalise_bn: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("reg_strength", "omega_max"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
-        if not self.eps > 0:
-            raise ValueError(f"eps must be positive; got {self.eps}")
+        at_least(self, 0, "reg_strength", "omega_max")
+        positive(self, "eps")
 
     def phases(self) -> tuple[Phase, ...]:
         """Everybody must know the first model, since importance is contribution per distance from it."""

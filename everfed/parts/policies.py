@@ -17,6 +17,7 @@ from torch import Tensor
 from everfed.core.schedule import minibatches
 from everfed.core.tree import Tree
 from everfed.parts import random_policies
+from everfed.parts.checks import at_least
 from everfed.parts.coordinated import Coordinated, Uncoordinated
 from everfed.parts.gradient_rows import features_at, norms_at
 from everfed.parts.gss_policies import GSSCluster, GSSGreedy
@@ -115,8 +116,7 @@ class ReFed(Policy):
 
     def __post_init__(self) -> None:
         proximity(self.informative)
-        if self.passes < 1:
-            raise ValueError(f"passes must be at least 1; got {self.passes}")
+        at_least(self, 1, "passes")
         if self.power not in (1, 2):
             raise ValueError(f"power must be 1 (norms) or 2 (squared norms); got {self.power}")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
 from everfed.core.step import Step
+from everfed.parts.checks import at_least
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,7 @@ class FedProx(Part):
     name: ClassVar[str] = "fedprox"
 
     def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ValueError(f"mu must be at least 0; got {self.mu}")
+        at_least(self, 0, "mu")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         if optimizer.lr * self.mu >= 2:

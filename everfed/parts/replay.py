@@ -22,6 +22,7 @@ from everfed.core.schedule import Schedule
 from everfed.core.step import Batch, Step
 from everfed.core.tree import Tree
 from everfed.parts import memory
+from everfed.parts.checks import at_least, one_of
 
 MODES = ("per_step", "union")
 
@@ -37,10 +38,8 @@ class Replay(Part):
     needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1; got {self.batch}")
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}; got {self.mode!r}")
+        at_least(self, 1, "batch")
+        one_of(self, mode=MODES)
 
     def dataset(self, client: State, data: Data, ctx: Context) -> Data:
         """Stored samples that are in the current data already (a reservoir holds some) are not added again."""

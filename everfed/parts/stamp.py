@@ -32,6 +32,7 @@ from everfed.core.reduce import Mean, Reducer
 from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Step
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, one_of
 from everfed.parts.fedomg import angles, check_matching, mean_cosine
 from everfed.parts.matching import Scale, Solver, match_gradients
 
@@ -80,13 +81,8 @@ class STAMP(Part):
 
     def __post_init__(self) -> None:
         check_matching(self.kappa, self.scale, self.solver, self.rate)
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        if self.exemplars < 0:
-            raise ValueError(f"exemplars must be at least 0; got {self.exemplars}")
-        if self.epochs is not None and self.epochs < 0:
-            raise ValueError(f"epochs must be at least 0; got {self.epochs}")
+        one_of(self, **CHOICES)
+        at_least(self, 0, "exemplars", "epochs")
 
     def kept(self, own: Tree, task_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         pool = own["host"]["pool"]

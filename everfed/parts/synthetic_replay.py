@@ -37,6 +37,7 @@ from everfed.core.step import Batch, Step
 from everfed.core.tree import Tree
 from everfed.models.pixel_generators import checked
 from everfed.parts.adversary import MASKS
+from everfed.parts.checks import at_least, one_of, positive
 from everfed.parts.image_pool import cycled
 from everfed.parts.student import Lesson
 from everfed.parts.synthesis import Synthesis, Synthesizer, Turn
@@ -79,16 +80,14 @@ class SyntheticReplay(Part):
     needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES, TOGETHER})
 
     def __post_init__(self) -> None:
-        at_least("1", self, "batch", "n_syn", "syn_round", "synth_batch", "g_steps", "nz", "kd_batch")
-        at_least("0", self, "warmup", "lr_g", "bn", "oh", "adv", "kd_steps", "lr_student", "upsamplings")
-        for name in ("t_kd", "t_student"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        at_least(self, 1, "batch", "n_syn", "syn_round", "synth_batch", "g_steps", "nz", "kd_batch")
+        at_least(self, 0, "warmup", "lr_g", "bn", "oh", "adv", "kd_steps", "lr_student", "upsamplings")
+        positive(self, "t_kd", "t_student")
         if self.synth_batch < 2:
             raise ValueError(f"synth_batch must be at least 2, for BatchNorm; got {self.synth_batch}")
         if not 0 <= self.bn_momentum < 1:
             raise ValueError(f"bn_momentum must be at least 0 and below 1; got {self.bn_momentum}")
-        one_of(self, "mask", MASKS)
+        one_of(self, mask=MASKS)
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         """The objective is over the new classes only: what others would replay has no place in it."""
@@ -253,14 +252,3 @@ def own_classes(ctx: Context) -> Tensor:
 
 def _table(values: np.ndarray) -> Table:
     return Table(values.astype(np.int64), np.full(len(values), values.shape[1], dtype=np.int64))
-
-
-def at_least(least: str, part: Part, *names: str) -> None:
-    for name in names:
-        if not getattr(part, name) >= float(least):
-            raise ValueError(f"{name} must be at least {least}; got {getattr(part, name)}")
-
-
-def one_of(part: Part, name: str, allowed: Sequence[str]) -> None:
-    if getattr(part, name) not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(part, name)!r}")

@@ -26,9 +26,10 @@ from everfed.core.part import Model, State
 from everfed.core.step import Step
 from everfed.core.tree import Tree, clone
 from everfed.models.pixel_generators import PixelBlueprint
+from everfed.parts.checks import at_least, one_of
 from everfed.parts.student import Lesson
 from everfed.parts.synthesis import Synthesis, Synthesizer, Turn
-from everfed.parts.synthetic_replay import SyntheticReplay, at_least, one_of
+from everfed.parts.synthetic_replay import SyntheticReplay
 from everfed.parts.teacher import frozen_outputs
 
 META = ("fomaml", "reptile")
@@ -53,9 +54,8 @@ class Target(SyntheticReplay):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("0", self, "alpha_kd", "lr_z")
-        one_of(self, "ce", OBJECTIVES)
-        one_of(self, "meta", META)
+        at_least(self, 0, "alpha_kd", "lr_z")
+        one_of(self, ce=OBJECTIVES, meta=META)
 
     # on the client -------------------------------------------------------------------------------------------------
     def objective(self, step: Step) -> Tensor:

@@ -23,6 +23,7 @@ from torch.nn import functional
 from everfed.core.context import Context
 from everfed.core.phase import Cohort, Phase, Position
 from everfed.core.tree import Tree
+from everfed.parts.checks import at_least, one_of
 from everfed.parts.features import outputs_and_features
 from everfed.parts.herding import herd, quota
 from everfed.parts.policy import REMEMBER, Policy, Pool
@@ -47,10 +48,8 @@ class OnTransition(Policy):
     needs_classes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not self.threshold >= 0:
-            raise ValueError(f"threshold must be at least 0; got {self.threshold}")
-        if self.detect not in DETECT:
-            raise ValueError(f"detect must be one of {', '.join(DETECT)}; got {self.detect!r}")
+        at_least(self, 0, "threshold")
+        one_of(self, detect=DETECT)
 
     def host(self, size: int) -> Tree:
         """entropy: H when last asked. signal: did it jump then? task: the last told. learned: classes with exemplars.
