@@ -5,7 +5,7 @@ build("fedgp+der", {"memory": {"size": 200}, "der": {"weight": 0.5}})
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -42,8 +42,6 @@ from everfed.parts.replay import Replay
 from everfed.parts.stamp import STAMP
 from everfed.parts.synaptic import SynapticIntelligence
 from everfed.parts.target import Target
-
-PartFactory = Callable[..., Part]
 
 
 class MethodError(CompositionError):

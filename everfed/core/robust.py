@@ -77,7 +77,7 @@ class Trimming(Shared):
             return None
         left = self.count - 2 * self.trim
         if left < 1:
-            raise TooFewReplies(f"{self.count} replies, but {self.trim} are cut off at either end; lower fedavg.trim")
+            raise TooFewReplies(f"{self.count} replies, but {self.trim} are cut off at either end; lower trim")
         return _typed((self.total - self.low.sum(0) - self.high.sum(0)) / left, self.dtype)
 
 

@@ -102,11 +102,7 @@ def build(
     """The engine that `section` asks for; "auto" takes graphs on a GPU, else processes when they are faster."""
     check(section)
     if group is not None:
-        from everfed.engines.ranks import Ranks
-
-        inside = "graphs" if group.device.type == "cuda" else "eager"
-        alone = section.model_copy(update={"kind": inside, "device": str(group.device)})
-        return Ranks(build(alone, world, store, build_module, notify), group)
+        return _ranks(section, world, store, build_module, notify, group)
     where, kind = device(section), str(section.kind)
     if where.type == "cuda":
         _set_precision(precision(section))
@@ -115,21 +111,24 @@ def build(
     if kind == "graphs":
         from everfed.engines.graphs import Graphs
 
-        return Graphs(
-            world,
-            store,
-            build_module,
-            str(where),
-            precision(section),
-            section.slots,
-            section.compile,
-            notify=notify,
-        )
+        how = (str(where), precision(section), section.slots, section.compile)
+        return Graphs(world, store, build_module, *how, notify=notify)
     if kind == "processes":
         from everfed.engines.processes import Processes
 
         return Processes(world, store, build_module, section.workers or cores())
     return Eager(world, store, build_module, str(where), precision(section))
+
+
+def _ranks(
+    section: EngineSection, world: World, store: ClientStore, build_module: BuildModule, notify: Notify, group: Group
+) -> Engine:
+    """Of several processes, each with the engine inside that suits its device."""
+    from everfed.engines.ranks import Ranks
+
+    inside = "graphs" if group.device.type == "cuda" else "eager"
+    alone = section.model_copy(update={"kind": inside, "device": str(group.device)})
+    return Ranks(build(alone, world, store, build_module, notify), group)
 
 
 def _faster_on_cpu(section: EngineSection, world: World, build_module: BuildModule) -> str:

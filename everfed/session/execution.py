@@ -74,16 +74,16 @@ def _drive(
     alone = Checkpoints(folder.checkpoint, store, checkpoint_every, of_recipe)
     state = latest(folder.checkpoint, store, of_recipe)
     checkpoints = alone if group is None else RankCheckpoints(alone, group)
+    where = engines.device(recipe.engine)
+    if state is not None:
+        alone.durable = state.place
+        state.server = {name: on_device(slots, where) for name, slots in state.server.items()}
     if build_engine is not None:
-        alone.durable = state.place if state is not None else alone.durable
         engine = build_engine(assembly, notify, lambda: alone.durable)
     else:
         engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
-    where = engines.device(recipe.engine)
     engine = privacy.wrap(engine, world, str(where), notify)
     try:
-        if state is not None:
-            state.server = {name: on_device(slots, where) for name, slots in state.server.items()}
         announce(notify, assembly, state)
         tell_kept = kept_teller(world, store, group, notify) if build_engine is None else None
         save, options = _saver(checkpoints, notify, tell_kept), EvalOptions(**recipe.eval.model_dump())

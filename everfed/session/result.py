@@ -46,23 +46,30 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         **_further(stream, state, n_test),
         "curves": state.curves,
         **{f"{name}_suspected": memory["suspected"] for name, memory in state.watched.items()},
-        "cost": {
-            "rounds": state.round,
-            "seconds": state.seconds,
-            **state.traffic.as_dict(),
-            "client_state_bytes": state_bytes,
-            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "samples": state.samples,
-            **({"absent": dict(state.absent)} if state.absent else {}),
-        },
+        "cost": _cost(state, state_bytes),
         **_conclusions(assembly, state),
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "cores": engines.cores(),
-            **environment,
-        },
+        "environment": {**_machine(), **environment},
+    }
+
+
+def _cost(state: RunState, state_bytes: int) -> dict[str, Any]:
+    return {
+        "rounds": state.round,
+        "seconds": state.seconds,
+        **state.traffic.as_dict(),
+        "client_state_bytes": state_bytes,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "samples": state.samples,
+        **({"absent": dict(state.absent)} if state.absent else {}),
+    }
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cores": engines.cores(),
     }
 
 
