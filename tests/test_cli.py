@@ -105,6 +105,10 @@ def test_help_teaches_with_examples(command: str) -> None:
     assert command in done("--help")
 
 
+def test_help_says_what_an_argument_is() -> None:
+    assert "A TOML file, or a shipped recipe" in done("run", "--help")
+
+
 def test_without_a_command_the_help_is_shown() -> None:
     assert "Start here" in everfed().output
 
