@@ -204,10 +204,19 @@ def test_a_killed_run_resumes_to_the_same_result(work: Path) -> None:
     assert result_of("killed")["accuracy_matrix"] == result_of("whole")["accuracy_matrix"]
 
 
+def heeding_ctrl_c() -> None:
+    """Whoever is started in a shell's background ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_says_how_to_go_on() -> None:
     command = ["run", "tiny.toml", "--set", "train.rounds_per_task=2000", "--out", "long"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "everfed", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "everfed", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heeding_ctrl_c,
     )
     while child.poll() is None and not Path("long/events.jsonl").exists():
         time.sleep(0.01)
