@@ -22,12 +22,14 @@ Notify = Callable[[dict[str, Any]], None]
 @dataclass
 class Waiting:
     """A client that has not answered. tickets: of the requests under way, more than one where it kept silent; asked:
-    when it was asked last; due: when to ask again, infinity for one that is given up; own: how many of its failures
+    when it was asked last; due: when to ask again, infinity for one that is given up; silent: whether that is for lack
+    of a word; own: how many of its failures
     were its own; missing: what it asked for; trouble: what went wrong last."""
 
     tickets: list[str] = field(default_factory=list)
     asked: float = 0.0
     due: float = 0.0
+    silent: bool = False
     failures: int = 0
     own: int = 0
     missing: tuple[str, ...] = ()
@@ -74,20 +76,15 @@ class Asking:
         """To every client that is connected and whose time it is."""
         here, now = self.transport.connected(), time.monotonic()
         for client, one in self.waiting.items():
-            if client in here and self._due(one, now):
+            if client in here and one.due <= now:
                 self._tell_silence(client, one, now)
                 kind = self.phase if self.phase in ("train", "evaluate") else "query"
                 one.tickets.append(self.transport.send(client, self.write(client, one.missing), kind))
+                one.due, one.silent = now + self.patience.silent(len(one.tickets)), True
                 one.asked, one.trouble = now, Absent(LATE, "the phase ended before it answered")
 
-    def _due(self, one: Waiting, now: float) -> bool:
-        """Nothing is under way, or it was silent for so long that what is under way may be lost."""
-        if one.due == math.inf:
-            return False
-        return self.patience.lost(len(one.tickets), now - one.asked) if one.tickets else one.due <= now
-
     def _tell_silence(self, client: int, one: Waiting, now: float) -> None:
-        if one.tickets:
+        if one.silent:
             what = {"phase": self.phase, "kind": SILENT, "reason": f"no word for {now - one.asked:.0f} s; asked again"}
             self.notify({"event": "client", "client": client, **what})
 
@@ -113,12 +110,14 @@ class Asking:
             self.hopeless.discard(client)
         elif answer.kind == ask.MISSING and not set(answer.missing) <= set(one.missing):
             one.missing = tuple({*one.missing, *answer.missing})  # sent with the next request, which is due at once
+            one.due, one.silent = 0.0, False
         else:
             self._failed(client, Absent(REJECTED if answer.kind == ask.MISSING else FAILED, answer.reason))
 
     def _failed(self, client: int, trouble: Absent, own: bool = True) -> None:
         one = self.waiting[client]
         one.failures, one.own, one.trouble = one.failures + 1, one.own + own, trouble
+        one.silent = False  # another request may be out still; nobody waits for it
         what = {"phase": self.phase, "kind": trouble.kind, "reason": trouble.reason, "failures": one.failures}
         if own and self._enough(client, one.own):
             one.due, one.trouble = math.inf, Absent(trouble.kind, f"given up after {one.own} tries: {trouble.reason}")

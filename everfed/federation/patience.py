@@ -26,7 +26,7 @@ class Patience:
     enough: float = 1.0
     retry: float = 1.0
     longest: float = 30.0
-    silence: float = 300.0
+    silence: float = 120.0
     tries: int = 10
 
     def over(self, phase: str, asked: int, answered: int, seconds: float, given_up: int = 0) -> bool:
@@ -46,9 +46,9 @@ class Patience:
         """Seconds to wait after a client's n-th failure in a row."""
         return float(min(self.longest, self.retry * 2 ** min(failures - 1, 16)))
 
-    def lost(self, requests: int, seconds: float) -> bool:
-        """Is it time to ask again, `seconds` after the n-th request that nobody answered?"""
-        return seconds >= self.silence * 2 ** min(requests - 1, 16)
+    def silent(self, requests: int) -> float:
+        """Seconds after which the n-th request in a row that nobody answers is taken for lost."""
+        return self.silence * 2 ** min(requests - 1, 16)
 
     def _least(self, phase: str, asked: int) -> int:
         if self.minimum:

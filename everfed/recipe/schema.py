@@ -191,7 +191,7 @@ class FederationSection(Section):
     enough: float = Field(1.0, gt=0, le=1)
     retry: float = Field(1.0, ge=0)
     longest_retry: float = Field(30.0, ge=0)
-    silence: float = Field(300.0, gt=0)
+    silence: float = Field(120.0, gt=0)
     tries: int = Field(10, ge=0)
 
 

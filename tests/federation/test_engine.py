@@ -321,9 +321,19 @@ def test_a_request_that_got_lost_without_a_word_is_made_again(tmp_path: Path) ->
 
 
 def test_silence_is_waited_out_for_longer_each_time() -> None:
-    patience = Patience(silence=10.0)
-    assert [patience.lost(n, 39.9) for n in (1, 2, 3)] == [True, True, False]
-    assert patience.lost(3, 40.0)
+    assert [Patience(silence=10.0).silent(n) for n in (1, 2, 3)] == [10.0, 20.0, 40.0]
+
+
+def test_a_repeated_request_that_fails_does_not_wait_for_the_lost_one(tmp_path: Path) -> None:
+    """One request is lost, its repetition fails: the next follows the failure, not another silence."""
+    bench = Bench("fedgp")
+    loop = loop_of(bench, tmp_path)
+    faults = {2: None, 4: Failure("the app's process died")}
+    loop.before = lambda client, packet: faults.get(len(loop.sent), packet)
+    outcome = federated(bench, loop, patience=Patience(retry=0.0, silence=2.0))
+    assert_same(bench, bench.run(), outcome, tmp_path)
+    assert [event["kind"] for event in outcome.events if event["event"] == "client"] == ["silent", "failed"]
+    assert loop.sent[1][0] == loop.sent[3][0] == loop.sent[4][0]
 
 
 def test_enough_answers_end_a_phase(tmp_path: Path) -> None:
