@@ -15,9 +15,14 @@ from everfed.federation.packet import Packet, PacketError
 
 flwr_app = pytest.importorskip("flwr.app", reason="needs the flower extra")
 
+from flwr.app import Message, Metadata, RecordDict  # noqa: E402
+from flwr.app.message import make_message  # noqa: E402
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore  # noqa: E402
+from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState  # noqa: E402
+
 from everfed.federation.flower import records  # noqa: E402
 from everfed.federation.flower.records import from_records, to_records  # noqa: E402
-from everfed.federation.flower.supernode import LOOK, ShorterSleep, ringing  # noqa: E402
+from everfed.federation.flower.supernode import LOOK, ShorterSleep, attentive  # noqa: E402
 
 values = st.one_of(st.text(), st.integers(-(2**31), 2**31), st.booleans(), st.floats(allow_nan=False))
 
@@ -95,11 +100,32 @@ def test_an_executor_takes_the_place_of_one_that_was_killed(tmp_path: Path) -> N
     wait()
 
 
-def test_the_supernode_rings_when_a_message_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_supernode_rings_when_a_message_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     rung: list[str] = []
     monkeypatch.setattr("everfed.federation.flower.supernode.ring", rung.append)
-    assert ringing(lambda **named: None, "bell")(state=1) is None and not rung
-    assert ringing(lambda **named: 7, "bell")(state=1) == 7 and rung == ["bell"]
+    assert attentive(lambda **named: None, "bell")(state=node_state()) is None and not rung
+    assert attentive(lambda **named: 7, "bell")(state=node_state()) == 7 and rung == ["bell"]
+
+
+def test_a_reply_that_came_late_does_not_lie_until_the_next_message() -> None:
+    """A SuperNode has one message and gets two replies: the second is sent although there is no message any more."""
+    state, pull = node_state(), attentive(lambda **named: None, "")
+    state.store_message(message("asked"))
+    assert pull(state=state) is None, "a message is no reply"
+    for late in ("first", "second"):
+        state.store_message(message(late, "asked"))
+        assert pull(state=state) is not None
+        assert [one.metadata.message_id for one in state.get_messages_legacy(is_reply=True)] == [late]
+    assert pull(state=state) is None, "all is sent"
+
+
+def message(name: str, reply_to: str = "") -> Message:
+    metadata = Metadata(1, name, 2, 3, reply_to, "", time.time(), 60.0, "train")
+    return make_message(metadata, RecordDict())
+
+
+def node_state() -> InMemoryNodeState:
+    return InMemoryNodeState(InMemoryObjectStore())
 
 
 def test_waits_are_cut_by_what_they_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,16 +34,30 @@ class ShorterSleep:
         return getattr(clock, name)
 
 
-def ringing(pull: Callable[..., int | None], bell: str) -> Callable[..., int | None]:
-    """Flower's pull of a message, which tells whoever waits at `bell` when one is here as a whole."""
+def attentive(pull: Callable[..., int | None], bell: str) -> Callable[..., int | None]:
+    """Flower's pull of a message, which tells whoever waits at `bell` when one is here as a whole, and lets no reply
+    lie.
 
-    def pulled(**named: Any) -> int | None:
-        run = pull(**named)
-        if run is not None:
+    Flower pulls one message and then waits for one reply, whichever comes. One that comes late, of an app that was
+    given up, takes the place of the next, and from then on every reply would lie until another message is pulled.
+    """
+
+    def pulled(*, state: Any, **named: Any) -> int | None:
+        run = pull(state=state, **named)
+        if run is None:
+            return 0 if owes(state) else None  # anything but None leads on to the replies
+        if bell:
             ring(bell)
         return run
 
     return pulled
+
+
+def owes(state: Any) -> bool:
+    """Is there a reply that was not sent?"""
+    with state.lock_msg_store:
+        entries = list(state.msg_store.values())
+    return any(not one.is_retrieved and one.message.metadata.reply_to_message_id for one in entries)
 
 
 def main() -> None:
@@ -58,9 +72,8 @@ def main() -> None:
         ours[sys.argv[1]] = sys.argv[2]
         del sys.argv[1:3]
     start_client_internal.time = ShorterSleep(float(ours["--poll"]))  # type: ignore[assignment]
-    if ours["--bell"]:
-        plain = start_client_internal._pull_and_store_message
-        start_client_internal._pull_and_store_message = ringing(plain, ours["--bell"])
+    plain = start_client_internal._pull_and_store_message
+    start_client_internal._pull_and_store_message = attentive(plain, ours["--bell"])
     fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     tune()
