@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from everfed.core.tree import Tree, leaves
+from everfed.core import tree
+from everfed.core.fit import on_device
+from everfed.core.tree import Tree
 
 
 class Group:
@@ -51,15 +52,12 @@ class Group:
         dist.all_gather(boxes, padded)
         return [bytes(box[: int(n)].cpu().numpy()) for box, n in zip(boxes, sizes, strict=True)]
 
-    def share(self, tree: Tree | None) -> Tree:
-        """The leader's tree, for everybody; the others give None. Tensors that it has on its device they get on theirs,
-        without a way through the host."""
-        if tree is None:
-            return rebuild(json.loads(self._from_leader(None)), self._next_tensor)
-        self._from_leader(json.dumps(describe(tree)).encode())
-        for tensor in _tensors(tree):
-            dist.broadcast(_as_bytes(tensor.to(self.device)), 0)
-        return tree
+    def share(self, slots: Tree | None) -> Tree:
+        """The leader's slots, for everybody; the others give None, and get them on their device."""
+        if slots is None:
+            return on_device(tree.from_bytes(self._from_leader(None)), self.device)
+        self._from_leader(tree.to_bytes(slots))
+        return slots
 
     def _from_leader(self, data: bytes | None) -> bytes:
         """The leader's bytes; the others give None."""
@@ -71,50 +69,8 @@ class Group:
         dist.broadcast(box, 0)
         return bytes(box.cpu().numpy())
 
-    def _next_tensor(self, shape: list[int], dtype: torch.dtype, on_device: bool) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.broadcast(_as_bytes(tensor), 0)
-        return tensor if on_device else tensor.cpu()
-
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def describe(tree: Tree) -> Any:
-    """The tree for JSON: of a tensor only its shape, its dtype and whether it is on a device other than the host."""
-    return {key: _described(value) for key, value in tree.items()}
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {"tree": describe(value)}
-    if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {"tensor": [list(value.shape), dtype, value.device.type != "cpu"]}
-    return {"is": value}
-
-
-def rebuild(note: Any, take: Callable[[list[int], torch.dtype, bool], torch.Tensor]) -> Tree:
-    """The tree again; `take` is asked for its tensors, in order."""
-    found: Tree = {}
-    for key, value in note.items():
-        if "tree" in value:
-            found[key] = rebuild(value["tree"], take)
-        elif "tensor" in value:
-            shape, dtype, on_device = value["tensor"]
-            found[key] = take(shape, getattr(torch, dtype), on_device)
-        else:
-            found[key] = value["is"]
-    return found
-
-
-def _tensors(tree: Tree) -> list[torch.Tensor]:
-    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, where the tensor lies in one piece: not every way to send tensors knows every dtype."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def launched() -> bool:

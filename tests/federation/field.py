@@ -133,9 +133,7 @@ class Field:
         return int((self.settings.folder / "superlink.pid").read_text())
 
     def recipe(self, *sets: str, method: str = "fedavg", rounds: int = 1) -> Recipe:
-        path = self.folder / f"small-{rounds}.toml"
-        path.write_text(RECIPE.format(clients=self.clients, rounds=rounds))
-        return read(path, method=method, sets=[*OPTIONS.get(method, []), *sets])
+        return small_recipe(self.folder, self.clients, *sets, method=method, rounds=rounds)
 
     def serve(self, recipe: Recipe, name: str, observe: Callable[[dict[str, Any]], None] = lambda event: None) -> Path:
         """Run the server in this process; returns its run folder."""
@@ -166,6 +164,18 @@ def field(folder: Path, clients: int, link: bool = True) -> Iterator[Field]:
         yield made
     finally:
         made.close()
+
+
+def small_recipe(folder: Path, clients: int, *sets: str, method: str = "fedavg", rounds: int = 1) -> Recipe:
+    """Two tasks of digits, in a file of `folder`."""
+    path = folder / f"small-{rounds}.toml"
+    path.write_text(RECIPE.format(clients=clients, rounds=rounds))
+    return read(path, method=method, sets=[*OPTIONS.get(method, []), *sets])
+
+
+def expected(folder: Path, method: str) -> dict[str, Any]:
+    """What two clients must come to in two tasks of two rounds: the outcome of the simulation."""
+    return outcome(simulated(small_recipe(folder, 2, method=method, rounds=2), folder / "run"))
 
 
 def simulated(recipe: Recipe, out: Path) -> Path:

@@ -18,7 +18,7 @@ import pytest
 
 from everfed.federation.local import listen, socket_path
 from everfed.federation.packet import PROTOCOL, Packet
-from tests.federation.field import Field, Site, events, field, outcome, simulated, until
+from tests.federation.field import Field, Site, events, expected, field, outcome, until
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -29,10 +29,7 @@ METHOD = "fedgp+der"  # phases `train` and `reference` in every round
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two tasks of two rounds in simulation."""
-    folder = tmp_path_factory.mktemp("reference")
-    plain = Field.__new__(Field)
-    plain.folder, plain.clients = folder, 2
-    return outcome(simulated(plain.recipe(method=METHOD, rounds=2), folder / "run"))
+    return expected(tmp_path_factory.mktemp("reference"), METHOD)
 
 
 def serve(two: Field, strike: Callable[[dict[str, Any]], None], name: str = "run") -> Path:

@@ -20,7 +20,7 @@ import pytest
 
 from everfed.federation.certificates import CA, SECRETS, make_authority, make_client, make_server
 from everfed.federation.joining import KEY_REFUSED
-from tests.federation.field import Field, events, free_port, outcome, simulated, until
+from tests.federation.field import events, expected, free_port, outcome, small_recipe, until
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -58,9 +58,7 @@ class Party:
         self.folder, self.port, self.out = folder, free_port(), folder / "run"
         make_authority(folder / "pki")
         make_server(folder / "pki", ["localhost"])
-        plain = Field.__new__(Field)
-        plain.folder, plain.clients = folder, 2
-        self.recipe = plain.recipe(method=METHOD, rounds=2)
+        self.recipe = small_recipe(folder, 2, method=METHOD, rounds=2)
         for client in range(2):
             make_client(folder / "pki", f"site-{client}")
         self.server = self.serve()
@@ -107,10 +105,7 @@ def party(folder: Path) -> Iterator[Party]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("reference")
-    plain = Field.__new__(Field)
-    plain.folder, plain.clients = folder, 2
-    return outcome(simulated(plain.recipe(method=METHOD, rounds=2), folder / "run"))
+    return expected(tmp_path_factory.mktemp("reference"), METHOD)
 
 
 def ended(two: Party, reference: dict[str, Any]) -> None:

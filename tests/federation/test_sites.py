@@ -14,7 +14,7 @@ from everfed.federation.joining import Joining
 from everfed.federation.security import enrolled, read_security, register
 from everfed.federation.superlink import Settings, running
 from everfed.recipe import from_table, read
-from tests.federation.field import Field, Site, events, free_port, outcome, simulated, until
+from tests.federation.field import Field, Site, events, free_port, outcome, simulated, small_recipe, until
 
 flwr = pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -109,9 +109,7 @@ def test_tls_and_keys(tmp_path: Path) -> None:
     keys = [make_client(pki, f"site-{client}") for client in range(2)]
     make_authority(tmp_path / "other")
     stranger = make_client(tmp_path / "other", "site-2")
-    plain = Field.__new__(Field)
-    plain.folder, plain.clients = tmp_path, 2
-    recipe, security, port = plain.recipe(method="fedgp+der"), read_security(pki), free_port()
+    recipe, security, port = small_recipe(tmp_path, 2, method="fedgp+der"), read_security(pki), free_port()
     address = Address("127.0.0.1", port, security.ca.read_bytes())
     sites: list[Site] = []
     with running(Settings("127.0.0.1", port, tmp_path / "link", security), lambda line: None):
