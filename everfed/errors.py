@@ -32,7 +32,7 @@ _OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # says where; what
 _FAULTS = frozenset(
     {
         "everfed.core.divergence.Diverged",
-        "everfed.core.robust.TooFewReplies",
+        "everfed.parts.aggregate.robust.TooFewReplies",
         "everfed.privacy.differential.BudgetSpent",
         "everfed.privacy.secure_engine.TooFewClients",
     }

@@ -13,35 +13,35 @@ from everfed.core.method import SGD, Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Part
 from everfed.naming import load_object
-from everfed.parts.af_fcl import AFFCL
-from everfed.parts.agem import AGEM
-from everfed.parts.ala import ALA
-from everfed.parts.average import FedAvg
-from everfed.parts.curvature import FedCurv
-from everfed.parts.dbe import DBE
-from everfed.parts.der import DER, DERPlusPlus
-from everfed.parts.ewc import EWC
-from everfed.parts.fedas import FedAS
-from everfed.parts.fedcil import FedCIL
-from everfed.parts.fedgp import FedGP
-from everfed.parts.fedl2p import FedL2P
-from everfed.parts.fedlwf2t import FedLwF2T
-from everfed.parts.fedomg import FedOMG
-from everfed.parts.fedssi import FedSSI
-from everfed.parts.fedweit import FedWeIT
-from everfed.parts.fot import FOT
-from everfed.parts.glfc import GLFC
-from everfed.parts.ideal import Ideal
-from everfed.parts.lander import Lander
-from everfed.parts.lwf import LwF
-from everfed.parts.memory import Memory
-from everfed.parts.mfcl import MFCL
-from everfed.parts.ogd import OGD
-from everfed.parts.proximal import FedProx
-from everfed.parts.replay import Replay
-from everfed.parts.stamp import STAMP
-from everfed.parts.synaptic import SynapticIntelligence
-from everfed.parts.target import Target
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.generative.af_fcl import AFFCL
+from everfed.parts.generative.fedcil import FedCIL
+from everfed.parts.generative.glfc import GLFC
+from everfed.parts.generative.lander import Lander
+from everfed.parts.generative.mfcl import MFCL
+from everfed.parts.generative.target import Target
+from everfed.parts.memory.buffer import Memory
+from everfed.parts.memory.der import DER, DERPlusPlus
+from everfed.parts.memory.ideal import Ideal
+from everfed.parts.memory.replay import Replay
+from everfed.parts.personal.ala import ALA
+from everfed.parts.personal.dbe import DBE
+from everfed.parts.personal.fedas import FedAS
+from everfed.parts.personal.fedl2p import FedL2P
+from everfed.parts.personal.fedweit import FedWeIT
+from everfed.parts.project.agem import AGEM
+from everfed.parts.project.fedgp import FedGP
+from everfed.parts.project.fedomg import FedOMG
+from everfed.parts.project.fot import FOT
+from everfed.parts.project.ogd import OGD
+from everfed.parts.project.stamp import STAMP
+from everfed.parts.regularise.curvature import FedCurv
+from everfed.parts.regularise.ewc import EWC
+from everfed.parts.regularise.fedlwf2t import FedLwF2T
+from everfed.parts.regularise.fedssi import FedSSI
+from everfed.parts.regularise.lwf import LwF
+from everfed.parts.regularise.proximal import FedProx
+from everfed.parts.regularise.synaptic import SynapticIntelligence
 
 
 class MethodError(CompositionError):

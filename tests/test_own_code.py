@@ -24,7 +24,7 @@ import everfed
 from everfed.cli import app
 from everfed.core.context import Context
 from everfed.core.stream import Stream
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
 from everfed.recipe import from_table, read, to_toml
 from everfed.recipe.objects import named
 from everfed.streams import from_arrays
@@ -171,7 +171,7 @@ def test_classes_and_parts_become_names() -> None:
     assert table["model"] == {"kind": f"{here}:Net"}
     assert table["method"]["parts"] == [
         "memory",
-        {"part": "everfed.parts.average:FedAvg"},
+        {"part": "everfed.parts.aggregate.average:FedAvg"},
         f"{here}:Frozen",
         {"part": f"{here}:Frozen", "factor": 0.25, "tags": ("a",)},
     ]

@@ -200,8 +200,8 @@ class _Lane:
 
     def __init__(self, name: str, assembly: Assembly, stack: ExitStack) -> None:
         from everfed import engines
-        from everfed.core.fit import on_device
         from everfed.core.runner import EvalOptions, Runner
+        from everfed.core.trainer import on_device
         from everfed.store.clients import ClientStore
 
         section = assembly.recipe.engine.model_copy(update={"kind": name})

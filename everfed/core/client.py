@@ -14,12 +14,12 @@ from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.data import Data
-from everfed.core.fit import Fitted
 from everfed.core.message import MODEL
 from everfed.core.method import Method
 from everfed.core.part import HELD_OUT, Model, State, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
 from everfed.core.score import Exam, score_tasks
+from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree
 
 OWN = "client"

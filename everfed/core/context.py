@@ -15,8 +15,8 @@ from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from everfed.core.fit import Trainer
     from everfed.core.held_out import HeldOut
+    from everfed.core.trainer import Trainer
 
 
 class Hidden(RuntimeError):

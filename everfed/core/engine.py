@@ -9,11 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.fit import Trainer
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.score import Exam
+from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.core.world import Moment
 

@@ -32,8 +32,8 @@ from everfed.core.tree import Tree
 if TYPE_CHECKING:
     from everfed.core.client import Reply
     from everfed.core.context import Context
-    from everfed.core.fit import Fitted
     from everfed.core.step import Batch, Step
+    from everfed.core.trainer import Fitted
 
 State = dict[str, Tree]  # part -> slots
 Model = dict[str, Tensor]  # params, stats, counters

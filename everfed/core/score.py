@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data
-from everfed.core.fit import Trainer
 from everfed.core.held_out import HeldOut
 from everfed.core.part import Model, State
+from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.metrics.language import perplexity
 from everfed.metrics.scoring import RULES, class_mask, correct_counts

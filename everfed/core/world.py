@@ -9,12 +9,12 @@ import numpy as np
 
 from everfed.core.context import Context, Facts, TrainOptions
 from everfed.core.data import Data
-from everfed.core.fit import Trainer
 from everfed.core.held_out import HeldOut
 from everfed.core.method import Method
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
 from everfed.core.stream import RoundPlan, Stream
+from everfed.core.trainer import Trainer
 
 Place = tuple[int, int, int, int]  # round, position in its agenda, repeat, stage inside the phase
 

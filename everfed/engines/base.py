@@ -10,11 +10,11 @@ from torch import Tensor
 from everfed.core.client import Reply, new_state, run_client
 from everfed.core.data import Data
 from everfed.core.engine import ClientError
-from everfed.core.fit import Trainer
 from everfed.core.message import Message, addressed, unwrap
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
 from everfed.core.score import Exam, score_tasks
+from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
 from everfed.store.clients import ClientStore

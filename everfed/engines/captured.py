@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from everfed.core.context import Context
-from everfed.core.fit import Fitted, Job, Trainer, changing
 from everfed.core.part import Model, Part, Tables
 from everfed.core.step import Step, train_step
+from everfed.core.trainer import Fitted, Job, Trainer, changing
 from everfed.core.tree import Tree, leaves, map_tensors
 
 WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from everfed.core.fit import Trainer
+from everfed.core.trainer import Trainer
 from everfed.engines.captured import WARM_UPS, no_garbage_collection
 
 

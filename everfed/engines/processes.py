@@ -19,11 +19,11 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.engine import ClientError
-from everfed.core.fit import Trainer
 from everfed.core.message import MODEL, Message, common, own, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.score import Exam
+from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
 from everfed.engines.base import BuildModule, ClientStore, failed, new_trainer

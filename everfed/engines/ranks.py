@@ -20,13 +20,13 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.engine import Absent, Engine
-from everfed.core.fit import Trainer
 from everfed.core.intake import Intake, Trained
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducing, Shared, Total
 from everfed.core.score import Exam
+from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.core.world import Moment
 from everfed.engines.group import Group

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from everfed.core.client import synchronises
 from everfed.core.context import Context
 from everfed.core.data import Data
-from everfed.core.fit import Fitted, Trainer
 from everfed.core.part import Part, State
 from everfed.core.reduce import Collect, Reducer
+from everfed.core.trainer import Fitted, Trainer
 from everfed.core.tree import Tree
-from everfed.parts.features import head_inputs
-from everfed.parts.layers import in_precision
+from everfed.parts.shared.features import head_inputs
+from everfed.parts.shared.layers import in_precision
 
 SIGNAL = "features"
 SMALLEST = 1e-12  # features that never vary have no scale

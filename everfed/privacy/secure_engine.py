@@ -16,13 +16,13 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.engine import Absent, Engine
-from everfed.core.fit import Trainer
 from everfed.core.intake import Intake, Trained
 from everfed.core.message import Each, Message, Traffic, addressed, payload_bytes
 from everfed.core.part import Model
 from everfed.core.phase import Phase, Position
 from everfed.core.reduce import Total
 from everfed.core.score import Exam
+from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
 from everfed.privacy import masking

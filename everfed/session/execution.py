@@ -9,10 +9,10 @@ import torch
 
 from everfed import engines, monitor, privacy
 from everfed.core.engine import Engine
-from everfed.core.fit import on_device
 from everfed.core.intake import Spread
 from everfed.core.run_state import RunState
 from everfed.core.runner import EvalOptions, Runner
+from everfed.core.trainer import on_device
 from everfed.core.world import Place
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints

@@ -13,7 +13,7 @@ from everfed.core.method import Method, compose
 from everfed.core.part import Part
 from everfed.core.step import Batch, Step
 from everfed.core.tree import clone, equal
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
 from tests.support.toy import Bench, Norm
 
 

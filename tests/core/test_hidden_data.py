@@ -19,7 +19,7 @@ from everfed.core.part import HELD_OUT, Model, Part, State
 from everfed.core.step import Step
 from everfed.core.tree import Tree
 from everfed.core.view import TOLD
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
 from everfed.streams import build
 from tests.support.toy import Bench, Toy
 

@@ -11,7 +11,7 @@ import pytest
 
 import everfed
 from everfed.core import keeping
-from everfed.parts.stamp import STAMP
+from everfed.parts.project.stamp import STAMP
 from everfed.report.figures import buffers
 from everfed.report.read import read_run
 from everfed.store.clients import ClientStore

@@ -18,15 +18,15 @@ from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, Positio
 from everfed.core.reduce import Collect, Mean, Reducer
 from everfed.core.step import Step
 from everfed.core.tree import Tree
-from everfed.parts.agem import AGEM
-from everfed.parts.average import FedAvg
-from everfed.parts.curvature import FedCurv
-from everfed.parts.der import DER, DERPlusPlus
-from everfed.parts.fedgp import FedGP
-from everfed.parts.ideal import Ideal
-from everfed.parts.memory import Memory
-from everfed.parts.proximal import FedProx
-from everfed.parts.replay import Replay
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.memory.buffer import Memory
+from everfed.parts.memory.der import DER, DERPlusPlus
+from everfed.parts.memory.ideal import Ideal
+from everfed.parts.memory.replay import Replay
+from everfed.parts.project.agem import AGEM
+from everfed.parts.project.fedgp import FedGP
+from everfed.parts.regularise.curvature import FedCurv
+from everfed.parts.regularise.proximal import FedProx
 from tests.support.toy import Toy
 
 

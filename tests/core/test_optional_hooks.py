@@ -16,7 +16,7 @@ from everfed.core.method import Method, compose
 from everfed.core.part import Model, Part, State
 from everfed.core.phase import BEGIN, END, Cohort, Phase, Position
 from everfed.core.tree import Tree, tensor_bytes
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
 from tests.support.toy import Bench, Toy
 
 

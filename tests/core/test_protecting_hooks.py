@@ -14,9 +14,9 @@ from everfed.core.method import Method, compose
 from everfed.core.part import Part, Reduced, State, Weights
 from everfed.core.phase import Phase, Position
 from everfed.core.tree import Tree, map_tensors
-from everfed.parts.average import FedAvg
-from everfed.parts.fedgp import FedGP
-from everfed.parts.memory import Memory
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.memory.buffer import Memory
+from everfed.parts.project.fedgp import FedGP
 from tests.support.toy import Bench
 
 

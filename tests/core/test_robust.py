@@ -17,8 +17,8 @@ from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.core.reduce import Reducer, Shared
-from everfed.core.robust import ClippedMean, Median, TooFewReplies, TrimmedMean, Trimming
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.aggregate.robust import ClippedMean, Median, TooFewReplies, TrimmedMean, Trimming
 from everfed.privacy.secure import secured
 from tests.support.toy import Bench, Norm, Toy
 
@@ -57,7 +57,7 @@ def test_a_median_is_numpy_s(values: list[list[float]]) -> None:
 
 
 def test_a_median_over_several_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everfed.core.robust._AT_ONCE", 10)
+    monkeypatch.setattr("everfed.parts.aggregate.robust._AT_ONCE", 10)
     values = [torch.randn(7, 3) for _ in range(5)]
     assert torch.equal(reduced(Median(), values), torch.stack(values).median(dim=0).values)
 

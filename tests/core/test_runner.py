@@ -27,7 +27,7 @@ from everfed.core.step import Step
 from everfed.core.tree import Tree
 from everfed.core.world import Moment, World
 from everfed.engines.eager import Eager
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
 from everfed.store.clients import ClientStore
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable

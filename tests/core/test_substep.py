@@ -16,7 +16,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
 from everfed.core.step import Step
 from everfed.core.substep import Course, Substep
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
 from tests.parity.test_wire import assert_same
 from tests.support.rehearsal_free import one_parameter
 from tests.support.toy import Bench, Linear, Toy

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import pytest
 
-from everfed.core.fit import Fitted, Job, Trainer
+from everfed.core.trainer import Fitted, Job, Trainer
 from everfed.engines.captured import signature
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from everfed.core.companion import first_vectors
-from everfed.core.fit import Trainer
 from everfed.core.part import Model, State
+from everfed.core.trainer import Trainer
 from everfed.engines.base import new_trainer
 from everfed.engines.loops import LoopingTrainer
 from everfed.models.generators import GeneratorBlueprint
-from everfed.parts.data_free import Inversion, training_on
-from everfed.parts.fedcil import FedCIL
+from everfed.parts.generative.data_free import Inversion, training_on
+from everfed.parts.generative.fedcil import FedCIL
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Outcome
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from everfed.models.generators import Generator, GeneratorBlueprint
-from everfed.parts.inversion import batch_statistics
+from everfed.parts.generative.inversion import batch_statistics
 
 
 def parameters(module: nn.Module) -> int:

@@ -13,14 +13,14 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.context import Context, TrainOptions
 from everfed.core.data import Data
-from everfed.core.fit import Fitted
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, State
 from everfed.core.runner import EvalOptions
 from everfed.core.step import Step
+from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, TreeError
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
 from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 from tests.support.wire import crossed, run_over_wire

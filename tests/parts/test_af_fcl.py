@@ -20,8 +20,8 @@ from everfed.core.schedule import minibatches
 from everfed.core.step import Step
 from everfed.core.substep import Course
 from everfed.models.flow import ConditionalFlow, FlowBlueprint, log_normal, permutations
-from everfed.parts.af_fcl import AFFCL, credibility, feature_width, head_of, replay_factor, replayed_layers
-from everfed.parts.teacher import soft_cross_entropy
+from everfed.parts.generative.af_fcl import AFFCL, credibility, feature_width, head_of, replay_factor, replayed_layers
+from everfed.parts.shared.teacher import soft_cross_entropy
 from tests.parity.test_resume import assert_resumes
 from tests.parity.test_wire import assert_same
 from tests.support.rehearsal_free import ClassToy

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.parts.agem import AGEM
-from everfed.parts.projection import project
+from everfed.parts.project.agem import AGEM
+from everfed.parts.project.projection import project
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 

@@ -12,7 +12,7 @@ from everfed import methods
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
-from everfed.parts.ala import ALA
+from everfed.parts.personal.ala import ALA
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
 HEAD = 8 * 4 + 4  # weight and bias of the toy's head, the last entries of its vector

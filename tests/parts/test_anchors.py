@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from everfed.core.part import CompositionError
-from everfed.parts import anchors as anchors_module
-from everfed.parts.anchors import anchors_of, hashed_names, read_anchors, sentence_anchors
+from everfed.parts.generative import anchors as anchors_module
+from everfed.parts.generative.anchors import anchors_of, hashed_names, read_anchors, sentence_anchors
 
 ROWS = np.arange(12, dtype=np.float64).reshape(3, 4) / 7
 

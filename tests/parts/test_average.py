@@ -14,7 +14,7 @@ from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.reduce import Reduction
-from everfed.parts.average import FedAvg
+from everfed.parts.aggregate.average import FedAvg
 from tests.support.toy import Bench, Norm, Toy
 
 FULL_BATCH = TrainOptions(1, 1000, Optimizer(lr=0.2))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from everfed.parts.checks import at_least, one_of, positive
+from everfed.parts.shared.checks import at_least, one_of, positive
 
 NAN = float("nan")
 

@@ -19,13 +19,13 @@ from everfed.core.data import Data
 from everfed.core.optimizer import Optimizer
 from everfed.core.phase import Position
 from everfed.core.reduce import Mean
-from everfed.parts.coordinated import SELECT, Coordinated
-from everfed.parts.coordination import coordinate
-from everfed.parts.gradient_rows import GradientOptions, gradients_at
-from everfed.parts.memory import NAME, stored
-from everfed.parts.policies import make_policy
-from everfed.parts.policy import Pool
-from everfed.parts.selection import Candidates, select
+from everfed.parts.memory.buffer import NAME, stored
+from everfed.parts.memory.policies import make_policy
+from everfed.parts.memory.policy import Pool
+from everfed.parts.selection.coordinated import SELECT, Coordinated
+from everfed.parts.selection.coordination import coordinate
+from everfed.parts.selection.diversity import Candidates, select
+from everfed.parts.selection.gradient_rows import GradientOptions, gradients_at
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 from tests.support.wire import run_over_wire
 

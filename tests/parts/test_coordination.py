@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from everfed.parts.coordination import client_step, client_target, coordinate
-from everfed.parts.near_optimality import draw_gradients
-from everfed.parts.random_projection import RandomProjection
-from everfed.parts.selection import Candidates, objective, select
+from everfed.parts.selection.coordination import client_step, client_target, coordinate
+from everfed.parts.selection.diversity import Candidates, objective, select
+from everfed.parts.selection.near_optimality import draw_gradients
+from everfed.parts.selection.random_projection import RandomProjection
 
 quick = settings(max_examples=15)
 

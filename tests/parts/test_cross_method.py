@@ -14,7 +14,7 @@ from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import overrides
-from everfed.parts.memory import NAME
+from everfed.parts.memory.buffer import NAME
 from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Toy
 

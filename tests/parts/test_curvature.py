@@ -16,8 +16,8 @@ from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import State
-from everfed.parts.curvature import FedCurv
-from everfed.parts.fisher import diagonal_fisher
+from everfed.parts.regularise.curvature import FedCurv
+from everfed.parts.regularise.fisher import diagonal_fisher
 from tests.support.toy import Bench, Given, Linear, Norm, Toy
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

@@ -12,8 +12,8 @@ from everfed import methods
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
-from everfed.parts.dbe import DBE
-from everfed.parts.features import features
+from everfed.parts.personal.dbe import DBE
+from everfed.parts.shared.features import features
 from tests.support.toy import Bench, Norm, Toy
 
 WIDTH = 8  # features of the toy's network

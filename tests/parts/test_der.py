@@ -14,7 +14,7 @@ from torch.nn import functional
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.step import Batch
-from everfed.parts.der import DER, DERPlusPlus
+from everfed.parts.memory.der import DER, DERPlusPlus
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
 

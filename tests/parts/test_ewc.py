@@ -12,8 +12,8 @@ from everfed import methods
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal, tensor_bytes
-from everfed.parts.ewc import EWC
-from everfed.parts.fisher import diagonal_fisher
+from everfed.parts.regularise.ewc import EWC
+from everfed.parts.regularise.fisher import diagonal_fisher
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Given, Linear, Norm, Toy
 

@@ -14,8 +14,8 @@ from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.core.phase import TRAIN, Phase
-from everfed.parts.features import class_means, features
-from everfed.parts.fedas import FedAS, alignment_loss, fisher_trace, shares
+from everfed.parts.personal.fedas import FedAS, alignment_loss, fisher_trace, shares
+from everfed.parts.shared.features import class_means, features
 from tests.support.toy import Bench, Linear, Norm, Toy
 
 BASE = 16 * 8 + 8  # of the toy's network; the head has 36

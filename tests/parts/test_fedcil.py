@@ -23,9 +23,9 @@ from everfed.core.schedule import minibatches
 from everfed.core.step import Step
 from everfed.core.substep import Course
 from everfed.models.acgan import ACGANBlueprint
-from everfed.parts.acgan import ACGAN, balanced, noise
-from everfed.parts.consolidation import Consolidation, labels_of
-from everfed.parts.fedcil import FedCIL
+from everfed.parts.generative.acgan import ACGAN, balanced, noise
+from everfed.parts.generative.consolidation import Consolidation, labels_of
+from everfed.parts.generative.fedcil import FedCIL
 from tests.parity.test_resume import assert_resumes
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import SMALL, Bench, Norm, Toy

@@ -20,10 +20,10 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reduction
 from everfed.core.runner import EvalOptions, Runner
-from everfed.parts.average import FedAvg
-from everfed.parts.fedgp import FedGP
-from everfed.parts.memory import NAME, Memory
-from everfed.parts.projection import project
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.memory.buffer import NAME, Memory
+from everfed.parts.project.fedgp import FedGP
+from everfed.parts.project.projection import project
 from everfed.store.clients import ClientStore
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Outcome, Toy

@@ -14,9 +14,9 @@ from everfed import methods
 from everfed.core.context import Context, TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
-from everfed.parts.fedl2p import FedL2P, Look, spread
-from everfed.parts.meta_nets import MetaNets, Sites, clamped, symmetric_divergence
-from everfed.parts.moments import watch_inputs
+from everfed.parts.personal.fedl2p import FedL2P, Look, spread
+from everfed.parts.personal.meta_nets import MetaNets, Sites, clamped, symmetric_divergence
+from everfed.parts.personal.moments import watch_inputs
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
 QUICK = {"fedl2p": {"epochs": 2, "hidden": 5}}

@@ -11,8 +11,8 @@ from everfed import methods
 from everfed.core.context import TrainOptions
 from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
-from everfed.parts.fedomg import FedOMG
-from everfed.parts.matching import match_gradients
+from everfed.parts.project.fedomg import FedOMG
+from everfed.parts.project.matching import match_gradients
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
 RHO = {"none": 1.0, "1+k": 1.25, "1+k2": 1.0625}

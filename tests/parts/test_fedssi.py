@@ -18,8 +18,8 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.phase import Phase
 from everfed.core.tree import equal, tensor_bytes
 from everfed.core.world import Moment
-from everfed.parts.fedssi import FedSSI, proximity
-from everfed.parts.path import importance
+from everfed.parts.regularise.fedssi import FedSSI, proximity
+from everfed.parts.regularise.path import importance
 from tests.support.rehearsal_free import ClassToy, Forgetful, PastIsGone, point, quadratic
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 

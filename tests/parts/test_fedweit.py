@@ -17,11 +17,11 @@ from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, State
 from everfed.core.tree import tensor_bytes
-from everfed.parts.decomposed import channel_means, composed, large, least_entropy, pruned
-from everfed.parts.fedweit import FedWeIT
-from everfed.parts.layers import hidden_weights
-from everfed.parts.proximal import FedProx
-from everfed.parts.sparse import dense, sparse
+from everfed.parts.personal.decomposed import channel_means, composed, large, least_entropy, pruned
+from everfed.parts.personal.fedweit import FedWeIT
+from everfed.parts.personal.sparse import dense, sparse
+from everfed.parts.regularise.proximal import FedProx
+from everfed.parts.shared.layers import hidden_weights
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Outcome, Toy
 

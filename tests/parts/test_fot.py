@@ -16,8 +16,8 @@ from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
 from everfed.core.tree import equal
-from everfed.parts.fot import FOT, Sketch, directions, extended, input_columns, outside, wanted_share
-from everfed.parts.layers import fan_in, hidden_weights
+from everfed.parts.project.fot import FOT, Sketch, directions, extended, input_columns, outside, wanted_share
+from everfed.parts.shared.layers import fan_in, hidden_weights
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Toy
 

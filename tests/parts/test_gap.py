@@ -10,7 +10,7 @@ from everfed.core.method import Method
 from everfed.metrics.alignment import local_global_gap
 from tests.support.toy import Bench, Outcome, Toy
 
-PARTS = ["fedavg", "everfed.parts.gap:Gap"]
+PARTS = ["fedavg", "everfed.parts.project.gap:Gap"]
 
 
 def looked(stream: Toy | None = None) -> Bench:

@@ -21,12 +21,12 @@ from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import BOUNDARIES, CompositionError
 from everfed.models.lenet import EncoderBlueprint
-from everfed.parts.glfc import GLFC, class_weights
-from everfed.parts.herding import herd
-from everfed.parts.memory import stored
-from everfed.parts.policy import Policy
-from everfed.parts.prototypes import encoded, label_of, reconstructed
-from everfed.parts.transition import OnTransition, entropy
+from everfed.parts.generative.glfc import GLFC, class_weights
+from everfed.parts.generative.prototypes import encoded, label_of, reconstructed
+from everfed.parts.memory.buffer import stored
+from everfed.parts.memory.herding import herd
+from everfed.parts.memory.policy import Policy
+from everfed.parts.memory.transition import OnTransition, entropy
 from tests.parity.test_resume import assert_resumes
 from tests.parity.test_wire import assert_same
 from tests.support.rehearsal_free import ClassToy

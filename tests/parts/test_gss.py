@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from everfed.parts.gss import (
+from everfed.parts.selection.diversity import objective
+from everfed.parts.selection.gss import (
     cluster_offer,
     cluster_select,
     distances,
@@ -20,7 +21,6 @@ from everfed.parts.gss import (
     greedy_select,
     greedy_slot,
 )
-from everfed.parts.selection import objective
 
 quick = settings(max_examples=60)
 streams = arrays(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.parts.herding import herd, quota
+from everfed.parts.memory.herding import herd, quota
 
 
 def unit(rows: np.ndarray) -> np.ndarray:

@@ -10,9 +10,9 @@ from everfed import methods
 from everfed.core.data import Data
 from everfed.core.method import compose
 from everfed.core.part import CompositionError
-from everfed.parts.average import FedAvg
-from everfed.parts.ideal import Ideal
-from everfed.parts.memory import Memory
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.memory.buffer import Memory
+from everfed.parts.memory.ideal import Ideal
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from everfed.parts.importance import importance, informative_step, most_important, proximity
-from everfed.parts.sample_gradients import sample_gradient_norms
+from everfed.parts.selection.importance import importance, informative_step, most_important, proximity
+from everfed.parts.selection.sample_gradients import sample_gradient_norms
 
 CENTRES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.5, 0.5]], dtype=torch.float64)
 START = torch.zeros(2, dtype=torch.float64)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from everfed.parts.inversion import (
+from everfed.parts.generative.inversion import (
     batch_statistics,
     content,
     diversity,

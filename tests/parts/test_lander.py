@@ -14,14 +14,14 @@ from torch import Tensor
 
 from everfed.core.context import TrainOptions
 from everfed.core.extras import registered
-from everfed.core.fit import Fitted
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, State
+from everfed.core.trainer import Fitted
 from everfed.core.tree import equal
-from everfed.parts.adversary import bound
-from everfed.parts.anchors import hashed_names, sentence_anchors
-from everfed.parts.lander import Lander, class_weights
-from everfed.parts.noisy_synthesis import NoisySynthesizer, balanced
+from everfed.parts.generative.adversary import bound
+from everfed.parts.generative.anchors import hashed_names, sentence_anchors
+from everfed.parts.generative.lander import Lander, class_weights
+from everfed.parts.generative.noisy_synthesis import NoisySynthesizer, balanced
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import SMALL, Bench, Norm
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from everfed import methods
 from everfed.core.context import TrainOptions
-from everfed.core.fit import Fitted
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
+from everfed.core.trainer import Fitted
 from everfed.core.tree import clone, equal, tensor_bytes
-from everfed.parts.teacher import divergence
+from everfed.parts.shared.teacher import divergence
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Toy
 

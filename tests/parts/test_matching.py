@@ -12,8 +12,8 @@ from hypothesis.extra.numpy import arrays
 from scipy.optimize import minimize
 from torch import Tensor
 
-from everfed.parts import matching
-from everfed.parts.matching import (
+from everfed.parts.project import matching
+from everfed.parts.project.matching import (
     Matching,
     SoftmaxSGD,
     combine,

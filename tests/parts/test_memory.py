@@ -14,7 +14,7 @@ from scipy import stats
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.schedule import minibatches
-from everfed.parts.memory import NAME, Memory, filled, replay_rows, reservoir_rows
+from everfed.parts.memory.buffer import NAME, Memory, filled, replay_rows, reservoir_rows
 from tests.support.toy import Bench, Norm, Toy
 
 

@@ -16,16 +16,16 @@ from everfed import api, methods
 from everfed.core.companion import first_vectors
 from everfed.core.context import TrainOptions
 from everfed.core.data import Data
-from everfed.core.fit import Fitted
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Model
 from everfed.core.runner import Diverged, Runner, RunState
 from everfed.core.score import Exam
 from everfed.core.step import Step
+from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
 from everfed.core.world import Moment
-from everfed.parts.data_free import TERMS
-from everfed.parts.mfcl import MFCL, PHASE, abd_weights, distillation
+from everfed.parts.generative.data_free import TERMS
+from everfed.parts.generative.mfcl import MFCL, PHASE, abd_weights, distillation
 from everfed.store.clients import ClientStore
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import SMALL, Bench, Norm, Paused, Toy, comparable
@@ -116,7 +116,7 @@ def without_current(case: Bench) -> Bench:
 
 def _compose(part: MFCL) -> Any:
     from everfed.core.method import compose
-    from everfed.parts.average import FedAvg
+    from everfed.parts.aggregate.average import FedAvg
 
     return compose(FedAvg(), part, name="mfcl")
 

@@ -8,7 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from everfed.parts.near_optimality import (
+from everfed.parts.selection.near_optimality import (
     POLICIES,
     READINGS,
     brute_force,

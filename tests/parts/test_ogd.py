@@ -15,7 +15,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.core.tree import equal, tensor_bytes
-from everfed.parts.ogd import OGD, extended, principal, project_out, widened
+from everfed.parts.project.ogd import OGD, extended, principal, project_out, widened
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Given, Linear, Toy
 
@@ -161,7 +161,7 @@ def test_blocks_do_not_change_the_projection(monkeypatch: pytest.MonkeyPatch) ->
     basis, g = random_basis(1, count=4, size=1000)
     stored = OGD(storage="float16")._stored(basis)
     whole = project_out(g, stored)
-    monkeypatch.setattr("everfed.parts.ogd._BLOCK", 4 * 77)
+    monkeypatch.setattr("everfed.parts.project.ogd._BLOCK", 4 * 77)
     assert torch.allclose(project_out(g, stored), whole, atol=1e-6)
 
 

@@ -16,11 +16,11 @@ from everfed.core.context import TrainOptions
 from everfed.core.data import Data
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.parts.gradient_rows import GradientOptions, features_at, gradients_at
-from everfed.parts.memory import NAME, Memory, filled, stored
-from everfed.parts.policies import POLICIES, ReFed, make_policy
-from everfed.parts.policy import Pool
-from everfed.parts.selection import select
+from everfed.parts.memory.buffer import NAME, Memory, filled, stored
+from everfed.parts.memory.policies import POLICIES, ReFed, make_policy
+from everfed.parts.memory.policy import Pool
+from everfed.parts.selection.diversity import select
+from everfed.parts.selection.gradient_rows import GradientOptions, features_at, gradients_at
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.parts.projection import check_finite, project
+from everfed.parts.project.projection import check_finite, project
 
 
 @st.composite

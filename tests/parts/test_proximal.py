@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from everfed.core.context import TrainOptions
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.parts.average import FedAvg
-from everfed.parts.proximal import FedProx
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.regularise.proximal import FedProx
 from tests.support.toy import Bench, Given, Linear, Norm, mean_square
 
 A, C = 4.0, 3.0  # F(w) = a/2 (w - c)^2

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.parts.random_policies import approximate_uniform, fixed_proportion, naive_uniform
+from everfed.parts.memory.random_policies import approximate_uniform, fixed_proportion, naive_uniform
 
 Choose = Callable[[int, int, int, int, np.random.Generator], np.ndarray]
 POLICIES: dict[str, Choose] = {

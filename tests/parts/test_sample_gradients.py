@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from everfed.parts.random_projection import RandomProjection
-from everfed.parts.sample_gradients import (
+from everfed.parts.selection.diversity import Candidates
+from everfed.parts.selection.random_projection import RandomProjection
+from everfed.parts.selection.sample_gradients import (
     activation_bytes,
     bytes_needed,
     last_layer,
     sample_gradient_norms,
     sample_gradients,
 )
-from everfed.parts.selection import Candidates
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.optimize import minimize
 
-from everfed.parts.capped_simplex import (
+from everfed.parts.selection.capped_simplex import (
     accelerated_projected_gradient,
     largest,
     largest_eigenvalue,
@@ -20,8 +20,7 @@ from everfed.parts.capped_simplex import (
     pairwise_descent,
     refine_by_swaps,
 )
-from everfed.parts.near_optimality import draw_gradients
-from everfed.parts.selection import (
+from everfed.parts.selection.diversity import (
     Candidates,
     convex_weights,
     objective,
@@ -29,6 +28,7 @@ from everfed.parts.selection import (
     select,
     zero_diagonal_weights,
 )
+from everfed.parts.selection.near_optimality import draw_gradients
 
 quick = settings(max_examples=60)
 finite = st.floats(-1e6, 1e6, allow_nan=False, width=64)

@@ -19,9 +19,9 @@ from everfed.core.data import Data
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.parts.average import FedAvg
-from everfed.parts.matching import match_gradients
-from everfed.parts.stamp import STAMP, balanced, per_class
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.project.matching import match_gradients
+from everfed.parts.project.stamp import STAMP, balanced, per_class
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 
 TRAIN = TrainOptions(2, 5, Optimizer(lr=0.1))

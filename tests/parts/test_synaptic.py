@@ -11,8 +11,8 @@ from torch import Tensor
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal
-from everfed.parts.path import importance
-from everfed.parts.synaptic import SynapticIntelligence
+from everfed.parts.regularise.path import importance
+from everfed.parts.regularise.synaptic import SynapticIntelligence
 from tests.support.toy import Bench, Toy
 
 FULL_BATCH = TrainOptions(50, 12, Optimizer(lr=0.005))

@@ -22,13 +22,13 @@ from everfed.core.part import CompositionError
 from everfed.core.runner import RunState
 from everfed.core.step import Batch, Step
 from everfed.core.tree import clone, equal, tensor_bytes
-from everfed.parts.adversary import adversarial, divergences, statistics_distance
-from everfed.parts.average import FedAvg
-from everfed.parts.image_pool import affine, cycled, to_bytes
-from everfed.parts.lander import Lander
-from everfed.parts.synthetic_replay import SyntheticReplay
-from everfed.parts.target import Target
-from everfed.parts.teacher import among, soft_cross_entropy
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.generative.adversary import adversarial, divergences, statistics_distance
+from everfed.parts.generative.image_pool import affine, cycled, to_bytes
+from everfed.parts.generative.lander import Lander
+from everfed.parts.generative.synthetic_replay import SyntheticReplay
+from everfed.parts.generative.target import Target
+from everfed.parts.shared.teacher import among, soft_cross_entropy
 from everfed.streams import from_arrays
 from tests.support.rehearsal_free import ClassToy
 from tests.support.spy import Seen, spied
@@ -357,8 +357,8 @@ def test_options_outside_their_range_are_refused(options: dict[str, Any], messag
 
 def test_what_does_not_fit_is_refused() -> None:
     from everfed.core.method import compose
-    from everfed.parts.memory import Memory
-    from everfed.parts.replay import Replay
+    from everfed.parts.memory.buffer import Memory
+    from everfed.parts.memory.replay import Replay
 
     with pytest.raises(CompositionError, match="part 'target' trains on its own synthetic images; remove 'er'"):
         compose(FedAvg(), Memory(8), Replay(), Target())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from everfed.parts.teacher import classes_of, tasks_before
+from everfed.parts.shared.teacher import classes_of, tasks_before
 from tests.support.small_stream import small_stream
 from tests.support.toy import Bench
 

@@ -21,7 +21,6 @@ from everfed.core.context import Context, Facts, TrainOptions
 from everfed.core.data import Data
 from everfed.core.engine import Engine
 from everfed.core.extras import attach
-from everfed.core.fit import Trainer
 from everfed.core.layout import Layout
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
@@ -29,6 +28,7 @@ from everfed.core.part import Model, State
 from everfed.core.phase import Phase
 from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.stream import RoundPlan
+from everfed.core.trainer import Trainer
 from everfed.core.world import Moment, World
 from everfed.engines.eager import Eager
 from everfed.store.clients import ClientStore

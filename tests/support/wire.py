@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.fit import Trainer
 from everfed.core.message import Message, Once, addressed
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
 from everfed.core.runner import Runner, RunState
 from everfed.core.score import Exam, score_tasks
+from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree, from_bytes, to_bytes
 from everfed.core.world import Moment
 from everfed.engines.base import call

@@ -1,0 +1,1 @@
+"""How the clients' models become the shared one."""

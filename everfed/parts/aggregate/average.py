@@ -1,0 +1,69 @@
+"""FedAvg: the shared model is the mean of the clients' models (McMahan et al., 2017), or a robust one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from everfed.core.context import Context
+from everfed.core.message import MODEL
+from everfed.core.part import Model, Part, State
+from everfed.core.reduce import Mean, Reducer
+from everfed.core.tree import Tree
+from everfed.parts.aggregate.robust import ClippedMean, Median, TrimmedMean
+
+REDUCERS = ("mean", "trimmed-mean", "median", "norm-clipping")
+
+
+@dataclass(frozen=True)
+class FedAvg(Part):
+    """weighting: "uniform" gives every client 1/K (FedGP), "samples" gives it n_k/n (McMahan).
+
+    reducer: "mean"; against clients that lie, "trimmed-mean" (of every coordinate the `trim` smallest and largest are
+    cut off), "median" (of every coordinate), or "norm-clipping" (updates of an L2 norm above `norm` are scaled down
+    to it). The robust ones see every client's model, and give each the same weight.
+    """
+
+    weighting: str = "uniform"
+    reducer: str = "mean"
+    trim: int = 1
+    norm: float = 10.0
+
+    name: ClassVar[str] = "fedavg"
+    aggregates: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("uniform", "samples"):
+            raise ValueError(f"weighting must be 'uniform' or 'samples'; got {self.weighting!r}")
+        if self.reducer not in REDUCERS:
+            raise ValueError(f"reducer must be one of {', '.join(REDUCERS)}; got {self.reducer!r}")
+        if self.reducer != "mean" and self.weighting == "samples":
+            raise ValueError(
+                f"weighting must be 'uniform' with reducer = {self.reducer!r}: weights are clients' claims"
+            )
+        if self.trim < 1:
+            raise ValueError(f"trim must be at least 1; got {self.trim}")
+        if not self.norm > 0:
+            raise ValueError(f"norm must be above 0; got {self.norm}")
+
+    def reducers(self) -> Mapping[str, Reducer]:
+        if self.reducer == "norm-clipping":
+            return {"update": ClippedMean(self.norm), "stats": Median(), "counters": Median()}
+        robust: dict[str, Reducer] = {"trimmed-mean": TrimmedMean(self.trim), "median": Median()}
+        mean = robust.get(self.reducer, Mean(weighted=self.weighting == "samples"))
+        return {"params": mean, "stats": mean, "counters": mean}
+
+    def upload(self, model: Model, message: dict[str, Tree], ctx: Context) -> Tree:
+        sent: Tree = dict(model) if ctx.options.batchnorm != "local" else {"params": model["params"]}
+        if self.reducer == "norm-clipping":
+            params = sent.pop("params")
+            sent["update"] = params - message[MODEL]["params"].to(params.device)
+        return sent
+
+    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
+        """The mean of what arrived; what nobody sent stays as it was."""
+        model = server[MODEL]
+        if reduced.get("update") is not None:
+            reduced = {**reduced, "params": model["params"].to(reduced["update"].device) + reduced["update"]}
+        return {name: value if reduced.get(name) is None else reduced[name] for name, value in model.items()}

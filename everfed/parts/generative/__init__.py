@@ -1,0 +1,1 @@
+"""Replay without stored samples: generators, synthesis on the server, flows, prototypes."""

@@ -1,0 +1,231 @@
+"""Synthesis on the server: images that a classifier recognises and a student of it does not know yet (TARGET, LANDER).
+
+One synthesis round trains a generator against the frozen classifier (the teacher T) and the student S, keeps the best
+batch it made as 8-bit images, and then distils T into S on all images so far (`student.py`):
+
+    L = bn L_bn + oh CE(T(x_a), y) + adv L_adv + what the method adds        x_a: the generator's images, augmented
+
+L_bn compares what T's BatchNorm layers have stored with the statistics of their inputs, those of earlier rounds mixed
+in. What a round takes and gives are vectors, so a run can stop and go on between two rounds. Steps work on tensors at
+fixed places, which an engine may capture; all draws are made ahead, on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from everfed.core.companion import Blueprint, first_vectors
+from everfed.core.context import Context
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import Model
+from everfed.core.trainer import Trainer
+from everfed.core.tree import Tree
+from everfed.parts.generative.adversary import adversarial, statistics_distance
+from everfed.parts.generative.image_pool import LEVELS, Augmentation, affine, to_bytes
+from everfed.parts.generative.inversion import Statistics, batch_statistics
+from everfed.parts.generative.student import Lesson, Student, fresh_student
+from everfed.parts.shared.features import head_inputs
+from everfed.parts.shared.layers import in_precision
+from everfed.parts.shared.teacher import among
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """How images are made. batch: images of a round. steps: of the generator in a round. lr: of the generator. bn, oh,
+    adv: weights of the terms. mask: where L_adv counts, see `adversarial`. momentum: share of the earlier rounds in the
+    batch statistics. capacity: images that are kept at most. lesson: how the student is trained in a round."""
+
+    batch: int
+    steps: int
+    lr: float
+    bn: float
+    oh: float
+    adv: float
+    mask: str
+    momentum: float
+    capacity: int
+    lesson: Lesson
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is particular to a round. adversary: does L_adv count? keep: is the batch kept? rate: the student's learning
+    rate, 0 where it is not trained."""
+
+    adversary: bool
+    keep: bool
+    rate: float
+
+
+class Synthesizer(ABC):
+    """One kind of synthesis on one trainer. Subclasses say what the generator is given and how it is trained."""
+
+    optimizer = Optimizer("adam", beta1=0.5, beta2=0.999)
+
+    def __init__(self, trainer: Trainer, blueprint: Blueprint, how: Synthesis, shape: tuple[int, ...]) -> None:
+        self.trainer, self.blueprint, self.how, self.device = trainer, blueprint, how, trainer.device
+        self.generator = trainer.companion(blueprint)
+        self.student = Student(trainer, how.lesson, shape, how.capacity)
+        self.augmentation = Augmentation(trainer.stream, how.steps, how.batch, self.device)
+        self.classes = torch.zeros(trainer.stream.classes, dtype=torch.bool, device=self.device)
+        self.targets = torch.zeros(how.batch, dtype=torch.int64, device=self.device)
+        self.lowest, self.images = self.zeros(), self.zeros(how.batch, *shape)
+        self.step = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.rate = torch.tensor(how.lr, device=self.device)
+        self.offset, self.scale = affine(trainer.stream, shape, self.device)
+        self._statistics_places(shape)
+        self.loops: dict[bool, Callable[[int], None]] = {}
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, device=self.device)
+
+    def _statistics_places(self, shape: tuple[int, ...]) -> None:
+        """Room for the statistics of every BatchNorm layer, in the order of their use."""
+        module = self.trainer.replica.module.eval()
+        with torch.no_grad(), in_precision(self.trainer), batch_statistics(module) as found:
+            module(self.zeros(2, *shape))
+        self.widths = [len(mean) for _, (mean, _) in tracked(found)]
+        self.kept, self.latest = self.zeros(2, sum(self.widths)), self.zeros(2, sum(self.widths))
+        self.mix = self.zeros()
+
+    # what methods decide -------------------------------------------------------------------------------------------
+    @abstractmethod
+    def first(self, generator: Model, ctx: Context) -> Tree:
+        """What the generator's training remembers before the first round."""
+
+    @abstractmethod
+    def load(self, own: Tree, ctx: Context) -> None:
+        """Take up what the generator's training remembers, with the targets known; make this round's draws."""
+
+    @abstractmethod
+    def source(self) -> Tensor:
+        """What the generator is given."""
+
+    @abstractmethod
+    def improve(self, loss: Tensor) -> None:
+        """One step of the generator, and of what is trained beside it."""
+
+    @abstractmethod
+    def read(self) -> Tree:
+        """What the generator's training remembers after the round; copies."""
+
+    @abstractmethod
+    def places(self) -> list[Tensor]:
+        """Every tensor that `improve` changes."""
+
+    @abstractmethod
+    def choose(self, classes: np.ndarray, ctx: Context) -> np.ndarray:
+        """(batch,) what the images should be of."""
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Augmented images, values up to 255, as network inputs."""
+        return self.offset + pixels / LEVELS * self.scale
+
+    def further(self, features: Tensor) -> Tensor | None:
+        """What the method adds to the loss, given the teacher's features of the images."""
+        return None
+
+    # a round -------------------------------------------------------------------------------------------------------
+    def begin(self, teacher: Model, ctx: Context) -> Tree:
+        """What is remembered before the first round."""
+        generator = first_vectors(self.blueprint, ctx.key("generator"))
+        student = fresh_student(self.trainer, teacher, ctx.rng("student"))
+        return {"generator": self.first(generator, ctx), "student": self.student.first(student)}
+
+    def round(self, teacher: Model, work: Tree, pool: Tensor, classes: Tensor, turn: Turn, ctx: Context) -> Tree:
+        """{"work": what is remembered, "pool": all images so far}; none of the inputs is changed.
+
+        pool: (n, ...) uint8. classes: (C,) mask of those that images may be of.
+        """
+        self.trainer.replica.load(teacher)
+        self.trainer.replica.module.eval()
+        self.classes.copy_(classes)
+        self._draw(classes, ctx)
+        self._load_statistics(work.get("statistics"))
+        self.student.load(work["student"])
+        self.load(work["generator"], ctx)
+        self._loop(turn.adversary)(self.how.steps)
+        if turn.keep:
+            pool = torch.cat([pool.to(self.device), to_bytes(self.images)])
+        if turn.rate and len(pool):
+            self.student.learn(pool, self.classes, turn.rate, ctx)
+        statistics = torch.lerp(self.latest, self.kept, self.mix)
+        work = {"generator": self.read(), "student": self.student.read(), "statistics": statistics}
+        return {"work": {**work, "loss": self.lowest.clone()}, "pool": pool}
+
+    def _draw(self, classes: Tensor, ctx: Context) -> None:
+        allowed = classes.cpu().nonzero().squeeze(1).numpy()
+        self.targets.copy_(torch.from_numpy(self.choose(allowed, ctx)))
+        self.augmentation.draw(ctx.rng("augment"))
+        self.step.zero_()
+        self.lowest.fill_(math.inf)
+
+    def _load_statistics(self, kept: Tensor | None) -> None:
+        """In the first round there is nothing to mix in."""
+        self.mix.fill_(0.0 if kept is None else self.how.momentum)
+        if kept is not None:
+            self.kept.copy_(kept)
+
+    def _loop(self, adversary: bool) -> Callable[[int], None]:
+        if adversary not in self.loops:
+            own = [self.lowest, self.images, self.step, self.latest]
+            body = partial(self._improve, adversary)
+            self.loops[adversary] = self.trainer.loop(body, [*own, *self.places()], self.generator.generator)
+        return self.loops[adversary]
+
+    # a step --------------------------------------------------------------------------------------------------------
+    def _improve(self, adversary: bool) -> None:
+        with in_precision(self.trainer):
+            images = self.generator.module(self.source()).float()
+        inputs = self.normalise(self.augmentation(images * LEVELS, self.step))
+        loss = self.loss(inputs, adversary)
+        self._remember(images.detach(), loss.detach())
+        self.improve(loss)
+        self.step.add_(1)
+
+    def loss(self, inputs: Tensor, adversary: bool) -> Tensor:
+        """The loss of network inputs, on the autograd tape."""
+        module, how = self.trainer.replica.module, self.how
+        with in_precision(self.trainer), batch_statistics(module) as found, head_inputs(module) as features:
+            teacher = among(module(inputs).float(), self.classes)
+        loss = how.oh * functional.cross_entropy(teacher, self.targets)
+        if self.widths:
+            loss = loss + how.bn * self._statistics(found)
+        if adversary:
+            student = among(self.student.answers(inputs), self.classes)
+            loss = loss + how.adv * adversarial(student, teacher, how.mask)
+        added = self.further(features[0].float())
+        return loss if added is None else loss + added
+
+    def _statistics(self, found: Statistics) -> Tensor:
+        """L_bn; takes note of the batch's own statistics."""
+        pairs = tracked(found)
+        now = torch.stack([torch.cat([seen[row] for _, seen in pairs]) for row in (0, 1)])
+        self.latest.copy_(now.detach())
+        means, variances = torch.lerp(now, self.kept, self.mix).split(1)
+        mixed = zip(means[0].split(self.widths), variances[0].split(self.widths), strict=True)
+        return statistics_distance([stored for stored, _ in pairs], list(mixed))
+
+    def _remember(self, images: Tensor, loss: Tensor) -> None:
+        """Keep the batch with the lowest loss."""
+        better = loss < self.lowest
+        self.lowest.copy_(torch.where(better, loss, self.lowest))
+        self.images.copy_(torch.where(better, images, self.images))
+
+
+def tracked(found: Statistics) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    """((mean, variance) stored, (mean, variance) seen) of every layer that stores any."""
+    return [
+        ((layer.running_mean, layer.running_var), seen)
+        for layer, seen in zip(found.layers, found.seen, strict=True)
+        if layer.running_mean is not None and layer.running_var is not None
+    ]

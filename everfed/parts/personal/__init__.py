@@ -1,0 +1,1 @@
+"""Models that differ from client to client."""

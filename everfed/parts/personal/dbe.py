@@ -1,0 +1,116 @@
+"""FedDBE: domain bias eliminator (Zhang et al., 2023).
+
+Between base f and head h every client adds a vector of its own, which takes up what is peculiar to its data:
+
+    prediction = h(f(x) + c_k)                                                                        (Eq. 4)
+
+c_k is trained with the model, never sent, and used when the client is scored. Optionally the mean feature is drawn to a
+consensus m, fixed before the first round: the data-weighted mean of the clients' running feature means after one local
+training without c_k. The term is
+
+    weight * mean_j (r_j - m_j)^2 / 2,   r <- (1 - momentum) r + momentum * (mean feature of the batch)  (Eq. 5)
+
+with r reset at each local training. The published configurations have weight 0; then nothing reads m, and the
+initialisation is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from everfed.core.context import Context
+from everfed.core.data import Data
+from everfed.core.extras import Extras
+from everfed.core.message import MODEL, Once
+from everfed.core.part import Model, Part, State
+from everfed.core.phase import FIRST, Cohort, Phase, Position
+from everfed.core.reduce import Mean
+from everfed.core.step import Step
+from everfed.core.tree import Tree
+from everfed.parts.shared.checks import at_least
+from everfed.parts.shared.features import head_weight, through_head
+
+
+@dataclass(frozen=True)
+class DBE(Part):
+    """weight: kappa_r. momentum: of the running mean."""
+
+    weight: float = 0.0
+    momentum: float = 0.1
+
+    name: ClassVar[str] = "dbe"
+    personal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "weight")
+        if not 0.0 < self.momentum <= 1.0:
+            raise ValueError(f"momentum must be above 0 and at most 1; got {self.momentum}")
+
+    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
+        """c_k, as long as a feature vector."""
+        return {"vector": torch.zeros(head_weight(ctx.facts.layout).shape[1])}
+
+    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
+        vector = cast(Extras, module.extras)[self.name]["vector"]
+        outputs, features = through_head(module, x, None if "alone" in own else lambda f: f + vector)  # Eq. 4
+        if module.training and "mean" in own:
+            own.setdefault("batch", features.float().mean(0))  # for `loss`; the first of a step is the real batch
+        return outputs
+
+    # the consensus -----------------------------------------------------------------------------------------------
+    def phases(self) -> tuple[Phase, ...]:
+        everybody = Phase(
+            "features", owner=self.name, cohort=Cohort.ALL, when=FIRST, position=Position.BEFORE, reduce=self._mean()
+        )
+        return (everybody,) if self.weight else ()
+
+    def _mean(self) -> Mapping[str, Mean]:
+        return {"mean": Mean(weighted=True)}
+
+    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """One local training without c_k, of which nothing is kept but the running mean."""
+        if len(data) == 0:
+            return {}, {}
+        model = message[MODEL]
+        mean = self._zeros(ctx, model)
+        state = {self.name: {"mean": mean, "alone": torch.ones_like(mean)}}
+        fitted = ctx.train.fit(ctx, (self,), model, model["params"], state, {}, data, tag="features")
+        return {}, {"mean": fitted.state[self.name]["mean"]}
+
+    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+        if phase != "features" or reduced.get("mean") is None:
+            return server.get(self.name, {})
+        return {"mean": reduced["mean"]}
+
+    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+        held = server.get(self.name, {})
+        return {"mean": Once("consensus", held["mean"])} if phase == "train" and held else {}
+
+    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+        """The running mean begins anew with every local training."""
+        return ({"mean": self._zeros(ctx, model)} if self.weight else {}), model
+
+    def _zeros(self, ctx: Context, model: Model) -> Tensor:
+        return torch.zeros(head_weight(ctx.facts.layout).shape[1], device=model["params"].device)
+
+    # a step ------------------------------------------------------------------------------------------------------
+    def loss(self, step: Step) -> Tensor | None:
+        consensus = step.message.get(self.name, {}).get("mean")
+        if consensus is None or not self.weight:
+            return None
+        return self.weight * 0.5 * (self._running(step) - consensus).square().mean()  # Eq. 5
+
+    def _running(self, step: Step) -> Tensor:
+        own = step.state[self.name]
+        return (1.0 - self.momentum) * own["mean"] + self.momentum * own["batch"]
+
+    def after(self, step: Step) -> None:
+        own = step.state.get(self.name, {})
+        if "batch" in own:
+            own["mean"].copy_(self._running(step).detach())
+            del own["batch"]

@@ -1,0 +1,293 @@
+"""FedL2P: federated learning to personalise (Lee et al., 2023).
+
+Two small meta-nets (`meta_nets.py`), shared by all clients, say from the statistics of a client's data how the global
+model is fine-tuned there: a learning rate for every parameter tensor (LR-Net) and, for every BatchNorm layer, how far
+its statistics move to the client's own (BN-Net),
+
+    statistics_l = (1 - beta_l) stored_l + beta_l client_l                                            (Eq. 3)
+
+After every aggregation each participant fine-tunes the model on 80 % of its data and improves the meta-nets on what is
+left. The gradient of the validation loss L_V goes through the fine-tuned weights by implicit differentiation: they are
+taken for a fixed point of the update u(w) = rates (.) grad L_T(w), so
+
+    d L_V / d meta = dL_V/dmeta - dL_V/dw [du/dw]^-1 du/dmeta,   [du/dw]^-1 ~ a sum_{j < K} (I - a du/dw)^j    (Eq. 7)
+
+The server averages the meta-nets. Clients are scored with the model they fine-tuned last. In the original the base is
+pretrained and fixed; how it is used in continual learning is not described. Here FedAvg trains it at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from everfed.core.context import Context
+from everfed.core.data import Data
+from everfed.core.layout import Layout
+from everfed.core.message import MODEL
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import Model, Part, State
+from everfed.core.phase import Phase
+from everfed.core.reduce import Mean
+from everfed.core.step import Step
+from everfed.core.tree import Tree
+from everfed.parts.personal.meta_nets import MEAN, VARIANCE, MetaNets, Sites, symmetric_divergence
+from everfed.parts.personal.moments import Seen, watch_inputs
+from everfed.parts.shared.checks import at_least
+from everfed.parts.shared.features import network
+
+CLAMP = 1.0  # of every entry of a hypergradient
+
+
+@dataclass(frozen=True)
+class FedL2P(Part):
+    """epochs: of fine-tuning. outer_epochs, meta_lr: of the meta-nets, by SGD over the held-out `validation` share.
+    terms, step: K and a of Eq. 7. hidden: width of the meta-nets. base_rate: first value of every learned rate.
+    limit: of the factors on it."""
+
+    epochs: int = 15
+    outer_epochs: int = 3
+    meta_lr: float = 1e-3
+    validation: float = 0.2
+    terms: int = 3
+    step: float = 0.1
+    hidden: int = 100
+    base_rate: float = 1e-3
+    limit: float = 1000.0
+
+    name: ClassVar[str] = "fedl2p"
+    personal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "epochs", "outer_epochs", "meta_lr", "step", "base_rate", "limit")
+        at_least(self, 1, "terms", "hidden")
+        if not 0.0 < self.validation < 1.0:
+            raise ValueError(f"validation must lie between 0 and 1, both excluded; got {self.validation}")
+
+    def nets(self, layout: Layout) -> MetaNets:
+        return MetaNets(Sites.of(layout), self.hidden, self.base_rate, self.limit)
+
+    # the server --------------------------------------------------------------------------------------------------
+    def server_slots(self, ctx: Context) -> Tree:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(ctx.key("meta-nets"))
+            return {"meta": self.nets(ctx.facts.layout).vector()}
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase("meta", owner=self.name, reduce={"meta": Mean(weighted=True)}),)
+
+    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+        return dict(server[self.name]) if phase == "meta" else {}
+
+    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+        return {"meta": reduced["meta"]} if phase == "meta" and reduced.get("meta") is not None else server[self.name]
+
+    # the client --------------------------------------------------------------------------------------------------
+    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
+        """While a client fine-tunes, BatchNorm uses the statistics that BN-Net chose."""
+        if "fixed" not in own:
+            outputs: Tensor = module(x)
+            return outputs
+        with fixed_statistics(module):
+            outputs = module(x)
+        return outputs
+
+    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        if len(data) < 2:
+            return {}, {}
+        model, device = message[MODEL], ctx.train.device
+        train, held = self._split(data, ctx)
+        look = Look.at(model, train, ctx)
+        meta, nets = message[self.name]["meta"].to(device), self.nets(ctx.facts.layout).to(device)
+        with torch.no_grad():
+            rates, betas = nets.at(meta, look.inputs, look.divergences)
+        tuned = self.tune(look.mixed(model, betas), rates, train, ctx)
+        meta = self._improve(meta, nets, look, tuned, train, held, ctx)
+        return {k: v.clone() for k, v in tuned.items()}, {"meta": meta}
+
+    def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
+        own = client.get(self.name, {})
+        return {k: own[k].to(v.device) for k, v in model.items()} if "params" in own else model
+
+    def _split(self, data: Data, ctx: Context) -> tuple[Data, Data]:
+        order = ctx.rng("validation").permutation(len(data))
+        held = min(max(1, round(self.validation * len(data))), len(data) - 1)
+        return data.take(np.sort(order[held:])), data.take(np.sort(order[:held]))
+
+    def tune(self, model: Model, rates: Tensor, data: Data, ctx: Context) -> Model:
+        """Fine-tuned with a rate per tensor; `model` holds the statistics to use."""
+        if self.epochs == 0:
+            return model
+        vector = spread(rates, ctx.facts.layout)
+        state: State = {self.name: {"fixed": torch.ones((), device=vector.device)}, Rates.name: {"rates": vector}}
+        fitted = ctx.train.fit(
+            ctx.at(rate=1.0),
+            (self, _rates()),
+            model,
+            model["params"],
+            state,
+            {},
+            data,
+            epochs=self.epochs,
+            optimizer=Optimizer("sgd", lr=1.0),
+            tag="tune",
+        )
+        return {**model, "params": fitted.model["params"]}
+
+    def _improve(
+        self, meta: Tensor, nets: MetaNets, look: Look, tuned: Model, train: Data, held: Data, ctx: Context
+    ) -> Tensor:
+        """Meta-nets after SGD on the validation loss; every step pairs a held-out minibatch with one to train on."""
+        rng, size = ctx.rng("outer"), ctx.options.batch_size
+        for _ in range(self.outer_epochs):
+            for rows in np.array_split(rng.permutation(len(held)), max(1, -(-len(held) // size))):
+                batch = train.take(rng.permutation(len(train))[:size])
+                gradient = self.hypergradient(meta, nets, look, tuned, batch, held.take(rows), ctx)
+                meta = meta - self.meta_lr * gradient.clamp(-CLAMP, CLAMP)
+        return meta
+
+    def hypergradient(
+        self, meta: Tensor, nets: MetaNets, look: Look, tuned: Model, batch: Data, held: Data, ctx: Context
+    ) -> Tensor:
+        """(M,) gradient of the validation loss with respect to the meta-nets (Eq. 7)."""
+        meta = meta.detach().requires_grad_()
+        rates, betas = nets.at(meta, look.inputs, look.divergences)
+        tensors = {e.name: e.view(tuned["params"]).detach().clone().requires_grad_() for e in ctx.facts.layout.params}
+        learned = [tensors[name] for name in look.sites.tensors]
+        gradients = torch.autograd.grad(
+            look.loss(tensors, betas, batch, ctx), learned, create_graph=True, materialize_grads=True
+        )
+        update = [rate * gradient for rate, gradient in zip(rates, gradients, strict=True)]
+        outer = look.loss(tensors, betas, held, ctx)
+        *v, direct = torch.autograd.grad(outer, [*learned, meta], retain_graph=True, materialize_grads=True)
+        total = v
+        for _ in range(self.terms - 1):
+            moved = torch.autograd.grad(update, learned, v, retain_graph=True, materialize_grads=True)
+            v = [a - self.step * b for a, b in zip(v, moved, strict=True)]
+            total = [a + b for a, b in zip(total, v, strict=True)]
+        (indirect,) = torch.autograd.grad(update, meta, [self.step * t for t in total], materialize_grads=True)
+        return direct - indirect
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a client's data looks like to a model. inputs: (2 layers,) mean and deviation of every layer's input.
+    divergences: (norms,). client, stored: {norm: (mean, variance)} of its input here, and as the model has them."""
+
+    layout: Layout
+    sites: Sites
+    inputs: Tensor
+    divergences: Tensor
+    client: dict[str, tuple[Tensor, Tensor]]
+    stored: dict[str, tuple[Tensor, Tensor]]
+
+    @staticmethod
+    def at(model: Model, data: Data, ctx: Context) -> Look:
+        layout = ctx.facts.layout
+        sites = Sites.of(layout)
+        seen = watch_inputs(ctx.train, model, data.x, sites.layers)
+        stats = {entry.name: entry.view(model["stats"]).to(ctx.train.device) for entry in layout.stats}
+        stored = {norm: (stats[f"{norm}.{MEAN}"], stats[f"{norm}.{VARIANCE}"]) for norm in sites.norms}
+        client = {norm: seen[norm].by_channel() for norm in sites.norms}
+        gaps = [symmetric_divergence(*stored[norm], *client[norm]) for norm in sites.norms]
+        divergences = torch.stack(gaps) if gaps else torch.zeros(0, device=ctx.train.device)
+        return Look(layout, sites, _summary([seen[layer] for layer in sites.layers]), divergences, client, stored)
+
+    def mixture(self, norm: str, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean, variance) of a BatchNorm layer (Eq. 3)."""
+        pairs = zip(self.stored[norm], self.client[norm], strict=True)
+        mean, variance = ((1.0 - beta) * stored + beta * own for stored, own in pairs)
+        return mean, variance
+
+    def mixed(self, model: Model, betas: Tensor) -> Model:
+        """The model with the statistics that the betas ask for."""
+        stats, places = model["stats"].clone(), {entry.name: entry for entry in self.layout.stats}
+        for norm, beta in self._betas(betas):
+            for kind, value in zip((MEAN, VARIANCE), self.mixture(norm, beta), strict=True):
+                places[f"{norm}.{kind}"].view(stats).copy_(value)
+        return {**model, "stats": stats}
+
+    def loss(self, tensors: dict[str, Tensor], betas: Tensor, data: Data, ctx: Context) -> Tensor:
+        """The task loss of a network with `tensors`, differentiable in them and in the betas; eval mode otherwise."""
+        trainer, module = ctx.train, ctx.train.replica.module
+        training = module.training
+        module.eval()
+        x = trainer.stream.inputs(data.x.to(trainer.device))
+        with mixed_norms(module, {norm: self.mixture(norm, beta) for norm, beta in self._betas(betas)}):
+            outputs = functional_call(module, tensors, (x,))
+        module.train(training)
+        return trainer.task_loss(ctx)(outputs, data.y.to(trainer.device))
+
+    def _betas(self, betas: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return zip(self.sites.norms, betas, strict=True)
+
+
+@dataclass(frozen=True)
+class Rates(Part):
+    """Fine-tuning with a learning rate of its own for every parameter."""
+
+    name: ClassVar[str] = "fedl2p-rates"
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        return gradient * step.state[self.name]["rates"]
+
+
+@cache
+def _rates() -> Rates:
+    """One object, so that an engine that keeps captured steps per part finds them again."""
+    return Rates()
+
+
+def spread(rates: Tensor, layout: Layout) -> Tensor:
+    """(P,) the rate of every parameter from one per tensor; 0 for what other parts added."""
+    vector = torch.zeros(layout.size, device=rates.device)
+    for entry, rate in zip(network(layout), rates, strict=True):
+        vector[entry.start : entry.start + entry.size] = rate
+    return vector
+
+
+@contextmanager
+def fixed_statistics(module: nn.Module) -> Iterator[None]:
+    """BatchNorm layers use their statistics, whatever the module's mode."""
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
+    for layer in norms:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in norms:
+            layer.train()
+
+
+@contextmanager
+def mixed_norms(module: nn.Module, statistics: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """BatchNorm layers by hand, because torch's own has no gradient for its running statistics."""
+
+    def by_hand(mean: Tensor, variance: Tensor) -> Any:
+        def normalise(layer: _BatchNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            shape = (1, -1, *(1,) * (args[0].dim() - 2))
+            scale = layer.weight / (variance + layer.eps).sqrt()
+            return (args[0] - mean.view(shape)) * scale.view(shape) + layer.bias.view(shape)
+
+        return normalise
+
+    handles = [module.get_submodule(norm).register_forward_hook(by_hand(*s)) for norm, s in statistics.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _summary(seen: list[Seen]) -> Tensor:
+    """(2 layers,) mean and deviation of every layer's input."""
+    return torch.stack([torch.stack(layer.overall()) for layer in seen]).reshape(-1)

@@ -1,0 +1,1 @@
+"""Rules on gradients and updates: projection, orthogonal directions, matching."""

@@ -1,0 +1,45 @@
+"""A-GEM: a step may not, to first order, increase the loss on a replayed minibatch (Chaudhry et al., 2019).
+
+g_b is the gradient on a minibatch from memory at the current weights; when <g, g_b> < 0 the conflicting part of g is
+removed. The memory is the reservoir and includes the current task, as in FedGP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from everfed.core.context import Context
+from everfed.core.part import Part, State, Tables
+from everfed.core.schedule import Schedule
+from everfed.core.step import Step
+from everfed.core.tree import Tree
+from everfed.parts.memory import buffer as memory
+from everfed.parts.memory.replay import drawn
+from everfed.parts.project.projection import project
+from everfed.parts.shared.checks import at_least
+
+
+@dataclass(frozen=True)
+class AGEM(Part):
+    """batch: replayed samples per step."""
+
+    batch: int = 32
+
+    name: ClassVar[str] = "agem"
+    needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch")
+
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+        return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        replayed = drawn(step, self.name).get(self.name)
+        if replayed is None:
+            return gradient
+        return project(gradient, step.task_gradient(replayed.x, replayed.y))

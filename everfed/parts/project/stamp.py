@@ -1,0 +1,198 @@
+"""STAMP: spatio-temporal gradient matching with a pool of exemplars (CFAgentic workshop, ICML 2025).
+
+The temporal half, on the client. After local training on the current task (theta_0 -> theta_t), a clone is trained on
+the exemplars of every earlier task i (-> theta_i), and the client ends where all of these moves agree:
+
+    Delta_i = theta_i - theta_0,   theta_u = theta_0 + rate * GM_kappa(Delta_1 .. Delta_t)            (Eq. 3, corrected)
+
+with GM of `matching.py`. Without exemplars, in the first task, it is plain local training. The spatial half is
+`fedomg.py`; STAMP is both, and this part with FedAvg is the ablation "client matching only".
+
+The pool holds exemplars of every class of a task, drawn at the task's end and kept for ever. Nothing of it is sent, and
+the phase that draws them sends nothing at all, so traffic is FedAvg's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.core.client import OWN
+from everfed.core.context import Context
+from everfed.core.data import Data
+from everfed.core.part import BOUNDARIES, Model, Part, State, Tables
+from everfed.core.phase import END, Cohort, Phase
+from everfed.core.reduce import Mean, Reducer
+from everfed.core.schedule import Schedule, Table
+from everfed.core.step import Step
+from everfed.core.trainer import Fitted
+from everfed.core.tree import Tree
+from everfed.parts.project.fedomg import angles, check_matching, mean_cosine
+from everfed.parts.project.matching import Scale, Solver, match_gradients
+from everfed.parts.shared.checks import at_least, one_of
+
+CHOICES = {
+    "clone_from": ("after_current", "round_start"),
+    "moments": ("fresh", "copied"),
+    "combine": ("mean", "sum"),
+    "granularity": ("round", "step"),
+}
+
+
+@dataclass(frozen=True)
+class STAMP(Part):
+    """exemplars: of every class, kept per task. kappa, scale, solver: of the matching. rate: lr_t.
+
+    clone_from: clones start "after_current" training (released code: the mean keeps the whole progress) or at
+    "round_start" (the wording of Eq. 3: progress is divided by the number of tasks unless combine = "sum").
+    combine: "mean" as matched, or "sum": times the number of updates. balance: rescale every update to their mean norm.
+    epochs: of a clone over its exemplars (None: as many as local training). moments: a clone's optimiser starts
+    "fresh" or from a copy of the client's. granularity: "round" matches what whole trainings moved; "step" matches the
+    gradients of every minibatch, one per stored task beside the current one. angles: report the mean cosine between a
+    client's updates (Fig. 3); granularity "round" only.
+    """
+
+    exemplars: int = 13
+    kappa: float = 0.25
+    scale: Scale = "1+k2"
+    rate: float = 1.0
+    clone_from: str = "after_current"
+    combine: str = "mean"
+    balance: bool = False
+    epochs: int | None = None
+    moments: str = "fresh"
+    granularity: str = "round"
+    solver: Solver = "exact"
+    angles: bool = False
+
+    name: ClassVar[str] = "stamp"
+    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
+    silent: ClassVar[frozenset[str]] = frozenset({"exemplars"})
+
+    @property
+    def capturable(self) -> bool:  # type: ignore[override]
+        """Matching inside a step solves on the host."""
+        return self.granularity == "round"
+
+    def __post_init__(self) -> None:
+        check_matching(self.kappa, self.scale, self.solver, self.rate)
+        one_of(self, **CHOICES)
+        at_least(self, 0, "exemplars", "epochs")
+
+    def kept(self, own: Tree, task_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        pool = own["host"]["pool"]
+        return np.repeat([int(task) for task in pool], [len(kept["y"]) for kept in pool.values()]).astype(np.int64)
+
+    # the pool ----------------------------------------------------------------------------------------------------
+    def client_slots(self, ctx: Context) -> Tree:
+        """host/pool: {task: {x, y}} in storage form, in host memory."""
+        return {"host": {"pool": {}}}
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase("exemplars", owner=self.name, cohort=Cohort.BOUNDARY, when=END),)
+
+    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        own = client[self.name]
+        if len(data) == 0 or self.exemplars == 0:
+            return own, {}
+        kept = data.take(per_class(data.y.numpy(force=True), self.exemplars, ctx.rng("exemplars")))
+        pool = {**own["host"]["pool"], str(ctx.current_task): {"x": kept.x.cpu(), "y": kept.y.cpu()}}
+        return {**own, "host": {**own["host"], "pool": pool}}, {}
+
+    # matching what trainings moved -------------------------------------------------------------------------------
+    def finish(
+        self, client: State, message: dict[str, Tree], start: Model, fitted: Fitted, data: Data, ctx: Context
+    ) -> Fitted:
+        pool = client[self.name]["host"]["pool"]
+        if not pool or self.granularity == "step":
+            return fitted
+        theta, shared = start["params"].cpu(), ctx.facts.layout.shared
+        trained = [self._clone(task, kept, client, message, start, fitted, ctx) for task, kept in pool.items()]
+        ends = [*trained, fitted.model["params"]]
+        updates = [(end.cpu() - theta)[:shared] for end in ends]  # in host memory: t vectors may outgrow a device
+        matched = theta[:shared] + self.rate * self._matched(updates)  # Eq. 3
+        params = fitted.model["params"].clone()  # personal parameters stay as they were trained
+        params[:shared] = matched.to(params.device)
+        cosine = mean_cosine(updates) if self.angles else None
+        own = {**client[self.name], "host": {"pool": pool, "cosine": cosine}}
+        return replace(fitted, model={**fitted.model, "params": params}, state={**client, self.name: own})
+
+    def _clone(
+        self, task: str, kept: Tree, client: State, message: dict[str, Tree], start: Model, fitted: Fitted, ctx: Context
+    ) -> Tensor:
+        """(P,) where training on the exemplars of an earlier task ends."""
+        after = self.clone_from == "after_current"
+        model = fitted.model if after else start
+        epochs = ctx.options.local_epochs if self.epochs is None else self.epochs
+        if epochs == 0:
+            return model["params"]
+        copied = fitted.moments if after else client[OWN].get("moments")
+        exemplars = Data(kept["x"], kept["y"], np.arange(len(kept["y"]), dtype=np.int64))
+        # a whole pool may be smaller than a minibatch
+        context = ctx.at(options=replace(ctx.options, drop_last=False))
+        moments = copied if self.moments == "copied" else None
+        changed = ctx.train.forward_part  # the only other part whose say matters: how the network is run
+        parts = () if changed is None else (changed,)
+        args = (context, parts, model, start["params"], client, message, exemplars)
+        return ctx.train.fit(*args, epochs=epochs, moments=moments, tag=f"exemplars {task}").model["params"]
+
+    def _matched(self, updates: list[Tensor]) -> Tensor:
+        """GM of the updates; equal norms first and times their number afterwards, where that is asked for."""
+        if self.balance:
+            updates = balanced(updates)
+        matched = match_gradients(updates, self.kappa, self.scale, solver=self.solver)
+        return matched * len(updates) if self.combine == "sum" else matched
+
+    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        own = client[self.name]
+        cosine = own["host"].get("cosine")
+        told = {} if cosine is None else {"cosine": cosine, "updates": len(own["host"]["pool"]) + 1}
+        return {**own, "host": {"pool": own["host"]["pool"]}}, told
+
+    def reducers(self) -> Mapping[str, Reducer]:
+        return {"cosine": Mean(), "updates": Mean()}
+
+    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+        cosine = reduced.get("cosine")
+        return {} if cosine is None else angles("temporal", float(cosine), round(reduced["updates"]))
+
+    # matching the gradients of every step ------------------------------------------------------------------------
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+        """For every step and stored task, which of its exemplars are replayed."""
+        own = client[self.name]
+        if self.granularity == "round":
+            return own, {}
+        rng, size = ctx.rng("replayed"), ctx.options.batch_size
+        pool = own["host"]["pool"]
+        return own, {
+            task: Table.of([rng.permutation(len(kept["y"]))[:size] for _ in range(schedule.steps)])
+            for task, kept in pool.items()
+        }
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        if self.granularity == "round":
+            return gradient
+        pool: dict[str, Tree] = step.state[self.name]["host"]["pool"]
+        gradients = []
+        for task, kept in pool.items():
+            rows = step.rows[self.name][task].cpu()
+            x, y = kept["x"][rows].to(gradient.device), kept["y"][rows].to(gradient.device)
+            gradients.append(step.task_gradient(x, y))
+        return self.rate * self._matched([*gradients, gradient]) if gradients else gradient
+
+
+def per_class(labels: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Positions of `count` samples of every class, uniformly drawn (all where there are fewer), ascending."""
+    chosen = [rng.permutation(np.flatnonzero(labels == label))[:count] for label in np.unique(labels)]
+    return np.sort(np.concatenate(chosen))
+
+
+def balanced(updates: list[Tensor]) -> list[Tensor]:
+    """The updates rescaled to their mean norm; zero updates stay zero."""
+    norms = torch.stack([update.norm() for update in updates])
+    return [update * (norms.mean() / norm) if norm > 0 else update for update, norm in zip(updates, norms, strict=True)]

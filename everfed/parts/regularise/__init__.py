@@ -1,0 +1,1 @@
+"""Penalties and distillation that keep a model near what it knew."""

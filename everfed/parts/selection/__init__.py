@@ -1,0 +1,1 @@
+"""Choosing replay samples by their gradients: solvers, coordination between clients, policies."""

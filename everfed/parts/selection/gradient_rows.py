@@ -1,0 +1,134 @@
+"""The gradients of a client's single samples, as policies ask for them: of all layers or the last, projected or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everfed.core import random
+from everfed.core.context import Context
+from everfed.core.part import Model
+from everfed.parts.selection.random_projection import RandomProjection
+from everfed.parts.selection.sample_gradients import last_layer, sample_gradient_norms, sample_gradients
+
+LAYERS = ("all", "last")
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """How policies that look at gradients compute them, and what is sent of them is that long.
+
+    layers: differentiate "all" parameters, or those of the "last" layer. projection: project every gradient to so
+    many dimensions at random, the same at all clients (0: not at all). memory: GiB that gradients may take.
+    """
+
+    layers: str = "all"
+    projection: int = 0
+    memory: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.layers not in LAYERS:
+            raise ValueError(f"layers must be one of {', '.join(LAYERS)}; got {self.layers!r}")
+        if self.projection < 0:
+            raise ValueError(f"projection must be at least 0 (0: none); got {self.projection}")
+        if not self.memory > 0:
+            raise ValueError(f"memory must be positive (GiB); got {self.memory}")
+
+    @property
+    def limit(self) -> int:
+        """Bytes that gradients may take."""
+        return int(self.memory * 2**30)
+
+    @staticmethod
+    def of(value: Mapping[str, Any] | GradientOptions) -> GradientOptions:
+        """From a table of options. Raises ValueError, which names the key."""
+        if isinstance(value, GradientOptions):
+            return value
+        allowed = [field.name for field in fields(GradientOptions)]
+        for key in value:
+            if key not in allowed:
+                raise ValueError(f"gradients.{key} is not an option; it has {', '.join(allowed)}")
+        try:
+            return GradientOptions(**value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"gradients.{error}") from error
+
+
+def gradients_at(ctx: Context, model: Model, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:
+    """(n, d) gradients of the n single-sample task losses at `model`, in eval mode; samples in storage form."""
+    ctx.train.replica.load(model)
+    return gradients_here(ctx, x, y, options)
+
+
+def gradients_here(ctx: Context, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:
+    """The same at the parameters that the replica holds now, such as those of the current training step."""
+    trainer = ctx.train
+    params = trainer.replica.layout.named(trainer.replica.params)  # float32, whatever the module computes in
+    # one projection for all clients of a run, in all rounds: their sums are added up
+    seed = random.key(ctx.seed, "gradient projection")
+    return sample_gradients(
+        trainer.replica.module,
+        params,
+        _constants(ctx),
+        trainer.stream.inputs(x.to(trainer.device)),
+        y.to(trainer.device),
+        trainer.task_loss(ctx),
+        only=_names(ctx, params, options.layers),
+        projection=RandomProjection(options.projection, seed) if options.projection else None,
+        memory=options.limit,
+    )
+
+
+def norms_at(ctx: Context, model: Model, x: Tensor, y: Tensor, memory: int) -> Tensor:
+    """(n,) lengths of the full gradients of the single-sample task losses at `model`, in eval mode."""
+    trainer = ctx.train
+    trainer.replica.load(model)
+    return sample_gradient_norms(
+        trainer.replica.module,
+        trainer.replica.layout.named(trainer.replica.params),
+        _constants(ctx),
+        trainer.stream.inputs(x.to(trainer.device)),
+        y.to(trainer.device),
+        trainer.task_loss(ctx),
+        memory=memory,
+    )
+
+
+def _constants(ctx: Context) -> dict[str, Tensor]:
+    """What of the module is not trained: buffers and frozen parameters."""
+    module = ctx.train.replica.module
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    return {**frozen, **dict(module.named_buffers())}
+
+
+def _names(ctx: Context, params: dict[str, Tensor], layers: str) -> Sequence[str] | None:
+    """The parameters to differentiate; personal ones never, since what comes of it may be sent."""
+    layout = ctx.facts.layout
+    shared = [entry.name for entry in layout.params if entry.start < layout.shared]
+    if layers == "last":
+        return last_layer({name: params[name] for name in shared})
+    return None if len(shared) == len(params) else shared
+
+
+def features_at(ctx: Context, model: Model, x: Tensor, batch: int = 1000) -> Tensor:
+    """(n, D) what the last linear layer is fed with for each sample, float32, in eval mode."""
+    trainer = ctx.train
+    trainer.replica.load(model)
+    module = trainer.replica.module
+    linear = [layer for layer in module.modules() if isinstance(layer, torch.nn.Linear)]
+    if not linear:
+        raise ValueError("herding needs a network with a linear layer: what that layer is fed with are the features")
+    caught: list[Tensor] = []
+    handle = linear[-1].register_forward_pre_hook(lambda _, fed: caught.append(fed[0].detach().flatten(1).float()))
+    module.eval()
+    try:
+        with torch.no_grad(), torch.autocast(trainer.device.type, torch.bfloat16, trainer.precision == "bf16"):
+            for part in x.split(batch):
+                module(trainer.stream.inputs(part.to(trainer.device)))
+    finally:
+        handle.remove()
+    return torch.cat(caught) if caught else torch.zeros(0, linear[-1].in_features)

@@ -1,0 +1,1 @@
+"""Helpers that parts of several families use."""

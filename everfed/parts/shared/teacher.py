@@ -1,0 +1,75 @@
+"""A frozen model inside a training step, and how a student is drawn to its outputs.
+
+Classes are told by masks (C,) and not by lists: shapes stay the same from task to task, and so do captured steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from everfed.core.companion import evaluated
+from everfed.core.context import Context
+from everfed.core.part import Model
+from everfed.core.step import Step
+from everfed.parts.shared.features import head_inputs
+from everfed.parts.shared.layers import in_precision
+
+OUT = -1e9  # a logit that is out of the question: softmax gives it exactly 0, and 0 times it is 0
+
+
+def frozen_outputs(step: Step, model: Model, x: Tensor) -> Tensor:
+    """(n, classes) outputs of another model on samples in storage form: eval mode, no gradient, nothing of it changes.
+
+    The step's own module computes them with the other model's tensors in place of its own.
+    """
+    with in_precision(step.ctx.train):
+        outputs: Tensor = evaluated(step.replica, model, step.inputs(x))
+    return outputs.float()
+
+
+def frozen_pass(step: Step, model: Model, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """(outputs (n, classes), features (n, F)) of another model on network inputs, in the same way."""
+    with in_precision(step.ctx.train), head_inputs(step.replica.module) as seen:
+        outputs: Tensor = evaluated(step.replica, model, inputs)
+    return outputs.float(), seen[0].float()
+
+
+def soft_cross_entropy(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Mean over samples of - sum_c softmax(teacher / T)_c log softmax(student / T)_c; no factor T^2."""
+    targets = functional.softmax(teacher / temperature, dim=1)
+    return -(targets * functional.log_softmax(student / temperature, dim=1)).sum(1).mean()
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Mean over samples of KL(softmax(teacher / T) || softmax(student / T)); no factor T^2."""
+    student, teacher = (functional.log_softmax(z / temperature, dim=1) for z in (student, teacher))
+    return functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def among(outputs: Tensor, classes: Tensor) -> Tensor:
+    """Logits (n, C) in which only the classes of a mask (C,) compete; no gradient reaches the others."""
+    return outputs.masked_fill(~classes, OUT)
+
+
+def mask_of(ctx: Context, classes: Tensor) -> Tensor:
+    """(C,) which classes these are."""
+    mask = torch.zeros(ctx.facts.classes, dtype=torch.bool)
+    mask[classes] = True
+    return mask
+
+
+def classes_of(ctx: Context, tasks: Iterable[int]) -> Tensor:
+    """The classes of some tasks together, ascending: of the client's own, where clients' tasks differ."""
+    stream = ctx.train.stream
+    own = getattr(stream, "labels_of", None) if ctx.client is not None else None
+    found = (stream.labels(task) if own is None else own(ctx.client, task) for task in tasks)
+    return torch.tensor(sorted({label for labels in found for label in labels}), dtype=torch.int64)
+
+
+def tasks_before(ctx: Context) -> range:
+    """The tasks that this client has behind it."""
+    return range(ctx.current_task or 0)
