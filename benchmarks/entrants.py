@@ -16,8 +16,7 @@ from everfed import engines, session
 from everfed.core.engine import Engine
 from everfed.core.runner import EvalOptions, Event, Runner
 from everfed.core.stream import Stream
-from everfed.core.trainer import on_device
-from everfed.core.tree import tensor_bytes
+from everfed.core.tree import on_device, tensor_bytes
 from everfed.recipe import Recipe
 from everfed.store.clients import ClientStore
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import everfed
 from benchmarks.federation import _free
-from everfed.federation.family import Child
+from everfed.federation.supervisor import Child
 from everfed.federation.joining import Joining, children
 from everfed.federation.superlink import Settings, running
 from everfed.recipe import Recipe, from_table

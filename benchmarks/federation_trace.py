@@ -38,7 +38,7 @@ TRAINING, DISK, BYTES, DATABASE, TRANSPORT, START, REST = (
 WAITING = "waiting"
 # what a process imports only after it has begun
 LATER = {
-    "everfed.federation.worker": ("everfed.federation.kit",),
+    "everfed.federation.worker": ("everfed.federation.runtime",),
     "everfed.federation.flower.superlink": ("flwr.superlink.cli",),
     "everfed.federation.flower.supernode": ("flwr.supernode.start_client_internal", "flwr.supernode.cli"),
 }
@@ -133,7 +133,7 @@ def install(folder: Path) -> Notebook:
     if "everfed.federation.site" in here:
         book.replace(TRAINING, "everfed.federation.site", "_call")
         book.replace(DISK, "everfed.federation.journal:Journal", "find", "before", "record", "forget")
-        book.replace(DISK, "everfed.federation.shelf:Shelf", "put", "has")
+        book.replace(DISK, "everfed.federation.payloads:PayloadCache", "put", "has")
         book.replace(TRANSPORT, "everfed.federation.packet", "send", "receive")
     return book
 

@@ -25,12 +25,12 @@ from typing import Any, cast
 import torch
 
 from everfed.core.client import Reply
+from everfed.core.context import Moment
 from everfed.core.engine import Absent
 from everfed.core.message import Message, addressed
 from everfed.core.phase import Phase
 from everfed.core.reduce import Mean
 from everfed.core.stream import RoundPlan
-from everfed.core.world import Moment
 from everfed.privacy.secure import MASK, NAME, SecureAggregation
 from everfed.privacy.secure_engine import Secured
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +76,8 @@ def run(
     recipe = _as_recipe(recipe) if stream is None else _fitted(_as_recipe(recipe), stream, scale)
     path = Path(out) if out is not None else default_folder(recipe)
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
-    if _follows(recipe):
-        return Result(path, _follow(scaled(recipe, scale), RunFolder(path), settings, stream, checkpoint_every))
     # the folder comes first, before heavy imports, so that a run killed at any later moment can be resumed
-    with RunFolder.new(path, to_toml(recipe), settings) as folder:
+    with RunFolder.new(path, to_toml(recipe), settings, recipe.engine.leads) as folder:
         from everfed.session import assemble, execute
 
         assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream)
@@ -101,13 +98,13 @@ def resume(
         raise RunError(
             f"{folder} is a federation: its clients' state is theirs; go on with `everfed serve --out {folder}`"
         )
-    if data is None and _follows(read(opened.recipe)):
-        from everfed.session import execute
+    if data is None:
+        with opened.held(leads=read(opened.recipe).engine.leads):
+            data = opened.read_result()
+            if data is None:
+                from everfed.session import execute
 
-        data = execute(reassemble(opened, stream), opened, (), checkpoint_every)
-    elif data is None:
-        with opened.held():
-            data = opened.read_result() or _go_on(opened, stream, observers, checkpoint_every)
+                data = execute(reassemble(opened, stream), opened, observers, checkpoint_every)
     return Result(opened.path, data)
 
 
@@ -121,29 +118,6 @@ def load(folder: str | Path, *, stream: Stream | None = None) -> LoadedRun:
         raise RunError(f"{folder} is not finished; go on with `everfed resume {folder}`")
     assembly = reassemble(opened, stream)
     return LoadedRun(load_module(opened, assembly), data, assembly.recipe)
-
-
-def _go_on(
-    folder: RunFolder, stream: Stream | None, observers: Sequence[Observer], checkpoint_every: float
-) -> dict[str, Any]:
-    from everfed.session import execute
-
-    folder.tidy()
-    return execute(reassemble(folder, stream), folder, observers, checkpoint_every)
-
-
-def _follows(recipe: Recipe) -> bool:
-    """Is this a rank other than the first? Rank 0 makes, holds and writes the folder."""
-    return recipe.engine.kind == "ranks" and os.environ.get("RANK", "0") != "0"
-
-
-def _follow(
-    recipe: Recipe, folder: RunFolder, settings: dict[str, Any], stream: Stream | None, checkpoint_every: float
-) -> dict[str, Any]:
-    from everfed.session import assemble, execute
-
-    assembly = assemble(recipe, settings["data_dir"], settings["scale"], stream)
-    return execute(assembly, folder, (), checkpoint_every)
 
 
 def reassemble(
@@ -173,7 +147,7 @@ def _fitted(recipe: Recipe, stream: Stream, scale: float) -> Recipe:
     """The recipe of a run on a stream of the user's own, which says itself how many rounds a task has."""
     if scale != 1.0:
         raise RecipeError("scale shrinks the stream a recipe names; make your own as small as you like")
-    rounds = getattr(stream, "rounds_per_task", recipe.train.rounds_per_task)
+    rounds = stream.rounds_per_task or recipe.train.rounds_per_task
     if rounds == recipe.train.rounds_per_task:
         return recipe
     if "rounds_per_task" in recipe.train.model_fields_set:

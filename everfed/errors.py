@@ -17,10 +17,13 @@ class RecipeError(UserError):
     """A recipe that cannot be read, or says something that is not allowed."""
 
 
+class CompositionError(UserError, ValueError):
+    """Parts that do not fit together, or not on this stream."""
+
+
 # Errors of layers that stand on their own, by full name, so that telling them apart imports nothing heavy.
 _USERS = frozenset(
     {
-        "everfed.core.part.CompositionError",
         "everfed.data.errors.DataError",
         "everfed.data.errors.PartitionError",
         "everfed.models.ModelError",
@@ -31,7 +34,7 @@ _USERS = frozenset(
 _OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # says where; what went wrong is its cause
 _FAULTS = frozenset(
     {
-        "everfed.core.divergence.Diverged",
+        "everfed.core.events.Diverged",
         "everfed.parts.aggregate.robust.TooFewReplies",
         "everfed.privacy.differential.BudgetSpent",
         "everfed.privacy.secure_engine.TooFewClients",

@@ -5,8 +5,11 @@ Commands, reports, the dashboard and trackers all print from it; a new score is 
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
 PERCENT, PLAIN = "percent", "plain"  # a fraction shown times 100, or a number as it is
 
 
@@ -70,3 +73,14 @@ METRICS = {
     "acc_last_rounds": Metric("Last rounds {word}"),
     "rounds_to_best": Metric("Rounds to best", PLAIN, -1),
 }
+
+
+def perplexity(nll: float, tokens: float) -> float:
+    """exp(nll / tokens) from the negative log-likelihood summed over `tokens` scored tokens.
+
+    inf where that exceeds the floats, and for NaN: a model that diverged predicts nothing.
+    """
+    if tokens <= 0:
+        raise ValueError(f"perplexity needs at least one scored token, got {tokens}")
+    mean_nll = nll / tokens
+    return math.exp(mean_nll) if mean_nll < _LARGEST_EXPONENT else math.inf

@@ -1,23 +1,17 @@
 """A model and two parts of a user's own, which own_part_recipe.toml names as `my_parts:Name`. Nothing is registered.
 
-A part is a frozen dataclass: its fields are the options of the recipe. It keeps no state of its own; what must be
-remembered lies in slots that everfed checkpoints, pages to disk and hands to the hooks.
+A part is a frozen dataclass: its fields are the options of the recipe. It has no state of its own. State lives in slots
+that everfed checkpoints, pages to disk and passes to the hooks, which return the new slots.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
-from everfed import Part
-from everfed.core.context import Context
-from everfed.core.message import MODEL
-from everfed.core.part import Model, State
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import MODEL, Context, Model, Part, State, Step, Tree
 
 
 class Net(nn.Sequential):
@@ -34,7 +28,7 @@ class Clip(Part):
 
     norm: float = 1.0
 
-    name: ClassVar[str] = "clip"
+    name = "clip"
 
     def __post_init__(self) -> None:
         if not self.norm > 0:
@@ -50,15 +44,10 @@ class ServerMomentum(Part):
 
     beta: float = 0.5
 
-    name: ClassVar[str] = "server-momentum"
+    name = "server-momentum"
 
-    def transform(self, server: State, model: Model, ctx: Context) -> Model:
-        before = server.get(self.name, {}).get("before")
-        if before is None:
-            return model
-        return {**model, "params": model["params"] + self.beta * (server[MODEL]["params"] - before)}
-
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        """The slots: the model of this round, and of the one before."""
+    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Tree | None, Model]:
+        """(slots, model): `server` still holds w_t, the slots w_{t-1}; `model` is the average."""
         now = server[MODEL]["params"]
-        return {"now": now, "before": server.get(self.name, {}).get("now", now)}
+        before = server.get(self.name, {}).get("before", now)
+        return {"before": now}, {**model, "params": model["params"] + self.beta * (now - before)}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from everfed import methods, models, recipes, streams
 from everfed.cli import app
-from everfed.commands.output import markdown_table
+from everfed.markdown import markdown_table
 from everfed.commands.sweep import folder_name, split_values
 
 TINY = """\

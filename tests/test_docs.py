@@ -7,17 +7,22 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import typer.main
 from typer.testing import CliRunner
 
+import everfed
 from everfed import methods, recipes
 from everfed.cli import app
+from everfed.core.part import HOOKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -100,7 +105,7 @@ def test_the_documentation_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert "Adding a method" in (tmp_path / "site/contributing.html").read_text()
     assert "run_client" in (tmp_path / "site/protocol.html").read_text()
     api = (tmp_path / "site/api.html").read_text()
-    assert "everfed.core.part.Part" in api and "may change the model that training starts from" in api
+    assert "everfed.core.part.Part" in api and "The samples to train on." in api
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "REPRODUCIBILITY.md"])
@@ -154,16 +159,28 @@ def test_what_the_guide_to_choosing_says_about_methods() -> None:
         assert str(eval(call, {"methods": methods})) == said
 
 
+def test_the_stream_of_the_streams_page_runs(tmp_path: Path) -> None:
+    (code,) = (b.code for b in blocks((ROOT / "docs/streams.md").read_text()) if "(Stream)" in b.code)
+    names: dict[str, Any] = {"__name__": "streams_page"}
+    exec(compile(code, "streams", "exec"), names)
+    x = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
+    data = [everfed.Data(part, part.argmax(1), np.arange(30)) for part in x.split(30)]
+    stream = names["InTurn"]([(data[0], data[1]), (data[2], data[3])], clients=3, rounds_per_task=2)
+    recipe = {"model": {"kind": "mlp"}, "method": {"name": "fedgp+er"}, "eval": {"zero_shot": True}}
+    result = everfed.run(recipe, tmp_path / "run", stream=stream)
+    assert result.data["stream"] == {"name": "in-turn"} and result.data["n_test"] == [30, 30]
+    assert result.metrics["fwt"] is not None
+
+
 # contributing ----------------------------------------------------------------------------------------------------
 
 REGISTERED = """\
 from dusk import Dusk
-from momentum import ServerMomentum
 
 from everfed import methods, streams
 from everfed.data import catalogue
 
-methods.PRESETS.update(eval({preset!r}, {{**vars(methods), "ServerMomentum": ServerMomentum}}))
+methods.PRESETS.update(eval({preset!r}, vars(methods)))
 catalogue.KNOWN.update(eval({known!r}, vars(catalogue)))
 streams._CLASSES[Dusk.scenario], streams.SCENARIOS[Dusk.scenario] = Dusk, Dusk.about
 """
@@ -174,15 +191,15 @@ import everfed
 def test_the_three_together(tmp_path):
     stream = {"dataset": "digits", "scenario": "dusk", "darkest": 0.5, "tasks": 2, "clients": 3, "max_train": 90}
     recipe = {"stream": {**stream, "max_test": 60}, "model": {"kind": "mlp", "hidden": [8]}}
-    recipe |= {"train": {"rounds_per_task": 2}, "method": {"name": "fedgp+fedavgm", "momentum": {"beta": 0.5}}}
+    recipe |= {"train": {"rounds_per_task": 2}, "method": {"name": "fedgp+with-momentum", "momentum": {"beta": 0.5}}}
     result = everfed.run(recipe, tmp_path / "run").data
-    assert result["stream"]["brightness"] == [1.0, 0.5] and result["method"] == "fedgp+fedavgm"
+    assert result["stream"]["brightness"] == [1.0, 0.5] and result["method"] == "fedgp+with-momentum"
 """
 
 
 def test_the_examples_for_contributors_work(tmp_path: Path) -> None:
     found = list(blocks((ROOT / "CONTRIBUTING.md").read_text()))
-    files = {b.note.removeprefix("example: "): b.code for b in found if b.note.startswith("example: ")}
+    files = {"momentum.py": examples("docs/protocol.md")["momentum.py"], **examples("CONTRIBUTING.md")}
     assert set(files) == {"momentum.py", "test_momentum.py", "dusk.py", "test_dusk.py", "test_kmnist.py"}
     entries = {b.note: "{" + b.code + "}" for b in found if b.note in ("preset", "known")}
     for name, code in {**files, "conftest.py": REGISTERED.format(**entries), "test_together.py": TOGETHER}.items():
@@ -193,12 +210,67 @@ def test_the_examples_for_contributors_work(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "6 passed" in done.stdout
+    assert_linted(files, tmp_path)
+
+
+def examples(page: str) -> dict[str, str]:
+    """The complete files that a page shows, by name."""
+    found = blocks((ROOT / page).read_text())
+    return {b.note.removeprefix("example: "): b.code for b in found if b.note.startswith("example: ")}
+
+
+def assert_linted(files: Iterable[str], folder: Path) -> None:
     # beside each other, modules sort as foreign ones, which in everfed they are not; RUF043 is off in its tests, too
     lint = ["ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", "I001,RUF043"]
-    linted = subprocess.run(
-        [sys.executable, "-m", *lint, *files],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    linted = subprocess.run([sys.executable, "-m", *lint, *files], cwd=folder, capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout
+
+
+# the protocol ----------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_protocol_run_and_change_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = examples("docs/protocol.md")
+    assert set(files) == {"confidence.py", "momentum.py", "direction.py", "balanced.py"}
+    assert max(len(code.splitlines()) for code in files.values()) <= 40
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    balanced = {"memory": {"size": 12, "policy": "balanced:Balanced"}}
+    accuracies = [
+        _matrix(tmp_path / str(index), parts, **options)
+        for index, (parts, options) in enumerate(
+            [
+                (["fedavg"], {}),
+                (["fedavg", {"part": "confidence:ConfidencePenalty", "weight": 0.5}], {}),
+                (["fedavg", "momentum:ServerMomentum"], {}),
+                (["fedavg", "direction:SharedDirection"], {}),
+                (["fedavg", "memory", "er"], balanced),
+            ]
+        )
+    ]
+    assert all(found != accuracies[0] for found in accuracies[1:])
+    for name in files:
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    assert_linted(files, tmp_path)
+
+
+def _matrix(folder: Path, parts: list[Any], **options: Any) -> Any:
+    recipe = {
+        "stream": {"dataset": "digits", "scenario": "class-incremental", "tasks": 2, "clients": 3, "max_train": 240},
+        "model": {"kind": "mlp", "hidden": [16]},
+        "train": {"rounds_per_task": 3, "optimizer": {"lr": 0.1}},
+        "method": {"parts": parts, **options},
+        "engine": {"kind": "eager"},
+    }
+    return everfed.run(recipe, folder).data["curves"], everfed.load(folder).model.state_dict()["head.bias"].tolist()
+
+
+def test_every_hook_is_in_the_contributors_table_with_a_file_that_defines_it() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| [\w-]* ?\| `(\w+)\(.*?\)` \| .* \| `(\w+/\w+\.py)` \|$", text, re.M)
+    assert sorted(name for name, _ in rows) == sorted(HOOKS)
+    for hook, file in rows:
+        assert re.search(rf"def {hook}\(", (ROOT / "everfed/parts" / file).read_text()), f"{file} has no {hook}"

@@ -100,7 +100,7 @@ def test_a_mean_that_moved_adds_what_it_must(moved: float) -> None:
 def suspected(values: list[float]) -> list[int]:
     monitor, memory = DriftMonitor(watched=("features",)), {}
     for index, value in enumerate(values, start=1):
-        memory, _ = monitor.watch(memory, index, {"features": {0: value}})
+        memory, _ = monitor.observe(memory, index, {"features": {0: value}})
     return [one["round"] for one in memory["suspected"]]
 
 
@@ -167,6 +167,17 @@ def test_training_is_the_same_bit_for_bit(method: str) -> None:
     assert "monitor" in looked.clients[0]
 
 
+def test_a_shift_is_sent_once() -> None:
+    """A client that has no samples of its own in a round trains on its buffer, and sends no shift of an earlier one."""
+    plain = Bench("er", stream=Toy(tasks=2, sizes={(0, 1): 0}))
+    known = plain.world().method
+    looked = plain.change(method=lambda: Method(known.name, (*known.parts, FeatureShift(samples=8))))
+    assert "shift" in looked.run(rounds=2).clients[0]["monitor"]
+    outcome = looked.run()
+    assert "shift" not in outcome.clients[0]["monitor"] and outcome.clients[0]["memory"]
+    assert outcome.state.traffic.up["monitor"] == 4 * (3 + 2 + 2)  # a first round compares with nothing
+
+
 def test_engines_agree() -> None:
     _, looked = looked_at("fedavg")
     there = on_processes(looked)
@@ -177,7 +188,7 @@ def test_engines_agree() -> None:
 
 
 def recipe(**monitor: Any) -> dict[str, Any]:
-    """Rotated digits that drift: the loss hardly says so, since the model gets better all the while."""
+    """Rotated digits that drift: the loss hardly shows it, since the model gets better all the while."""
     return {
         "stream": {
             "dataset": "digits", "scenario": "domain-incremental", "tasks": 3, "clients": 3, "max_train": 450,

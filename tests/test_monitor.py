@@ -49,26 +49,26 @@ def test_noise_within_its_tolerance_is_no_shift() -> None:
 
 
 def test_clients_are_followed_one_by_one_and_a_loss_of_zero_is_no_error() -> None:
-    monitor, memory, told = DriftMonitor(), {}, []
+    monitor, memory, emitted = DriftMonitor(), {}, []
     for index in range(8):
         losses = {0: 0.1, 1: 0.1 if index < 5 else 2.0, 2: 0.0}
-        memory, events = monitor.watch(memory, index, {"loss": losses, "features": {0: 9.0**index}})
-        told += [(index, event["clients"], event["values"]) for event in events]
-    assert told == [(5, [1], {"loss": [2.0]})]
+        memory, events = monitor.observe(memory, index, {"loss": losses, "features": {0: 9.0**index}})
+        emitted += [(index, event["clients"], event["values"]) for event in events]
+    assert emitted == [(5, [1], {"loss": [2.0]})]
     assert memory["suspected"] == [{"round": 5, "clients": [1], "by": {"loss": [1]}}]
     assert json.loads(json.dumps(memory)) == memory
 
 
 def test_signals_are_followed_one_by_one() -> None:
     """Client 0 jumps in its loss, client 1 in its features, client 2 in both."""
-    monitor, memory, told = DriftMonitor(watched=("loss", "features")), {}, []
+    monitor, memory, emitted = DriftMonitor(watched=("loss", "features")), {}, []
     for index in range(6):
         jumps = 4.0 if index == 5 else 1.0
-        seen = {"loss": {0: jumps, 1: 1.0, 2: jumps}, "features": {0: 0.2, 1: jumps, 2: jumps}}
-        memory, events = monitor.watch(memory, index, seen)
-        told += events
+        signals = {"loss": {0: jumps, 1: 1.0, 2: jumps}, "features": {0: 0.2, 1: jumps, 2: jumps}}
+        memory, events = monitor.observe(memory, index, signals)
+        emitted += events
     by = {"loss": [0, 2], "features": [1, 2]}
-    assert told == [
+    assert emitted == [
         {"event": "drift", "clients": [0, 1, 2], "by": by, "values": {"loss": [4.0, 4.0], "features": [4.0, 4.0]}}
     ]
     assert json.loads(json.dumps(memory)) == memory
@@ -103,11 +103,11 @@ def test_every_client_is_suspected_when_its_classes_change_and_never_else(watche
     assert all(index % 8 <= 1 for index, _ in found)
 
 
-def test_the_report_says_so(watched: everfed.Result) -> None:
+def test_the_report_shows_them(watched: everfed.Result) -> None:
     run = read_run(watched.folder)
-    told = {one["round"]: tuple(one["clients"]) for one in watched.data["drift_suspected"]}
-    assert run.log.shifts == told
-    assert f"Suspected shifts: 6 in {len(told)} rounds" in render([run])
+    shifts = {one["round"]: tuple(one["clients"]) for one in watched.data["drift_suspected"]}
+    assert run.log.shifts == shifts
+    assert f"Suspected shifts: 6 in {len(shifts)} rounds" in render([run])
 
 
 def test_a_run_has_the_same_numbers_without_it(watched: everfed.Result, tmp_path: Path) -> None:

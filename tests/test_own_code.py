@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,10 +21,14 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import everfed
+from everfed import Context, Stream, methods
 from everfed.cli import app
-from everfed.core.context import Context
-from everfed.core.stream import Stream
 from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.memory.buffer import Memory
+from everfed.parts.memory.policies import Herding
+from everfed.parts.memory.policy import Policy, Pool
+from everfed.parts.memory.replay import Replay
+from everfed.parts.selection.gradient_rows import GradientOptions
 from everfed.recipe import from_table, read, to_toml
 from everfed.recipe.objects import named
 from everfed.streams import from_arrays
@@ -51,7 +55,7 @@ class Frozen(everfed.Part):
     limit: float | None = 3.0
     tags: tuple[str, ...] = field(default=())
 
-    name: ClassVar[str] = "frozen"
+    name = "frozen"
 
     def gradient(self, step: Any, gradient: Tensor) -> Tensor:
         return gradient * self.factor
@@ -113,8 +117,8 @@ def test_the_readmes_twenty_lines(work: Path) -> None:
 def test_the_examples_twenty_lines(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines_of_code(EXAMPLE.read_text()) <= 20
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    told = re.fullmatch(r"accuracy (0\.\d+), forgetting (-?0\.\d+)\n", capsys.readouterr().out)
-    assert told and float(told[1]) > 0.7, "ten digits: chance is 0.1"
+    found = re.fullmatch(r"accuracy (0\.\d+), forgetting (-?0\.\d+)\n", capsys.readouterr().out)
+    assert found and float(found[1]) > 0.7, "ten digits: chance is 0.1"
     assert json.loads((work / "runs/own/result.json").read_text())["method"] == "fedavg+memory+er+clip"
 
 
@@ -158,7 +162,7 @@ def test_the_example_parts_do_what_they_say(example: Path) -> None:
     assert torch.equal(clip.gradient(None, torch.tensor([0.3, 0.4])), torch.tensor([0.3, 0.4]))
     momentum = parts["ServerMomentum"](beta=0.5)
     server = {"model": {"params": torch.tensor([3.0])}, "server-momentum": {"before": torch.tensor([1.0])}}
-    moved = momentum.transform(server, {"params": torch.tensor([10.0])}, None)
+    _, moved = momentum.update_model(server, {"params": torch.tensor([10.0])}, None)
     assert moved["params"].item() == 10.0 + 0.5 * (3.0 - 1.0)
 
 
@@ -203,14 +207,115 @@ def test_what_cannot_be_found_again_is_refused() -> None:
         named(recipe(method={"parts": [Frozen(limit=None)]}))
 
 
+# options of parts in a recipe -------------------------------------------------------------------------------------
+def written_and_read(parts: list[Any]) -> list[everfed.Part]:
+    """The parts as a run folder holds them, built again."""
+    made = from_table(named({"model": {"kind": "mlp"}, "method": {"parts": parts}}))
+    again = from_table(tomllib.loads(to_toml(made)))
+    return list(methods.build(parts=again.method.parts).parts)
+
+
+PRESET_OF = {cls: name for name in ("fedgp", *methods.PRESETS) for cls in map(type, methods.build(name).parts)}
+OTHERS: dict[str, Any] = {
+    "policy": {"kind": "coordinated", "exchanges": 4},
+    "gradients": {"layers": "last", "projection": 7},
+}
+
+
+def other(cls: type[everfed.Part], name: str, default: Any) -> Any:
+    """A value of an option that is not its default: another number, another of the allowed words."""
+    if name in OTHERS:
+        return OTHERS[name]
+    if isinstance(default, str):
+        return next(word for word in allowed_words(cls, name) if word != default)
+    if isinstance(default, bool | None):
+        return 3 if default is None else not default
+    return default + 1 if isinstance(default, int) else default / 2 or 0.5
+
+
+def allowed_words(cls: type[everfed.Part], name: str) -> list[str]:
+    """As its refusal names them; an option that refuses nothing takes any word."""
+    try:
+        cls(**{name: "?"})
+    except ValueError as error:
+        listed = str(error).partition("must be ")[2].removeprefix("one of").partition(";")[0]
+        return re.findall(r"[\w+-]+", listed.replace(" or ", ", "))
+    return ["any"]
+
+
+@pytest.mark.parametrize("cls", methods.part_classes().values())
+def test_the_options_of_every_part_survive(cls: type[everfed.Part]) -> None:
+    beside = list(methods.build(PRESET_OF[cls]).parts)
+    assert written_and_read(beside) == beside
+    for option in fields(cls):
+        part = cls(**{option.name: other(cls, option.name, option.default)})
+        assert getattr(part, option.name) != option.default
+        parts = [part if type(one) is cls else one for one in beside]
+        assert written_and_read(parts) == parts
+
+
+def stop(event: dict[str, Any]) -> None:
+    """Interrupts a run at its first evaluation."""
+    if event["event"] == "evaluation":
+        raise KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class Newest(Policy):
+    """The newest samples, `share` of the buffer."""
+
+    share: float = 1.0
+
+    def choose(self, pool: Pool, size: int, host: everfed.Tree, message: everfed.Tree) -> tuple[np.ndarray, Any]:
+        return np.arange(pool.new)[-int(self.share * size) :], host
+
+
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [
+        (Memory(size=50), {"size": 50}),
+        (Memory(policy=Herding), {"policy": "everfed.parts.memory.policies:Herding"}),
+        (Memory(policy=Newest(0.5)), {"policy": {"kind": f"{__name__}:Newest", "share": 0.5}}),
+        (
+            Memory(policy={"kind": Newest}, gradients=GradientOptions("last")),
+            {"policy": {"kind": f"{__name__}:Newest"}, "gradients": {"layers": "last"}},
+        ),
+    ],
+    ids=["plain", "class", "object", "table"],
+)
+def test_a_run_with_a_memory_can_be_loaded_and_resumed(work: Path, memory: Memory, options: dict[str, Any]) -> None:
+    table = recipe(method={"parts": ["fedavg", memory, Replay(mode="union")]})
+    whole = everfed.run(table, "whole", stream=own_stream())
+    loaded = everfed.load("whole", stream=own_stream())
+    assert loaded.recipe.method.parts[1] == {"part": "everfed.parts.memory.buffer:Memory", **options}
+    assert methods.build(parts=loaded.recipe.method.parts).part("memory").chooser == memory.chooser
+    with pytest.raises(KeyboardInterrupt):
+        everfed.run(table, "mine", stream=own_stream(), observers=[stop], checkpoint_every=0.0)
+    assert everfed.resume("mine", stream=own_stream()).metrics == whole.metrics
+    assert (work / "mine/model.safetensors").read_bytes() == (work / "whole/model.safetensors").read_bytes()
+
+
+def test_a_policy_may_stand_in_the_options_of_a_preset() -> None:
+    table = named({"method": {"name": "er", "memory": {"size": 3, "policy": Newest(0.5)}}})
+    assert table["method"]["memory"] == {"size": 3, "policy": {"kind": f"{__name__}:Newest", "share": 0.5}}
+    memory = methods.build("er", {"memory": table["method"]["memory"]}).part("memory")
+    assert isinstance(memory, Memory) and memory.chooser == Newest(0.5)
+
+
+def test_options_that_a_recipe_cannot_hold_are_refused() -> None:
+    with pytest.raises(
+        everfed.RecipeError, match="method.parts: tags: a recipe holds text, .* not an object of Tensor"
+    ):
+        named(recipe(method={"parts": [Frozen(tags=(torch.ones(1),))]}))  # type: ignore[arg-type]
+    table = named({"method": {"name": "er", "memory": {"policy": everfed.Optimizer()}}})
+    with pytest.raises(methods.MethodError, match=r"method.memory.policy.*everfed.core.optimizer:Optimizer"):
+        methods.build("er", {"memory": table["method"]["memory"]})
+
+
 # a stream of one's own -------------------------------------------------------------------------------------------
 
 
 def test_a_run_on_own_arrays_can_be_resumed_and_loaded(work: Path) -> None:
-    def stop(event: dict[str, Any]) -> None:
-        if event["event"] == "evaluation":
-            raise KeyboardInterrupt
-
     whole = everfed.run(recipe(), "whole", stream=own_stream())
     with pytest.raises(KeyboardInterrupt):
         everfed.run(recipe(), "mine", stream=own_stream(), observers=[stop], checkpoint_every=0.0)
@@ -221,10 +326,6 @@ def test_a_run_on_own_arrays_can_be_resumed_and_loaded(work: Path) -> None:
 
 
 def test_another_stream_than_before_is_refused(work: Path) -> None:
-    def stop(event: dict[str, Any]) -> None:
-        if event["event"] == "evaluation":
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         everfed.run(recipe(), "mine", stream=own_stream(), observers=[stop], checkpoint_every=0.0)
     with pytest.raises(everfed.UserError, match="belongs to another recipe"):
@@ -268,6 +369,6 @@ class _Rates(everfed.Part):
     name = "rates"
     seen: ClassVar[list[float]] = []
 
-    def receive(self, client: Any, message: Any, model: Any, ctx: Context) -> Any:
+    def receive(self, client: Any, message: Any, model: Any, data: Any, ctx: Context) -> Any:
         type(self).seen.append(ctx.rate)
-        return super().receive(client, message, model, ctx)
+        return None, model

@@ -201,7 +201,7 @@ class _Lane:
     def __init__(self, name: str, assembly: Assembly, stack: ExitStack) -> None:
         from everfed import engines
         from everfed.core.runner import EvalOptions, Runner
-        from everfed.core.trainer import on_device
+        from everfed.core.tree import on_device
         from everfed.store.clients import ClientStore
 
         section = assembly.recipe.engine.model_copy(update={"kind": name})

@@ -61,7 +61,7 @@ def near_optimality(
     plot = find_spec("matplotlib") is not None
     if plot:
         draw(rows, out / "near_optimality.png")
-    _tell(rows, out, plot, as_json)
+    _report(rows, out, plot, as_json)
 
 
 def _whole(text: str) -> list[int]:
@@ -115,7 +115,7 @@ def _panel(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xlabel("objective / optimum")
 
 
-def _tell(rows: Sequence[Row], folder: Path, plot: bool, as_json: bool) -> None:
+def _report(rows: Sequence[Row], folder: Path, plot: bool, as_json: bool) -> None:
     from everfed.parts.selection.near_optimality import mean_ratios
 
     means = mean_ratios(rows)

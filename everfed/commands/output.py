@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from everfed.markdown import markdown_table
 from everfed.scores import METRICS, score_of
 
 INTERRUPTED = 130  # what shells give a command that ctrl-C ended
@@ -54,11 +55,3 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as Markdown, its columns aligned so that it reads as plain text, too."""
-    lines = [list(columns), *(list(row) for row in rows)]
-    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(columns))]
-    head, *body = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
-    return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *body])

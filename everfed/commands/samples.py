@@ -29,7 +29,7 @@ def samples(
       everfed samples runs/mfcl-cifar100-small-mfcl-0
     """
     from everfed import api
-    from everfed.report.samples import PRIVACY, draw, sample
+    from everfed.session.samples import PRIVACY, draw, sample
     from everfed.store.run import RunFolder
 
     folder = RunFolder.open(run)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.commands.cells import Outcome
-from everfed.commands.output import markdown_table
+from everfed.markdown import markdown_table
 from everfed.scores import METRICS, PERCENT, Score, score_of
 from everfed.store.files import write_atomic
 

@@ -29,6 +29,8 @@ Track = Annotated[
 
 def observers(kinds: Sequence[str], folder: Path, recipe: Recipe) -> list[Callable[[dict[str, Any]], None]]:
     """One observer per tracker. Raises UserError, before anything runs, where a tracker's library is missing."""
+    if not kinds:
+        return []
     from everfed.recipe import settled
     from everfed.report.trackers import tracker
 

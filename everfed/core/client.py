@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.data import Data
-from everfed.core.message import MODEL
+from everfed.core.message import MODEL, Message
 from everfed.core.method import Method
-from everfed.core.part import HELD_OUT, Model, State, overrides
+from everfed.core.part import HELD_OUT, Model, State, with_slots
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
-from everfed.core.score import Exam, score_tasks
+from everfed.core.scoring import Exam, score_tasks
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree
 
@@ -35,6 +36,14 @@ class Reply:
     loss: Tensor | float | None = None
 
 
+@runtime_checkable
+class UsesTaskId(Protocol):
+    """A part with personalised models that answers differently when a sample's task is known."""
+
+    def slots_for_task(self, own: Tree, task: int) -> Tree:
+        """Its client slots for scoring samples of `task` (the `task` logits)."""
+
+
 def new_state(method: Method, ctx: Context) -> State:
     """The state of a client that was never called."""
     slots = {part.name: part.client_slots(ctx) for part in method.parts}
@@ -42,7 +51,7 @@ def new_state(method: Method, ctx: Context) -> State:
 
 
 def run_client(
-    method: Method, phase: Phase, state: State, message: dict[str, Tree] | None, data: Data, ctx: Context
+    method: Method, phase: Phase, state: State, message: Message | None, data: Data, ctx: Context
 ) -> tuple[State, Reply]:
     """One phase on one client.
 
@@ -50,19 +59,18 @@ def run_client(
     it got. A client without data does not train and sends nothing.
     """
     state, reply = _answer(method, phase, state, message, data, ctx)
-    if phase.position is Position.INSIDE:  # what is said there is said in full
+    if phase.position is Position.INSIDE:  # a step of a protection: its replies are sent as they are
         return state, Reply(reply.values)
-    for part in method.parts:
-        if overrides(part, "seal"):
-            own, reply = part.seal(state, phase, message or {}, reply, ctx)
-            state = {**state, part.name: own} if own else state
+    for part in method.protections:
+        own, reply = part.seal(state, phase, message or {}, reply, ctx)
+        state = with_slots(state, part.name, own)
     return state, reply
 
 
 def _answer(
-    method: Method, phase: Phase, state: State, message: dict[str, Tree] | None, data: Data, ctx: Context
+    method: Method, phase: Phase, state: State, message: Message | None, data: Data, ctx: Context
 ) -> tuple[State, Reply]:
-    """The phase itself, before anything is sealed."""
+    """Run the phase; the reply is not protected yet."""
     if message is None:
         if MODEL not in state[OWN]:  # it had no data when the others began; it waits for the next synchronisation
             return state, Reply({})
@@ -80,51 +88,44 @@ def _answer(
     return _run(method, phase, state, {**message, MODEL: model}, data, ctx)
 
 
-def _run(
-    method: Method, phase: Phase, state: State, message: dict[str, Tree], data: Data, ctx: Context
-) -> tuple[State, Reply]:
+def _run(method: Method, phase: Phase, state: State, message: Message, data: Data, ctx: Context) -> tuple[State, Reply]:
     """A phase of a part."""
-    own, values = method.part(phase.owner).run(state, phase.name, message, data, ctx)
-    return ({**state, phase.owner: own} if own else state), Reply({phase.owner: values} if values else {}, len(data))
+    assert phase.run is not None  # compose() refuses a phase without it
+    own, values = phase.run(state, message, data, ctx)
+    return with_slots(state, phase.owner, own), Reply({phase.owner: values} if values else {}, len(data))
 
 
 def _train(
-    method: Method, state: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
+    method: Method, state: State, message: Message, model: Model, data: Data, ctx: Context
 ) -> tuple[State, Reply]:
-    received = _whole(message[MODEL], state, ctx)["params"]
-    for part in method.parts if len(data) else ():
-        if overrides(part, "notice"):
-            own = part.notice(state, data, ctx)
-            state = {**state, part.name: own} if own else state
+    received, own_data = _whole(message[MODEL], state, ctx)["params"], data
     for part in method.parts:
-        own, model = part.receive(state, message, model, ctx)
-        state = {**state, part.name: own} if own else state
+        own, model = part.receive(state, message, model, own_data, ctx)
+        state = with_slots(state, part.name, own)
         data = part.dataset(state, data, ctx)
     if len(data) == 0:
         return state, Reply({})
     for part in method.parts:
         own, model = part.start(state, message, model, data, ctx)
-        state = {**state, part.name: own} if own else state
+        state = with_slots(state, part.name, own)
     moments = state[OWN].get("moments") if state[OWN].get("moments_of", ctx.current_task) == ctx.current_task else None
     fitted = ctx.train.fit(ctx, method.parts, model, received, state, message, data, moments=moments)
-    for part in method.parts:
-        fitted = part.finish(fitted.state, message, model, fitted, data, ctx)
     return _reply(method, fitted, message, data, ctx)
 
 
-def _reply(method: Method, fitted: Fitted, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[State, Reply]:
-    state = {**fitted.state, OWN: _remember(fitted, message, ctx)}
-    values: dict[str, Tree] = {}
+def _reply(method: Method, fitted: Fitted, message: Message, data: Data, ctx: Context) -> tuple[State, Reply]:
+    state, values = fitted.state, {}
     for part in method.parts:
-        own, extra = part.reply(state, fitted, data, ctx)
-        state = {**state, part.name: own} if own else state
-        if part.aggregates:
-            extra = {**part.upload(_shared(fitted.model, ctx), message, ctx), **extra}
-        if extra:
-            values[part.name] = extra
-    if not synchronises(ctx):
-        values = {}
-    return state, Reply(values, fitted.samples, fitted.steps, fitted.loss)
+        own, extra = part.reply(state, message, fitted, data, ctx)
+        state = with_slots(state, part.name, own)
+        if MODEL in extra:
+            fitted = replace(fitted, model=extra[MODEL])
+        values[part.name] = {key: value for key, value in extra.items() if key != MODEL}
+    name = method.aggregator.name
+    values[name] = {**method.aggregator.upload(_shared(fitted.model, ctx), message, ctx), **values[name]}
+    state = {**state, OWN: _remember(fitted, message, ctx)}
+    sent = {part: tree for part, tree in values.items() if tree} if synchronises(ctx) else {}
+    return state, Reply(sent, fitted.samples, fitted.steps, fitted.loss)
 
 
 def synchronises(ctx: Context) -> bool:
@@ -132,7 +133,7 @@ def synchronises(ctx: Context) -> bool:
     return (ctx.round + 1) % ctx.options.sync_every == 0
 
 
-def _remember(fitted: Fitted, message: dict[str, Tree], ctx: Context) -> Tree:
+def _remember(fitted: Fitted, message: Message, ctx: Context) -> Tree:
     """The protocol's own slots after training."""
     own: Tree = {}
     if not synchronises(ctx):
@@ -167,7 +168,7 @@ def _shared(model: Model, ctx: Context) -> Model:
     return {**model, "params": model["params"][: layout.shared]} if layout.shared < layout.size else model
 
 
-def _evaluate(method: Method, state: State, message: dict[str, Tree], model: Model, ctx: Context) -> Reply:
+def _evaluate(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Reply:
     """Score this client's personalised model on the tasks the server asks for."""
     hooks = ctx if method.needs(HELD_OUT) else ctx.at(tests=None)
     for part in method.parts:
@@ -175,8 +176,8 @@ def _evaluate(method: Method, state: State, message: dict[str, Tree], model: Mod
     exam = Exam.from_tree(message[EVALUATE])
     score = partial(score_tasks, ctx.train, ctx.held_out, model)
     counts = score(exam, state, message, ctx.client)
-    knowing = [part for part in method.parts if overrides(part, "told")]
+    knowing = [part for part in method.parts if isinstance(part, UsesTaskId)]
     for row, task in enumerate(exam.tasks if knowing else ()):
-        told = {**state, **{part.name: part.told(state.get(part.name, {}), task) for part in knowing}}
-        counts[row, -1] = score(replace(exam, tasks=(task,)), told, message, ctx.client)[0, -1]
+        known = {part.name: part.slots_for_task(state.get(part.name, {}), task) for part in knowing}
+        counts[row, -1] = score(replace(exam, tasks=(task,)), {**state, **known}, message, ctx.client)[0, -1]
     return Reply({EVALUATE: {"counts": counts}})

@@ -1,21 +1,24 @@
-"""What the runner asks of an engine. Thin on purpose: a simulator, a process pool and a network all fit behind it."""
+"""What the runner asks of an engine: run a phase on clients, score a model. A simulator, a process pool and a network
+all fit behind it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.message import Message
+from everfed.core.context import Moment
+from everfed.core.message import Message, Traffic
 from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.score import Exam
+from everfed.core.reduce import Reducer, Reduction
+from everfed.core.scoring import Exam
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
-from everfed.core.world import Moment
 
 
 class ClientError(RuntimeError):
@@ -35,33 +38,88 @@ class Absent:
     reason: str
 
 
-class Engine(Protocol):
+@dataclass(frozen=True)
+class Trained:
+    """A client that trained: the sum of its step losses, its steps and its samples."""
+
+    client: int
+    loss: Tensor | float
+    steps: int
+    samples: int
+
+
+class Replies:
+    """Collects a phase's replies: reduces values as they arrive and keeps each client's loss, steps and samples."""
+
+    def __init__(self, reducers: dict[str, dict[str, Reducer]]) -> None:
+        self.reduction = Reduction(reducers)
+        self.traffic = Traffic()
+        self.trained: list[Trained] = []
+        self.absent: dict[int, Absent] = {}
+
+    def add(self, client: int, reply: Reply | Absent) -> None:
+        if isinstance(reply, Absent):
+            self.absent[client] = reply
+            return
+        self.reduction.add(client, reply.values, float(reply.samples))
+        self.traffic.received(reply.values)
+        if reply.steps:
+            loss = 0.0 if reply.loss is None else reply.loss
+            self.trained.append(Trained(client, loss, reply.steps, reply.samples))
+
+
+@dataclass(frozen=True)
+class PhaseCall:
+    """A phase at its moment, with the message that its clients receive."""
+
+    phase: Phase
+    message: Message | None
+    moment: Moment
+
+
+class Engine(ABC):
     """Runs clients. Keeps their state (through a store), never the server's."""
 
     name: str
+    sharded = False  # does `exchange` yield only some of the replies, and `merge` add the others?
+    batches_phases = False  # can it send several phases in one message? Then `batch` names those that follow
 
+    @abstractmethod
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
         """Run `phase` on `clients` and yield their replies in ascending client order. A simulation raises ClientError
         where one fails; an engine of real clients may say that a client is absent, and why."""
 
+    @abstractmethod
     def workbench(self) -> Trainer:
         """A trainer for the server's own phases: a generator is trained against the shared model on its device."""
 
+    @abstractmethod
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         """(tasks, 4) counts of the shared model, as `score_tasks`."""
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Facts for the result's environment: device, precision, workers, peak memory."""
 
     def close(self) -> None:
         """Release workers and devices."""
+        return
 
+    def merge(self, replies: Replies) -> None:
+        """Add the replies that other processes received, on every process; after `exchange` is exhausted."""
+        return
 
-@runtime_checkable
-class Leading(Protocol):
-    """An engine of several processes, one of which does the server's own work for all."""
+    def total(self, value: int) -> int:
+        """The sum of `value` over all processes of the engine."""
+        return value
 
     def once(self, work: Callable[[], Tree]) -> Tree:
-        """What `work` gives where the leader does it; nobody else does. Every process calls this."""
+        """What `work` returns; where several processes hold the server's state, one of them does it for all."""
+        return work()
+
+    def batch(self, calls: Sequence[PhaseCall]) -> None:
+        """These phases follow the next exchange, on the same clients, and their messages are known already. Each still
+        has an exchange of its own."""
+        return

@@ -1,4 +1,4 @@
-"""Evaluation, the last phase of a round: which tasks are scored, where, and what becomes of the counts."""
+"""Evaluation, the last phase of a round: which tasks are scored, where, and how the counts are recorded."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.engine import Engine
-from everfed.core.exchange import Exchange
-from everfed.core.held_out import has_own_tests
-from everfed.core.intake import Intake
+from everfed.core.context import Moment, World
+from everfed.core.engine import Engine, Replies
+from everfed.core.events import Reporter
 from everfed.core.message import Message
 from everfed.core.phase import EVALUATE, Phase
+from everfed.core.phase_runner import Exchange
 from everfed.core.reduce import Sum
 from everfed.core.run_state import RunState
-from everfed.core.score import Exam, score_value
-from everfed.core.telling import Teller
-from everfed.core.world import Moment, World
-from everfed.metrics.scoring import RULES
+from everfed.core.scoring import RULES, Exam, score_value
 
 
 @dataclass(frozen=True)
@@ -36,17 +33,31 @@ class EvalOptions:
 
 def scored_on_clients(world: World) -> bool:
     """Do the clients score, because they hold what is scored, or what it is scored on?"""
-    return world.personal or has_own_tests(world.stream)
+    return world.personal or world.stream.own_tests
 
 
 class Evaluation:
-    """Scores the model as it is, and keeps the counts in the run's state."""
+    """Scores the shared model and records the counts in the run's state."""
 
     def __init__(
-        self, world: World, engine: Engine, exchange: Exchange, teller: Teller, state: RunState, options: EvalOptions
+        self,
+        world: World,
+        engine: Engine,
+        exchange: Exchange,
+        reporter: Reporter,
+        state: RunState,
+        options: EvalOptions,
     ) -> None:
-        self.world, self.engine, self.exchange, self.teller = world, engine, exchange, teller
+        self.world, self.engine, self.exchange, self.reporter = world, engine, exchange, reporter
         self.state, self.options = state, options
+
+    def score_initial(self) -> None:
+        """The untrained model on every task, for forward transfer; only with the whole matrix (`zero_shot`), and where
+        the server holds the tests."""
+        if self.options.zero_shot and self.state.initial is None and not self.world.stream.own_tests:
+            tasks = tuple(range(self.world.stream.tasks))
+            exam = Exam(tasks, 0, self.options.split, self.options.top_k)
+            self.state.initial = self.engine.evaluate(self.state.model, exam).tolist()
 
     def run(self, phase: Phase, moment: Moment) -> None:
         """The tasks seen so far, and at a task's end a row of the matrix."""
@@ -55,7 +66,7 @@ class Evaluation:
         counts = self._counts(phase, moment, exam).tolist()
         if plan.evaluate:
             self.state.rows[plan.task] = [*counts, *[None] * (tasks - len(exam.tasks))]
-        self._tell(moment, counts)
+        self._record(moment, counts)
 
     def _exam(self, moment: Moment) -> Exam:
         plan = moment.plan
@@ -67,13 +78,13 @@ class Evaluation:
         if not scored_on_clients(self.world):
             return self.engine.evaluate(self.state.model, exam)
         message: Message = {**self.exchange.model(), EVALUATE: exam.to_tree()}
-        intake = Intake({EVALUATE: {"counts": Sum()}})
-        self.exchange.take_in(intake, phase, moment, message)
-        self.teller.not_scored(moment, intake)
-        counts: Tensor | None = intake.reduction.result()[EVALUATE]["counts"]
-        return torch.zeros((len(exam.tasks), 4), dtype=torch.int64) if counts is None else counts  # nobody was there
+        replies = Replies({EVALUATE: {"counts": Sum()}})
+        self.exchange.collect(replies, phase, moment, message)
+        self.reporter.not_scored(moment, replies)
+        counts: Tensor | None = replies.reduction.result()[EVALUATE]["counts"]
+        return torch.zeros((len(exam.tasks), 4), dtype=torch.int64) if counts is None else counts  # all were absent
 
-    def _tell(self, moment: Moment, counts: list[list[float]]) -> None:
+    def _record(self, moment: Moment, counts: list[list[float]]) -> None:
         """A point of the curves, and an event, by the rule that the recipe names."""
         plan, score = moment.plan, self.world.stream.score
         column = 1 + RULES.index(self.options.logits)
@@ -81,7 +92,7 @@ class Evaluation:
         place = {"round": moment.round, "task": plan.task}
         self.state.curves.append({**place, "accuracy": accuracies})
         known = [a for a in accuracies[: plan.task + 1] if a is not None]
-        self.teller.notify(
+        self.reporter.notify(
             {
                 "event": "evaluation",
                 **place,

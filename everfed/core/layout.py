@@ -1,4 +1,5 @@
-"""A model's trainable parameters as one vector, its statistics as a second, its counters as a third.
+"""A model's trainable parameters as one vector, its statistics as a second, its counters as a third; and the trainable
+tensors that parts add to it.
 
 The module keeps views into these vectors, so a gradient is a vector, an aggregate is a vector, and loading a model is
 one copy. Each parameter keeps its own memory order (channels-last weights stay channels-last inside the vector).
@@ -6,11 +7,17 @@ one copy. Each parameter keeps its own memory order (channels-last weights stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from everfed.core.context import Context
+
+EXTRAS = "extras."  # what the names of all parameters that parts add begin with
 
 
 @dataclass(frozen=True)
@@ -131,3 +138,64 @@ def _gather(entries: tuple[Entry, ...], tensors: dict[str, Tensor], dtype: torch
     if not entries:
         return torch.zeros(0, dtype=dtype)
     return torch.cat([entry.flat(tensors[entry.name].detach()) for entry in entries]).to(dtype).clone()
+
+
+# what parts add to a model --------------------------------------------------------------------------------------------
+@runtime_checkable
+class KeepsParameters(Protocol):
+    """A part that adds trainable tensors which each client keeps for itself."""
+
+    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
+        """The tensors with their first values; they are never sent."""
+
+
+@runtime_checkable
+class KeepsLayers(Protocol):
+    """A part whose clients keep some of the network's own parameters (a head, say) for themselves."""
+
+    def is_personal(self, parameter: str) -> bool:
+        """Does this parameter of the network stay on the client?"""
+
+
+def registered(part: str, name: str, personal: bool) -> str:
+    """The name under which a module lists a parameter that a part added."""
+    return EXTRAS + f"{_scope(personal)}/{part}/{name}".replace(".", "_")
+
+
+def _scope(personal: bool) -> str:
+    return "personal" if personal else "shared"
+
+
+def is_personal(parts: Iterable[object], parameter: str) -> bool:
+    """Does this parameter stay on the client, in a method of these parts?"""
+    if parameter.startswith(f"{EXTRAS}{_scope(True)}/"):
+        return True
+    return any(part.is_personal(parameter) for part in parts if isinstance(part, KeepsLayers))
+
+
+class Extras(nn.Module):
+    """`module.extras[part][name]`. Personal ones are registered apart, so that their names tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: dict[str, dict[str, nn.Parameter]] = {}
+
+    def add(self, part: str, name: str, value: nn.Parameter, personal: bool) -> None:
+        self.register_parameter(registered(part, name, personal).removeprefix(EXTRAS), value)
+        self._parts.setdefault(part, {})[name] = value
+
+    def __getitem__(self, part: str) -> dict[str, nn.Parameter]:
+        return self._parts[part]
+
+
+def attach(module: nn.Module, parts: Iterable[Any], ctx: Context) -> nn.Module:
+    """Register the extra parameters of `parts` on `module`; a module whose method adds none is returned as it is."""
+    extras = Extras()
+    for part in parts:
+        personal = part.personal_parameters(ctx) if isinstance(part, KeepsParameters) else {}
+        for kept, values in ((False, part.extra_parameters(ctx)), (True, personal)):
+            for name, value in values.items():
+                extras.add(part.name, name, nn.Parameter(value.clone()), kept)
+    if next(extras.parameters(), None) is not None:
+        module.extras = extras
+    return module

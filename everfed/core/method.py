@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
 
+from everfed.core import layout
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, HELD_OUT, HISTORY, TASK_ID, TOGETHER, CompositionError, Part, overrides
+from everfed.core.part import (
+    BOUNDARIES,
+    HELD_OUT,
+    HISTORY,
+    HOOKS,
+    TASK_ID,
+    TOGETHER,
+    CompositionError,
+    Part,
+    Protection,
+    overrides,
+)
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
 from everfed.core.reduce import Reducer
 from everfed.core.stream import Stream
 
-PERSONAL = "extras.personal/"  # where personal extra parameters are registered on a module
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()
 _STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER})
@@ -27,12 +40,17 @@ class Method:
 
     @property
     def aggregator(self) -> Part:
-        return next(part for part in self.parts if part.aggregates)
+        return next(part for part in self.parts if overrides(part, "aggregate"))
+
+    @property
+    def protections(self) -> tuple[Protection, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Protection))
 
     @property
     def personal(self) -> bool:
         """Are models scored on the clients?"""
-        return any(part.personal for part in self.parts)
+        own = layout.KeepsParameters | layout.KeepsLayers
+        return any(overrides(part, "personalise") or isinstance(part, own) for part in self.parts)
 
     def owner(self, hook: str) -> Part | None:
         """The one part that defines `hook`, for hooks that at most one part may define."""
@@ -40,7 +58,7 @@ class Method:
 
     def is_personal(self, parameter: str) -> bool:
         """Does this parameter stay on the client?"""
-        return parameter.startswith(PERSONAL) or any(part.is_personal(parameter) for part in self.parts)
+        return layout.is_personal(self.parts, parameter)
 
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
@@ -48,14 +66,23 @@ class Method:
     def needs(self, what: str) -> bool:
         return any(what in part.needs for part in self.parts)
 
+    @cached_property
+    def own_phases(self) -> tuple[Phase, ...]:
+        """The parts' own phases, in part order, each with its owner."""
+        return tuple(replace(phase, owner=part.name) for part in self.parts for phase in part.phases())
+
     def phases(self, position: Position) -> tuple[Phase, ...]:
         """The parts' own phases at `position`, in part order."""
-        return tuple(phase for part in self.parts for phase in part.phases() if phase.position is position)
+        return tuple(phase for phase in self.own_phases if phase.position is position)
 
     def phases_by_name(self) -> dict[str, Phase]:
         """Everything a client may be asked to do."""
-        own = {phase.name: phase for position in Position for phase in self.phases(position)}
+        own = {phase.name: phase for phase in self.own_phases}
         return {**own, TRAIN: self.train_phase(), EVALUATE: Phase(EVALUATE)}
+
+    def scheduled_phases(self) -> tuple[Phase, ...]:
+        """`train` and the parts' own phases, without the steps that an engine runs inside them."""
+        return (self.train_phase(), *self.phases(Position.BEFORE), *self.phases(Position.AFTER))
 
     def train_phase(self) -> Phase:
         return Phase(TRAIN, owner=self.aggregator.name)
@@ -68,10 +95,9 @@ class Method:
 
     def reveals(self) -> dict[str, list[str]]:
         """Phases whose replies the server sees one by one, with the parts that ask for it (no secure aggregation)."""
-        phases = [self.train_phase(), *self.phases(Position.BEFORE), *self.phases(Position.AFTER)]
         seen = {
             phase.name: [p for p, keys in self.reducers(phase).items() if any(not r.secure for r in keys.values())]
-            for phase in phases
+            for phase in self.scheduled_phases()
         }
         return {phase: parts for phase, parts in seen.items() if parts}
 
@@ -91,7 +117,7 @@ class Method:
                     f"method {self.name!r}: part {part.name!r} must know {' and '.join(hidden)}, "
                     f"but stream {stream.name!r} does not tell; choose another method or a stream with boundaries"
                 )
-            if getattr(stream, "asynchronous", False) and TOGETHER in part.needs:
+            if stream.asynchronous and TOGETHER in part.needs:
                 raise CompositionError(
                     f"method {self.name!r}: part {part.name!r} needs all clients to end a task in the same round, but "
                     f"on stream {stream.name!r} each does by its own clock; choose another method, or leave out "
@@ -102,7 +128,7 @@ class Method:
 def compose(*parts: Part, name: str = "", optimizer: Optimizer = SGD) -> Method:
     """A method from parts, in the order in which their hooks run. Raises CompositionError when they do not fit."""
     _check_names(parts)
-    aggregators = [part.name for part in parts if part.aggregates]
+    aggregators = [part.name for part in parts if overrides(part, "aggregate")]
     if len(aggregators) != 1:
         raise CompositionError(f"exactly one part must own aggregation (such as FedAvg); got {aggregators or 'none'}")
     for hook in _ONE_OWNER:
@@ -111,6 +137,7 @@ def compose(*parts: Part, name: str = "", optimizer: Optimizer = SGD) -> Method:
             raise CompositionError(f"only one part may define {hook}(); got {', '.join(owners)}")
     warnings: list[str] = []
     for part in parts:
+        _check_hooks(part)
         _check_needs(part, parts)
         _check_phases(part)
         warnings.extend(part.check(parts, optimizer))
@@ -136,9 +163,18 @@ def _check_needs(part: Part, parts: tuple[Part, ...]) -> None:
             raise CompositionError(f"part {part.name!r} needs part {need!r}; there are {', '.join(sorted(present))}")
 
 
+def _check_hooks(part: Part) -> None:
+    """Refuse a misspelt hook: it would never be called."""
+    for cls in type(part).__mro__[: -len(Part.__mro__)]:
+        for name, value in vars(cls).items():
+            close = get_close_matches(name, HOOKS, n=1, cutoff=0.87) if callable(value) and name[0] != "_" else []
+            if close and name not in HOOKS:
+                raise CompositionError(f"part {part.name!r} has a method {name!r}, which is no hook: {close[0]!r}?")
+
+
 def _check_phases(part: Part) -> None:
     for phase in part.phases():
-        if phase.owner != part.name:
-            raise CompositionError(f"phase {phase.name!r} of part {part.name!r} must name it as its owner")
-        if phase.name in (TRAIN, EVALUATE) or (phase.cohort is Cohort.SERVER and phase.reduce):
+        if phase.name in (TRAIN, EVALUATE) or (phase.cohort is Cohort.SERVER and (phase.reduce or phase.run)):
             raise CompositionError(f"part {part.name!r}: phase {phase.name!r} is not a legal phase of a part")
+        if phase.cohort is not Cohort.SERVER and phase.run is None:
+            raise CompositionError(f"part {part.name!r}: phase {phase.name!r} has clients, but no run=")

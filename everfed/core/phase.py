@@ -1,17 +1,33 @@
 """The round protocol as data: which clients do what, when, and how their replies become one.
 
-A round is an agenda of phases. `train` is one of them; parts add their own. Because `reduce` is data, so is what a
-method reveals: a phase reduced by mean or sum can run under secure aggregation, one that collects cannot.
+A round is a list of phases. `train` is one of them; parts add their own. Because `reduce` is data, so is what a method
+reveals: a phase reduced by mean or sum can run under secure aggregation, one that collects cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from everfed.core.data import Data
+from everfed.core.message import Message
 from everfed.core.reduce import Reducer
 from everfed.core.stream import RoundPlan
+from everfed.core.tree import Tree
+
+if TYPE_CHECKING:
+    from everfed.core.context import Context
+
+TRAIN = "train"
+EVALUATE = "evaluate"
+
+State = dict[str, Tree]  # part -> slots
+Slots = Tree | None  # what a hook returns for its part's slots: None leaves them as they are, {} removes them
+Model = dict[str, Tensor]  # params, stats, counters
 
 
 class Cohort(Enum):
@@ -24,8 +40,8 @@ class Cohort(Enum):
 
 
 class Position(Enum):
-    """Before or after this round's aggregation, or inside another phase: no phase of the agenda, but a step of how an
-    engine carries one out (the rounds of secure aggregation)."""
+    """Before or after this round's aggregation, or inside another phase (the steps of secure aggregation, which an
+    engine runs itself)."""
 
     BEFORE = "before"
     AFTER = "after"
@@ -60,28 +76,51 @@ def every(rounds: int, offset: int = 0) -> When:
 
 @dataclass(frozen=True)
 class Phase:
-    """One exchange between the server and a cohort, or a piece of server work.
+    """One exchange between the server and a cohort, or a piece of server work, with the functions that carry it out.
 
-    owner: the part whose `run` serves it. reduce: reply key -> reducer. repeat: how many times it runs in a row (a
-    checkpoint may fall between two repeats); `Part.done` may end it earlier.
+    reduce: reply key -> reducer. repeat: how often it runs in a row; a checkpoint may fall between two repeats.
+    in_last_round: False leaves it out of the run's last round (what prepares the next task is useless there).
+    sends: False sends clients no message at all; they use what they hold.
+
+    Functions of the owning part, all optional. Slots that they return replace the part's own: None leaves them as they
+    are, {} removes them. In order of execution:
+    broadcast(server, ctx): what clients receive beside the model.
+    run(client, message, data, ctx): on each client; (slots, reply).
+    measure(server, reduced, ctx): numbers to report; before `update`, or after it in a phase of the server alone.
+    update(server, reduced, ctx): the part's server slots.
+    update_model(server, model, ctx): (server slots, shared model), to train or to replace the shared model.
+    done(server, ctx): ends a repeated phase before its last repeat.
+
+    owner: the part's name; composition fills it in.
     """
 
     name: str
-    owner: str = ""
     cohort: Cohort = Cohort.SAMPLED
     when: When = ALWAYS
     position: Position = Position.AFTER
     reduce: Mapping[str, Reducer] = field(default_factory=dict)
     repeat: int = 1
+    in_last_round: bool = True
+    sends: bool = True
+    broadcast: Callable[[State, Context], dict[str, Any]] | None = field(default=None, compare=False)
+    run: Callable[[State, Message, Data, Context], tuple[Slots, Tree]] | None = field(default=None, compare=False)
+    measure: Callable[[State, Tree, Context], dict[str, float]] | None = field(default=None, compare=False)
+    update: Callable[[State, Tree, Context], Slots] | None = field(default=None, compare=False)
+    update_model: Callable[[State, Model, Context], tuple[Slots, Model]] | None = field(default=None, compare=False)
+    done: Callable[[State, Context], bool] | None = field(default=None, compare=False)
+    owner: str = ""
 
     @property
     def needs_boundaries(self) -> bool:
-        """Does it tell somebody when a task begins or ends?"""
+        """Does running it reveal when a task begins or ends?"""
         return self.when.needs_boundaries or self.cohort is Cohort.BOUNDARY
 
-    def due(self, index: int, plan: RoundPlan) -> bool:
-        """Does it run in this round? Tasks begin and end for the clients concerned (BOUNDARY), or for the server."""
+    def due(self, index: int, plan: RoundPlan, rounds: int) -> bool:
+        """Does it run in round `index` of `rounds`? Tasks begin and end for the clients concerned (BOUNDARY), or for
+        the server."""
         when = self.when
+        if index + 1 == rounds and not self.in_last_round:
+            return False
         if when.kind == "first":
             return index == 0
         if when.kind == "begin":
@@ -99,7 +138,3 @@ class Phase:
             return tuple(sorted(plan.tasks))
         moving = plan.begins if self.when.kind == "begin" else plan.ends
         return tuple(sorted(moving))
-
-
-TRAIN = "train"
-EVALUATE = "evaluate"

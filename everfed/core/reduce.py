@@ -32,12 +32,12 @@ class Shared(Reducing):
     """A reduction that several processes make together, each with the replies of its own clients."""
 
     @abstractmethod
-    def tell(self) -> Tree:
-        """What the others need of what came in here."""
+    def export(self) -> Tree:
+        """The state of this process's reduction, for the other processes."""
 
     @abstractmethod
-    def hear(self, told: Sequence[Tree]) -> None:
-        """What all of them told, this one included; from here on as if every reply had come in here."""
+    def merge(self, exported: Sequence[Tree]) -> None:
+        """Replace the state by that of all processes together, this one included."""
 
 
 class Reducer(ABC):
@@ -106,11 +106,11 @@ class Collected(Shared):
     def add(self, client: int, value: Any, weight: float) -> None:
         self.values[client] = value
 
-    def tell(self) -> Tree:
+    def export(self) -> Tree:
         return {str(client): value for client, value in self.values.items()}
 
-    def hear(self, told: Sequence[Tree]) -> None:
-        found = {int(client): value for values in told for client, value in values.items()}
+    def merge(self, exported: Sequence[Tree]) -> None:
+        found = {int(client): value for values in exported for client, value in values.items()}
         self.values = {client: found[client] for client in sorted(found)}
 
     def result(self) -> dict[int, Any] | None:

@@ -1,15 +1,26 @@
-"""A model instance whose parameters live in one vector, ready to be loaded with anybody's weights."""
+"""A network whose parameters live in one vector, ready to be loaded with any client's weights.
+
+Also here: dropout from everfed's own generator, and a method's auxiliary networks beside the shared model (a generator,
+a discriminator, a flow). In slots, messages and checkpoints an auxiliary network is a `Model`, the vectors params,
+stats and counters, like the shared one. The module that computes with them is built from a blueprint, once per trainer
+(`Trainer.auxiliary`), and holds no state that matters: to use a frozen network call `frozen_forward`, to train one load
+its replica, and read the vectors back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from everfed.core.dropout import adopt
 from everfed.core.layout import Layout
-from everfed.core.part import Model
+from everfed.core.phase import Model
 
 _LOW = (_ConvNd, nn.Linear)  # layers that run in bfloat16: matrix units do their work
 
@@ -32,7 +43,7 @@ class Replica:
         self.module = module.to(device)
         self.params, self.stats, self.counters = (vectors[k].to(device) for k in ("params", "stats", "counters"))
         layout.bind(self.module, self.params, self.stats, self.counters)
-        adopt(self.module, self.generator)
+        adopt_dropout(self.module, self.generator)
         named = dict(self.module.named_parameters())
         self.trainable: list[Tensor] = [named[entry.name] for entry in layout.params]
         self.mixes_samples = any(
@@ -79,3 +90,102 @@ class Replica:
     def model(self) -> Model:
         """A copy of the vectors."""
         return {"params": self.params.clone(), "stats": self.stats.clone(), "counters": self.counters.clone()}
+
+
+# dropout --------------------------------------------------------------------------------------------------------------
+class Dropout(nn.Dropout):
+    """nn.Dropout that draws from `generator`, so that a run does not depend on the order of its clients.
+
+    channels: zero whole channels, as nn.Dropout2d does. `generator` is set by whoever trains the network and reseeded
+    per client; without one, training raises.
+    """
+
+    def __init__(self, p: float = 0.5, channels: bool = False) -> None:
+        super().__init__(p)
+        self.channels = channels
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        if self.p == 1.0:
+            return torch.zeros_like(x)
+        if self.generator is None:
+            raise RuntimeError("this Dropout has no generator; train the model through everfed")
+        shape = (*x.shape[:2], *([1] * (x.dim() - 2))) if self.channels else x.shape
+        keep = torch.rand(shape, generator=self.generator, device=x.device) >= self.p
+        return x * keep / (1.0 - self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, channels={self.channels}"
+
+
+def adopt_dropout(module: nn.Module, generator: torch.Generator) -> None:
+    """Replace torch's dropout layers inside `module` by ours, and give them all `generator`."""
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):  # unlike named_children: every name of a shared layer
+            if isinstance(child, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
+                setattr(parent, name, Dropout(child.p, channels=True))
+            elif type(child) is nn.Dropout:
+                setattr(parent, name, Dropout(child.p))
+    for layer in module.modules():
+        if isinstance(layer, Dropout):
+            layer.generator = generator
+
+
+@contextmanager
+def global_generators(device: torch.device) -> Iterator[None]:
+    """Inside, torch's global generators may be seeded; afterwards they are where they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+def seed_global(device: torch.device, seed: int, step: int = 0) -> None:
+    """Seed torch's global generators for one step: layers that everfed does not replace (the dropout of attention,
+    DropPath) draw from them."""
+    mixed = (seed + step) % 2**63
+    torch.default_generator.manual_seed(mixed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[
+            torch.cuda.current_device() if device.index is None else device.index
+        ].manual_seed(mixed)
+
+
+# auxiliary networks ---------------------------------------------------------------------------------------------------
+class Blueprint(Hashable, Protocol):
+    """What a network is built from; equal blueprints build networks of the same layout."""
+
+    def build(self) -> nn.Module:
+        """A network with weights drawn from torch's generator, as layers usually do."""
+
+
+def initial_weights(blueprint: Blueprint, seed: int) -> Model:
+    """The network's first weights, on the host; the same seed gives the same on every machine."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = blueprint.build()
+    return Layout.of(module).read(module)
+
+
+def tensors(layout: Layout, model: Model) -> dict[str, Tensor]:
+    """Views of a model's vectors under the names that its module has for them."""
+    named = (("params", layout.params), ("stats", layout.stats), ("counters", layout.counters))
+    return {entry.name: entry.view(model[vector]) for vector, entries in named for entry in entries}
+
+
+def frozen_forward(replica: Replica, model: Model, *inputs: Tensor) -> Any:
+    """What the replica's module gives with `model`'s tensors in place of its own: eval mode, no gradient, neither the
+    replica nor `model` is changed. May be part of a captured step: it reads the vectors where they lie."""
+    with torch.no_grad(), in_eval_mode(replica.module):
+        return functional_call(replica.module, tensors(replica.layout, model), inputs)
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """The module in eval mode, and afterwards in the mode it was in."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)

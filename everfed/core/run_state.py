@@ -1,4 +1,4 @@
-"""What the server side of a run needs to go on, and how it is written down."""
+"""The state of a run on the server, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from everfed.core.context import Place
 from everfed.core.message import MODEL, Traffic
-from everfed.core.part import Model, State
+from everfed.core.part import Model, State, with_slots
 from everfed.core.tree import Tree
-from everfed.core.world import Place
 
 
 @dataclass
@@ -19,17 +19,18 @@ class RunState:
 
     server: State
     round: int = 0
-    position: int = 0  # in the round's agenda
+    position: int = 0  # in the round's list of phases
     repeat: int = 0  # of the phase at that position
     version: int = 0  # of the shared model
     held: dict[int, dict[str, int | str]] = field(default_factory=dict)  # what each client holds of `Once` payloads
     traffic: Traffic = field(default_factory=Traffic)
     rows: dict[int, list[list[float] | None]] = field(default_factory=dict)  # task -> counts per task, at its end
+    initial: list[list[float]] | None = None  # counts per task of the untrained model, with eval.zero_shot
     curves: list[dict[str, Any]] = field(default_factory=list)
     samples: int = 0
     seconds: float = 0.0
     absent: Counter[str] = field(default_factory=Counter)  # how often clients did not count, by kind
-    watched: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the watchers remember
+    watched: dict[str, dict[str, Any]] = field(default_factory=dict)  # the monitors' own state
 
     @property
     def place(self) -> Place:
@@ -45,9 +46,9 @@ class RunState:
         self.server = {**self.server, MODEL: model}
         self.version += 1
 
-    def set_slots(self, part: str, slots: Tree) -> None:
-        others = {name: tree for name, tree in self.server.items() if name != part}
-        self.server = {**others, part: slots} if slots else others
+    def set_slots(self, part: str, slots: Tree | None) -> None:
+        """None leaves them as they are, {} removes them."""
+        self.server = with_slots(self.server, part, slots)
 
     def to_tree(self) -> Tree:
         plain = {
@@ -59,6 +60,7 @@ class RunState:
             "up": self.traffic.up,
             "down": self.traffic.down,
             "rows": self.rows,
+            "initial": self.initial,
             "curves": self.curves,
             "samples": self.samples,
             "seconds": self.seconds,
@@ -73,7 +75,7 @@ class RunState:
         state = RunState(tree["server"])
         for name in ("round", "position", "repeat", "version", "curves", "samples", "seconds"):
             setattr(state, name, plain[name])
-        state.watched = plain.get("watched", {})
+        state.watched, state.initial = plain.get("watched", {}), plain.get("initial")
         state.held = {int(client): held for client, held in plain["held"].items()}
         state.rows = {int(task): row for task, row in plain["rows"].items()}
         state.traffic.up.update(plain["up"])

@@ -1,4 +1,5 @@
-"""One training step, as the parts see it and as every engine runs it.
+"""One training step, as the parts see it and as every engine runs it; and the substeps that parts take around it: a
+generator after its discriminator, a flow before a classifier.
 
 `train_step` is the only place where losses are added, gradients taken and rules applied. It uses tensors of shapes
 known from the schedule, and never waits for the device.
@@ -6,19 +7,21 @@ known from the schedule, and never waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from everfed.core.context import Context
-from everfed.core.layout import Layout
+from everfed.core.layout import Entry, Layout
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, State, overrides
 from everfed.core.replica import Replica
-from everfed.core.substep import Course, Move
 from everfed.core.tree import Tree
+
+Moments = dict[str, Tensor]
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Batch:
 
 
 class Step:
-    """The state of local training at one step. Built once per local training; `load` moves it to the next step."""
+    """The state of local training at one step. Built once per local training; `begin` moves it to the next step."""
 
     def __init__(
         self,
@@ -63,13 +66,13 @@ class Step:
         self.all_y: Tensor = received
         self.batches: dict[str, Batch] = {}
         self.handed: dict[str, Tensor] = {}  # what a part's substeps hand on to what follows in the same step
-        self._course: Course | None = None
+        self._substeps: Substeps | None = None
 
-    def course(self, parts: Sequence[Part]) -> Course:
-        """Who moves what; the same in all steps of a local training."""
-        if self._course is None:
-            self._course = Course.of(parts, self.layout)
-        return self._course
+    def substeps(self, parts: Sequence[Part]) -> Substeps:
+        """Which parameters each substep and the step itself move; the same in all steps of a local training."""
+        if self._substeps is None:
+            self._substeps = Substeps.of(parts, self.layout)
+        return self._substeps
 
     @property
     def params(self) -> Tensor:
@@ -110,8 +113,8 @@ def train_step(
 ) -> Tensor:
     """Forward, loss terms, backward, gradient rules, optimiser, the parts' own updates; substeps before and after.
     Returns the loss of the step itself, detached."""
-    course = step.course(parts)
-    for move in course.before:
+    substeps = step.substeps(parts)
+    for move in substeps.before:
         _substep(step, move, optimizer, moments, rate)
     for part in parts:
         step.batches.update(part.batches(step))
@@ -124,17 +127,17 @@ def train_step(
     with torch.no_grad():
         for part in parts:
             gradient = part.gradient(step, gradient)
-        optimizer.apply(step.params[course.main], gradient[course.main], moments, rate)
+        optimizer.apply(step.params[substeps.main], gradient[substeps.main], moments, rate)
         for part in parts:
             part.after(step)
         step.replica.refresh()
-    for move in course.after:
+    for move in substeps.after:
         _substep(step, move, optimizer, moments, rate)
     return loss.detach()
 
 
 def _substep(step: Step, move: Move, optimizer: Optimizer, moments: dict[str, Tensor], rate: Tensor) -> None:
-    gradient = step.replica.gradient(move.part.substep(step, move.substep.name), move.span)
+    gradient = step.replica.gradient(move.substep.loss(step), move.span)
     with torch.no_grad():
         move.apply(step.params, gradient, moments, optimizer, rate)
         step.replica.refresh()
@@ -144,7 +147,7 @@ def _forward(step: Step) -> None:
     """One forward for the real batch and the joined ones together, one for each separate batch.
 
     A network that treats every sample by itself gives separate batches the same outputs in one forward with the rest,
-    and is spared the others.
+    so one is enough.
     """
     joined = [batch for batch in step.batches.values() if batch.joined]
     apart = [batch for batch in step.batches.values() if not batch.joined]
@@ -178,3 +181,99 @@ def _objective(step: Step, parts: Sequence[Part]) -> Tensor:
         if overrides(part, "objective"):
             return part.objective(step)
     return step.task_loss(step.all_outputs, step.all_y)
+
+
+# substeps -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Substep:
+    """A step with a loss, parameters and an optimiser of its own, inside one training step, so that a captured step
+    holds it too. Its moments travel with those of the run's optimiser, under "part/substep/...".
+
+    parameters: which ones it moves, by name; they must lie together in the vector. loss: of the step as it is then.
+    optimizer: its own, or None for the run's, with the round's rate. alone: nothing else moves these parameters, not
+    even the training step itself. after: it comes after the training step; otherwise before."""
+
+    name: str
+    parameters: Callable[[str], bool]
+    loss: Callable[[Step], Tensor]
+    optimizer: Optimizer | None = None
+    alone: bool = False
+    after: bool = False
+
+
+@runtime_checkable
+class HasSubsteps(Protocol):
+    """A part that takes steps of its own around every training step."""
+
+    def substeps(self, layout: Layout) -> tuple[Substep, ...]:
+        """The substeps, in order."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A substep of a part, and where in the vector its parameters lie."""
+
+    part: Part
+    substep: Substep
+    span: slice
+
+    def moments(self, all_moments: Moments) -> Moments:
+        """Its own of them, under plain names."""
+        prefix = self._prefix
+        return {name.removeprefix(prefix): value for name, value in all_moments.items() if name.startswith(prefix)}
+
+    def first_moments(self, optimizer: Optimizer, params: Tensor) -> Moments:
+        fresh = (self.substep.optimizer or optimizer).init(params[self.span])
+        return {self._prefix + name: value for name, value in fresh.items()}
+
+    def apply(self, params: Tensor, gradient: Tensor, moments: Moments, optimizer: Optimizer, rate: Tensor) -> None:
+        """Move the parameters by the gradient of this substep's loss, (span,)."""
+        own = self.substep.optimizer
+        pace = rate if own is None else torch.full_like(rate, own.lr)
+        (own or optimizer).apply(params[self.span], gradient, self.moments(moments), pace)
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.part.name}/{self.substep.name}/"
+
+
+@dataclass(frozen=True)
+class Substeps:
+    """All substeps of a training step. main: the parameters that the step itself moves."""
+
+    main: slice
+    before: tuple[Move, ...] = ()
+    after: tuple[Move, ...] = ()
+
+    @staticmethod
+    def of(parts: Sequence[Part], layout: Layout) -> Substeps:
+        declared = [(p, s) for p in parts if isinstance(p, HasSubsteps) for s in p.substeps(layout)]
+        moves = [Move(p, s, _parameters_span(layout, s.parameters, p, s.name)) for p, s in declared]
+        if not moves:
+            return Substeps(slice(0, layout.size))
+        alone = [move.substep.parameters for move in moves if move.substep.alone]
+        main = _span_of([e for e in layout.params if not any(owns(e.name) for owns in alone)], "the training step")
+        before, after = ([m for m in moves if m.substep.after is late] for late in (False, True))
+        return Substeps(main, tuple(before), tuple(after))
+
+    def first_moments(self, optimizer: Optimizer, params: Tensor) -> Moments:
+        """Fresh moments of the run's optimiser and of all substeps."""
+        moments = optimizer.init(params[self.main])
+        for move in (*self.before, *self.after):
+            moments |= move.first_moments(optimizer, params)
+        return moments
+
+
+def _parameters_span(layout: Layout, owns: Callable[[str], bool], part: Part, name: str) -> slice:
+    return _span_of([entry for entry in layout.params if owns(entry.name)], f"substep {name!r} of part {part.name!r}")
+
+
+def _span_of(entries: Iterable[Entry], whose: str) -> slice:
+    """Where entries that lie together lie in the vector."""
+    listed = list(entries)
+    if not listed:
+        raise ValueError(f"{whose} moves no parameter of this model")
+    span = slice(listed[0].start, listed[-1].start + listed[-1].size)
+    if sum(entry.size for entry in listed) != span.stop - span.start:
+        raise ValueError(f"the parameters that {whose} moves do not lie together in the model's vector")
+    return span

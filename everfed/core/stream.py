@@ -1,18 +1,25 @@
-"""What a stream must tell the runner: who takes part in a round, what each client sees, whose task begins or ends.
+"""What the runner asks of a stream: who takes part in a round, what each client sees, whose task begins or ends.
 
-The runner and the engines know only this protocol; `everfed.streams` holds the scenarios.
+The runner and the engines know only this base class; `everfed.streams` holds the scenarios. Parts see a stream through
+a `StreamView`, which has no samples; the test sets are reached through `HeldOut` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from threading import Lock
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from everfed.core.data import Data
+
+_TEST_SHARE = 0.1  # of the device memory that is free when the first test set is copied
 
 
 @dataclass(frozen=True)
@@ -24,10 +31,10 @@ class RoundPlan:
     tasks: the current task of every client that has one (participants at least).
     begins, ends: the clients whose task begins or ends with this round, whether or not they take part.
     evaluate: score every task after this round (the last round of a task).
-    notes: further facts that the events of this round's training tell (who was too late, say).
+    notes: further facts for the event of this round's training (who was too late, say).
 
     Where clients change tasks at different rounds: server_task is the task that the server is in (None: `task`), opens
-    and closes say whether a task begins or ends for the server (None: when one does for anybody).
+    and closes say whether a task begins or ends for the server (None: when one does for any client).
     drifting: clients that see more than one task at once; what they see is the stream's `data_in(client, round)`.
     """
 
@@ -58,46 +65,195 @@ class RoundPlan:
         return bool(self.ends) if self.closes is None else self.closes
 
 
-@runtime_checkable
-class Stream(Protocol):
-    """Deterministic in its own seed alone, so that every method of a comparison sees the same stream.
+class Stream(ABC):
+    """Base of all streams. Deterministic in its own seed alone, so that every method of a comparison sees the same.
 
-    A stream may have more: `asynchronous = True`, when clients change tasks at different rounds, with
-    `clock_of(client, round) -> (rounds of its task behind it, rounds that it lasts)`; `data_in(client, round)`, for
-    clients that drift; tests or labels that differ by client (`everfed.core.score`); `loss` and `measure`;
-    `fingerprint`, text that tells what was read from files beside the data.
+    A stream says how many `clients`, `tasks`, `rounds` and `classes` there are and which `input_shape` a network gets,
+    and defines `round`, `data`, `test` and `labels`. Everything else has a default.
     """
 
-    name: str
+    name: str = "stream"
     clients: int
     tasks: int
     rounds: int
+    rounds_per_task: int = 0  # 0: as the recipe says
     classes: int
     input_shape: tuple[int, ...]
-    score: str  # "accuracy", "perplexity" or "map"
-    boundaries: bool  # may a method know when a task begins or ends?
-    task_ids: bool  # may a method know which task it is in?
+    class_names: Sequence[str] = ()
+    score: str = "accuracy"  # or "perplexity", "map": then the stream defines `measure` or `measure_all`
+    also: tuple[str, ...] = ()  # further scores that `measure_all` gives
+    boundaries: bool = True  # may a method know when a task begins or ends?
+    task_ids: bool = True  # may a method know which task it is in?
+    asynchronous: bool = False  # do clients change tasks at different rounds?
+    own_tests: bool = False  # has every client tests of its own? Then every model is scored on the clients
+    fingerprint: str = ""  # of what was read from files beside the data
+    visible: frozenset[str] = frozenset()  # further attributes that parts may use in training
+    has_pictures: bool = False  # does it draw its samples (`pictures`)?
 
+    # what every stream defines -----------------------------------------------------------------------------------
+    @abstractmethod
     def round(self, index: int) -> RoundPlan:
         """The plan of round `index`, 0 <= index < rounds."""
 
+    @abstractmethod
     def data(self, client: int, task: int) -> Data:
         """What `client` sees in `task`; may be empty."""
 
+    @abstractmethod
     def test(self, task: int, split: str = "test") -> Data:
         """The held-out samples of `task`: split "test", or "validation" when one was held out of the training data."""
 
+    @abstractmethod
     def labels(self, task: int) -> tuple[int, ...]:
         """The classes of `task`, ascending."""
 
+    # how samples become inputs -----------------------------------------------------------------------------------
     def inputs(self, x: Tensor) -> Tensor:
         """Storage form -> network input (scaling, normalisation); batched, on x's device, no host synchronisation."""
+        return x.float()
 
     def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
         """(count, k) integers that fix the augmentation of `count` samples, or None when there is none."""
+        return None
 
     def augment(self, x: Tensor, draws: Tensor) -> Tensor:
         """Apply drawn augmentations in storage form: same shape and dtype, batched, no host synchronisation."""
+        return x
+
+    # loss and score ----------------------------------------------------------------------------------------------
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The task loss of a minibatch."""
+        return functional.cross_entropy(outputs, y)
+
+    def measure(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """(2,) float64: how many things were scored, and the sum of their scores (tokens and negative log-likelihood,
+        say). Of a stream whose score is not accuracy."""
+        raise NotImplementedError(f"stream {self.name!r} is scored by {self.score}: it must define measure")
+
+    def measure_all(self, outputs: Iterable[Tensor], y: Tensor) -> Tensor:
+        """(2 + len(also),) float64 of a whole test set, whose outputs come in pieces; for a score that is no sum over
+        samples. Then the sums of the further scores in `also`."""
+        total, start = torch.zeros(2, dtype=torch.float64), 0
+        for piece in outputs:
+            total += self.measure(piece, y[start : start + len(piece)].to(piece.device)).cpu()
+            start += len(piece)
+        return total
+
+    # where clients differ ----------------------------------------------------------------------------------------
+    def data_in(self, client: int, index: int) -> Data:
+        """What a client that drifts sees in round `index`."""
+        return self.data(client, self.round(index).tasks[client])
+
+    def clock_of(self, client: int, index: int) -> tuple[int, int] | None:
+        """(rounds of the client's task behind it, rounds that it lasts) where clients have clocks of their own."""
+        return None
+
+    def labels_of(self, client: int, task: int) -> tuple[int, ...]:
+        """The classes of a client's task."""
+        return self.labels(task)
+
+    def test_of(self, client: int, task: int, split: str = "test") -> Data:
+        """A client's own test samples of its task."""
+        return self.test(task, split)
+
+    # for reports -------------------------------------------------------------------------------------------------
+    def task_of(self, client: int, ids: np.ndarray) -> np.ndarray | None:
+        """(n,) the tasks that a client's samples come from, by their ids; None where the stream does not know."""
+        return None
+
+    def pictures(self, outputs: Tensor, data: Data) -> Sequence[np.ndarray]:
+        """Samples as images (height, width, 3) uint8, with what a model says of them."""
+        return ()
 
     def describe(self) -> dict[str, Any]:
-        """JSON-ready facts for result.json, with who got what."""
+        """JSON-ready facts for result.json."""
+        return {"name": self.name}
+
+
+class Hidden(RuntimeError):
+    """A part asked for what this stream does not tell."""
+
+
+_VISIBLE = frozenset(
+    {
+        "name", "clients", "tasks", "rounds", "classes", "input_shape", "score", "boundaries", "task_ids",
+        "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "loss", "measure",
+        "measure_all", "also",
+    }
+)  # fmt: skip
+_OF_TASKS = frozenset({"tasks", "labels", "labels_of"})  # hidden with the tasks
+
+
+class StreamView:
+    """What local training may know of a stream: inputs, classes, augmentation and loss, never a sample.
+
+    A client holds what it sees now, and nothing else. The view keeps honest code honest, as a real client's disk would;
+    it is no sandbox for code that digs. A stream names further attributes in `visible`.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        hidden = frozenset() if stream.boundaries or stream.task_ids else _OF_TASKS
+        self._visible = {name: getattr(stream, name) for name in (_VISIBLE | stream.visible) - hidden}
+        self._known = frozenset(name for name in dir(stream) if not name.startswith("_"))
+        self._round = stream.round
+
+    def __getattr__(self, name: str) -> Any:
+        visible: dict[str, Any] = self.__dict__.get("_visible", {})
+        if name in visible:
+            return visible[name]
+        if name in self.__dict__.get("_known", ()):
+            raise Hidden(
+                f"a part may not use {name!r} of the stream: what a client sees now comes to its hooks as `data`; one "
+                "that declares 'history' has ctx.history() for its earlier tasks, 'held_out' ctx.held_out to score on"
+            )
+        raise AttributeError(f"this stream has no {name!r}")
+
+    def takes_part(self, client: int | None, index: int) -> bool:
+        """Is the client among those that train in round `index`?"""
+        return client in self._round(index).participants
+
+
+class HeldOut:
+    """The test sets of a stream, for scoring. On a GPU the copies are kept, so that each crosses once.
+
+    budget: bytes of copies kept on the device; by default a share of its free memory. First come, first kept: tasks are
+    scored in the same order every time, where dropping the oldest would never find one again.
+    """
+
+    def __init__(self, stream: Stream, budget: int | None = None) -> None:
+        self.stream = stream
+        self.budget = budget
+        self.bytes = 0
+        self._cached: dict[Hashable, Data] = {}
+        self._lock = Lock()
+
+    def labels(self, client: int | None, task: int) -> tuple[int, ...]:
+        """The classes of a task: the client's own, where clients have tests of their own."""
+        if client is None or not self.stream.own_tests:
+            return self.stream.labels(task)
+        return self.stream.labels_of(client, task)
+
+    def get(self, client: int | None, task: int, split: str, device: torch.device) -> Data:
+        """The samples of a task, on the device if its budget allows, else where the stream has them."""
+        whose = client if self.stream.own_tests else None
+        if device.type == "cpu":
+            return self._load(whose, task, split)
+        key = (whose, task, split, device)
+        with self._lock:  # several slots of a GPU may score at once
+            return self._cached[key] if key in self._cached else self._copy(key, self._load(whose, task, split), device)
+
+    def _load(self, client: int | None, task: int, split: str) -> Data:
+        return self.stream.test(task, split) if client is None else self.stream.test_of(client, task, split)
+
+    def _copy(self, key: Hashable, data: Data, device: torch.device) -> Data:
+        if self.budget is None:
+            self.budget = int(torch.cuda.mem_get_info(device)[0] * _TEST_SHARE) if device.type == "cuda" else 0
+        size = data.x.nbytes + data.y.nbytes
+        if self.bytes + size > self.budget:
+            return data
+        copy = data.to(device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # whichever stream reads it next finds it there
+        self.bytes += size
+        self._cached[key] = copy
+        return copy

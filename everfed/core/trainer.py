@@ -1,7 +1,7 @@
 """Local training as a function: a model, data and parts in, a model and the parts' slots out.
 
 `Trainer` is what an engine gives to its clients. This one runs every step as it comes and is the reference; an engine
-may run the same steps in another way (captured, say) by overriding `_steps` and `_gradient`.
+may run the same steps in another way (captured, say) by overriding `_steps` and `gradient`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from everfed.core import schedule as scheduling
-from everfed.core.companion import Blueprint
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, Part, State, Tables, overrides
-from everfed.core.replica import Replica
+from everfed.core.part import Model, Part, State, Tables, overrides, with_slots
+from everfed.core.replica import Blueprint, Replica, global_generators, seed_global
 from everfed.core.schedule import Schedule
-from everfed.core.step import Step, train_step
-from everfed.core.stream import Stream
-from everfed.core.substep import Course
-from everfed.core.tree import Tree, clone, map_tensors
-from everfed.core.view import StreamView
+from everfed.core.step import Step, Substeps, train_step
+from everfed.core.stream import Stream, StreamView
+from everfed.core.tree import Tree, clone, on_device
 
 _CORE = "core"  # the schedule's own tables, beside those of the parts
 Thing = TypeVar("Thing")
@@ -36,8 +32,10 @@ Thing = TypeVar("Thing")
 
 @dataclass(frozen=True)
 class Fitted:
-    """What local training produced. loss: 0-d tensor, the sum of the step losses (read it once, after the phase)."""
+    """What local training produced. start: the model it began with. loss: 0-d tensor, the sum of the step losses (read
+    it once, after the phase)."""
 
+    start: Model
     model: Model
     state: State
     moments: dict[str, Tensor]
@@ -84,7 +82,7 @@ class Trainer:
         self._build_module = build_module
         self.replica = Replica(build_module(), layout, self.device, precision)
         self.network: Callable[[Tensor], Tensor] = self.replica.module
-        self._loss: Callable[[Tensor, Tensor], Tensor] = getattr(stream, "loss", functional.cross_entropy)
+        self._loss: Callable[[Tensor, Tensor], Tensor] = stream.loss
         self._made: dict[str, tuple[Hashable, Any]] = {}
 
     # what parts and clients call ---------------------------------------------------------------------------------
@@ -119,6 +117,9 @@ class Trainer:
         )
         state, plans = self._plan(ctx, parts, state, schedule, tag)
         optimizer = optimizer or options.optimizer
+        if moments is None:
+            substeps = Substeps.of(parts, self.replica.layout)
+            moments = substeps.first_moments(optimizer, model["params"].to(self.device))
         job = Job(
             ctx,
             parts,
@@ -130,7 +131,8 @@ class Trainer:
             schedule,
             plans,
             optimizer,
-            moments or Course.of(parts, self.replica.layout).first_moments(optimizer, model["params"].to(self.device)),
+            moments
+            or Substeps.of(parts, self.replica.layout).first_moments(optimizer, model["params"].to(self.device)),
             ctx.rate if rate is None else rate,
             ctx.key(f"{tag}/dropout"),
         )
@@ -138,11 +140,14 @@ class Trainer:
 
     def gradient(self, ctx: Context, model: Model, x: Tensor, y: Tensor, *, mode: str = "train", tag: str) -> Tensor:
         """(P,) gradient of the mean task loss on (x, y), samples in storage form, at `model`; nothing is changed."""
+        seed = ctx.key(f"{tag}/dropout")
         self.replica.load(model)
-        self.replica.generator.manual_seed(ctx.key(f"{tag}/dropout"))
+        self.replica.generator.manual_seed(seed)
         self.replica.module.train(mode == "train")
-        loss = self.task_loss(ctx)(self.forward(x.to(self.device)), y.to(self.device))
-        return self.replica.gradient(loss)
+        with global_generators(self.device):
+            seed_global(self.device, seed)
+            loss = self.task_loss(ctx)(self.forward(x.to(self.device)), y.to(self.device))
+            return self.replica.gradient(loss)
 
     def outputs(
         self,
@@ -206,8 +211,8 @@ class Trainer:
         vectors = self.replica.layout.read(self._build_module())
         return {name: vector.to(self.device) for name, vector in vectors.items()}
 
-    def companion(self, blueprint: Blueprint) -> Replica:
-        """A replica of another network of a method's, built once; load it before use, or use it by `evaluated`."""
+    def auxiliary(self, blueprint: Blueprint) -> Replica:
+        """The replica of a method's auxiliary network, built once; load it before use, or use `frozen_forward`."""
 
         def make() -> Replica:
             with torch.random.fork_rng(devices=[]):  # its first weights are never used
@@ -251,10 +256,8 @@ class Trainer:
             cuts = np.cumsum(schedule.rows.lengths)[:-1]
             plans[_CORE]["augment"] = scheduling.Table.of(np.split(draws, cuts))
         for part in parts:
-            slots, tables = part.plan(state, schedule, plans, ctx)
-            if slots:
-                state = {**state, part.name: slots}
-            plans[part.name] = tables
+            slots, plans[part.name] = part.plan(state, schedule, plans, ctx)
+            state = with_slots(state, part.name, slots)
         return state, plans
 
     def _steps(self, job: Job) -> Fitted:
@@ -269,14 +272,16 @@ class Trainer:
         x, y = job.data.x.to(self.device), job.data.y.to(self.device)
         rate = torch.tensor(job.rate, device=self.device)
         total = torch.zeros((), device=self.device)
-        for index in range(job.schedule.steps):
-            rows = {
-                part: {name: table[index, : job.plans[part][name].lengths[index]] for name, table in own.items()}
-                for part, own in tables.items()
-            }
-            self.load_batch(step, x, y, rows)
-            total += train_step(step, job.parts, job.optimizer, job.moments, rate)
-        return Fitted(replica.model(), job.state, job.moments, total, len(job.data), job.schedule.steps)
+        with global_generators(self.device):
+            for index in range(job.schedule.steps):
+                rows = {
+                    part: {name: table[index, : job.plans[part][name].lengths[index]] for name, table in own.items()}
+                    for part, own in tables.items()
+                }
+                seed_global(self.device, job.seed, index)
+                self.load_batch(step, x, y, rows)
+                total += train_step(step, job.parts, job.optimizer, job.moments, rate)
+        return Fitted(job.model, replica.model(), job.state, job.moments, total, len(job.data), job.schedule.steps)
 
     def new_step(self, job: Job) -> Step:
         def forward(x: Tensor) -> Tensor:
@@ -300,12 +305,6 @@ def upload(plans: Mapping[str, Tables], device: torch.device) -> dict[str, dict[
         part: {name: torch.from_numpy(table.values).to(device, non_blocking=True) for name, table in own.items()}
         for part, own in plans.items()
     }
-
-
-def on_device(slots: Tree, device: torch.device) -> Tree:
-    """The slots on `device`; the sub-tree "host" stays where it is."""
-    moved = map_tensors(lambda tensor: tensor.to(device), {k: v for k, v in slots.items() if k != "host"})
-    return {**moved, "host": slots["host"]} if "host" in slots else moved
 
 
 def private(parts: Sequence[Part], state: State) -> State:

@@ -57,6 +57,12 @@ def clone(tree: Tree) -> Tree:
     return map_tensors(lambda tensor: tensor.detach().clone(), tree)
 
 
+def on_device(slots: Tree, device: torch.device) -> Tree:
+    """The slots on `device`; the sub-tree "host" stays where it is."""
+    moved = map_tensors(lambda tensor: tensor.to(device), {k: v for k, v in slots.items() if k != "host"})
+    return {**moved, "host": slots["host"]} if "host" in slots else moved
+
+
 def tensor_bytes(tree: Tree) -> int:
     """Payload bytes: numel x itemsize of every tensor. Scalars travel in the header and are not counted."""
     return sum(leaf.numel() * leaf.element_size() for _, leaf in leaves(tree) if isinstance(leaf, Tensor))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from everfed.core.context import World
 from everfed.core.engine import Engine
-from everfed.core.world import World
 from everfed.engines.base import BuildModule
 from everfed.engines.eager import Eager
 from everfed.engines.group import Group, launched, local_rank

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply, new_state, run_client
+from everfed.core.context import Moment, World
 from everfed.core.data import Data
-from everfed.core.engine import ClientError
+from everfed.core.engine import ClientError, Engine
 from everfed.core.message import Message, addressed, unwrap
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
-from everfed.core.score import Exam, score_tasks
+from everfed.core.scoring import Exam, score_tasks
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
-from everfed.core.world import Moment, World
 from everfed.store.clients import ClientStore
 
 BuildModule = Callable[[], torch.nn.Module]
@@ -54,7 +54,7 @@ def failed(client: int, phase: str, index: int, error: Exception) -> Exception:
     return named
 
 
-class OneTrainer:
+class OneTrainer(Engine):
     """For engines that score, and do the server's own work, with one trainer in this process."""
 
     world: World

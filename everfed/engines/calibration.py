@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from everfed.core import random
+from everfed.core.context import Moment, World
 from everfed.core.message import MODEL
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import tensor_bytes
-from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
 from everfed.store.files import write_atomic
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.part import Model, Part, Tables
+from everfed.core.replica import global_generators, seed_global
 from everfed.core.step import Step, train_step
 from everfed.core.trainer import Fitted, Job, Trainer, changing
 from everfed.core.tree import Tree, leaves, map_tensors
@@ -28,12 +29,20 @@ _SLACK = 1.25  # room for clients a little larger than the one a workspace was m
 
 
 class CapturedTrainer(Trainer):
-    """One slot: a replica on its own CUDA stream. `capture_lock` keeps captures of several slots apart."""
+    """One slot: a replica on its own CUDA stream. `capture_lock` keeps captures of several slots apart.
+    draws_globally: the network has random layers of its own, so there must be no other slot."""
 
     def __init__(
-        self, *args: Any, capture_lock: Any, compiled: bool = False, on_eager: Callable[[Part], None], **kwargs: Any
+        self,
+        *args: Any,
+        capture_lock: Any,
+        compiled: bool = False,
+        on_eager: Callable[[Part], None],
+        draws_globally: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.draws_globally = draws_globally
         self.cuda_stream = torch.cuda.Stream(self.device)
         self.captures = 0
         self._lock = capture_lock
@@ -51,9 +60,18 @@ class CapturedTrainer(Trainer):
                 return super()._steps(job)
         workspace = self._workspace(job)
         workspace.load(job)
-        for index in range(job.schedule.steps):
-            workspace.replay(job.plans, index)
+        with self.seeding():
+            for index in range(job.schedule.steps):
+                workspace.replay(job.plans, index)
         return workspace.read(job)
+
+    def seeding(self) -> contextlib.AbstractContextManager[None]:
+        return global_generators(self.device) if self.draws_globally else contextlib.nullcontext()
+
+    def seed(self, seed: int, step: int = 0) -> None:
+        """Seed torch's global generators before a replay, where the network draws from them."""
+        if self.draws_globally:
+            seed_global(self.device, seed, step)
 
     def gradient(self, ctx: Context, model: Model, x: Tensor, y: Tensor, *, mode: str = "train", tag: str) -> Tensor:
         key = (x.shape, x.dtype, y.shape, mode, ctx.allowed_labels)
@@ -155,6 +173,7 @@ class Workspace:
         graph = self.graphs.get(key)
         if graph is None:
             graph = self._capture(plans, index, key)
+        self.trainer.seed(self.job.seed, index)
         graph.replay()
 
     def _capture(self, plans: dict[str, Tables], index: int, key: Hashable) -> torch.cuda.CUDAGraph:
@@ -207,7 +226,7 @@ class Workspace:
         state = {name: {**slots, **changed.get(name, {})} for name, slots in job.state.items()}
         moments = {name: tensor.clone() for name, tensor in self.moments.items()}
         model = self.trainer.replica.model()
-        return Fitted(model, state, moments, self.total.clone(), len(job.data), job.schedule.steps)
+        return Fitted(job.model, model, state, moments, self.total.clone(), len(job.data), job.schedule.steps)
 
 
 class CapturedGradient:
@@ -232,7 +251,9 @@ class CapturedGradient:
         if self.graph is None:
             self.graph = self.trainer.capture(self._body, prepare)
         prepare()
-        self.graph.replay()
+        with self.trainer.seeding():
+            self.trainer.seed(seed)
+            self.graph.replay()
         return self.out.clone()
 
     def _body(self) -> None:

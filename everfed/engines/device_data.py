@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from everfed.core.cache import DataCache
-from everfed.core.data import Data
+from everfed.core.context import Moment, World
+from everfed.core.data import Data, DataCache
 from everfed.core.phase import EVALUATE, Phase
-from everfed.core.world import Moment, World
 
 _SHARE = 0.3  # of the memory that is free at the start
 

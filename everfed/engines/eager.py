@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from everfed.core.client import Reply
+from everfed.core.context import Moment, World
 from everfed.core.engine import ClientError
 from everfed.core.message import Message
 from everfed.core.phase import Phase
-from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
 
 
@@ -53,6 +53,3 @@ class Eager(OneTrainer):
             facts["device_name"] = torch.cuda.get_device_name(self.trainer.device)
             facts["peak_device_bytes"] = torch.cuda.max_memory_allocated(self.trainer.device)
         return facts
-
-    def close(self) -> None:
-        """Nothing to release."""

@@ -13,16 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from everfed.core.client import Reply
+from everfed.core.context import Moment, World
 from everfed.core.data import Data
 from everfed.core.engine import ClientError
 from everfed.core.message import Message
 from everfed.core.part import Part, State
 from everfed.core.phase import TRAIN, Phase
+from everfed.core.replica import adopt_dropout
 from everfed.core.tree import leaves
-from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
 from everfed.engines.captured import CapturedTrainer
 from everfed.engines.device_data import DeviceData
@@ -55,10 +56,12 @@ class Graphs(OneTrainer):
         # for scoring and for the server's own phases, on the default stream
         self.trainer = new_trainer(world, build_module, device, precision, LoopingTrainer)
         self.data = DeviceData(self.device)
-        self.tuner = Tuner(slots, host_threads, self.device)
+        # the graphs of several streams would share the state of torch's global generator
+        self._draws_globally = draws_globally(build_module(), world)
+        self.tuner = Tuner(1, 1, self.device) if self._draws_globally else Tuner(slots, host_threads, self.device)
         self.slots: list[CapturedTrainer] = []
         self._lock = threading.Lock()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
 
     # phases ------------------------------------------------------------------------------------------------------
@@ -136,15 +139,16 @@ class Graphs(OneTrainer):
                     self.world.method.owner("forward"),
                     capture_lock=self._lock,
                     compiled=self._compiled,
-                    on_eager=self._tell_eager,
+                    on_eager=self._warn_eager,
+                    draws_globally=self._draws_globally,
                 )
             )
         return self.slots[:number]
 
-    def _tell_eager(self, part: Part) -> None:
-        """Say once that a part cannot be captured."""
-        if part.name not in self._told:
-            self._told.add(part.name)
+    def _warn_eager(self, part: Part) -> None:
+        """Warn once that a part cannot be captured."""
+        if part.name not in self._warned:
+            self._warned.add(part.name)
             message = f"part {part.name!r} cannot be captured; its steps run eagerly"
             self.notify({"event": "warning", "message": message})
 
@@ -168,6 +172,17 @@ class Graphs(OneTrainer):
         self.slots.clear()
         if self._executor is not None:
             self._executor.shutdown()
+
+
+def draws_globally(module: nn.Module, world: World) -> bool:
+    """Does the network, in training, draw from torch's global generator (attention's dropout, DropPath)?"""
+    adopt_dropout(module, torch.Generator())
+    blank = world.facts.blank.x
+    inputs = world.stream.inputs(torch.zeros((2, *blank.shape[1:]), dtype=blank.dtype))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        module.train()(inputs)
+        return not torch.equal(before, torch.get_rng_state())
 
 
 def _used_on(stream: torch.cuda.Stream, state: State) -> None:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from everfed.core import tree
-from everfed.core.trainer import on_device
-from everfed.core.tree import Tree
+from everfed.core.tree import Tree, on_device
 
 
 class Group:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.engine import ClientError
+from everfed.core.context import Moment, World
+from everfed.core.engine import ClientError, Engine
 from everfed.core.message import MODEL, Message, common, own, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.score import Exam
+from everfed.core.scoring import Exam
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
-from everfed.core.world import Moment, World
 from everfed.engines.base import BuildModule, ClientStore, failed, new_trainer
 from everfed.engines.mailbox import Lane, Mailbox
 from everfed.engines.slots import deal
@@ -69,7 +69,7 @@ class Crew:
         return f"worker process {self.process.pid} {how}"
 
 
-class Processes:
+class Processes(Engine):
     """workers: how many processes; one per core is best."""
 
     name = "processes"

@@ -19,24 +19,24 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.engine import Absent, Engine
-from everfed.core.intake import Intake, Trained
+from everfed.core.context import Moment
+from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducing, Shared, Total
-from everfed.core.score import Exam
+from everfed.core.scoring import Exam
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
-from everfed.core.world import Moment
 from everfed.engines.group import Group
 from everfed.errors import UserError
 
 
-class Ranks:
+class Ranks(Engine):
     """Wraps the engine that runs this rank's clients."""
 
     name = "ranks"
+    sharded = True
 
     def __init__(self, inner: Engine, group: Group) -> None:
         self.inner, self.group = inner, group
@@ -47,22 +47,22 @@ class Ranks:
         """The replies of this rank's own clients; `merge` brings in the rest."""
         return self.inner.exchange(phase, [c for c in clients if self.group.owns(c)], message, moment)
 
-    def merge(self, intake: Intake) -> None:
+    def merge(self, replies: Replies) -> None:
         """Add up what all ranks took in."""
-        here = [[one.client, float(one.loss), one.steps, one.samples] for one in intake.trained]
-        reducing = [(part, key, r) for part, keys in intake.reduction.under_way.items() for key, r in keys.items()]
+        here = [[one.client, float(one.loss), one.steps, one.samples] for one in replies.trained]
+        reducing = [(part, key, r) for part, keys in replies.reduction.under_way.items() for key, r in keys.items()]
         notes = {
             "trained": here,
-            "up": dict(intake.traffic.up),
+            "up": dict(replies.traffic.up),
             "totals": [_note(r) for _, _, r in reducing],
         }
         everybody = self.group.gather(notes)
-        intake.trained = sorted(
+        replies.trained = sorted(
             (Trained(*one) for note in everybody for one in note["trained"]), key=lambda t: t.client
         )
-        intake.traffic.up.clear()
+        replies.traffic.up.clear()
         for note in everybody:
-            intake.traffic.up.update(note["up"])
+            replies.traffic.up.update(note["up"])
         for index, (_, _, r) in enumerate(reducing):
             self._merge_one(r, [note["totals"][index] for note in everybody])
 
@@ -70,7 +70,8 @@ class Ranks:
         if isinstance(reducing, Total):
             self._merge_total(reducing, notes)
         elif isinstance(reducing, Shared):
-            reducing.hear([tree.from_bytes(data) for data in self.group.gather_bytes(tree.to_bytes(reducing.tell()))])
+            exported = self.group.gather_bytes(tree.to_bytes(reducing.export()))
+            reducing.merge([tree.from_bytes(data) for data in exported])
         else:
             kind = type(reducing).__name__
             raise UserError(

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from everfed.core.context import Moment, World
 from everfed.core.message import MODEL, Message, with_own
-from everfed.core.score import Exam, score_tasks
+from everfed.core.scoring import Exam, score_tasks
 from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
-from everfed.core.world import Moment, World
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
 from everfed.engines.mailbox import Lane, Mailbox
 from everfed.errors import note_of

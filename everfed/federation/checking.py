@@ -1,6 +1,6 @@
 """Is this reply one that the server may take in? Replies come from other people's machines: nothing in them is trusted.
 
-A reply is refused with a named reason, and the round goes on with the others. `check_reply` is a pure function; `Desk`
+A reply is refused with a named reason, and the round goes on with the others. `check_reply` is a pure function; `ReplyChecker`
 remembers, for one phase, who has answered and what was refused.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply, synchronises
+from everfed.core.context import Moment, World
 from everfed.core.message import MODEL
 from everfed.core.part import Model
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
 from everfed.core.reduce import Collect
 from everfed.core.tree import Tree
-from everfed.core.world import Moment, World
 
 
 class Reason(StrEnum):
@@ -125,11 +125,11 @@ def expected_reply(
     silent = phase.name == TRAIN and not synchronises(world.server(TRAIN, moment))
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
     inside = phase.position is Position.INSIDE
-    seals = {part.name: part.seals for part in world.method.parts if part.seals and not inside}
+    added = {} if inside else {part.name: part.adds for part in world.method.protections if part.adds}
     return Expected(
         Call(run, moment.round, phase.name, moment.repeat),
         frozenset(range(world.facts.clients) if inside else phase.clients(moment.plan)),  # inside: whoever began it
-        {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **seals},
+        {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **added},
         _uploaded(world, moment, model) if phase.name == TRAIN and not silent else {},
         frozenset(added_up),
         limits or Limits(bytes=largest_reply(model)),
@@ -295,7 +295,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-class Desk:
+class ReplyChecker:
     """Takes the replies of one phase in, once each, and keeps account of what it refused."""
 
     def __init__(self, expected: Expected) -> None:
@@ -337,7 +337,7 @@ class Desk:
 __all__ = [
     "Arrived",
     "Call",
-    "Desk",
+    "ReplyChecker",
     "Expected",
     "Limits",
     "Reason",

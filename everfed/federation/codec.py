@@ -22,7 +22,7 @@ Named = tuple[str, str, str]  # part, key, name of the content
 
 
 @dataclass(frozen=True)
-class Letter:
+class EncodedMessage:
     """A message in bytes. body: the tree without `Once` payloads, None in a round in which nothing is sent; name: the
     body's; once: which payloads belong where; payloads: their bytes by name."""
 
@@ -32,17 +32,17 @@ class Letter:
     payloads: dict[str, bytes] = field(default_factory=dict)
 
 
-class Post:
+class MessageEncoder:
     """The letters of one message. What goes to all clients is made into bytes once, and so are `Once` payloads."""
 
     def __init__(self, message: Message | None) -> None:
         self.message = message
-        self._everybodys: Letter | None = None  # where nobody has anything of its own
+        self._everybodys: EncodedMessage | None = None  # where nobody has anything of its own
         self._names: dict[int, str] = {}
         self._payloads: dict[str, bytes] = {}
         self.once = tuple(self._packed(part, key, value) for part, key, value in _once(message or {}))
 
-    def letter(self, client: int) -> Letter:
+    def letter(self, client: int) -> EncodedMessage:
         """What goes to `client`. A `Once` leaves an empty place in the tree, so that keys keep their order."""
         letter = self._everybodys or self._written(client)
         self._names[client] = letter.name
@@ -54,13 +54,13 @@ class Post:
         """Of what goes to `client`, without keeping the bytes."""
         return self._names[client] if client in self._names else self.letter(client).name
 
-    def _written(self, client: int) -> Letter:
+    def _written(self, client: int) -> EncodedMessage:
         if self.message is None:
-            return Letter(None)
+            return EncodedMessage(None)
         own = addressed(self.message, client)
         rest = {part: {k: None if isinstance(v, Once) else v for k, v in tree.items()} for part, tree in own.items()}
         body = to_bytes(rest)
-        return Letter(body, digest(body), self.once, self._payloads)
+        return EncodedMessage(body, digest(body), self.once, self._payloads)
 
     def _packed(self, part: str, key: str, value: Once) -> Named:
         data = to_bytes({"value": value.value})

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.engine import Absent, ClientError
-from everfed.core.foresight import Ahead
+from everfed.core.context import Moment, Place, World
+from everfed.core.engine import Absent, ClientError, PhaseCall
 from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.world import Moment, Place, World
 from everfed.engines.base import BuildModule, OneTrainer, new_trainer
 from everfed.federation import request as ask
-from everfed.federation.asking import REJECTED, Asking, Notify
-from everfed.federation.checking import Arrived, Desk, expected_reply, largest_reply
-from everfed.federation.codec import Letter, Post, to_reply
+from everfed.federation.phase_requests import REJECTED, PhaseRequests, Notify
+from everfed.federation.checking import Arrived, ReplyChecker, expected_reply, largest_reply
+from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.patience import Patience
 from everfed.federation.request import Answer, Request, Step
@@ -38,12 +37,12 @@ class RunIdentity:
 
 
 @dataclass(frozen=True)
-class Errand:
+class OutgoingPhase:
     """A phase at its moment, with its letters."""
 
     phase: Phase
     moment: Moment
-    post: Post
+    post: MessageEncoder
 
     def step(self, client: int) -> Step:
         """What `client` is asked."""
@@ -57,6 +56,8 @@ Early = dict[int, tuple[Step, Reply | Absent]]  # answers that came with those o
 
 class Federated(OneTrainer):
     """Keeps no client's state. durable: from where the run would go on if it were killed now."""
+
+    batches_phases = True
 
     def __init__(
         self,
@@ -78,25 +79,24 @@ class Federated(OneTrainer):
         self._recipe = identity.recipe.encode()
         self._holds: dict[int, frozenset[str]] = {}  # what each client said it holds
         self._told: set[int] = set()  # the clients that were sent the recipe
-        self._ahead: tuple[Errand, ...] = ()
+        self._ahead: tuple[OutgoingPhase, ...] = ()
         self._early: dict[Place, Early] = {}
         self._hopeless: set[int] = set()  # the clients that were given up when they were last asked
         self.bytes_sent = self.bytes_received = 0
 
-    def expect(self, ahead: Sequence[Ahead]) -> None:
-        """What can travel with the next request."""
-        self._ahead = tuple(Errand(one.phase, one.moment, Post(one.message)) for one in ahead)
+    def batch(self, calls: Sequence[PhaseCall]) -> None:
+        self._ahead = tuple(OutgoingPhase(one.phase, one.moment, MessageEncoder(one.message)) for one in calls)
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        errand = Errand(phase, moment, Post(message))
+        errand = OutgoingPhase(phase, moment, MessageEncoder(message))
         self._model = _sent_model(message) or self._model
         known = self._early.pop(moment.place, None)
         answers = self._ask(errand, clients) if known is None else self._remembered(errand, known)
         return iter(self._usable(self._checked(errand, answers), phase, moment).items())
 
-    def _ask(self, errand: Errand, clients: Sequence[int]) -> dict[int, Reply | Absent]:
+    def _ask(self, errand: OutgoingPhase, clients: Sequence[int]) -> dict[int, Reply | Absent]:
         """Ask for this errand and for those that can travel with it, whose answers are kept until their turn."""
         errands, self._ahead = (errand, *self._ahead), ()
 
@@ -109,7 +109,7 @@ class Federated(OneTrainer):
 
         phase = errand.phase.name
         self.transport.limit = 2 * len(errands) * largest_reply(self._model)  # twice: what it is wrapped in
-        asking = Asking(phase, clients, self.transport, self.patience, write, read, self.notify, self._hopeless)
+        asking = PhaseRequests(phase, clients, self.transport, self.patience, write, read, self.notify, self._hopeless)
         found = asking.run()
         self._early = {}
         for index, one in enumerate(errands[1:], start=1):
@@ -117,15 +117,15 @@ class Federated(OneTrainer):
             self._early[one.moment.place] = {c: (one.step(c), answer) for c, answer in kept.items()}
         return {c: answer if isinstance(answer, Absent) else answer[0] for c, answer in found.items()}
 
-    def _remembered(self, errand: Errand, known: Early) -> dict[int, Reply | Absent]:
+    def _remembered(self, errand: OutgoingPhase, known: Early) -> dict[int, Reply | Absent]:
         """Answers that came with those of an earlier phase."""
         if any(errand.step(client) != step for client, (step, _) in known.items()):
             raise RuntimeError(f"phase {errand.phase.name!r} was asked for ahead, but with another message than it has")
         return {client: answer for client, (_, answer) in known.items()}
 
-    def _checked(self, errand: Errand, answers: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
+    def _checked(self, errand: OutgoingPhase, answers: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
         """With what may not be used left out, and told."""
-        desk = Desk(expected_reply(self.world, errand.phase, errand.moment, self._model, self.identity.run))
+        desk = ReplyChecker(expected_reply(self.world, errand.phase, errand.moment, self._model, self.identity.run))
         checked: dict[int, Reply | Absent] = {}
         for client, answer in answers.items():
             checked[client] = answer
@@ -146,11 +146,11 @@ class Federated(OneTrainer):
             raise ClientError(client, phase.name, moment.round, f"{why.kind}: {why.reason}; {rest}")
         return answers
 
-    def _request(self, client: int, errands: Sequence[Errand]) -> Request:
+    def _request(self, client: int, errands: Sequence[OutgoingPhase]) -> Request:
         steps, known = tuple(errand.step(client) for errand in errands), self.identity
         return Request(known.run, known.epoch, client, digest(self._recipe), known.scale, self.durable(), steps)
 
-    def _packet(self, request: Request, letters: Sequence[Letter], lacks: tuple[str, ...]) -> Packet:
+    def _packet(self, request: Request, letters: Sequence[EncodedMessage], lacks: tuple[str, ...]) -> Packet:
         """The request, with what this client does not hold."""
         client = request.client
         holds = self._holds.get(client, frozenset()) - set(lacks)

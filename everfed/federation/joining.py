@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
-from everfed.federation.family import Child, Say, environment, tend
+from everfed.federation.supervisor import Child, Say, environment, tend
 from everfed.federation.local import NODE_KEY, socket_path
 from everfed.federation.runs import KEPT
 from everfed.store.files import make_folder
@@ -88,12 +88,12 @@ def _worker(joining: Joining, folder: Path) -> list[str]:
 
 def _executor(folder: Path, port: int) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.flower.executor", "--runtime", f"127.0.0.1:{port}"]
-    return [*words, "--bell", str(socket_path(folder, "executor"))]
+    return [*words, "--wake-socket", str(socket_path(folder, "executor"))]
 
 
 def _supernode(joining: Joining, folder: Path, port: int) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--poll", str(joining.poll)]
-    words += ["--bell", str(socket_path(folder, "executor"))]
+    words += ["--wake-socket", str(socket_path(folder, "executor"))]
     words += ["--superlink", joining.server, "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--node-config", f'{NODE_KEY}="{socket_path(folder)}"']
     if joining.root is None:

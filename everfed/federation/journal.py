@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.core import tree
+from everfed.core.context import Place
 from everfed.core.part import State
 from everfed.core.tree import Tree
-from everfed.core.world import Place
 from everfed.store.files import make_folder, remove_temporaries, write_atomic
 
 _SUFFIX = ".safetensors"
@@ -58,7 +58,7 @@ class Journal:
         """The steps that are remembered, in order."""
         return sorted(self._entries)
 
-    def hear(self, epoch: int) -> None:
+    def accept_epoch(self, epoch: int) -> None:
         """A request of the server's life `epoch`. Raises Stale for one of an earlier life."""
         if epoch < self.epoch:
             raise Stale(f"it comes from life {epoch} of the server, which is in life {self.epoch}")

@@ -54,7 +54,7 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def bell(path: str, longest: float) -> Callable[[], None]:
+def wake_listener(path: str, longest: float) -> Callable[[], None]:
     """What waits until somebody rings at `path`, or for `longest` seconds. Rings that nobody heard count as one."""
     Path(path).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -73,7 +73,7 @@ def bell(path: str, longest: float) -> Callable[[], None]:
     return wait
 
 
-def ring(path: str) -> None:
+def wake(path: str) -> None:
     """Wake who waits at `path`. Nobody may be there, or busy: whoever waits looks now and then by itself."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as caller, contextlib.suppress(OSError):
         caller.setblocking(False)

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from everfed.core.world import Place
+from everfed.core.context import Place
 from everfed.federation.packet import PROTOCOL, Packet, PacketError, Value, digest
 from everfed.federation.runs import is_run
 

@@ -38,7 +38,7 @@ class Runs:
         for path in folder.glob(f"{_GONE}*"):  # of a process that was killed while it removed them
             shutil.rmtree(path, ignore_errors=True)
 
-    def went_on(self, run: str) -> None:
+    def mark_active(self, run: str) -> None:
         """A step of this run is on disk; forget what lies too far back."""
         order = self._order()
         if order[-1:] != [run]:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from flwr.serverapp import Grid
 
+    from everfed.core.context import Place
     from everfed.core.engine import Engine
-    from everfed.core.world import Place
     from everfed.federation.flower.grid import Node
     from everfed.session import Assembly
 
@@ -75,7 +75,6 @@ def _held(serving: Serving) -> AbstractContextManager[RunFolder]:
 @contextmanager
 def _gone_on_with(folder: RunFolder) -> Iterator[RunFolder]:
     with folder.held():
-        folder.tidy()
         yield folder
 
 
@@ -103,7 +102,7 @@ def _engine(
     def enrol(node: Node) -> int:
         return roster.enrol(node.name, node.client, node.key if serving.keys else b"")
 
-    run, epoch = next_life(folder.path)
+    run, epoch = next_epoch(folder.path)
     identity = RunIdentity(run, epoch, to_toml(_in_order(serving.recipe, folder)), serving.scale)
     transport = GridTransport(open_grid, enrol, notify)
     section = assembly.recipe.federation
@@ -121,7 +120,7 @@ def _engine(
     return Federated(assembly.world, assembly.build_module, transport, identity, patience, durable, notify)
 
 
-def next_life(folder: Path) -> tuple[str, int]:
+def next_epoch(folder: Path) -> tuple[str, int]:
     """(the run's identity, which of its server's lives begins now), durable before anything is sent."""
     path = folder / IDENTITY
     known: dict[str, Any] = {"run": secrets.token_hex(16), "epoch": 0}

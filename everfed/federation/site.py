@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everfed.core.context import Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import to_bytes
-from everfed.core.world import Moment, World
 from everfed.errors import is_users
 from everfed.federation import request as ask
 from everfed.federation.codec import reply_to_tree, to_message
@@ -20,13 +20,13 @@ from everfed.federation.journal import Journal, Stale
 from everfed.federation.packet import PROTOCOL, Packet, PacketError, Value, digest
 from everfed.federation.request import Answer, Request, Step
 from everfed.federation.runs import KEPT, STEPS, Runs
-from everfed.federation.shelf import Shelf
+from everfed.federation.payloads import PayloadCache
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
 
 
 @dataclass(frozen=True)
-class Kit:
+class ClientRuntime:
     """What a client runs with: the world of a recipe, and an engine over `store`, which holds this client alone."""
 
     world: World
@@ -35,7 +35,7 @@ class Kit:
 
 
 _LOG = logging.getLogger("everfed.site")
-BuildKit = Callable[[str, float], Kit]  # recipe in TOML, scale
+BuildRuntime = Callable[[str, float], ClientRuntime]  # recipe in TOML, scale
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Run:
         make_folder(folder)
         self.recipe_file = folder / "recipe.toml"
         self.journal = Journal(folder / STEPS)
-        self.shelf = Shelf(folder / "once")
+        self.shelf = PayloadCache(folder / "once")
 
     def recipe(self, name: str) -> str | None:
         """The recipe's text, when it is the one of that name."""
@@ -67,12 +67,12 @@ class Site:
     """folder: where this client's state lies, one folder per run in it; keep_runs: how many are remembered beside the
     one that goes on. One process at a time."""
 
-    def __init__(self, folder: Path, identity: Identity, build: BuildKit, keep_runs: int = KEPT) -> None:
+    def __init__(self, folder: Path, identity: Identity, build: BuildRuntime, keep_runs: int = KEPT) -> None:
         self.folder, self.identity, self._build = folder, identity, build
         self._remembered = Runs(folder, keep_runs)
         self._going_on = ""
         self._runs: dict[str, Run] = {}
-        self._kit: tuple[tuple[str, float], Kit] | None = None
+        self._kit: tuple[tuple[str, float], ClientRuntime] | None = None
 
     def answer(self, packet: Packet) -> Packet:
         """Never raises for what a server may send or a client's code may do: the server is told."""
@@ -96,7 +96,7 @@ class Site:
 
     def _steps(self, packet: Packet, request: Request) -> Answer:
         run = self._run(request.run)
-        run.journal.hear(request.epoch)
+        run.journal.accept_epoch(request.epoch)
         recipe = self._recipe(run, request, packet)
         missing = self._missing(run, request, packet)
         if recipe is None:
@@ -148,7 +148,7 @@ class Site:
 
     def _went_on(self, name: str) -> None:
         if name != self._going_on:
-            self._remembered.went_on(name)
+            self._remembered.mark_active(name)
             self._going_on = name
 
     def _run(self, name: str) -> Run:
@@ -156,7 +156,7 @@ class Site:
             self._runs = {name: Run(self.folder / name)}  # one at a time is kept in memory
         return self._runs[name]
 
-    def _warm(self, recipe: str, request: Request) -> Kit:
+    def _warm(self, recipe: str, request: Request) -> ClientRuntime:
         """Model, data and whatever the engine has captured, kept from one request to the next."""
         key = (request.recipe, request.scale)
         if self._kit is None or self._kit[0] != key:
@@ -166,7 +166,7 @@ class Site:
         return self._kit[1]
 
 
-def _call(kit: Kit, client: int, step: Step, message: Message | None, before: Any) -> tuple[Any, Any]:
+def _call(kit: ClientRuntime, client: int, step: Step, message: Message | None, before: Any) -> tuple[Any, Any]:
     """(state, reply) of one step."""
     phases = kit.world.method.phases_by_name()
     if step.phase not in phases:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
-from everfed.federation.family import Child, Say, environment
+from everfed.federation.supervisor import Child, Say, environment
 from everfed.federation.proxy import check_binding
 from everfed.store.files import make_folder
 

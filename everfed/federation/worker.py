@@ -41,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, or cuda where training steps are captured")
     parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs are remembered")
     chosen = parser.parse_args(arguments)
-    from everfed.federation.kit import KitBuilder
+    from everfed.federation.runtime import RuntimeBuilder
 
     _talk()
     make_folder(chosen.folder)
-    build = KitBuilder(chosen.data_dir, chosen.data, chosen.device)
+    build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
             site = Site(chosen.folder, Identity(chosen.name, chosen.client), build, max(0, chosen.keep_runs))

@@ -1,4 +1,4 @@
-"""Metrics: pure functions on plain numbers, and on tensors only where logits come in.
+"""Metrics: pure functions on plain numbers. What turns logits into counts is `everfed.core.scoring`.
 
 Glossary. a[t,i] is the accuracy on task i after task t, a fraction in [0, 1]; T tasks were learned. docs/metrics.md
 has the formulas, and which paper uses which. What cannot be computed is None, never NaN.
@@ -27,10 +27,6 @@ From the accuracies after every round (`convergence`)
 
 From perplexities (`language`)
     perplexity, all_period_perplexity, rcp, forgetting_factor, forgetting_factor_relative, language_summary
-
-From logits (`scoring`)
-    hits, correct_counts, counts_by_task, accuracies_from_counts, class_mask, task_masks, label_rank
-    RULES                          full: all classes may answer; seen: those seen so far; task: those of the task
 
 Over seeds and against the papers (`statistics`, `acceptance`)
     mean_and_deviation             population deviation (ddof = 0)
@@ -86,27 +82,15 @@ from everfed.metrics.matrix import (
     over_time,
     summary,
 )
-from everfed.metrics.scoring import (
-    RULES,
-    accuracies_from_counts,
-    class_mask,
-    correct_counts,
-    counts_by_task,
-    hits,
-    label_rank,
-    task_masks,
-)
 from everfed.metrics.selection import objective_ratio, optimal_objective, selection_objective
 from everfed.metrics.statistics import PairedDifference, Spread, mean_and_deviation, paired_difference
 
 __all__ = [
-    "RULES",
     "PairedDifference",
     "Spread",
     "acc_last_rounds",
     "acc_t",
     "acc_t_micro",
-    "accuracies_from_counts",
     "all_period_perplexity",
     "amortised_bytes",
     "average_incremental_accuracy",
@@ -114,10 +98,7 @@ __all__ = [
     "by_task",
     "cell_reproduced",
     "cell_tolerance",
-    "class_mask",
-    "correct_counts",
     "cost_ratio",
-    "counts_by_task",
     "delta",
     "experiment_reproduced",
     "first_and_later",
@@ -129,8 +110,6 @@ __all__ = [
     "forgetting_mfcl_code",
     "forgetting_standard",
     "fwt",
-    "hits",
-    "label_rank",
     "language_summary",
     "learning_accuracy",
     "learning_accuracy_best",
@@ -152,5 +131,4 @@ __all__ = [
     "sign_disagreements",
     "summary",
     "task_curve",
-    "task_masks",
 ]

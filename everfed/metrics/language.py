@@ -7,24 +7,12 @@ scored tokens of that test set. Lower is better.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 from everfed.metrics.numbers import Entry, weighted_mean
+from everfed.scores import perplexity
 
 Perplexities = Sequence[Sequence[float]]
-_LARGEST_EXPONENT = math.log(sys.float_info.max)
-
-
-def perplexity(nll: float, tokens: float) -> float:
-    """exp(nll / tokens) from the negative log-likelihood summed over `tokens` scored tokens.
-
-    inf where that exceeds the floats, and for NaN: a model that diverged predicts nothing.
-    """
-    if tokens <= 0:
-        raise ValueError(f"perplexity needs at least one scored token, got {tokens}")
-    mean_nll = nll / tokens
-    return math.exp(mean_nll) if mean_nll < _LARGEST_EXPONENT else math.inf
 
 
 def all_period_perplexity(perplexities: Sequence[float], tokens: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """The networks of FedCIL's released code: generators of an auxiliary-classifier GAN, and discriminators' trunks.
 
-Generators normalise by the statistics of the samples they make together, when they are used as when they are trained:
-so a generator is its parameters alone, and averaging or sending it needs nothing else.
+Generators normalise by batch statistics, in training and in use: so a generator is its parameters alone, and averaging
+or sending it needs no running statistics.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.dropout import Dropout
+from everfed.core.replica import Dropout
 
 KINDS = ("wide", "slim")
 SMALLEST = 4  # side of the map that upsampling begins with
@@ -80,7 +80,7 @@ class SlimGenerator(nn.Module):
 
 
 class ACGANCNN(nn.Module):
-    """The discriminators of the release as classifiers; FedCIL adds the head that tells real from fake.
+    """The discriminators of the release as classifiers; FedCIL adds the real-or-fake head.
 
     Grey images: 4x4 convolutions of stride 2 with 64, 128 and 256 channels. Colour: 3x3 convolutions with 16, 32, 64,
     128, 256 and 512, every other one of stride 2, BatchNorm from the second on, dropout. At 64 pixels, one more of

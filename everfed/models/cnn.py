@@ -8,7 +8,7 @@ import math
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.dropout import Dropout
+from everfed.core.replica import Dropout
 
 
 class MLP(nn.Module):

@@ -1,7 +1,7 @@
 """A class-conditional normalising flow over feature vectors (AF-FCL, Wuerkaixi et al., 2024).
 
-Layers of [permutation, affine coupling] map features to noise: one half passes, and says how the other half is scaled
-and shifted. A scale of at most 1.001 makes the way to the noise contract.
+Layers of [permutation, affine coupling] map features to noise: one half passes unchanged and determines the scale and
+shift of the other. Scales are at most 1.001, so the map to the noise contracts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ResidualBlock(nn.Module):
 
 
 class Coupling(nn.Module):
-    """The second half of a vector, scaled and shifted by what a network says of the first half and the label."""
+    """Scales and shifts the second half of a vector by a network's outputs for the first half and the label."""
 
     def __init__(self, features: int, classes: int, hidden: int, blocks: int = 2) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Coupling(nn.Module):
         self.out = nn.Linear(hidden, 2 * (features - self.same))
 
     def forward(self, x: Tensor, context: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-        """(the other side, log-determinant (n,) of the way taken)."""
+        """(outputs, log-determinant (n,)) of the map, or of its inverse."""
         same, other = x[:, : self.same], x[:, self.same :]
         hidden = self.dense(torch.cat([same, context], dim=1))
         for block in self.blocks:
@@ -88,7 +88,7 @@ class ConditionalFlow(nn.Module):
 
 
 def permutations(features: int, seed: int) -> Tensor:
-    """(layers, D): reversed, or drawn from the seed; the same for everybody."""
+    """(layers, D): reversed, or drawn from the seed, which is the same on all clients."""
     drawn = torch.Generator().manual_seed(seed)
     orders: dict[str, Callable[[], Tensor]] = {
         "reverse": lambda: torch.arange(features - 1, -1, -1),

@@ -1,7 +1,7 @@
 """Generators: noise in, images in the network's input space out (MFCL, Babakniya et al., 2023, after ABD, 2021).
 
-A blueprint says everything that a generator's shape depends on; it is a key under which engines keep the built network,
-and its `build` makes one. What a trained generator is, is a set of vectors (`everfed.core.companion`).
+A blueprint holds all that a generator's shape depends on, and builds it; trainers cache the built network under it. The
+weights of a generator are kept apart from it, as vectors (`everfed.core.replica`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def upsampling(inputs: int, outputs: int, eps: float = EPS, slope: float = SLOPE
 
 
 def as_map(rows: Tensor, channels: int, side: int) -> Tensor:
-    """(n, channels * side^2) -> (n, channels, side, side); on a GPU in the memory order that convolutions like."""
+    """(n, channels * side^2) -> (n, channels, side, side); channels-last on a GPU, for fast convolutions."""
     x = rows.view(-1, channels, side, side)
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
@@ -79,7 +79,7 @@ def image(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def upsamplings(side: int) -> int:
-    """How many times the side is doubled."""
+    """How often the side is doubled."""
     return 2 if side < 64 else 3 if side < 128 else 5
 
 

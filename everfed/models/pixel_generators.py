@@ -1,6 +1,6 @@
 """Generators of images in pixel space, values in (0, 1): TARGET's from noise, LANDER's from text anchors.
 
-A blueprint says everything that a generator's shape depends on, and builds it (`everfed.core.companion`).
+A blueprint holds all that a generator's shape depends on, and builds it (`everfed.core.replica`).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class PixelGenerator(nn.Module):
 
 
 class NoisyGenerator(nn.Module):
-    """BatchNorm of the anchors, one linear layer for each group of samples (redrawn in every synthesis round, which is
-    where variety comes from), then the trunk. No noise enters otherwise (NAYER, Tran et al., 2024).
+    """BatchNorm of the anchors, one linear layer for each group of samples, then the trunk. The linear layers are
+    redrawn in every synthesis round; there is no other noise (NAYER, Tran et al., 2024).
 
     5,744,451 parameters for 3 x 32 x 32, 3,414,528 of them in 26 noisy layers.
     """
@@ -95,7 +95,7 @@ class NoisyGenerator(nn.Module):
 
 
 def usual_upsamplings(side: int) -> int:
-    """How often the side is doubled when nobody says."""
+    """How often the side is doubled by default."""
     return 2 if side < 64 else 3 if side < 128 else 4
 
 

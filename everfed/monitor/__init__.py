@@ -1,11 +1,11 @@
-"""Who looks on: the drift monitor of a recipe's [monitor] table, and what clients report for it."""
+"""The drift monitor of a recipe's [monitor] table, and what clients report for it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everfed.core.method import Method
-from everfed.core.watch import LOSS, Watcher
+from everfed import Method
+from everfed.core.events import LOSS, Monitor
 from everfed.monitor.drift import DriftMonitor, PageHinkley, Track
 from everfed.monitor.features import SIGNAL as FEATURES
 from everfed.monitor.features import FeatureShift
@@ -23,17 +23,17 @@ def _watched(section: MonitorSection) -> tuple[str, ...]:
 
 
 def reporting(method: Method, section: MonitorSection) -> Method:
-    """The method with what clients are to report beside their losses."""
+    """The method with the part that reports feature shifts, where the recipe asks for them."""
     if FEATURES not in _watched(section):
         return method
     return Method(method.name, (*method.parts, FeatureShift(section.samples)), method.warnings)
 
 
-def watchers(section: MonitorSection) -> list[Watcher]:
-    """Who looks on."""
+def monitors(section: MonitorSection) -> list[Monitor]:
+    """The monitors that a recipe asks for."""
     watched = _watched(section)
     detector = PageHinkley(section.delta, section.threshold, section.window, section.warmup)
     return [DriftMonitor(detector, watched)] if watched else []
 
 
-__all__ = ["FEATURES", "DriftMonitor", "FeatureShift", "PageHinkley", "Track", "reporting", "watchers"]
+__all__ = ["FEATURES", "DriftMonitor", "FeatureShift", "PageHinkley", "Track", "monitors", "reporting"]

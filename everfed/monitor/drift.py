@@ -8,7 +8,7 @@ so that what counts are factors and not differences, and tests whether its mean 
     sum  <- sum + x - mean - delta          least <- min(least, sum)
     a shift is suspected when  sum - least > threshold,  and the client is followed anew from there
 
-It needs no task boundary. What it suspects is told in the events and the result; no method can read it.
+It needs no task boundary. What it suspects is written to the events and the result; no method can read it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from everfed.core.compact import NAMED, spans
-from everfed.core.watch import LOSS, Memory, Seen
+from everfed.core.events import LOSS, Event, Memory, Signals
+from everfed.core.spans import NAMED, spans
 from everfed.monitor.features import SIGNAL as FEATURES
 
 # A loss of 0 has no logarithm; a shift of 1 is what chance makes.
@@ -28,7 +27,7 @@ LEAST: Mapping[str, float] = {LOSS: 1e-8, FEATURES: 1.0}
 
 @dataclass(frozen=True)
 class Track:
-    """What is known of a client since its last shift."""
+    """The statistic of one client since its last shift."""
 
     n: int = 0
     mean: float = 0.0
@@ -57,7 +56,7 @@ class PageHinkley:
 
 @dataclass(frozen=True)
 class DriftMonitor:
-    """Watches a run by the signals in `watched`. Remembers {"tracks": {signal: {client: numbers}}, "suspected":
+    """Follows the signals in `watched`. Its memory: {"tracks": {signal: {client: numbers}}, "suspected":
     [{"round", "clients", "by": {signal: clients}}, ...]}."""
 
     detector: PageHinkley = PageHinkley()
@@ -65,20 +64,20 @@ class DriftMonitor:
 
     name = "drift"
 
-    def watch(self, memory: Memory, index: int, seen: Seen) -> tuple[Memory, list[dict[str, Any]]]:
+    def observe(self, memory: Memory, index: int, signals: Signals) -> tuple[Memory, list[Event]]:
         tracks, by = dict(memory.get("tracks", {})), {}
         for signal in self.watched:
-            tracks[signal], risen = self._follow(tracks.get(signal, {}), signal, seen.get(signal, {}))
+            tracks[signal], risen = self._follow(tracks.get(signal, {}), signal, signals.get(signal, {}))
             if risen:
                 by[signal] = risen
-        told = list(memory.get("suspected", ()))
+        suspected = list(memory.get("suspected", ()))
         if not by:
-            return {"tracks": tracks, "suspected": told}, []
-        everybody = sorted({client for clients in by.values() for client in clients})
-        found = {"clients": _named(everybody), "by": {signal: _named(clients) for signal, clients in by.items()}}
-        values = {signal: [seen[signal][client] for client in clients[:NAMED]] for signal, clients in by.items()}
+            return {"tracks": tracks, "suspected": suspected}, []
+        clients = sorted({client for risen in by.values() for client in risen})
+        found = {"clients": _named(clients), "by": {signal: _named(risen) for signal, risen in by.items()}}
+        values = {signal: [signals[signal][client] for client in risen[:NAMED]] for signal, risen in by.items()}
         event = {"event": "drift", **found, "values": values}
-        return {"tracks": tracks, "suspected": [*told, {"round": index, **found}]}, [event]
+        return {"tracks": tracks, "suspected": [*suspected, {"round": index, **found}]}, [event]
 
     def _follow(
         self, tracks: Mapping[str, list[float]], signal: str, values: Mapping[int, float]

@@ -21,19 +21,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everfed import Collect, Context, Data, Fitted, Message, Model, Part, Reducer, State, Trainer, Tree
 from everfed.core.client import synchronises
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.part import Part, State
-from everfed.core.reduce import Collect, Reducer
-from everfed.core.trainer import Fitted, Trainer
-from everfed.core.tree import Tree
 from everfed.parts.shared.features import head_inputs
 from everfed.parts.shared.layers import in_precision
 
@@ -44,7 +38,7 @@ BEYOND_CHANCE = 3.0
 
 @dataclass(frozen=True)
 class Reference:
-    """What a client remembers, as tensors of one device: rounds, v and q are 0-d, r is (features,)."""
+    """What a client remembers, as tensors on one device: rounds, v and q are 0-d, r is (features,)."""
 
     rounds: Tensor
     mean: Tensor
@@ -66,7 +60,7 @@ class Reference:
         """With one more round in it, or with that round alone after a shift beyond chance."""
         new = Reference.first(features)
         rounds = (self.rounds + 1).clamp(max=window)
-        a = torch.where(self.moved(features) > BEYOND_CHANCE, 1.0, 1 / rounds)  # no branch: nobody waits for a GPU
+        a = torch.where(self.moved(features) > BEYOND_CHANCE, 1.0, 1 / rounds)  # no branch: that would wait for the GPU
         error = (1 - a) ** 2 * self.error + a**2 * new.error
         mean, variance = self.mean.lerp(new.mean, a), self.variance.lerp(new.variance, a)
         return Reference(torch.where(a == 1, new.rounds, rounds), mean, variance, error)
@@ -74,19 +68,21 @@ class Reference:
 
 @dataclass(frozen=True)
 class FeatureShift(Part):
-    """samples: looked at in a round, drawn anew. window: rounds that a client's reference remembers."""
+    """samples: drawn in every round. window: rounds that a client's reference remembers."""
 
     samples: int = 64
     window: int = 5
 
-    name: ClassVar[str] = "monitor"
+    name = "monitor"
 
     def reducers(self) -> Mapping[str, Reducer]:
         return {"shift": Collect()}
 
-    def notice(self, client: State, data: Data, ctx: Context) -> Tree:
-        """Look at the round's own samples, when there is somebody to tell; one alone has no variance."""
-        own = client.get(self.name, {})
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
+        return self._compare(client.get(self.name, {}), data, ctx), model
+
+    def _compare(self, own: Tree, data: Data, ctx: Context) -> Tree:
+        """Reference and shift after this round's samples; one alone has no variance, and an unsent shift no use."""
         if len(data) < 2 or not synchronises(ctx):
             return {key: value for key, value in own.items() if key != "shift"}
         rows = np.sort(ctx.rng("monitor").permutation(len(data))[: self.samples])
@@ -96,9 +92,9 @@ class FeatureShift(Part):
         known = Reference(*(own[key].to(features.device) for key in Reference.__dataclass_fields__))
         return {**vars(known.updated(features, self.window)), "shift": known.moved(features)}
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
         own = client.get(self.name, {})
-        return own, {"shift": own["shift"]} if "shift" in own and synchronises(ctx) else {}
+        return None, {"shift": own["shift"]} if "shift" in own and synchronises(ctx) else {}
 
     def signals(self, reduced: Tree) -> dict[str, dict[int, float]]:
         shifts = reduced.get("shift") or {}

@@ -1,16 +1,13 @@
-"""Protections around any method: secure aggregation and differential privacy. Parts and engine wrappers; no
-method knows of them."""
+"""Protections around any method, as parts and engine wrappers: secure aggregation and differential privacy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from everfed import CompositionError, Method
+from everfed.core.context import World
 from everfed.core.engine import Engine
-from everfed.core.intake import Spread
-from everfed.core.method import Method
-from everfed.core.part import CompositionError
-from everfed.core.world import World
 
 if TYPE_CHECKING:
     from everfed.recipe import PrivacySection
@@ -32,7 +29,7 @@ def protect(method: Method, section: PrivacySection) -> Method:
 
 
 def check(world: World) -> None:
-    """Refuse what protections cannot protect, now that the model is known. Raises CompositionError."""
+    """Refuse models and options that the protections do not cover. Raises CompositionError."""
     from everfed.privacy.differential import check_world
 
     check_world(world)
@@ -44,7 +41,7 @@ def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
 
     if not any(part.name == NAME for part in world.method.parts):
         return engine
-    if isinstance(engine, Spread):
+    if engine.sharded:
         raise CompositionError("privacy.secure_aggregation needs all clients behind one server; engine.kind is 'ranks'")
     from everfed.privacy.secure_engine import Secured
 

@@ -1,4 +1,4 @@
-"""How much of a privacy budget is spent, by Google's dp-accounting: no accountant of our own."""
+"""How much of a privacy budget is spent, computed by Google's dp-accounting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def epsilon(noise: float, releases: Mapping[int, int], delta: float, sensitivity
     noise: standard deviation in units of the clip. releases: {K: how often K values, each clipped and noised by itself,
     were released at once}; K values are one Gaussian mechanism whose sensitivity is sqrt(K) times as large.
     sensitivity: in units of the clip; 1 where a client is there or not, 2 where its reply is exchanged for another.
-    No amplification by sampling is claimed: every release counts as if everybody had taken part.
+    No amplification by sampling is claimed: every release counts as if all clients had taken part.
     """
     from dp_accounting import GaussianDpEvent
     from dp_accounting.rdp import RdpAccountant

@@ -2,8 +2,8 @@
 
 Every value of a reply is scaled down to an L2 norm of `clip` at most; of the model it is the update that is clipped.
 Then Gaussian noise of standard deviation noise x clip is added to every coordinate: by each client to its own reply
-("local": nobody need be trusted), or by the server to the sum ("central": the server is trusted, or sees sums only with
-secure aggregation; much less noise for the same privacy). All phases are protected alike, and all are accounted for.
+("local": no other party is trusted), or by the server to the sum ("central": the server is trusted, or sees sums only,
+with secure aggregation; much less noise for the same privacy). All phases are protected and accounted for.
 
 The noise is drawn with a key that is made at random once and kept with the state, so that a run that is resumed
 releases the same numbers again and spends nothing twice.
@@ -16,22 +16,31 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everfed import (
+    MODEL,
+    CompositionError,
+    Context,
+    Message,
+    Method,
+    Optimizer,
+    Part,
+    Phase,
+    Protection,
+    Slots,
+    State,
+    Tree,
+)
 from everfed.core.client import Reply, synchronises
-from everfed.core.context import Context
-from everfed.core.message import MODEL
-from everfed.core.method import Method
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Part, Reduced, State, Weights
-from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
+from everfed.core.context import World
+from everfed.core.part import Reduced, Weights
+from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
-from everfed.core.tree import Tree
-from everfed.core.world import World
 from everfed.privacy import accountant
 from everfed.privacy.encoding import flat
 
@@ -45,10 +54,10 @@ class BudgetSpent(RuntimeError):
 
 
 @dataclass(frozen=True)
-class DifferentialPrivacy(Part):
+class DifferentialPrivacy(Protection):
     """kind: "central" or "local". noise: standard deviation in units of `clip`. clip: the largest L2 norm of a value.
-    delta: at which epsilon is told. budget: the epsilon that may be spent, 0 for any. seed: -1 for a secret key; any
-    other makes the noise repeatable, for simulations, and protects nothing. means, model: `private` fills them in."""
+    delta: at which epsilon is reported. budget: the epsilon that may be spent, 0 for any. seed: -1 for a secret key;
+    any other makes the noise repeatable, for simulations, and protects nothing. means, model: `private` sets them."""
 
     kind: str = CENTRAL
     noise: float = 1.0
@@ -59,7 +68,7 @@ class DifferentialPrivacy(Part):
     means: Means = field(default_factory=dict)
     model: str = ""
 
-    name: ClassVar[str] = NAME
+    name = NAME
 
     def __post_init__(self) -> None:
         if self.kind not in (CENTRAL, LOCAL):
@@ -75,20 +84,18 @@ class DifferentialPrivacy(Part):
     def client_slots(self, ctx: Context) -> Tree:
         return {"key": self._new_key(f"client {ctx.client}")} if self.kind == LOCAL else {}
 
-    def seal(
-        self, client: State, phase: Phase, message: dict[str, Tree], reply: Reply, ctx: Context
-    ) -> tuple[Tree, Reply]:
-        """Clip (and, if local, hide) every value. Counts and losses are not protected, so they are not sent."""
+    def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[None, Reply]:
+        """Clip every value and, if local, add noise. Counts and losses are not protected, so they are not sent."""
         own = client.get(self.name, {})
         if phase.name == EVALUATE:
-            return own, reply
+            return None, reply
         values: dict[str, Tree] = {}
         for path, value in flat(reply.values).items():
             part, key = path.split("/", 1)
             values.setdefault(part, {})[key] = self._protected(path, value, message, own, ctx)
-        return own, Reply(values)
+        return None, Reply(values)
 
-    def _protected(self, path: str, value: Any, message: dict[str, Tree], own: Tree, ctx: Context) -> Any:
+    def _protected(self, path: str, value: Any, message: Message, own: Tree, ctx: Context) -> Any:
         if isinstance(value, Tensor) and value.numel() == 0:
             return value
         if isinstance(value, Tensor) and not value.is_floating_point():
@@ -108,12 +115,12 @@ class DifferentialPrivacy(Part):
 
     def release(
         self, server: State, phase: Phase, reduced: Reduced, weights: Weights, ctx: Context
-    ) -> tuple[Tree, Reduced]:
+    ) -> tuple[Slots, Reduced]:
         """Account for what is about to be released; noise on sums and means, if central."""
         own, found = server[self.name], {p: v for p, v in flat(reduced).items() if not _empty(v)}
         known = self.means.get(phase.name, {})
         if not found or (phase.name == TRAIN and not synchronises(ctx)):
-            return own, reduced
+            return None, reduced
         spent = {**own["spent"], str(len(found)): own["spent"].get(str(len(found)), 0) + 1}
         after = self.spent(spent)
         if self.budget and after > self.budget:
@@ -138,10 +145,11 @@ class DifferentialPrivacy(Part):
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
         return {"epsilon": self.spent(server[self.name]["spent"]), "delta": self.delta}
 
-    def conclude(self, server: State) -> dict[str, Any]:
+    def summary(self, server: State) -> dict[str, Any]:
         spent = server[self.name]["spent"]
-        told = {"kind": self.kind, "noise": self.noise, "clip": self.clip, "releases": sum(spent.values())}
-        return {"epsilon": self.spent(spent), "delta": self.delta, **told, "simulated": self.seed >= 0}
+        options = {"kind": self.kind, "noise": self.noise, "clip": self.clip}
+        facts = {"releases": sum(spent.values()), "simulated": self.seed >= 0}
+        return {"epsilon": self.spent(spent), "delta": self.delta, **options, **facts}
 
     # noise -------------------------------------------------------------------------------------------------------
     def _new_key(self, who: str) -> Tensor:
@@ -183,8 +191,7 @@ def private(
     seed: int = -1,
 ) -> Method:
     """The method with differentially private phases. Raises CompositionError where it cannot have them."""
-    phases = [method.train_phase(), *method.phases(Position.BEFORE), *method.phases(Position.AFTER)]
-    means = {phase.name: _means(method, phase) for phase in phases}
+    means = {phase.name: _means(method, phase) for phase in method.scheduled_phases()}
     model = f"{method.aggregator.name}/params"
     part = DifferentialPrivacy(kind, noise, clip, delta, budget, seed, means, model)
     return Method(method.name, (*method.parts, part), (*method.warnings, *part.check(method.parts, Optimizer())))
@@ -210,7 +217,7 @@ def _means(method: Method, phase: Phase) -> dict[str, bool]:
 
 
 def check_world(world: World) -> None:
-    """Refuse what can be known only with the model and the options of training. Raises CompositionError."""
+    """Refuse models and training options that would send unprotected values. Raises CompositionError."""
     if not any(part.name == NAME for part in world.method.parts):
         return
     if world.options.sync_every > 1:

@@ -3,7 +3,7 @@
 Two vectors: `narrow` holds the float32 (and smaller) tensors, clipped to [-clip, clip] and rounded to multiples of
 2 clip / 2^bits, modulo 2^32, or 2^64 where weights or many clients ask for it; `wide` holds, modulo 2^64, all that must
 be exact or has no bound known ahead: integers, float64, plain numbers, weights and counts. Absent values are zeros with
-weight 0, so who had nothing to say is not told either.
+weight 0, so that the server does not learn which clients sent none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EncodingError(ValueError):
 
 @dataclass(frozen=True)
 class Code:
-    """How a phase's replies are written. weighted: the paths that are weighed by samples. clients: how many at most."""
+    """How a phase's replies are encoded. weighted: the paths that are weighted by samples. clients: at most so many."""
 
     clip: float
     bits: int
@@ -43,7 +43,7 @@ class Code:
 
     @property
     def step(self) -> float:
-        """What a float is rounded to; a mean is off by half of it at most, where nothing was clipped."""
+        """Floats are rounded to multiples of it; a mean is off by half of it at most, where nothing was clipped."""
         return 2.0 * self.clip / (1 << self.bits)
 
     @property
@@ -56,12 +56,12 @@ class Code:
 
 
 def flat(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """{"part/key": value} of what is there."""
+    """{"part/key": value}, without absent values."""
     return {f"{part}/{key}": v for part, keys in values.items() for key, v in keys.items() if v is not None}
 
 
 def form_of(values: Mapping[str, Mapping[str, Any]]) -> Form:
-    """The form of a reply's values; it says nothing about their content."""
+    """Types and shapes of a reply's values; nothing of their content."""
     return {path: _form(path, value) for path, value in sorted(flat(values).items())}
 
 

@@ -2,7 +2,7 @@
 
 Key agreement, encryption and Shamir's shares are Flower's primitives (`flwr.common.secure_aggregation`). The masks are
 not: Flower's generator folds its seed to 32 bits, which a curious server can search through in minutes, so masks here
-are a keystream of AES-256 in counter mode under the whole key. Nor is putting secrets together: theirs is slow.
+are a keystream of AES-256 in counter mode under the whole key. Nor is the reconstruction of secrets: theirs is slow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Vector = np.ndarray  # uint32 or uint64; sums wrap around
 
 
 class MissingPackage(UserError):
-    """Secure aggregation without the package it stands on."""
+    """Secure aggregation without the package of its primitives."""
 
 
 def check_installed() -> None:
@@ -80,7 +80,7 @@ def encrypt(key: bytes, plain: bytes) -> bytes:
 
 
 def decrypt(key: bytes, sealed: bytes) -> bytes:
-    """Raises ValueError on a letter that was changed on its way or is for somebody else."""
+    """Raises ValueError on a letter that was changed on its way or is for another client."""
     from cryptography.fernet import InvalidToken
     from flwr.common.secure_aggregation.crypto import symmetric_encryption
 
@@ -91,7 +91,7 @@ def decrypt(key: bytes, sealed: bytes) -> bytes:
 
 
 def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """`count` shares, any `threshold` of which give the secret back, and fewer nothing."""
+    """`count` shares: any `threshold` of them give the secret, fewer give nothing."""
     from flwr.common.secure_aggregation.crypto.shamir import create_shares
 
     return create_shares(secret, threshold, count)
@@ -100,8 +100,8 @@ def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
 def combine(shares: list[bytes]) -> bytes:
     """Raises ValueError where the shares do not belong together or are too few.
 
-    Equal to Flower's `combine_shares`, which interpolates anew for every 16 bytes: with 50 clients most of what the
-    server did. The weights depend on who answered alone, so they are the same for all secrets of a phase.
+    Equal to Flower's `combine_shares`, which interpolates anew for every 16 bytes: with 50 clients most of the server's
+    time. The weights depend only on which clients answered, so they are the same for all secrets of a phase.
     """
     from Crypto.Util.Padding import unpad
 
@@ -114,7 +114,7 @@ def combine(shares: list[bytes]) -> bytes:
 
 
 def add_mask(vector: Vector, secret: bytes, purpose: bytes, minus: bool = False) -> None:
-    """Add `mask` to the vector, or take it away, in place: block by block, so that no whole mask is ever in memory."""
+    """Add `mask` to the vector, or subtract it, in place: block by block, so that no whole mask is ever in memory."""
     stream, size = _stream(secret, purpose), vector.dtype.itemsize
     for start in range(0, len(vector), _BLOCK):
         block = vector[start : start + _BLOCK]
@@ -123,7 +123,7 @@ def add_mask(vector: Vector, secret: bytes, purpose: bytes, minus: bool = False)
 
 
 def mask(secret: bytes, length: int, dtype: type[np.unsignedinteger], purpose: bytes) -> Vector:
-    """`length` numbers that nobody without `secret` can tell from random; other purposes give other numbers."""
+    """`length` pseudo-random numbers, a different stream for each secret and purpose."""
     vector = np.zeros(length, dtype=dtype)
     add_mask(vector, secret, purpose)
     return vector

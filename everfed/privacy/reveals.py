@@ -1,4 +1,4 @@
-"""What each shipped method shows the server, as a table for the documentation, from the methods themselves.
+"""What each shipped method reveals to the server, as a table for the documentation, from the methods themselves.
 
 python -m everfed.privacy.reveals docs/privacy.md      # renews the table in that page
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from everfed import methods
-from everfed.core.method import Method
-from everfed.core.phase import Position
+from everfed import Method, methods
 
 BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"
 
 
 def table() -> str:
-    """Markdown, a row for all presets that show the same; `fedgp+...` shows FedGP's and the other's; left out."""
+    """Markdown, one row for all presets that reveal the same; without `fedgp+...`, which reveals what both parts do."""
     alike: dict[str, list[str]] = {}
     for name in methods.names():
         if not name.startswith("fedgp+"):
@@ -26,9 +24,8 @@ def table() -> str:
 
 
 def _columns(method: Method) -> str:
-    phases = [method.train_phase(), *method.phases(Position.BEFORE), *method.phases(Position.AFTER)]
     found: dict[bool, list[str]] = {True: [], False: []}
-    for phase in phases:
+    for phase in method.scheduled_phases():
         for part, keys in method.reducers(phase).items():
             for key, reducer in keys.items():
                 found[reducer.secure].append(f"`{part}/{key}`{'' if phase.name == 'train' else f' ({phase.name})'}")
@@ -37,7 +34,7 @@ def _columns(method: Method) -> str:
 
 
 def renew(page: Path) -> None:
-    """Put the table of now between the page's marks."""
+    """Put the current table between the page's marks."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")

@@ -4,11 +4,11 @@ The protocol of Bonawitz et al. (2017), "Practical Secure Aggregation for Privac
 steps inside every phase whose replies are added up:
 
     (the phase)  a client runs the phase, keeps its reply, and advertises two fresh public keys and the reply's form
-    share        it splits its mask key and a seed of its own into shares, one sealed for each other client
+    share        it splits its mask key and a seed of its own into shares, one encrypted for each other client
     mask         it sends its reply plus a mask from its seed plus or minus a mask shared with every other client
-    unmask       it hands out shares: of the seeds of those whose vectors arrived, of the others' mask keys
+    unmask       it sends shares: of the seeds of clients whose vectors arrived, of the others' mask keys
 
-Never both of one client: with both, its reply would be bare. Fewer than `threshold` clients cannot open anything.
+Never both of one client: with both, its reply could be unmasked. Fewer than `threshold` clients cannot open anything.
 """
 
 from __future__ import annotations
@@ -16,42 +16,53 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everfed import (
+    Collect,
+    CompositionError,
+    Context,
+    Data,
+    Message,
+    Method,
+    Optimizer,
+    Part,
+    Phase,
+    Position,
+    Protection,
+    Reducer,
+    State,
+    Tree,
+)
 from everfed.core.client import Reply, synchronises
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.method import Method
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Part, State
-from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
-from everfed.core.reduce import Collect, Reducer, Total
-from everfed.core.tree import Tree
+from everfed.core.phase import EVALUATE, TRAIN
+from everfed.core.reduce import Total
 from everfed.privacy import masking
 from everfed.privacy.encoding import Code, encode, flat, form_from_text, form_of, form_to_text
 
 NAME = "secure"
 SHARE, MASK, UNMASK = "secure-share", "secure-mask", "secure-unmask"
-FEWEST = 3  # of two clients, each would know the other's reply from the sum
-Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighed by samples?
+FEWEST = 3  # of two clients, each could compute the other's reply from the sum
+Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted by samples?
 
 
 class ProtocolError(ValueError):
-    """A server that asks for what no honest server asks for; the client says nothing more."""
+    """A request that no honest server makes; the client does not answer it."""
 
 
 def needed(clients: int, threshold: float) -> int:
-    """How many of `clients` must stay to the end: more than half in any case, so that no server can keep two groups
-    apart and have each open the other."""
+    """How many of `clients` must stay to the end: more than half in any case, so that no server can split them into two
+    groups and have each unmask the other."""
     return max(2, clients // 2 + 1, math.ceil(threshold * clients))
 
 
 @dataclass(frozen=True)
-class SecureAggregation(Part):
+class SecureAggregation(Protection):
     """threshold: the share of a phase's clients that must stay to its end. clip, bits: floats are clipped to
     [-clip, clip] and sent in steps of 2 clip / 2^bits. weighing: what is added up, and how; `secured` fills it in."""
 
@@ -60,8 +71,8 @@ class SecureAggregation(Part):
     bits: int = 24
     weighing: Weighing = field(default_factory=dict)
 
-    name: ClassVar[str] = NAME
-    seals: ClassVar[frozenset[str]] = frozenset({"keys", "form"})
+    name = NAME
+    adds = frozenset({"keys", "form"})
 
     def __post_init__(self) -> None:
         if not 0.5 < self.threshold <= 1:
@@ -76,10 +87,15 @@ class SecureAggregation(Part):
         return ()
 
     def phases(self) -> tuple[Phase, ...]:
-        answers = {SHARE: ("letters",), MASK: ("narrow", "wide"), UNMASK: ("seeds", "keys")}
+        replies = {SHARE: ("letters",), MASK: ("narrow", "wide"), UNMASK: ("seeds", "keys")}
         return tuple(
-            Phase(name, owner=self.name, position=Position.INSIDE, reduce={key: Collect() for key in keys})
-            for name, keys in answers.items()
+            Phase(
+                step,
+                position=Position.INSIDE,
+                reduce={key: Collect() for key in keys},
+                run=partial(self._run, step),
+            )
+            for step, keys in replies.items()
         )
 
     def adds_up(self, phase: Phase, ctx: Context) -> bool:
@@ -91,10 +107,8 @@ class SecureAggregation(Part):
         return Code(self.clip, self.bits, clients, weighted)
 
     # the phase itself --------------------------------------------------------------------------------------------
-    def seal(
-        self, client: State, phase: Phase, message: dict[str, Tree], reply: Reply, ctx: Context
-    ) -> tuple[Tree, Reply]:
-        """Keep the reply; advertise keys. Sample counts, steps and losses are not told either."""
+    def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[Tree, Reply]:
+        """Keep the reply; advertise keys. Sample counts, steps and losses are not sent either."""
         if not self.adds_up(phase, ctx):
             return {"step": "idle"}, Reply({})
         unknown = set(flat(reply.values)) - set(self.weighing[phase.name])
@@ -111,16 +125,16 @@ class SecureAggregation(Part):
         keys = to_tensor(b"".join(masking.public_of(key) for key in private))
         return own, Reply({self.name: {"keys": keys, "form": form_to_text(form_of(reply.values))}})
 
-    # its own phases ----------------------------------------------------------------------------------------------
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        own, asked = client.get(self.name, {}), message.get(self.name, {})
-        if own.get("step") != phase or own.get("place") != _place(ctx):
-            raise ProtocolError(f"asked for {phase}, but this client is at {own.get('step', 'nothing')}")
+    # the steps inside it -----------------------------------------------------------------------------------------
+    def _run(self, step: str, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        own, request = client.get(self.name, {}), message.get(self.name, {})
+        if own.get("step") != step or own.get("place") != _place(ctx):
+            raise ProtocolError(f"asked for {step}, but this client is at {own.get('step', 'nothing')}")
         steps = {SHARE: self._share, MASK: self._mask, UNMASK: self._unmask}
-        return steps[phase](own, asked, _client(ctx))
+        return steps[step](own, request, _client(ctx))
 
-    def _share(self, own: Tree, asked: Tree, me: int) -> tuple[Tree, Tree]:
-        publics = keys_by_client(asked)
+    def _share(self, own: Tree, request: Tree, me: int) -> tuple[Tree, Tree]:
+        publics = keys_by_client(request)
         if len(publics) < FEWEST:
             raise ProtocolError(f"{len(publics)} clients; secure aggregation needs {FEWEST}")
         private = _halves(to_bytes(own["private"]))
@@ -143,33 +157,33 @@ class SecureAggregation(Part):
             for peer, share in shares.items()
             if peer != me
         }
-        kept = {"clients": asked["clients"], "keys": asked["keys"], "seed": to_tensor(seed)}
+        kept = {"clients": request["clients"], "keys": request["keys"], "seed": to_tensor(seed)}
         return {**own, **kept, "step": MASK, "shares": {str(me): to_tensor(shares[me])}}, {"letters": letters}
 
-    def _mask(self, own: Tree, asked: Tree, me: int) -> tuple[Tree, Tree]:
-        """The letters of all who shared, kept; the reply, masked."""
-        publics, sharing = keys_by_client(own), [int(client) for client in asked["sharing"]]
+    def _mask(self, own: Tree, request: Tree, me: int) -> tuple[Tree, Tree]:
+        """Keep the shares that the others sent; mask the reply."""
+        publics, sharing = keys_by_client(own), [int(client) for client in request["sharing"]]
         if len(sharing) < needed(len(publics), self.threshold) or not {me} <= set(sharing) <= set(publics):
             raise ProtocolError(f"{len(sharing)} of {len(publics)} clients shared their keys")
         private = _halves(to_bytes(own["private"]))
         shares = dict(own["shares"])
         for peer in sharing:
             if peer != me:
-                letter = masking.decrypt(masking.agree(private[1], publics[peer][1]), _letter_of(asked, peer))
+                letter = masking.decrypt(masking.agree(private[1], publics[peer][1]), _letter_of(request, peer))
                 shares[str(peer)] = to_tensor(_opened(letter, peer, me))
         phase = own["phase"]
-        form = form_from_text(asked["form"], frozenset(self.weighing[phase]))
+        form = form_from_text(request["form"], frozenset(self.weighing[phase]))
         code = self.code(phase, len(publics))
         secrets = {peer: masking.agree(private[0], publics[peer][0]) for peer in sharing if peer != me}
         vectors = []
         for vector, part in zip(encode(_reply(own["reply"]), form, code), (b"narrow", b"wide"), strict=True):
             vectors.append(masked(vector, me, to_bytes(own["seed"]), secrets, part))
-        kept = {"step": UNMASK, "phase": phase, "place": own["place"], "shares": shares, "sharing": asked["sharing"]}
+        kept = {"step": UNMASK, "phase": phase, "place": own["place"], "shares": shares, "sharing": request["sharing"]}
         return {**kept, "clients": own["clients"]}, {"narrow": as_sent(vectors[0]), "wide": as_sent(vectors[1])}
 
-    def _unmask(self, own: Tree, asked: Tree, me: int) -> tuple[Tree, Tree]:
+    def _unmask(self, own: Tree, request: Tree, me: int) -> tuple[Tree, Tree]:
         """Shares of seeds or of mask keys, never both of one client, and once only."""
-        alive, gone = ({int(client) for client in asked[key]} for key in ("alive", "gone"))
+        alive, gone = ({int(client) for client in request[key]} for key in ("alive", "gone"))
         sharing = {int(client) for client in own["sharing"]}
         if alive & gone or alive | gone != sharing or me not in alive:
             raise ProtocolError("the server's account of who is alive and who is gone does not add up")
@@ -201,8 +215,7 @@ def secured(method: Method, threshold: float = 2 / 3, clip: float = 16.0, bits: 
             f"needs every client's own reply to {' and '.join(parts)}, not their sum; switch it off or choose a method "
             "whose replies are added up (docs/privacy.md lists them)"
         )
-    phases = [method.train_phase(), *method.phases(Position.BEFORE), *method.phases(Position.AFTER)]
-    weighing = {phase.name: _weighing(method.reducers(phase)) for phase in phases}
+    weighing = {phase.name: _weighing(method.reducers(phase)) for phase in method.scheduled_phases()}
     weighing[EVALUATE] = {f"{EVALUATE}/counts": False}
     part = SecureAggregation(threshold, clip, bits, weighing)
     part.check(method.parts, Optimizer())
@@ -236,10 +249,10 @@ def as_sent(vector: np.ndarray) -> Tensor:
     return torch.from_numpy(vector.view(np.int32 if vector.dtype == np.uint32 else np.int64))
 
 
-def keys_by_client(asked: Tree) -> dict[int, tuple[bytes, bytes]]:
+def keys_by_client(request: Tree) -> dict[int, tuple[bytes, bytes]]:
     """{client: (mask key, letter key)} of the public keys that the server passes on, in client order."""
-    rows = [to_bytes(row) for row in asked["keys"]]
-    clients = [int(client) for client in asked["clients"]]
+    rows = [to_bytes(row) for row in request["keys"]]
+    clients = [int(client) for client in request["clients"]]
     if len(rows) != len(clients) or clients != sorted(set(clients)) or any(len(r) != 2 * masking.PUBLIC for r in rows):
         raise ProtocolError("not a list of clients and their keys")
     return {client: (row[: masking.PUBLIC], row[masking.PUBLIC :]) for client, row in zip(clients, rows, strict=True)}
@@ -250,12 +263,12 @@ def _halves(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _letter(sender: int, receiver: int) -> bytes:
-    """Inside every letter, so that none can be passed on as another's."""
+    """The header of a letter: sender and receiver, so that none can be redirected."""
     return sender.to_bytes(8, "little") + receiver.to_bytes(8, "little")
 
 
-def _letter_of(asked: Tree, peer: int) -> bytes:
-    letter = asked.get("letters", {}).get(str(peer))
+def _letter_of(request: Tree, peer: int) -> bytes:
+    letter = request.get("letters", {}).get(str(peer))
     if not isinstance(letter, Tensor):
         raise ProtocolError(f"no letter of client {peer}")
     return to_bytes(letter)

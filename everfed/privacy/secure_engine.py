@@ -1,6 +1,6 @@
 """Secure aggregation on the server's side: wraps any engine and turns one exchange into four.
 
-All that reaches this process is keys, sealed letters, masked vectors and shares. What the runner takes in is the sum.
+Only keys, encrypted letters, masked vectors and shares reach this process. What the runner receives is the sum.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from everfed import Each, Model, Phase, Position, Trainer, Tree
 from everfed.core.client import Reply
-from everfed.core.engine import Absent, Engine
-from everfed.core.intake import Intake, Trained
-from everfed.core.message import Each, Message, Traffic, addressed, payload_bytes
-from everfed.core.part import Model
-from everfed.core.phase import Phase, Position
+from everfed.core.context import Moment, World
+from everfed.core.engine import Absent, Engine, Replies, Trained
+from everfed.core.message import Message, Traffic, addressed, payload_bytes
 from everfed.core.reduce import Total
-from everfed.core.score import Exam
-from everfed.core.trainer import Trainer
-from everfed.core.tree import Tree
-from everfed.core.world import Moment, World
+from everfed.core.scoring import Exam
 from everfed.privacy import masking
 from everfed.privacy.encoding import EncodingError, Form, Sums, decode, form_from_text, form_to_text, sizes
 from everfed.privacy.secure import FEWEST, MASK, NAME, SHARE, UNMASK, SecureAggregation, needed, to_bytes, to_tensor
@@ -33,11 +29,11 @@ Notify = Callable[[dict[str, Any]], None]
 
 
 class TooFewClients(RuntimeError):
-    """A sum that cannot be opened: too few clients stayed. The run can be resumed when they are back."""
+    """A sum that cannot be unmasked: too few clients stayed. The run can be resumed when they are back."""
 
 
-class Secured:
-    """Wraps the engine that runs the clients. `merge` gives the runner the sum (see core.intake.Spread)."""
+class Secured(Engine):
+    """Wraps the engine that runs the clients. `exchange` yields empty replies; `merge` adds their sum."""
 
     def __init__(self, inner: Engine, world: World, device: str = "cpu", notify: Notify = lambda event: None) -> None:
         self.inner, self.world, self.device, self.notify = inner, world, device, notify
@@ -45,41 +41,41 @@ class Secured:
         part = world.method.part(NAME)
         assert isinstance(part, SecureAggregation)
         self.part = part
-        self._steps = {p.name: p for p in part.phases() if p.position is Position.INSIDE}
+        self._steps = {step.name: step for step in world.method.phases(Position.INSIDE)}
         self._sums: Sums | None = None
         self._traffic = Traffic()
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        """Yields who is absent, and empty replies of the others: their sum comes with `merge`."""
+        """Yields which clients are absent, and empty replies of the others: their sum comes with `merge`."""
         self._sums, self._traffic = None, Traffic()
         replies, absent = self._gather(phase, clients, message, moment)
         if self.part.adds_up(phase, self.world.server(phase.name, moment)):
             round_ = _Round(self, phase, moment, replies, absent)
             self._sums = round_.run()
-            self._tell(phase, moment, self._sums)
+            self._warn(phase, moment, self._sums)
         for client in clients:
             yield client, absent[client] if client in absent else Reply({})
 
-    def merge(self, intake: Intake) -> None:
+    def merge(self, replies: Replies) -> None:
         """Put the sum where the replies would have been added up."""
-        intake.traffic.up.update(self._traffic.up)
-        intake.traffic.down.update(self._traffic.down)
+        replies.traffic.up.update(self._traffic.up)
+        replies.traffic.down.update(self._traffic.down)
         if self._sums is None:
             return
         for path, (value, weight, dtype) in self._sums.totals.items():
             part, key = path.split("/", 1)
-            total = intake.reduction.under_way[part][key]
+            total = replies.reduction.under_way[part][key]
             if weight and isinstance(total, Total):
                 total.total = value.to(self.device) if isinstance(value, Tensor) else value
                 total.weight, total.dtype = weight, dtype
-        intake.trained = _anonymous(self._sums)
+        replies.trained = _anonymous(self._sums)
 
-    def ask(
+    def request(
         self, step: str, clients: Sequence[int], message: Message, moment: Moment
     ) -> tuple[dict[int, Tree], dict[int, Absent]]:
-        """One step of the protocol on `clients`: what they answered, and who did not."""
+        """One step of the protocol on `clients`: their replies, and which are absent."""
         for client in clients:
             self._traffic.sent(payload_bytes(addressed(message, client), {}))
         stage = 1 + list(self._steps).index(step)
@@ -101,7 +97,7 @@ class Secured:
             absent[client] = Absent("failed", "no answer")
         return replies, absent
 
-    def _tell(self, phase: Phase, moment: Moment, sums: Sums) -> None:
+    def _warn(self, phase: Phase, moment: Moment, sums: Sums) -> None:
         if sums.clipped or sums.broken:
             what = f"{sums.clipped} numbers were outside [-clip, clip] and {sums.broken} replies were not finite"
             where = f"phase {phase.name!r} of round {moment.round}"
@@ -113,9 +109,6 @@ class Secured:
 
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         return self.inner.evaluate(model, exam)
-
-    def total(self, value: int) -> int:
-        return value
 
     def describe(self) -> dict[str, Any]:
         return {**self.inner.describe(), "secure_aggregation": True}
@@ -150,7 +143,7 @@ class _Round:
         self.forms[client], self.keys[client] = form, keys
 
     def _common_form(self) -> Form:
-        """All paths of all clients, each in the form that most have; who has another is left out."""
+        """All paths of all clients, each in the form that most have; clients with another form are left out."""
         votes: dict[str, Counter[str]] = {}
         for form in self.forms.values():
             for path, entry in form.items():
@@ -176,11 +169,11 @@ class _Round:
             "clients": torch.tensor(self.clients),
             "keys": torch.stack([to_tensor(self.keys[client]) for client in self.clients]),
         }
-        answers = self._ask(SHARE, self.clients, {NAME: message})
+        answers = self._request(SHARE, self.clients, {NAME: message})
         return {c: a["letters"] for c, a in answers.items() if self._whole(c, a.get("letters"), self.clients)}
 
     def _whole(self, client: int, letters: Any, receivers: list[int]) -> bool:
-        """Has a client written to everybody?"""
+        """Does a reply hold one letter for each of the other clients?"""
         wanted = {str(receiver) for receiver in receivers if receiver != client}
         if (
             isinstance(letters, dict)
@@ -196,7 +189,7 @@ class _Round:
         self._enough(sharing, self.clients)
         own = {c: {str(sender): letters[sender][str(c)] for sender in sharing if sender != c} for c in sharing}
         message = {"letters": Each(own), "sharing": torch.tensor(sharing), "form": form_to_text(self.form)}
-        answers = self._ask(MASK, sharing, {NAME: message})
+        answers = self._request(MASK, sharing, {NAME: message})
         found = {client: self._vectors(client, answer) for client, answer in answers.items()}
         return {client: vectors for client, vectors in found.items() if vectors is not None}
 
@@ -220,7 +213,7 @@ class _Round:
         gone = [client for client in sharing if client not in vectors]
         self._enough(alive, self.clients)
         message = {"alive": torch.tensor(alive), "gone": torch.tensor(gone, dtype=torch.int64)}
-        answers = self._ask(UNMASK, alive, {NAME: message}, counts=False)
+        answers = self._request(UNMASK, alive, {NAME: message}, counts=False)
         self._enough(sorted(answers), self.clients)
         narrow, wide = (
             np.sum([vectors[c][i] for c in alive], axis=0, dtype=vectors[alive[0]][i].dtype) for i in (0, 1)
@@ -237,7 +230,7 @@ class _Round:
         return {client: self.keys[client][: masking.PUBLIC] for client in self.clients}
 
     def _secret(self, answers: dict[int, Tree], kind: str, client: int) -> bytes:
-        """Put a client's secret together from the shares of the others."""
+        """Reconstruct a client's secret from the shares of the others."""
         shares = [
             a[kind][str(client)] for a in answers.values() if isinstance(a.get(kind, {}).get(str(client)), Tensor)
         ]
@@ -247,9 +240,9 @@ class _Round:
         except ValueError as error:
             raise TooFewClients(f"{self._where()}: the secret of client {client} cannot be put together") from error
 
-    def _ask(self, step: str, clients: list[int], message: Message, counts: bool = True) -> dict[int, Tree]:
-        answers, absent = self.engine.ask(step, clients, message, self.moment)
-        if counts:  # whose vector has arrived counts, whatever becomes of it later
+    def _request(self, step: str, clients: list[int], message: Message, counts: bool = True) -> dict[int, Tree]:
+        answers, absent = self.engine.request(step, clients, message, self.moment)
+        if counts:  # a client whose vector has arrived counts, even if it is lost later
             self.absent.update(absent)
         return answers
 
@@ -268,7 +261,7 @@ class _Round:
 def _unmasked(
     total: np.ndarray, seeds: dict[int, bytes], keys: dict[int, bytes], publics: dict[int, bytes], part: bytes
 ) -> np.ndarray:
-    """Take out the masks of all seeds, and what the others had shared with those who are gone."""
+    """Subtract the masks of all seeds, and those that the others share with clients that are gone."""
     total = total.copy()
     for seed in seeds.values():
         masking.add_mask(total, seed, part, minus=True)
@@ -279,7 +272,7 @@ def _unmasked(
 
 
 def _anonymous(sums: Sums) -> list[Trained]:
-    """As many clients as trained, all with the mean loss; nobody knows whose it was."""
+    """As many clients as trained, without their numbers, all with the mean loss."""
     if sums.broken:
         return [Trained(-1, float("nan"), 1, 0)]
     if not sums.trained:

@@ -1,6 +1,6 @@
-"""Shamir's secret put together again: the value at zero of the polynomial through given points, in GF(2^128).
+"""Reconstruction of Shamir's secret: the value at zero of the polynomial through given points, in GF(2^128).
 
-For the server, which may know what comes out; it takes no care to hide it from who measures its time.
+For the server, which may know the result; it is not protected against timing attacks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""A recipe made in Python may hold classes and parts themselves; here they become the names a recipe knows them by.
+"""A recipe made in Python may hold classes, parts and policies; here they become the names a recipe knows them by.
 
-{"model": {"kind": Net}, "method": {"parts": ["fedavg", Clip(norm=0.5)]}}
+{"model": {"kind": Net}, "method": {"parts": ["fedavg", Memory(policy=Herding), Clip(norm=0.5)]}}
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -15,12 +16,12 @@ Table = dict[str, Any]
 
 
 def named(table: Table) -> Table:
-    """The same recipe with `package.module:Name` for every class, function or part in it. Raises RecipeError."""
+    """The same recipe with `package.module:Name` for every class, function and object in it. Raises RecipeError."""
     model, method = table.get("model"), table.get("method")
     if isinstance(model, dict) and callable(model.get("kind")):
         table = {**table, "model": {**model, "kind": name_of(model["kind"], "model.kind")}}
-    if isinstance(method, dict) and isinstance(method.get("parts"), list | tuple):
-        table = {**table, "method": {**method, "parts": [_part(entry) for entry in method["parts"]]}}
+    if isinstance(method, dict):
+        table = {**table, "method": {key: _section(key, value) for key, value in method.items()}}
     return table
 
 
@@ -34,14 +35,43 @@ def name_of(thing: Any, key: str) -> str:
     return f"{module}:{name}"
 
 
+def _section(key: str, value: Any) -> Any:
+    """A key of [method]: the list of parts, or the options of one part."""
+    if key == "parts" and isinstance(value, list | tuple):
+        return [_part(entry) for entry in value]
+    return _option(value, f"method.{key}")
+
+
 def _part(entry: Any) -> Any:
     """Names and tables stay; a part becomes a table with the options that are not its defaults."""
     if isinstance(entry, type):
         return name_of(entry, "method.parts")
     if not is_dataclass(entry):
-        return entry
+        return _option(entry, "method.parts")
+    return {"part": name_of(type(entry), "method.parts"), **_options(entry, "method.parts")}
+
+
+def _options(entry: Any, key: str) -> Table:
+    """The options of an object that are not its defaults."""
     options = {f.name: getattr(entry, f.name) for f in fields(entry) if getattr(entry, f.name) != f.default}
     for option, value in options.items():
         if value is None:
-            raise RecipeError(f"method.parts: {entry!r}: a recipe cannot hold None; give {option} another default")
-    return {"part": name_of(type(entry), "method.parts"), **options}
+            raise RecipeError(f"{key}: {entry!r}: a recipe cannot hold None; give {option} another default")
+    return {option: _option(value, f"{key}: {option}") for option, value in options.items()}
+
+
+def _option(value: Any, key: str) -> Any:
+    """An option's value as TOML can hold it. A class goes by its name; an object is a table of its options, with its
+    class as `kind` where it is one of several kinds (a policy)."""
+    if isinstance(value, Mapping):
+        return {name: _option(entry, f"{key}.{name}") for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_option(entry, key) for entry in value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, type):
+        return name_of(value, key)
+    if is_dataclass(value):
+        kind = {"kind": name_of(type(value), key)} if hasattr(value, "kind") else {}
+        return {**kind, **_options(value, key)}
+    raise RecipeError(f"{key}: a recipe holds text, numbers, lists and tables, not an object of {type(value).__name__}")

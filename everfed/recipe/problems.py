@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from everfed.errors import RecipeError, UserError, is_users
+from everfed.errors import CompositionError, RecipeError, UserError, is_users
 from everfed.recipe.places import Key, Places, key_of_message, split_key
 from everfed.recipe.schema import Recipe
 
@@ -28,10 +28,9 @@ def placed(places: Places) -> Iterator[None]:
     """Say where in the recipe the key stands that a layer below refuses."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        if not is_users(error):
+        placed_already = isinstance(error, UserError) and not isinstance(error, CompositionError)
+        if placed_already or not is_users(error):
             raise
         key, message = _blamed(error)
         raise RecipeError(f"{places.of(key)}: {message}") from error

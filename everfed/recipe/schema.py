@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -134,6 +135,11 @@ class EngineSection(Section):
     slots: int = Field(0, ge=0)  # graphs: 0 = chosen from memory and throughput
     compile: bool = False
     state_memory: float = Field(0.0, ge=0)  # GiB of client state kept in memory, the rest on disk; 0 = by the device
+
+    @property
+    def leads(self) -> bool:
+        """Does this process own the run folder? Of the processes that torchrun starts, the first does."""
+        return self.kind != "ranks" or os.environ.get("RANK", "0") == "0"
 
 
 class DifferentialPrivacySection(Section):

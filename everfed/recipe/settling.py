@@ -35,7 +35,7 @@ def settled(recipe: Recipe) -> Recipe:
     from everfed import methods
 
     own = [part.name for part in methods.build(section.name, parts=section.parts).parts]
-    known = {*own, *methods.part_classes()}
+    known = {*own, *methods.PARTS}
     for name in section.defaults:
         if name not in known:
             allowed = sorted(known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from everfed.core.compact import NAMED, spans
+from everfed.core.spans import NAMED, spans
 from everfed.report import tables
 from everfed.report.log import TRAIN
 from everfed.report.markup import Html, join, tag

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from everfed.core.compact import from_repeats, from_spans
+from everfed.core.spans import from_repeats, from_spans
 
 TRAIN = "train"
 INTERRUPTION = "KeyboardInterrupt"

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from everfed.markdown import markdown_table
 from everfed.metrics.statistics import Spread, mean_and_deviation
 from everfed.report import figures, numbers
 from everfed.report.groups import Group
@@ -88,10 +89,8 @@ def to_markdown(table: Table) -> str:
     for i in range(len(head)):
         for row in table.best(i):
             body[row][i] = f"**{body[row][i]}**"
-    widths = [max(3, *(len(line[i]) for line in [head, *body])) for i in range(len(head))]
-    lines = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in [head, *body]]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join([f"## {table.title}", "", *lines, *(["", table.note] if table.note else [])]) + "\n"
+    lines = [f"## {table.title}", "", markdown_table(head, body), *(["", table.note] if table.note else [])]
+    return "\n".join(lines) + "\n"
 
 
 def _markdown(text: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.commands.output import markdown_table
+from everfed.markdown import markdown_table
 from everfed.metrics import PairedDifference
 from everfed.reproduction.judging import REPRODUCED, SCALED, VERDICTS, Difference, Judged
 from everfed.reproduction.tables import Table

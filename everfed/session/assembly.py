@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from everfed import engines, methods, models, monitor, privacy, streams
-from everfed.core.context import Facts, TrainOptions
-from everfed.core.extras import attach
-from everfed.core.layout import Layout
+from everfed.core.context import Context, Facts, TrainOptions, World
+from everfed.core.layout import Layout, attach
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
 from everfed.core.stream import Stream
-from everfed.core.world import World
 from everfed.errors import RecipeError
 from everfed.recipe import Recipe
 from everfed.store.files import digest
@@ -29,11 +26,12 @@ from everfed.store.files import digest
 @dataclass(frozen=True)
 class Assembly:
     """The pieces of a run, checked against each other. `build_module` makes the model with its first weights, the extra
-    parameters of the method's parts included."""
+    parameters of the method's parts included. first: its vectors."""
 
     recipe: Recipe
     world: World
     build_module: Callable[[], nn.Module]
+    first: Model
 
     @property
     def stream(self) -> Stream:
@@ -45,19 +43,19 @@ class Assembly:
 
     def first_model(self) -> Model:
         """The shared model before the first round."""
-        layout = self.world.facts.layout
-        model = layout.read(self.build_module())
-        return {**model, "params": model["params"][: layout.shared].clone()}
+        return {**self.first, "params": self.first["params"][: self.world.facts.layout.shared].clone()}
 
 
 def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, stream: Stream | None = None) -> Assembly:
     """Build and check everything. Raises the user's errors: unknown keys, a method that does not fit, missing data."""
     engines.check(recipe.engine)
     method = build_method(recipe)
-    options = recipe.stream.model_dump()
-    seed = int(options.get("seed") or recipe.seed)
     if stream is None:
-        stream = streams.build(options, seed, recipe.train.rounds_per_task, data_dir, scale)
+        table = recipe.stream.model_dump()
+        seed = int(table.get("seed") or recipe.seed)
+        stream = streams.build(table, seed, recipe.train.rounds_per_task, data_dir, scale)
+    if not isinstance(stream, Stream):
+        raise RecipeError(f"a stream of your own derives from everfed.Stream; got a {type(stream).__name__}")
     method.fit_stream(stream)
     if recipe.train.logits != "full":
         _check_masking(stream)
@@ -68,17 +66,15 @@ def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, st
     def bare_module() -> nn.Module:
         return models.build(kind, stream.input_shape, stream.classes, recipe.seed, extra, channels_last)
 
-    world = World(method, stream, _facts(recipe, stream, bare_module()), _train_options(recipe), recipe.seed)
-
-    def build_module() -> nn.Module:
-        return attach(bare_module(), method.parts, world.server("init"))
-
-    module = build_module()
-    layout = Layout.of(module, method.is_personal)
-    facts = replace(world.facts, layout=layout, personal=layout.read(module)["params"][layout.shared :].clone())
-    world = replace(world, facts=facts)
+    module = bare_module()
+    facts, options = _facts(recipe, stream, module), _train_options(recipe)
+    ctx = Context(recipe.seed, facts, options, phase="init")
+    layout = Layout.of(attach(module, method.parts, ctx), method.is_personal)
+    first = layout.read(module)
+    facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())
+    world = World(method, stream, facts, options, recipe.seed)
     privacy.check(world)
-    return Assembly(recipe, world, build_module)
+    return Assembly(recipe, world, lambda: attach(bare_module(), method.parts, ctx), first)
 
 
 def _check_masking(stream: Stream) -> None:
@@ -115,7 +111,7 @@ def _output_shape(kind: str, stream: Stream, module: nn.Module) -> tuple[int, ..
     try:
         with torch.no_grad():
             outputs: Tensor = module.eval()(stream.inputs(sample.x))
-            getattr(stream, "loss", functional.cross_entropy)(outputs, sample.y)
+            stream.loss(outputs, sample.y)
     except (ValueError, RuntimeError, IndexError, TypeError) as error:
         raise models.ModelError(f"model.kind = {kind!r} does not fit {stream.name!r}: {error}") from error
     return tuple(outputs.shape[1:])
@@ -167,5 +163,5 @@ def fingerprint(assembly: Assembly) -> str:
     left_out = {"engine", "federation", "compare", "monitor"}
     table = assembly.recipe.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
-    facts += [files] if (files := getattr(stream, "fingerprint", "")) else []
+    facts += [stream.fingerprint] if stream.fingerprint else []
     return digest(json.dumps([table, facts], sort_keys=True).encode())

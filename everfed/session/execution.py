@@ -8,18 +8,17 @@ from typing import Any, Protocol
 import torch
 
 from everfed import engines, monitor, privacy
+from everfed.core.context import Place
 from everfed.core.engine import Engine
-from everfed.core.intake import Spread
 from everfed.core.run_state import RunState
 from everfed.core.runner import EvalOptions, Runner
-from everfed.core.trainer import on_device
-from everfed.core.world import Place
+from everfed.core.tree import on_device
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.session.assembly import Assembly, fingerprint
 from everfed.session.outcome import save_model, save_pictures
+from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_fault
 from everfed.session.result import result
-from everfed.session.telling import Observer, announce, fan_out, kept_teller, tell_fault
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
 from everfed.store.run import EventLog, RunFolder
@@ -47,12 +46,12 @@ def execute(
     if not numbers(folder.checkpoint):  # a resumed run, wherever it goes on, must read vectors as they were written
         folder.note(memory_format=engines.memory_format(assembly.recipe.engine))
     log = EventLog(folder.events)
-    told: list[Observer] = [log, *observers]
+    everyone: list[Observer] = [log, *observers]
     try:
-        return _drive(assembly, folder, fan_out(told), checkpoint_every, group, build_engine)
+        return _drive(assembly, folder, fan_out(everyone), checkpoint_every, group, build_engine)
     except BaseException as error:
         fault = folder.fault(error) or error
-        tell_fault(told, fault)
+        report_fault(everyone, fault)
         if fault is not error:
             raise fault from error
         raise
@@ -85,35 +84,37 @@ def _drive(
     engine = privacy.wrap(engine, world, str(where), notify)
     try:
         announce(notify, assembly, state)
-        tell_kept = kept_teller(world, store, group, notify) if build_engine is None else None
-        save, options = _saver(checkpoints, notify, tell_kept), EvalOptions(**recipe.eval.model_dump())
+        report_buffers = buffer_reporter(world, store, group, notify) if build_engine is None else None
+        save, options = _saver(checkpoints, notify, report_buffers), EvalOptions(**recipe.eval.model_dump())
         first = on_device(assembly.first_model(), where)
-        final = Runner(world, engine, first, options, notify, save, state, monitor.watchers(recipe.monitor)).run()
+        final = Runner(world, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
         checkpoints.wait()
-        state_bytes = engine.total(store.bytes()) if isinstance(engine, Spread) else store.bytes()
-        told = result(assembly, final, engine.describe(), state_bytes)
+        state_bytes = engine.total(store.bytes())
+        summary = result(assembly, final, engine.describe(), state_bytes)
         if group is None or group.leads:
-            _write_down(folder, assembly, engine, final, told)
-        notify({"event": "end", "metrics": told["metrics"], "seconds": final.seconds})
-        return told
+            _save_results(folder, assembly, engine, final, summary)
+        notify({"event": "end", "metrics": summary["metrics"], "seconds": final.seconds})
+        return summary
     finally:
         engine.close()
         checkpoints.close()
 
 
-def _write_down(folder: RunFolder, assembly: Assembly, engine: Engine, final: RunState, told: dict[str, Any]) -> None:
+def _save_results(
+    folder: RunFolder, assembly: Assembly, engine: Engine, final: RunState, summary: dict[str, Any]
+) -> None:
     """result.json comes last: a folder that has it is finished, and has the rest."""
     save_model(folder, assembly, final)
     save_pictures(folder, assembly.stream, engine, final)
-    folder.write_result(told)
+    folder.write_result(summary)
 
 
 def _saver(
-    checkpoints: Checkpoints | RankCheckpoints, notify: Observer, tell_kept: Callable[[RunState], None] | None
+    checkpoints: Checkpoints | RankCheckpoints, notify: Observer, report_buffers: Callable[[RunState], None] | None
 ) -> Callable[[RunState, bool], None]:
     def save(state: RunState, task_end: bool) -> None:
-        if task_end and tell_kept is not None:
-            tell_kept(state)
+        if task_end and report_buffers is not None:
+            report_buffers(state)
         if checkpoints.offer(state, task_end):
             notify({"event": "checkpoint", "round": state.round})
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import safetensors.torch
 import torch
@@ -11,6 +9,7 @@ from torch import nn
 
 from everfed.core.engine import Engine
 from everfed.core.run_state import RunState
+from everfed.core.stream import Stream
 from everfed.session.assembly import Assembly
 from everfed.store.png import png
 from everfed.store.run import RunFolder
@@ -18,9 +17,9 @@ from everfed.store.run import RunFolder
 PICTURES = 4  # of every task
 
 
-def save_pictures(folder: RunFolder, stream: Any, engine: Engine, state: RunState) -> None:
-    """Some test samples of every task as the stream draws them, with what the trained model says."""
-    if not hasattr(stream, "pictures"):
+def save_pictures(folder: RunFolder, stream: Stream, engine: Engine, state: RunState) -> None:
+    """Some test samples of every task as the stream draws them, with the trained model's predictions."""
+    if not stream.has_pictures:
         return
     trainer = engine.workbench()
     drawn: dict[str, bytes] = {}

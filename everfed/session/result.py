@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import platform
 import resource
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 import everfed
 from everfed import engines
+from everfed.core.part import State
 from everfed.core.run_state import RunState
-from everfed.core.score import score_value
+from everfed.core.scoring import RULES, score_value
 from everfed.core.stream import Stream
 from everfed.metrics import convergence, language
 from everfed.metrics import matrix as accuracy_matrix
-from everfed.metrics.scoring import RULES
 from everfed.session.assembly import Assembly
+
+
+@runtime_checkable
+class HasSummary(Protocol):
+    """A part with facts of its own for result.json."""
+
+    def summary(self, server: State) -> dict[str, Any]:
+        """Plain numbers and words about the finished run."""
 
 
 def result(assembly: Assembly, state: RunState, environment: dict[str, Any], state_bytes: int) -> dict[str, Any]:
@@ -47,7 +55,7 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         "curves": state.curves,
         **{f"{name}_suspected": memory["suspected"] for name, memory in state.watched.items()},
         "cost": _cost(state, state_bytes),
-        **_conclusions(assembly, state),
+        **_summaries(assembly, state),
         "environment": {**_machine(), **environment},
     }
 
@@ -73,18 +81,16 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _conclusions(assembly: Assembly, state: RunState) -> dict[str, Any]:
-    """What parts say of the run, by part; nothing for most methods."""
-    said = {part.name: part.conclude(state.server) for part in assembly.method.parts}
-    said = {name: facts for name, facts in said.items() if facts}
-    return {"parts": said} if said else {}
+def _summaries(assembly: Assembly, state: RunState) -> dict[str, Any]:
+    """The parts' own summaries, by part; nothing for most methods."""
+    found = {p.name: p.summary(state.server) for p in assembly.method.parts if isinstance(p, HasSummary)}
+    return {"parts": found} if found else {}
 
 
-def _further(stream: Any, state: RunState, n_test: list[int]) -> dict[str, Any]:
+def _further(stream: Stream, state: RunState, n_test: list[int]) -> dict[str, Any]:
     """by_score: the scores that a stream measures beside its own."""
-    names: tuple[str, ...] = getattr(stream, "also", ())
     first = 1 + len(RULES)
-    found = {name: _scores(name, state, column, n_test, None) for column, name in enumerate(names, start=first)}
+    found = {name: _scores(name, state, column, n_test, None) for column, name in enumerate(stream.also, start=first)}
     return {"by_score": found} if found else {}
 
 
@@ -106,18 +112,25 @@ def _scores(
         [score_value(score, row[column], row[0]) if row else None for row in state.rows[task]]
         for task in sorted(state.rows)
     ]
-    return {"accuracy_matrix": rows, "metrics": _summary(score, rows, n_test, curves)}
+    baseline = [score_value(score, row[column], row[0]) for row in state.initial] if state.initial else None
+    return {"accuracy_matrix": rows, "metrics": _summary(score, rows, n_test, curves, baseline)}
 
 
 def _summary(
-    score: str, rows: list[list[float | None]], n_test: list[int], curves: convergence.Curves | None
+    score: str,
+    rows: list[list[float | None]],
+    n_test: list[int],
+    curves: convergence.Curves | None,
+    baseline: list[float | None] | None,
 ) -> dict[str, float | None]:
     """Metrics by name. Perplexities are summed up over all periods, from the models that were scored on all of them."""
     if score != "perplexity":
         tested = _tested(rows)
         if len(tested) < len(rows):
             rows, n_test, curves = _only(tested, rows), [n_test[task] for task in tested], None
-        return accuracy_matrix.summary(rows, n_test=n_test, curves=curves)
+            baseline = None if baseline is None else [baseline[task] for task in tested]
+        known = None if baseline is None or None in baseline else [b for b in baseline if b is not None]
+        return accuracy_matrix.summary(rows, n_test=n_test, curves=curves, baseline=known)
     return language.summary([[v for v in row if v is not None] for row in rows if None not in row], n_test)
 
 

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everfed.core import tree
+from everfed.core.context import Place
 from everfed.core.run_state import RunState
 from everfed.core.tree import Tree
-from everfed.core.world import Place
 from everfed.errors import UserError
 from everfed.store.clients import ClientStore
 from everfed.store.files import digest, file_digest, make_folder, sync_folder, write_synced

@@ -46,10 +46,14 @@ class RunFolder:
 
     @staticmethod
     @contextmanager
-    def new(path: Path, recipe_toml: str, settings: dict[str, Any]) -> Iterator[RunFolder]:
-        """A new run folder, held by this process. It is taken back when the run fails before its first event, so that
-        a run that is refused leaves things as they were found."""
+    def new(path: Path, recipe_toml: str, settings: dict[str, Any], leads: bool = True) -> Iterator[RunFolder]:
+        """A new run folder, held by this process. It is removed when the run fails before its first event, so that a
+        run that is refused leaves things as they were found. leads: False for a process that only takes part in
+        another's run (`EngineSection.leads`); it makes and holds nothing."""
         folder = RunFolder(path)
+        if not leads:
+            yield folder
+            return
         with folder._writing(""):
             folder._refuse_taken(recipe_toml)  # before anything is made
             made = [missing for missing in (path, *path.parents) if not missing.exists()]
@@ -59,7 +63,6 @@ class RunFolder:
             with folder.held(""):
                 folder._refuse_taken(recipe_toml)  # another process may have been quicker
                 with folder._taken_back():
-                    folder.tidy()
                     RunFolder.create(path, recipe_toml, settings)
                     yield folder
         except BaseException:
@@ -79,18 +82,21 @@ class RunFolder:
         return folder
 
     @contextmanager
-    def held(self, remedy: str = REMEDY) -> Iterator[None]:
-        """Keep other processes from running this run."""
+    def held(self, remedy: str = REMEDY, leads: bool = True) -> Iterator[None]:
+        """Keep other processes from running this run, and remove what a killed one left half-written."""
+        if not leads:
+            yield
+            return
         with contextlib.ExitStack() as stack:
             try:
                 with self._writing(remedy):
                     stack.enter_context(locked(self.path / LOCK))
             except Locked as error:
                 raise RunError(f"{self.path} is being run by another process") from error
+            self._tidy()
             yield
 
-    def tidy(self) -> None:
-        """Remove what a killed process has left half-written. Hold the folder."""
+    def _tidy(self) -> None:
         with self._writing():
             for name in (RECIPE, SETTINGS, MODEL, RESULT):
                 remove_temporaries(self.path, f"{name}.*")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from everfed.core.compact import NAMED, spans
+from everfed.core.spans import NAMED, spans
 from everfed.core.stream import RoundPlan
 from everfed.streams import attendance, clocks
 from everfed.streams.options import OptionError, Options

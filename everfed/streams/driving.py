@@ -47,6 +47,7 @@ class Driving(PlannedStream):
     about = "vehicles that detect what is on the road, some of which move to another place; scored by mAP"
     score = "map"
     also = ("map_50_95",)
+    has_pictures = True
 
     read = staticmethod(load_scenes)
 
@@ -80,7 +81,7 @@ class Driving(PlannedStream):
         self.anchors = _anchors(source.anchors if anchors is None else anchors)
         self.classes, self.input_shape = len(source.class_names), (3, *self.size)
         self.name = f"{source.name}-driving"
-        self.loss = YoloLoss(self.anchors, self.classes)
+        self._loss = YoloLoss(self.anchors, self.classes)
         self._left_out: dict[str, int] = {}
         home_data = self._read(self.home, first=0)
         self._data = [home_data, self._read(self.away, first=1 + int(home_data["train"].ids.max()))]
@@ -131,6 +132,10 @@ class Driving(PlannedStream):
     def labels(self, task: int) -> tuple[int, ...]:
         """All classes."""
         return tuple(range(self.classes))
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """YOLO's loss on boxes y (n, boxes, 5)."""
+        return self._loss(outputs, y)
 
     def measure_all(self, outputs: Iterable[Tensor], y: Tensor) -> Tensor:
         """(3,) float64: images, images times mAP@0.5, images times mAP@[.5:.95]; no images where none has a box."""

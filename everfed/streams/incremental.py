@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.cache import DataCache
-from everfed.core.data import Data
+from everfed.core.data import Data, DataCache
 from everfed.data import transforms
 from everfed.data.errors import PartitionError
 from everfed.data.partition import partition, who_got_what

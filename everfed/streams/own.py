@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.cache import DataCache
-from everfed.core.data import Data
+from everfed.core.data import Data, DataCache
 from everfed.streams.draws import generator
 from everfed.streams.feed import Arrived, Feed, MakeStream, named_function
 from everfed.streams.options import (

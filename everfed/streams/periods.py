@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from everfed.core.cache import DataCache
-from everfed.core.data import Data
+from everfed.core.data import Data, DataCache
 from everfed.data.tokenizer import SPECIAL, Tokenizer
 from everfed.data.utterances import SECONDS_PER_DAY, Utterances, load_utterances
 from everfed.streams.draws import generator

@@ -6,7 +6,7 @@ Where the samples come from is each stream's own: divided from a data set (`incr
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data
-from everfed.core.stream import RoundPlan
+from everfed.core.stream import RoundPlan, Stream
 from everfed.data import transforms
 from everfed.streams.calendar import Calendar
 from everfed.streams.draws import cohort_size, generator
@@ -25,19 +25,15 @@ CACHE_BYTES = 512 * 2**20
 SPLITS = ("test", "validation")
 
 
-class PlannedStream(ABC):
+class PlannedStream(Stream):
     """Tasks one after the other, `rounds_per_task` rounds each, at the same rounds for all clients or by clocks of
     their own. Everything drawn comes from `seed` and a purpose, so every method of a comparison sees the same stream.
     """
 
     scenario: ClassVar[str]
     about: ClassVar[str]
-    score = "accuracy"
     task_ids = False
 
-    name: str
-    classes: int
-    input_shape: tuple[int, ...]
     _mean: tuple[float, ...] = ()
     _std: tuple[float, ...] = ()
 
@@ -51,20 +47,6 @@ class PlannedStream(ABC):
         self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * self.tasks
         self.calendar = Calendar(options, self.tasks, rounds_per_task, seed)
         self.asynchronous, self.fingerprint = self.calendar.asynchronous, self.calendar.fingerprint
-
-    # What every stream has of its own
-
-    @abstractmethod
-    def data(self, client: int, task: int) -> Data:
-        """What `client` sees in `task`; may be empty."""
-
-    @abstractmethod
-    def test(self, task: int, split: str = "test") -> Data:
-        """The held-out samples of `task`: split "test", or "validation" when one was held out of the training data."""
-
-    @abstractmethod
-    def labels(self, task: int) -> tuple[int, ...]:
-        """The classes of `task`, ascending."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

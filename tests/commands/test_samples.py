@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from everfed import api
 from everfed.cli import app
 from everfed.data import transforms
-from everfed.report.samples import Sheet, draw, sample
+from everfed.session.samples import Sheet, draw, sample
 from everfed.store.run import RunFolder
 
 RECIPE = """\

@@ -16,7 +16,7 @@ from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, State
 from everfed.core.phase import END, EVALUATE, Cohort, Phase
-from everfed.core.score import Exam
+from everfed.core.scoring import Exam
 from everfed.core.tree import Tree
 from everfed.parts.aggregate.average import FedAvg
 from tests.support.presets import each_preset
@@ -37,7 +37,7 @@ def first_message(bench: Bench) -> dict[str, tree.Tree]:
     """What a client receives first of all."""
     method, ctx = bench.build_method(), bench.context().at(client=None)
     server = {"model": dict(bench.model()), **{part.name: part.server_slots(ctx) for part in method.parts}}
-    sent = {part.name: part.broadcast(server, "train", ctx) for part in method.parts}
+    sent = {part.name: part.broadcast(server, ctx) for part in method.parts}
     return unwrap({"model": server["model"], **{name: values for name, values in sent.items() if values}})
 
 
@@ -204,11 +204,9 @@ def test_the_servers_own_phases_have_a_trainer_and_know_the_task() -> None:
         name: ClassVar[str] = "looks"
 
         def phases(self) -> tuple[Phase, ...]:
-            return (Phase("look", owner=self.name, cohort=Cohort.SERVER, when=END),)
+            return (Phase("look", cohort=Cohort.SERVER, when=END, update=self._look),)
 
-        def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-            if phase != "look":
-                return server.get(self.name, {})
+        def _look(self, server: State, reduced: Tree, ctx: Context) -> Tree:
             outputs = ctx.train.outputs(server["model"], ctx.facts.blank.x)
             return {"task": ctx.task, "outputs": outputs}
 

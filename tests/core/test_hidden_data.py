@@ -13,12 +13,11 @@ import torch
 from everfed.core.context import Context, Hidden
 from everfed.core.data import Data
 from everfed.core.engine import ClientError
-from everfed.core.held_out import HeldOut
 from everfed.core.method import compose
 from everfed.core.part import HELD_OUT, Model, Part, State
 from everfed.core.step import Step
+from everfed.core.stream import _VISIBLE, HeldOut
 from everfed.core.tree import Tree
-from everfed.core.view import TOLD
 from everfed.parts.aggregate.average import FedAvg
 from everfed.streams import build
 from tests.support.toy import Bench, Toy
@@ -46,9 +45,11 @@ class Thief(Part):
         if where == self.where and ctx.current_task == 1:
             STEALS[self.what](ctx)
 
-    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+    def receive(
+        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
+    ) -> tuple[Tree | None, Model]:
         self._steal("receive", ctx)
-        return {}, model
+        return None, model
 
     def dataset(self, client: State, data: Data, ctx: Context) -> Data:
         self._steal("dataset", ctx)
@@ -71,7 +72,6 @@ def test_hooks_that_run_while_models_are_scored_do_not_see_the_tests_either() ->
     @dataclass(frozen=True)
     class Cheat(Part):
         name: ClassVar[str] = "cheat"
-        personal: ClassVar[bool] = True
 
         def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
             return {**model, "params": model["params"] * len(ctx.held_out.get(None, 0, "test", ctx.train.device))}
@@ -86,15 +86,17 @@ def test_a_part_that_declares_it_measures_on_the_tests() -> None:
         name: ClassVar[str] = "looks"
         needs: ClassVar[frozenset[str]] = frozenset({HELD_OUT})
 
-        def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+        def receive(
+            self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
+        ) -> tuple[Tree | None, Model]:
             return {"seen": len(ctx.held_out.get(ctx.client, 1, "test", ctx.train.device))}, model
 
     run = Bench(lambda: compose(FedAvg(), Looks())).run()
     assert run.clients[0]["looks"] == {"seen": len(Toy().test(1))}
 
 
-def test_what_training_needs_of_a_stream_is_told() -> None:
-    """On a stream with data of its own, whose rows and sources are not told."""
+def test_what_training_needs_of_a_stream_is_visible() -> None:
+    """On a stream with data of its own, whose rows and sources are hidden."""
     options = {"dataset": "digits", "scenario": "class-incremental", "tasks": 5, "clients": 3}
     stream = build(options, 0, 2, None, 0.1)
     view = Bench(stream=stream).context().train.stream  # type: ignore[arg-type]
@@ -102,17 +104,16 @@ def test_what_training_needs_of_a_stream_is_told() -> None:
     x = stream.test(0).x
     assert torch.equal(view.inputs(x), stream.inputs(x))
     assert view.takes_part(0, 0) and not view.takes_part(3, 0)
-    for name in sorted(n for n in dir(stream) if not n.startswith("_") and n not in TOLD):
+    for name in sorted(n for n in dir(stream) if not n.startswith("_") and n not in _VISIBLE):
         with pytest.raises(Hidden, match=name):
             getattr(view, name)
     with pytest.raises(AttributeError, match="no 'nonsense'"):
         _ = view.nonsense
-    assert not hasattr(view, "measure")
 
 
-def test_a_stream_may_tell_more_of_itself() -> None:
+def test_a_stream_may_show_more_of_itself() -> None:
     class Boxes(Toy):
-        told = frozenset({"anchors"})
+        visible = frozenset({"anchors"})
         anchors = (1, 2, 3)
 
     view = Bench(stream=Boxes()).context().train.stream

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from everfed import methods
+from everfed.core.context import Context
+from everfed.core.data import Data
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, TASK_ID, CompositionError, Part
-from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, Position, When, every
+from everfed.core.part import BOUNDARIES, TASK_ID, CompositionError, Part, options_of
+from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, Position, State, When, every
 from everfed.core.reduce import Collect, Mean, Reducer
 from everfed.core.step import Step
 from everfed.core.tree import Tree
@@ -28,6 +30,11 @@ from everfed.parts.project.fedgp import FedGP
 from everfed.parts.regularise.curvature import FedCurv
 from everfed.parts.regularise.proximal import FedProx
 from tests.support.toy import Toy
+
+
+def nothing(client: State, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree | None, Tree]:
+    """A phase's work on a client that does nothing."""
+    return None, {}
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class OtherAverage(FedAvg):
 class WithPhase(Part):
     """A part with one phase, as a test wants it."""
 
-    phase: Phase = field(default_factory=lambda: Phase("extra", owner="own"))
+    phase: Phase = field(default_factory=lambda: Phase("extra", run=nothing))
     name: ClassVar[str] = "own"
 
     def phases(self) -> tuple[Phase, ...]:
@@ -102,6 +109,14 @@ class OtherForward(Forward):
     name: ClassVar[str] = "forward2"
 
 
+@dataclass(frozen=True)
+class Misspelt(Part):
+    name: ClassVar[str] = "misspelt"
+
+    def gradent(self, step: Step, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
 LOGITS = Memory(size=4, logits=True)
 
 
@@ -123,10 +138,11 @@ LOGITS = Memory(size=4, logits=True)
         ((FedAvg(), Memory(), FedGP(), FedProx()), "last gradient rule; move fedprox before"),
         ((FedAvg(), Memory(), FedGP(), FedCurv()), "last gradient rule; move fedcurv before"),
         ((FedAvg(), Memory(), FedGP(), AGEM()), "last gradient rule; move agem before"),
-        ((FedAvg(), WithPhase(Phase("extra"))), "must name it as its owner"),
-        ((FedAvg(), WithPhase(Phase("extra", owner="fedavg"))), "must name it as its owner"),
-        ((FedAvg(), WithPhase(Phase("train", owner="own"))), "not a legal phase"),
-        ((FedAvg(), WithPhase(Phase("x", "own", Cohort.SERVER, reduce={"y": Mean()}))), "not a legal phase"),
+        ((FedAvg(), WithPhase(Phase("extra"))), "phase 'extra' has clients, but no run="),
+        ((FedAvg(), WithPhase(Phase("train", run=nothing))), "not a legal phase"),
+        ((FedAvg(), WithPhase(Phase("x", Cohort.SERVER, reduce={"y": Mean()}))), "not a legal phase"),
+        ((FedAvg(), WithPhase(Phase("x", Cohort.SERVER, run=nothing))), "not a legal phase"),
+        ((FedAvg(), Misspelt()), "part 'misspelt' has a method 'gradent', which is no hook: 'gradient'"),
         (
             (FedAvg(), Objective(), OtherObjective()),
             r"only one part may define objective\(\); got objective, objective2",
@@ -147,7 +163,7 @@ def test_a_part_before_the_memory_it_reads_is_refused(replay: Part) -> None:
 
 def test_a_phase_called_evaluate_is_refused() -> None:
     with pytest.raises(CompositionError, match="not a legal phase"):
-        compose(FedAvg(), WithPhase(Phase("evaluate", owner="own")))
+        compose(FedAvg(), WithPhase(Phase("evaluate", run=nothing)))
 
 
 @pytest.mark.parametrize(
@@ -185,8 +201,8 @@ BLIND = Toy(boundaries=False, task_ids=False)
     "part",
     [
         NeedsBoundaries(),
-        WithPhase(Phase("x", "own", when=BEGIN)),
-        WithPhase(Phase("x", "own", when=END)),
+        WithPhase(Phase("x", when=BEGIN, run=nothing)),
+        WithPhase(Phase("x", when=END, run=nothing)),
     ],
 )
 def test_a_stream_that_hides_boundaries_is_refused(part: Part) -> None:
@@ -198,7 +214,7 @@ def test_a_stream_that_hides_boundaries_is_refused(part: Part) -> None:
 
 def test_a_boundary_cohort_needs_boundaries_whenever_it_runs() -> None:
     with pytest.raises(CompositionError, match="begins or ends"):
-        compose(FedAvg(), WithPhase(Phase("x", "own", Cohort.BOUNDARY, ALWAYS))).fit_stream(BLIND)
+        compose(FedAvg(), WithPhase(Phase("x", Cohort.BOUNDARY, ALWAYS, run=nothing))).fit_stream(BLIND)
 
 
 def test_a_stream_that_hides_tasks_is_refused() -> None:
@@ -228,7 +244,7 @@ def test_order_phases_and_aggregator() -> None:
 def test_what_the_server_sees_one_by_one() -> None:
     assert methods.build("fedgp+der++").reveals() == {}
     assert compose(FedAvg(), Reveals()).reveals() == {"train": ["curious"]}
-    collecting = WithPhase(Phase("x", "own", reduce={"y": Collect()}))
+    collecting = WithPhase(Phase("x", reduce={"y": Collect()}, run=nothing))
     assert compose(FedAvg(), collecting).reveals() == {"x": ["own"]}
 
 
@@ -272,7 +288,7 @@ def test_every_listed_name_builds_under_that_name(name: str) -> None:
 
 def test_defaults_are_the_papers() -> None:
     names = ("fedgp+der", "fedgp+der++", "fedgp+agem", "fedprox", "fedcurv", "er")
-    by_name = {part.name: part.options() for name in names for part in methods.build(name).parts}
+    by_name = {part.name: options_of(part) for name in names for part in methods.build(name).parts}
     assert by_name["fedavg"]["weighting"] == "uniform" and by_name["fedavg"]["reducer"] == "mean"
     assert by_name["memory"]["size"] == 200 and by_name["memory"]["offer"] == "first_visit"
     assert by_name["der"] == {"weight": 1.0, "batch": 32}
@@ -308,13 +324,13 @@ def test_a_user_s_own_part_enters_by_its_name() -> None:
     parts = ["fedavg", {"part": "tests.core.test_method:NeedsTask"}, {"part": "fedprox", "mu": 0.5}]
     built = methods.build(parts=parts).parts
     assert [part.name for part in built] == ["fedavg", "task", "fedprox"]
-    assert built[2].options() == {"mu": 0.5}
+    assert options_of(built[2]) == {"mu": 0.5}
 
 
 # phases --------------------------------------------------------------------------------------------------------------
 def due(when: When, rounds: int = 6) -> list[int]:
     stream = Toy(tasks=2, rounds_per_task=3)
-    return [index for index in range(rounds) if Phase("x", "own", when=when).due(index, stream.round(index))]
+    return [index for index in range(rounds) if Phase("x", when=when).due(index, stream.round(index), rounds)]
 
 
 def test_in_which_rounds_a_phase_runs() -> None:
@@ -324,6 +340,16 @@ def test_in_which_rounds_a_phase_runs() -> None:
     assert due(END) == [2, 5]
     assert due(every(2)) == [0, 2, 4]
     assert due(every(4, 1)) == [1, 5]
+
+
+def test_a_phase_may_leave_out_the_last_round() -> None:
+    stream = Toy(tasks=2, rounds_per_task=3)
+    phase = Phase("x", when=END, in_last_round=False)
+    assert [index for index in range(6) if phase.due(index, stream.round(index), 6)] == [2]
+
+
+def test_composition_fills_in_the_owner_of_a_phase() -> None:
+    assert [phase.owner for phase in compose(FedAvg(), WithPhase()).own_phases] == ["own"]
 
 
 @pytest.mark.parametrize(("rounds", "offset"), [(0, 0), (2, 2), (2, -1)])

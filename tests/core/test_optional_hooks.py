@@ -1,7 +1,9 @@
-"""Hooks that few parts use: declined phases, changing the model on the server, extra parameters, scoring when told."""
+"""What few parts use: phases that skip the last round, changing the model on the server, extra parameters, scoring with
+a known task."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -10,11 +12,13 @@ from torch import Tensor, nn
 
 from everfed.core.context import Context
 from everfed.core.data import Data
-from everfed.core.extras import Extras, registered
+from everfed.core.layout import Extras, registered
 from everfed.core.message import MODEL
 from everfed.core.method import Method, compose
 from everfed.core.part import Model, Part, State
 from everfed.core.phase import BEGIN, END, Cohort, Phase, Position
+from everfed.core.reduce import Reducer, Sum
+from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, tensor_bytes
 from everfed.parts.aggregate.average import FedAvg
 from tests.support.toy import Bench, Toy
@@ -29,21 +33,18 @@ def with_parts(*parts: Part, stream: Toy | None = None) -> Bench:
 
 @dataclass(frozen=True)
 class AtTaskEnds(Part):
-    """Has a phase at every task's end, and wants it only before the last."""
+    """Has a phase at every task's end but the last."""
 
     name: ClassVar[str] = "ends"
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("work", owner=self.name, cohort=Cohort.ALL, when=END),)
+        return (Phase("work", cohort=Cohort.ALL, when=END, in_last_round=False, run=self._work),)
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return ctx.round + 1 < ctx.facts.rounds
-
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        return {}, {}
+    def _work(self, client: State, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree | None, Tree]:
+        return None, {}
 
 
-def test_a_phase_that_its_part_declines_does_not_run_and_costs_nothing() -> None:
+def test_a_phase_that_skips_the_last_round_costs_nothing_there() -> None:
     stream = Toy(tasks=3, cohorts={i: (0,) for i in range(6)})
     outcome, plain = with_parts(AtTaskEnds(), stream=stream).run(), Bench("fedavg", stream=stream).run()
     ran = [e["round"] for e in outcome.events if e["event"] == "phase" and e["phase"] == "work"]
@@ -58,8 +59,8 @@ class Halved(Part):
 
     name: ClassVar[str] = "halved"
 
-    def transform(self, server: State, model: Model, ctx: Context) -> Model:
-        return {**model, "params": (server[MODEL]["params"] + model["params"]) / 2}
+    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Tree | None, Model]:
+        return None, {**model, "params": (server[MODEL]["params"] + model["params"]) / 2}
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ class Shifted(Part):
 
     name: ClassVar[str] = "shifted"
 
-    def transform(self, server: State, model: Model, ctx: Context) -> Model:
-        return {**model, "params": model["params"] + 1.0}
+    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Tree | None, Model]:
+        return None, {**model, "params": model["params"] + 1.0}
 
 
-def test_what_aggregation_made_is_transformed_in_part_order() -> None:
+def test_the_aggregate_is_changed_in_part_order() -> None:
     start, plain = Bench().model()["params"], Bench().run(rounds=1).params
     halved = with_parts(Halved(), Shifted()).run(rounds=1).params
     assert torch.allclose(halved, (start + plain) / 2 + 1.0)
@@ -82,27 +83,30 @@ def test_what_aggregation_made_is_transformed_in_part_order() -> None:
 
 @dataclass(frozen=True)
 class Restores(Part):
-    """At a task's end puts the model back to where the task began; in other rounds it only looks."""
+    """At a task's end puts the model back to where the task began."""
 
     name: ClassVar[str] = "restores"
 
     def phases(self) -> tuple[Phase, ...]:
-        server = {"owner": self.name, "cohort": Cohort.SERVER}
-        return (Phase("keep", when=BEGIN, position=Position.BEFORE, **server), Phase("restore", when=END, **server))
+        return (
+            Phase("keep", Cohort.SERVER, BEGIN, Position.BEFORE, update=self._keep),
+            Phase("restore", Cohort.SERVER, END, update_model=self._restore),
+        )
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        return {"kept": dict(server[MODEL])} if phase == "keep" else server[self.name]
+    def _keep(self, server: State, reduced: Tree, ctx: Context) -> Tree:
+        return {"kept": dict(server[MODEL])}
 
-    def revise(self, server: State, phase: str, model: Model, ctx: Context) -> Model:
-        return dict(server[self.name]["kept"]) if phase == "restore" else model
+    def _restore(self, server: State, model: Model, ctx: Context) -> tuple[Tree | None, Model]:
+        return {"restored": 1}, dict(server[self.name]["kept"])
 
 
-def test_a_phase_may_revise_the_model_and_clients_receive_the_new_version() -> None:
+def test_a_phase_may_change_the_model_and_clients_receive_the_new_version() -> None:
     bench = with_parts(Restores())
     start, plain = bench.model()["params"], Bench().run(rounds=1)
     between, restored = bench.run(rounds=1), bench.run(rounds=2)
     assert torch.equal(between.params, plain.params)
     assert torch.equal(restored.params, start)
+    assert restored.state.server["restores"] == {"restored": 1}  # slots and model together
     assert (between.state.version, restored.state.version) == (1, 3)  # two aggregations and a restored model
     assert restored.state.traffic.down["fedavg"] == 2 * 3 * tensor_bytes(bench.model())
     assert not torch.equal(bench.run(rounds=3).params, start)
@@ -110,23 +114,29 @@ def test_a_phase_may_revise_the_model_and_clients_receive_the_new_version() -> N
 
 @dataclass(frozen=True)
 class Offset(Part):
-    """Adds a trained number to all outputs: one that is shared, or one of the client's own."""
-
-    own: bool = False
+    """Adds a trained number, shared by all clients, to all outputs."""
 
     name: ClassVar[str] = "offset"
 
     def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        return {} if self.own else {"by.class": torch.zeros(ctx.facts.classes)}
-
-    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        return {"by.class": torch.full((ctx.facts.classes,), 0.5)} if self.own else {}
+        return {"by.class": torch.zeros(ctx.facts.classes)}
 
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
         offset: Tensor = cast(Extras, module.extras)[self.name]["by.class"]
         return module(x) + offset + float(own.get("host", {}).get("bonus", 0.0))  # type: ignore[no-any-return]
 
-    def told(self, own: Tree, task: int) -> Tree:
+
+@dataclass(frozen=True)
+class OwnOffset(Offset):
+    """The same with a number of each client's own; scored with a bonus where the task is known."""
+
+    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
+        return {}
+
+    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
+        return {"by.class": torch.full((ctx.facts.classes,), 0.5)}
+
+    def slots_for_task(self, own: Tree, task: int) -> Tree:
         return {**own, "host": {"bonus": float(task)}}
 
 
@@ -139,7 +149,7 @@ def test_shared_extra_parameters_are_trained_and_averaged() -> None:
 
 
 def test_personal_ones_stay_on_their_clients() -> None:
-    bench = with_parts(Offset(own=True))
+    bench = with_parts(OwnOffset())
     outcome = bench.run()
     layout = bench.layout()
     assert (layout.shared, layout.size) == (len(outcome.params), len(outcome.params) + 4)
@@ -150,9 +160,55 @@ def test_personal_ones_stay_on_their_clients() -> None:
     assert outcome.state.traffic.up["fedavg"] == plain.up["fedavg"]  # not one of them is sent
 
 
-def test_only_parts_that_ask_are_told_the_task() -> None:
-    outcome = with_parts(Offset(own=True)).run()
+def test_a_bonus_for_all_classes_of_a_known_task_changes_no_answer() -> None:
+    outcome = with_parts(OwnOffset()).run()
     for row in outcome.state.rows.values():
         for counts in row:
-            assert counts is None or counts[1] == counts[2] == counts[3]  # a bonus for all classes changes no answer
-    assert Part().told({"a": 1}, 3) == {"a": 1}
+            assert counts is None or counts[1] == counts[2] == counts[3]
+
+
+@dataclass(frozen=True)
+class Replaces(Part):
+    """Ends every local training at zero, and sends one number."""
+
+    name: ClassVar[str] = "replaces"
+
+    def reducers(self) -> Mapping[str, Reducer]:
+        return {"one": Sum()}
+
+    def reply(
+        self, client: State, message: dict[str, Tree], fitted: Fitted, data: Data, ctx: Context
+    ) -> tuple[Tree | None, Tree]:
+        assert torch.equal(fitted.start["params"], message[MODEL]["params"])
+        return None, {MODEL: {**fitted.model, "params": torch.zeros_like(fitted.model["params"])}, "one": 1.0}
+
+
+def test_a_reply_may_replace_the_trained_model() -> None:
+    outcome = with_parts(Replaces()).run(rounds=1)
+    assert not outcome.params.any()
+    assert outcome.state.traffic.up["fedavg"] == Bench().run(rounds=1).state.traffic.up["fedavg"]
+
+
+@dataclass(frozen=True)
+class Slots(Part):
+    """Sets its slots in round 0, leaves them alone in round 1, removes them in round 2."""
+
+    name: ClassVar[str] = "slots"
+
+    def _slots(self, ctx: Context) -> Tree | None:
+        return {0: {"a": 1}, 1: None}.get(ctx.round, {})
+
+    def update(self, server: State, reduced: Tree, ctx: Context) -> Tree | None:
+        return self._slots(ctx)
+
+    def reply(
+        self, client: State, message: dict[str, Tree], fitted: Fitted, data: Data, ctx: Context
+    ) -> tuple[Tree | None, Tree]:
+        return self._slots(ctx), {}
+
+
+def test_none_leaves_slots_alone_and_an_empty_tree_removes_them_on_both_sides() -> None:
+    for rounds, expected in ((1, {"a": 1}), (2, {"a": 1}), (3, None)):
+        outcome = with_parts(Slots()).run(rounds=rounds)
+        assert outcome.state.server.get("slots") == expected
+        assert outcome.clients[0].get("slots") == expected

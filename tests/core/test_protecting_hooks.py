@@ -1,19 +1,15 @@
-"""seal: the last word on what leaves a client. release: the first look at what was reduced."""
+"""Protections: `seal` is the last hook before a reply leaves a client, `release` the first on what was reduced."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 import torch
 
+from everfed import MODEL, Context, Data, Method, Part, Phase, Position, Protection, State, Tree, compose
 from everfed.core.client import Reply
-from everfed.core.context import Context
-from everfed.core.message import MODEL
-from everfed.core.method import Method, compose
-from everfed.core.part import Part, Reduced, State, Weights
-from everfed.core.phase import Phase, Position
-from everfed.core.tree import Tree, map_tensors
+from everfed.core.part import Reduced, Weights
+from everfed.core.tree import map_tensors
 from everfed.parts.aggregate.average import FedAvg
 from everfed.parts.memory.buffer import Memory
 from everfed.parts.project.fedgp import FedGP
@@ -21,10 +17,10 @@ from tests.support.toy import Bench
 
 
 @dataclass(frozen=True)
-class Doubles(Part):
+class Doubles(Protection):
     """Doubles every float that leaves a client, and halves every float that was reduced."""
 
-    name: ClassVar[str] = "doubles"
+    name = "doubles"
 
     def seal(
         self, client: State, phase: Phase, message: dict[str, Tree], reply: Reply, ctx: Context
@@ -41,9 +37,6 @@ class Doubles(Part):
 
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
         return {"phases": float(server[self.name]["log"].count(":{"))} if self.name in server else {}
-
-    def conclude(self, server: State) -> dict[str, Any]:
-        return {"log": server[self.name]["log"]}
 
 
 def scaled(values: Tree, factor: float) -> Tree:
@@ -63,20 +56,25 @@ def test_every_phase_is_sealed_on_clients_and_released_on_the_server() -> None:
     assert changed.clients[0]["doubles"] == {"sealed": 8}  # 4 rounds of train and reference
     log = changed.state.server["doubles"]["log"].split(" ")
     assert log.count("reference:{'gradient':") == 4 and changed.state.server["doubles"]["log"].count("3.0") == 16
-    told = [event["phases"] for event in changed.events if event["event"] == "measure" and event["part"] == "doubles"]
-    assert told == [float(n) for n in range(1, 9)]
+    counted = [
+        event["phases"] for event in changed.events if event["event"] == "measure" and event["part"] == "doubles"
+    ]
+    assert counted == [float(n) for n in range(1, 9)]
 
 
 @dataclass(frozen=True)
 class Inner(Doubles):
-    """Has a phase that no agenda runs."""
+    """Has a phase that no round runs by itself."""
 
-    name: ClassVar[str] = "doubles"
+    name = "doubles"
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("never", owner=self.name, position=Position.INSIDE),)
+        return (Phase("never", position=Position.INSIDE, run=self._never),)
+
+    def _never(self, client: State, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[None, Tree]:
+        raise AssertionError("never")
 
 
-def test_a_phase_inside_another_is_not_on_the_agenda() -> None:
+def test_a_phase_inside_another_is_not_scheduled() -> None:
     outcome = composed(Inner()).run()
     assert {event["phase"] for event in outcome.events if event["event"] == "phase"} == {"train", "reference"}

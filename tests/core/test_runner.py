@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.context import Context, TrainOptions
+from everfed.core.context import Context, Moment, TrainOptions, World
 from everfed.core.data import Data
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
@@ -23,9 +23,10 @@ from everfed.core.part import Model, Part, State
 from everfed.core.phase import ALWAYS, BEGIN, END, Cohort, Phase, Position, When
 from everfed.core.reduce import Sum
 from everfed.core.runner import Diverged, EvalOptions, Runner, RunState
+from everfed.core.scoring import Exam
 from everfed.core.step import Step
+from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
-from everfed.core.world import Moment, World
 from everfed.engines.eager import Eager
 from everfed.parts.aggregate.average import FedAvg
 from everfed.store.clients import ClientStore
@@ -49,19 +50,22 @@ class Counting(Part):
     name: ClassVar[str] = "counting"
 
     def phases(self) -> tuple[Phase, ...]:
-        reduce = {} if self.cohort is Cohort.SERVER else {"n": Sum()}
-        return (Phase("count", "counting", self.cohort, self.phase, self.position, reduce, self.repeat),)
+        on_server = self.cohort is Cohort.SERVER
+        return (
+            Phase(
+                "count", self.cohort, self.phase, self.position, {} if on_server else {"n": Sum()}, self.repeat,
+                run=None if on_server else self._count, update=self._add, done=self._done,
+            ),
+        )  # fmt: skip
 
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def _count(self, client: State, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
         return {"calls": int(client.get("counting", {}).get("calls", 0)) + 1}, {"n": float(len(data))}
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+    def _add(self, server: State, reduced: Tree, ctx: Context) -> Tree:
         own = server.get(self.name, {"total": 0.0, "times": 0})
-        if phase != "count":
-            return own
         return {"total": own["total"] + (reduced.get("n") or 0.0), "times": own["times"] + 1}
 
-    def done(self, server: State, phase: str, ctx: Context) -> bool:
+    def _done(self, server: State, ctx: Context) -> bool:
         return bool(server["counting"]["total"] >= 100)
 
 
@@ -76,7 +80,7 @@ def phases(outcome: Outcome) -> list[tuple[int, str]]:
     return [(e["round"], e["phase"] if e["event"] == "phase" else "evaluate") for e in outcome.events]
 
 
-# agenda --------------------------------------------------------------------------------------------------------------
+# the phases of a round ------------------------------------------------------------------------------------------------
 def test_a_round_of_fedavg_is_train_and_a_task_ends_with_scores() -> None:
     outcome = Bench().run()
     assert phases(outcome) == [(0, "train"), (1, "train"), (1, "evaluate"), (2, "train"), (3, "train"), (3, "evaluate")]
@@ -126,29 +130,24 @@ def test_a_phase_repeats_until_it_is_done() -> None:
     assert counting(repeat=2).run().state.server["counting"]["times"] == 2 + 1 + 1 + 1
 
 
-@dataclass(frozen=True)
-class Shrinking(Counting):
-    """Wants its phase in odd rounds only, and halves every aggregated model."""
-
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return ctx.round % 2 == 1
-
-    def transform(self, server: State, model: Model, ctx: Context) -> Model:
-        return {**model, "params": 0.5 * model["params"]}
-
-
-def test_a_part_may_decline_its_phase_and_transform_the_aggregate() -> None:
-    shrinking = Bench(lambda: compose(FedAvg(), Shrinking()))
-    assert [round_index for round_index, name in phases(shrinking.run()) if name == "count"] == [1, 3]
-    assert torch.equal(shrinking.run(rounds=1).params, 0.5 * Bench().run(rounds=1).params)
-
-
 def test_the_accuracy_matrix_is_lower_triangular_or_full() -> None:
     rows = Bench().run().state.rows
     assert rows[0][1] is None and len(rows[0]) == 2 and all(row[0] == 40 for row in rows[1])
     full = Bench(evaluation=EvalOptions(zero_shot=True)).run().state.rows
     assert full[0][1] is not None
     assert full[0][0] == rows[0][0] and full[1] == rows[1]
+
+
+def test_the_untrained_model_is_scored_where_the_whole_matrix_is() -> None:
+    """Forward transfer compares with it."""
+    bench = Bench(evaluation=EvalOptions(zero_shot=True))
+    outputs = [bench.trainer().outputs(bench.model(), bench.stream.test(task).x) for task in range(2)]
+    right = [int((found.argmax(1) == bench.stream.test(t).y).sum()) for t, found in enumerate(outputs)]
+    initial = bench.run().state.initial
+    assert initial is not None and [row[:2] for row in initial] == [[40, right[0]], [40, right[1]]]
+    assert Bench().run().state.initial is None
+    resumed = RunState.from_tree(crossed(bench.run(rounds=1).state.to_tree()))
+    assert resumed.initial == initial
 
 
 def test_training_learns_the_toy_tasks() -> None:
@@ -193,10 +192,10 @@ def test_equalised_communication_sends_the_baseline_s_bytes() -> None:
     stream = Toy(tasks=1, rounds_per_task=4)
     base = Bench(stream=stream).run().state.traffic.as_dict()
     equalised = Bench("fedgp", stream=stream, train=TrainOptions(2, 5, STEP, sync_every=2)).run()
-    told = equalised.state.traffic.as_dict()
-    assert told["bytes_up"] == base["bytes_up"] == 4 * 3 * 4 * P
-    assert told["bytes_down"] == base["bytes_down"] == 4 * 3 * 4 * P
-    assert told["bytes_by_part"]["fedgp"] == {"up": 2 * 3 * 4 * P, "down": 1 * 3 * 4 * P}
+    traffic = equalised.state.traffic.as_dict()
+    assert traffic["bytes_up"] == base["bytes_up"] == 4 * 3 * 4 * P
+    assert traffic["bytes_down"] == base["bytes_down"] == 4 * 3 * 4 * P
+    assert traffic["bytes_by_part"]["fedgp"] == {"up": 2 * 3 * 4 * P, "down": 1 * 3 * 4 * P}
     # R / 2 synchronisations
     assert [e["round"] for e in equalised.events if e.get("phase") == "reference"] == [1, 3]
 
@@ -215,7 +214,7 @@ def test_a_client_that_was_away_gets_the_newest_model_once() -> None:
     assert rounds[3][1] == (0 + 4 * P) + (4 * P + 4 * P) + 2 * 4 * P
 
 
-class Logging:
+class Logging(Engine):
     """An engine that weighs what really passes: the tensors of serialised messages and replies."""
 
     name = "logging"
@@ -230,8 +229,14 @@ class Logging:
             self.up += tree.tensor_bytes(crossed(reply.values))
             yield client, reply
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def workbench(self) -> Trainer:
+        return self.inner.workbench()
+
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        return self.inner.evaluate(model, exam)
+
+    def describe(self) -> dict[str, Any]:
+        return self.inner.describe()
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedcurv", "fedgp+der", "fedgp+fedcurv"])
@@ -246,10 +251,10 @@ def test_reported_bytes_are_those_of_the_messages(name: str) -> None:
 
 
 def test_bytes_by_part_add_up() -> None:
-    told = Bench("fedgp+fedcurv").run().state.traffic.as_dict()
-    assert set(told["bytes_by_part"]) == {"fedavg", "fedcurv", "fedgp"}
+    traffic = Bench("fedgp+fedcurv").run().state.traffic.as_dict()
+    assert set(traffic["bytes_by_part"]) == {"fedavg", "fedcurv", "fedgp"}
     for way in ("up", "down"):
-        assert sum(part[way] for part in told["bytes_by_part"].values()) == told[f"bytes_{way}"]
+        assert sum(part[way] for part in traffic["bytes_by_part"].values()) == traffic[f"bytes_{way}"]
 
 
 def test_local_statistics_never_travel() -> None:
@@ -418,10 +423,12 @@ def test_divergence_stops_the_run_before_aggregation() -> None:
 class Broken(Part):
     name: ClassVar[str] = "broken"
 
-    def receive(self, client: State, message: dict[str, Tree], model: Any, ctx: Context) -> tuple[Tree, Any]:
+    def receive(
+        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
+    ) -> tuple[Tree | None, Model]:
         if ctx.client == 2:
             raise ValueError("no such thing")
-        return {}, model
+        return None, model
 
 
 def test_a_failing_client_is_named() -> None:

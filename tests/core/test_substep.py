@@ -14,8 +14,7 @@ from everfed.core.layout import Layout
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
-from everfed.core.step import Step
-from everfed.core.substep import Course, Substep
+from everfed.core.step import Step, Substep, Substeps
 from everfed.parts.aggregate.average import FedAvg
 from tests.parity.test_wire import assert_same
 from tests.support.rehearsal_free import one_parameter
@@ -37,9 +36,12 @@ class Follower(Part):
         return {"u": torch.zeros(1)}
 
     def substeps(self, layout: Layout) -> tuple[Substep, ...]:
-        return (Substep("follow", lambda name: name.endswith("/u"), self.optimizer, self.alone, self.after_it),)
+        def owns(name: str) -> bool:
+            return name.endswith("/u")
 
-    def substep(self, step: Step, name: str) -> Tensor:
+        return (Substep("follow", owns, self._follow, self.optimizer, self.alone, self.after_it),)
+
+    def _follow(self, step: Step) -> Tensor:
         v, u = step.replica.trainable
         return 0.5 * (u - v.detach()).square().sum()
 
@@ -120,9 +122,9 @@ class Trailing(Part):
     name: ClassVar[str] = "trailing"
 
     def substeps(self, layout: Layout) -> tuple[Substep, ...]:
-        return (Substep("trail", lambda name: name == "head.bias"),)
+        return (Substep("trail", lambda name: name == "head.bias", self._trail),)
 
-    def substep(self, step: Step, name: str) -> Tensor:
+    def _trail(self, step: Step) -> Tensor:
         return step.forward(step.x).mean().square()
 
 
@@ -135,11 +137,11 @@ def test_parameters_of_a_substep_must_exist_and_lie_together() -> None:
         name: ClassVar[str] = "some"
 
         def substeps(self, layout: Layout) -> tuple[Substep, ...]:
-            return (Substep("move", lambda name: name in self.names, alone=True),)
+            return (Substep("move", lambda name: name in self.names, lambda step: step.outputs.sum(), alone=True),)
 
-    assert Course.of([Some(("0.weight", "0.bias"))], layout).main == slice(6, 12)
-    assert Course.of([], layout) == Course(slice(0, 12))
+    assert Substeps.of([Some(("0.weight", "0.bias"))], layout).main == slice(6, 12)
+    assert Substeps.of([], layout) == Substeps(slice(0, 12))
     with pytest.raises(ValueError, match="substep 'move' of part 'some' moves no parameter"):
-        Course.of([Some(("2.weight",))], layout)
+        Substeps.of([Some(("2.weight",))], layout)
     with pytest.raises(ValueError, match="do not lie together"):
-        Course.of([Some(("0.weight", "1.weight"))], layout)
+        Substeps.of([Some(("0.weight", "1.weight"))], layout)

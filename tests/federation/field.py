@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from everfed.federation.family import Child
+from everfed.federation.supervisor import Child
 from everfed.federation.joining import Joining, children
 from everfed.federation.superlink import Settings, running
 from everfed.recipe import Recipe, read

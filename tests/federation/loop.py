@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from everfed.core.context import Place, World
 from everfed.core.runner import Runner, RunState
-from everfed.core.world import Place, World
 from everfed.engines.eager import Eager
 from everfed.federation import packet as wire
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
 from everfed.federation.patience import Patience
-from everfed.federation.site import Identity, Kit, Site
+from everfed.federation.site import Identity, ClientRuntime, Site
 from everfed.federation.transport import Failure
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Outcome
@@ -33,13 +33,13 @@ def framed(packet: Packet) -> Packet:
     return received
 
 
-def kit(bench: Bench) -> Kit:
+def runtime(bench: Bench) -> ClientRuntime:
     world, store = bench.world(), ClientStore()
-    return Kit(world, Eager(world, store, bench.build_module), store)
+    return ClientRuntime(world, Eager(world, store, bench.build_module), store)
 
 
 def site(bench: Bench, folder: Path, client: int) -> Site:
-    return Site(folder / str(client), Identity(f"site-{client}", client), lambda recipe, scale: kit(bench))
+    return Site(folder / str(client), Identity(f"site-{client}", client), lambda recipe, scale: runtime(bench))
 
 
 class Loop:

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from everfed import methods
 from everfed.core.client import Reply
-from everfed.core.context import TrainOptions
+from everfed.core.context import Moment, TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.runner import Runner
 from everfed.core.tree import TreeError, from_bytes, to_bytes
-from everfed.core.world import Moment
-from everfed.federation.checking import Arrived, Call, Desk, Expected, Limits, Reason, Spec, check_reply, expected_reply
+from everfed.federation.checking import Arrived, Call, ReplyChecker, Expected, Limits, Reason, Spec, check_reply, expected_reply
 from tests.support.toy import Bench, Norm
 from tests.support.wire import Wire
 
@@ -115,34 +114,34 @@ def test_a_refusal_is_a_short_sentence() -> None:
 
 
 def test_a_desk_takes_each_client_once_and_keeps_account() -> None:
-    desk = Desk(EXPECTED)
-    assert desk.take(Arrived(0, CALL, HONEST)) is None
-    assert desk.take(Arrived(0, CALL, HONEST)).reason is Reason.DUPLICATE  # type: ignore[union-attr]
-    assert desk.take(Arrived(1, CALL, params(torch.ones(5)))).reason is Reason.WRONG_SHAPE  # type: ignore[union-attr]
-    assert desk.take(Arrived(1, CALL, HONEST)) is None  # a refused client may try again
-    assert desk.answered == {0, 1}
-    assert desk.counts() == {"duplicate": 1, "wrong shape": 1}
+    checker = ReplyChecker(EXPECTED)
+    assert checker.check(Arrived(0, CALL, HONEST)) is None
+    assert checker.check(Arrived(0, CALL, HONEST)).reason is Reason.DUPLICATE  # type: ignore[union-attr]
+    assert checker.check(Arrived(1, CALL, params(torch.ones(5)))).reason is Reason.WRONG_SHAPE  # type: ignore[union-attr]
+    assert checker.check(Arrived(1, CALL, HONEST)) is None  # a refused client may try again
+    assert checker.answered == {0, 1}
+    assert checker.counts() == {"duplicate": 1, "wrong shape": 1}
 
 
 def test_what_is_added_up_takes_the_form_of_the_first() -> None:
-    desk = Desk(EXPECTED)
-    assert desk.take(Arrived(0, CALL, with_values({"fedavg": {"stats": torch.ones(3)}}))) is None
-    other = desk.take(Arrived(1, CALL, with_values({"fedavg": {"stats": torch.ones(2)}})))
+    checker = ReplyChecker(EXPECTED)
+    assert checker.check(Arrived(0, CALL, with_values({"fedavg": {"stats": torch.ones(3)}}))) is None
+    other = checker.check(Arrived(1, CALL, with_values({"fedavg": {"stats": torch.ones(2)}})))
     assert other is not None and other.reason is Reason.WRONG_SHAPE
-    assert desk.take(Arrived(2, CALL, with_values({"pool": {"all": torch.ones(2)}}))) is None  # collected: any form
+    assert checker.check(Arrived(2, CALL, with_values({"pool": {"all": torch.ones(2)}}))) is None  # collected: any form
 
 
 # what a run really sends ---------------------------------------------------------------------------------------------
 class Checked(Wire):
-    """Bytes in between, and a desk at the server's end."""
+    """Bytes in between, and a checker at the server's end."""
 
     runner: Runner
     seen = 0
 
     def exchange(self, phase, clients, message, moment):  # type: ignore[no-untyped-def]
-        desk = Desk(expected_reply(self.runner.world, phase, moment, self.runner.state.model, "r"))
+        checker = ReplyChecker(expected_reply(self.runner.world, phase, moment, self.runner.state.model, "r"))
         for client, reply in super().exchange(phase, clients, message, moment):
-            assert desk.take(Arrived(client, Call("r", moment.round, phase.name, moment.repeat), reply)) is None
+            assert checker.check(Arrived(client, Call("r", moment.round, phase.name, moment.repeat), reply)) is None
             self.seen += 1
             yield client, reply
 

@@ -24,7 +24,7 @@ from everfed.federation import request as ask
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.patience import Patience
 from everfed.federation.request import Answer, Request
-from everfed.federation.site import Identity, Kit, Site
+from everfed.federation.site import Identity, ClientRuntime, Site
 from everfed.federation.transport import Failure
 from everfed.monitor import FeatureShift
 from tests.federation.loop import Loop, federated, loop_of, site, states
@@ -225,7 +225,7 @@ class Broken(Exception):
 
 
 def broken(tmp_path: Path, client: int) -> Site:
-    def build(recipe: str, scale: float) -> Kit:
+    def build(recipe: str, scale: float) -> ClientRuntime:
         raise Broken("no images today")
 
     return Site(tmp_path / str(client), Identity(f"site-{client}", client), build)

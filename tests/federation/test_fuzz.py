@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from everfed.core.client import Reply
 from everfed.core.tree import to_bytes
 from everfed.federation import packet as wire
-from everfed.federation.codec import Post, reply_to_tree, to_message, to_reply
+from everfed.federation.codec import MessageEncoder, reply_to_tree, to_message, to_reply
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.request import Answer, Request, Step
 from tests.core.test_tree_hostile import mutated
@@ -110,7 +110,7 @@ def test_steps_of_any_kind(step: Any) -> None:
 
 def test_a_byte_level_fuzzer_of_replies_and_messages() -> None:
     rng = random.Random(3)
-    body = Post({"model": {"params": torch.ones(3)}, "fedgp": {"n": 1}}).letter(0).body
+    body = MessageEncoder({"model": {"params": torch.ones(3)}, "fedgp": {"n": 1}}).encode(0).body
     assert body is not None
     for _ in range(3000):
         for data, read in ((REPLY, to_reply), (body, lambda data: to_message(data, (("model", "x", "n"),), {}.get))):

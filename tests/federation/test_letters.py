@@ -8,7 +8,7 @@ import torch
 from everfed.core import tree
 from everfed.core.message import Each, Message, Once
 from everfed.federation import codec
-from everfed.federation.codec import Post, to_message
+from everfed.federation.codec import MessageEncoder, to_message
 from everfed.federation.packet import digest
 
 
@@ -26,24 +26,24 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tree.Tree]:
 
 
 def test_what_goes_to_everybody_is_made_once(made: list[tree.Tree]) -> None:
-    post = Post({"model": {"params": Once(3, torch.ones(4))}, "part": {"n": 1}})
-    letters = [post.letter(client) for client in (0, 1, 1)]
-    assert letters[0] == letters[1] == letters[2] and len(made) == 2  # the payload and the body
-    body = letters[0].body
-    assert body is not None and letters[0].name == digest(body) == post.name(0) == post.name(7) and len(made) == 2
+    encoder = MessageEncoder({"model": {"params": Once(3, torch.ones(4))}, "part": {"n": 1}})
+    encoded = [encoder.encode(client) for client in (0, 1, 1)]
+    assert encoded[0] == encoded[1] == encoded[2] and len(made) == 2  # the payload and the body
+    body = encoded[0].body
+    assert body is not None and encoded[0].name == digest(body) == encoder.name(0) == encoder.name(7) and len(made) == 2
 
 
 def test_what_is_for_one_client_is_made_for_it_and_named_without_being_kept(made: list[tree.Tree]) -> None:
     message: Message = {"part": {"own": Each({0: torch.zeros(2), 1: torch.ones(2)}), "all": 5}}
-    post = Post(message)
-    first, second = post.letter(0), post.letter(1)
+    encoder = MessageEncoder(message)
+    first, second = encoder.encode(0), encoder.encode(1)
     assert first.body != second.body and len(made) == 2
-    assert (post.name(0), post.name(1)) == (first.name, second.name) and len(made) == 2
+    assert (encoder.name(0), encoder.name(1)) == (first.name, second.name) and len(made) == 2
     assert second.body is not None
     read = to_message(second.body, second.once, lambda name: None)
     assert torch.equal(read["part"]["own"], torch.ones(2)) and read["part"]["all"] == 5
 
 
 def test_nothing_is_sent_in_a_round_without_a_message() -> None:
-    post = Post(None)
-    assert post.letter(0).body is None and post.name(0) == "" and post.once == ()
+    encoder = MessageEncoder(None)
+    assert encoder.encode(0).body is None and encoder.name(0) == "" and encoder.once == ()

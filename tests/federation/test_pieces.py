@@ -21,14 +21,14 @@ from everfed.cli import app
 from everfed.errors import UserError
 from everfed.federation import packet as wire
 from everfed.federation.codec import to_reply
-from everfed.federation.family import Child, environment
+from everfed.federation.supervisor import Child, environment
 from everfed.federation.flower.app import files
 from everfed.federation.joining import KEY_REFUSED, Joining, children, join, refusal
 from everfed.federation.local import ask, listen, socket_path
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.request import Answer, Request
 from everfed.federation.roster import Roster
-from everfed.federation.serving import next_life
+from everfed.federation.serving import next_epoch
 from everfed.store.lock import locked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "federation"
@@ -137,14 +137,14 @@ def test_enrolled_clients_are_numbered_by_name_whoever_comes_first(tmp_path: Pat
 
 
 def test_lives_are_counted(tmp_path: Path) -> None:
-    first, second = next_life(tmp_path), next_life(tmp_path)
+    first, second = next_epoch(tmp_path), next_epoch(tmp_path)
     assert (first[0], first[1], second[1]) == (second[0], 1, 2)
     assert len(first[0]) == 32
 
 
 # processes ------------------------------------------------------------------------------------------------------------
 def test_a_child_that_ends_is_started_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everfed.federation.family.FIRST", 0.05)
+    monkeypatch.setattr("everfed.federation.supervisor.FIRST", 0.05)
     said: list[str] = []
     child = Child("it", [sys.executable, "-S", "-c", "print(1)"], tmp_path / "log", environment(tmp_path))
     end = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Packets as Flower's records and back, and the bell between a SuperNode and its executor."""
+"""Packets as Flower's records and back, and the wake socket between a SuperNode and its executor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.federation.local import bell, ring, socket_path
+from everfed.federation.local import wake_listener, wake, socket_path
 from everfed.federation.packet import Packet, PacketError
 
 flwr_app = pytest.importorskip("flwr.app", reason="needs the flower extra")
@@ -22,7 +22,7 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState  # no
 
 from everfed.federation.flower import records  # noqa: E402
 from everfed.federation.flower.records import from_records, to_records  # noqa: E402
-from everfed.federation.flower.supernode import LOOK, ShorterSleep, attentive  # noqa: E402
+from everfed.federation.flower.supernode import LOOK, ShorterSleep, with_wakeup  # noqa: E402
 
 values = st.one_of(st.text(), st.integers(-(2**31), 2**31), st.booleans(), st.floats(allow_nan=False))
 
@@ -70,8 +70,8 @@ def test_records_that_are_no_packet_are_refused(content: dict[str, object]) -> N
 
 def test_a_ring_wakes_who_waits(tmp_path: Path) -> None:
     path = str(socket_path(tmp_path, "executor"))
-    wait = bell(path, 60.0)
-    threading.Timer(0.05, ring, (path,)).start()
+    wait = wake_listener(path, 60.0)
+    threading.Timer(0.05, wake, (path,)).start()
     started = time.monotonic()
     wait()
     assert time.monotonic() - started < 30.0
@@ -79,9 +79,9 @@ def test_a_ring_wakes_who_waits(tmp_path: Path) -> None:
 
 def test_rings_that_nobody_heard_count_as_one(tmp_path: Path) -> None:
     path = str(socket_path(tmp_path, "executor"))
-    wait = bell(path, 0.05)
+    wait = wake_listener(path, 0.05)
     for _ in range(3):
-        ring(path)
+        wake(path)
     wait()
     started = time.monotonic()
     wait()
@@ -89,27 +89,27 @@ def test_rings_that_nobody_heard_count_as_one(tmp_path: Path) -> None:
 
 
 def test_nobody_need_be_there_to_ring_for(tmp_path: Path) -> None:
-    ring(str(tmp_path / "nobody.sock"))
+    wake(str(tmp_path / "nobody.sock"))
 
 
 def test_an_executor_takes_the_place_of_one_that_was_killed(tmp_path: Path) -> None:
     path = str(tmp_path / "executor.sock")
-    bell(path, 0.01)
-    wait = bell(path, 60.0)
-    ring(path)
+    wake_listener(path, 0.01)
+    wait = wake_listener(path, 60.0)
+    wake(path)
     wait()
 
 
 def test_the_supernode_rings_when_a_message_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    rung: list[str] = []
-    monkeypatch.setattr("everfed.federation.flower.supernode.ring", rung.append)
-    assert attentive(lambda **named: None, "bell")(state=node_state()) is None and not rung
-    assert attentive(lambda **named: 7, "bell")(state=node_state()) == 7 and rung == ["bell"]
+    woken: list[str] = []
+    monkeypatch.setattr("everfed.federation.flower.supernode.wake", woken.append)
+    assert with_wakeup(lambda **named: None, "wake_socket")(state=node_state()) is None and not woken
+    assert with_wakeup(lambda **named: 7, "wake_socket")(state=node_state()) == 7 and woken == ["wake_socket"]
 
 
 def test_a_reply_that_came_late_does_not_lie_until_the_next_message() -> None:
     """A SuperNode has one message and gets two replies: the second is sent although there is no message any more."""
-    state, pull = node_state(), attentive(lambda **named: None, "")
+    state, pull = node_state(), with_wakeup(lambda **named: None, "")
     state.store_message(message("asked"))
     assert pull(state=state) is None, "a message is no reply"
     for late in ("first", "second"):

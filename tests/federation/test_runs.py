@@ -13,7 +13,7 @@ from everfed.federation.packet import Packet
 from everfed.federation.request import Answer
 from everfed.federation.runs import Runs
 from everfed.federation.site import Identity, Site
-from tests.federation.loop import federated, kit, loop_of
+from tests.federation.loop import federated, runtime, loop_of
 from tests.support.toy import Bench, Toy
 
 BENCH = Bench("fedgp+der", stream=Toy(clients=1, tasks=1, rounds_per_task=1, samples=4))
@@ -28,7 +28,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Packet:
 
 
 def site(folder: Path, keep: int) -> Site:
-    return Site(folder, Identity("site-0", 0), lambda recipe, scale: kit(BENCH), keep)
+    return Site(folder, Identity("site-0", 0), lambda recipe, scale: runtime(BENCH), keep)
 
 
 def told(made: Site, request: Packet, run: str) -> Answer:
@@ -117,7 +117,7 @@ def test_a_damaged_order_says_nothing(damage: bytes, tmp_path: Path) -> None:
     for run in ("a", "b", "c"):
         (folder / run / "steps").mkdir(parents=True)
     (folder / "runs.json").write_bytes(damage)
-    Runs(folder, keep=1).went_on("b")
+    Runs(folder, keep=1).mark_active("b")
     assert len(remembered(folder)) == 2 and "b" in remembered(folder)
     assert remembered(tmp_path) == {"x"}
 

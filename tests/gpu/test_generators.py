@@ -1,18 +1,18 @@
-"""Generator training on a GPU: captured against as it comes, in fp32; and in bf16."""
+"""Generator training on a GPU: captured against step by step, in fp32; and in bf16."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from everfed.core.companion import first_vectors
-from everfed.core.part import Model, State
-from everfed.core.trainer import Trainer
+from everfed import Model, State, Trainer
+from everfed.core.context import World
+from everfed.core.replica import initial_weights
 from everfed.engines.base import new_trainer
 from everfed.engines.loops import LoopingTrainer
 from everfed.models.generators import GeneratorBlueprint
 from everfed.parts.generative.data_free import Inversion, training_on
-from everfed.parts.generative.fedcil import FedCIL
+from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Outcome
 
@@ -42,7 +42,7 @@ def trained(kind: type[Trainer], precision: str = "fp32") -> tuple[Model, torch.
     bench = case()
     trainer = new_trainer(bench.world(), bench.build_module, "cuda", precision, kind)
     how = Inversion(batch=16, lr=1e-3)
-    model: Model = {k: v.cuda() for k, v in first_vectors(BLUEPRINT, 0).items()}
+    model: Model = {k: v.cuda() for k, v in initial_weights(BLUEPRINT, 0).items()}
     moments = how.optimizer.init(model["params"])
     seen, terms = torch.tensor([True] * 4 + [False] * 2), torch.zeros(4)
     for number, steps in enumerate(chunks):
@@ -90,7 +90,6 @@ def test_generator_training_in_bf16_stays_near_fp32() -> None:
 
 def on_graphs(bench: Bench) -> Outcome:
     """A whole run in bf16, clients and server."""
-    from everfed.core.world import World
     from everfed.engines.graphs import Graphs
     from everfed.store.clients import ClientStore
 
@@ -113,8 +112,7 @@ def test_a_whole_run_on_the_graphs_engine(method: str, phase: str, repeats: int)
 def test_consolidation_is_captured_and_equals_what_comes_step_by_step() -> None:
     """Of FedCIL's server, with and without earlier tasks: the same losses over two chunks."""
     bench = Bench("fedcil", stream=ClassToy(tasks=2), module=Norm)
-    part = bench.build_method().part("fedcil")
-    assert isinstance(part, FedCIL)
+    phase = phase_of(bench.build_method().part("fedcil"), "consolidate")
     server = bench.run(rounds=3).state.server
     ctx = bench.context(round_index=3, phase="consolidate").at(client=None)
     losses = []
@@ -124,7 +122,8 @@ def test_consolidation_is_captured_and_equals_what_comes_step_by_step() -> None:
         own: State = {**server, "fedcil": {**server["fedcil"], "moments": {}}}
         for repeat, past in enumerate((True, False)):
             slots = own["fedcil"] if past else {**own["fedcil"], "old": {}}
-            own["fedcil"] = part.update({**own, "fedcil": slots}, "consolidate", {}, here.at(repeat=repeat))
+            given = {**own, "fedcil": slots}
+            own["fedcil"], _ = phase.update_model(given, own["model"], here.at(repeat=repeat))
             losses.append(torch.tensor(list(own["fedcil"]["losses"].values())))
     assert torch.allclose(losses[0], losses[2], atol=TOLERANCE)
     assert torch.allclose(losses[1], losses[3], atol=TOLERANCE)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everfed.core.context import TrainOptions
-from everfed.core.method import Method
-from everfed.core.optimizer import Optimizer
-from everfed.core.world import World
+from everfed import Method, Optimizer, TrainOptions
+from everfed.core.context import World
 from everfed.engines.eager import Eager
 from everfed.monitor import FeatureShift
 from everfed.store.clients import ClientStore
@@ -104,8 +102,8 @@ def test_eager_on_the_gpu_draws_the_same_samples_as_on_the_cpu() -> None:
 
 def test_a_monitor_sees_the_same_and_changes_nothing() -> None:
     known = bench("er").build_method()
-    looked = bench("er", method=lambda: Method(known.name, (*known.parts, FeatureShift(samples=8))))
-    plain, eager, graphs = captured(bench("er")), on_gpu(looked), captured(looked)
+    observed = bench("er").change(method=lambda: Method(known.name, (*known.parts, FeatureShift(samples=8))))
+    plain, eager, graphs = captured(bench("er")), on_gpu(observed), captured(observed)
     assert distance(graphs, plain) <= TOLERANCE
     shifts = [[e for e in run.events if e["event"] == "measure"] for run in (eager, graphs)]
     assert shifts[0] and [e["mean shift"] for e in shifts[1]] == pytest.approx([e["mean shift"] for e in shifts[0]])

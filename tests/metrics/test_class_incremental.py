@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everfed.core.scoring import class_mask, hits
 from everfed.metrics.matrix import (
     acc_t,
     acc_t_micro,
@@ -16,7 +17,6 @@ from everfed.metrics.matrix import (
     over_time,
     summary,
 )
-from everfed.metrics.scoring import class_mask, hits
 
 TWO = [[0.80, None], [0.50, 0.70]]
 THREE = [[0.60, 0.0, 0.0], [0.70, 0.40, 0.0], [0.30, 0.35, 0.50]]

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.context import TrainOptions
+from everfed.core.context import TrainOptions, World
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
-from everfed.core.world import World
 from everfed.engines.processes import Processes
 from everfed.store.clients import ClientStore
 from tests.support.presets import each_preset

@@ -13,9 +13,11 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.context import Context, TrainOptions
 from everfed.core.data import Data
+from everfed.core.message import Message
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, State
+from everfed.core.phase import Slots
 from everfed.core.runner import EvalOptions
 from everfed.core.step import Step
 from everfed.core.trainer import Fitted
@@ -100,7 +102,7 @@ class KeepsOnServer(Part):
     asked: list[int] = field(default_factory=list)
     name: ClassVar[str] = "keeps"
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
         self.asked.append(1)
         return {"count": torch.tensor(float(len(self.asked)))}
 
@@ -130,7 +132,7 @@ class SharesAnObject(Part):
 
     name: ClassVar[str] = "shares"
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
         return {"data": data}, {}
 
 

@@ -1,4 +1,4 @@
-"""AF-FCL: the testable properties of its specification, its networks, and what crosses."""
+"""AF-FCL (Wuerkaixi et al., ICLR 2024): the flow, credibility, the three steps, the networks, and what is sent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import methods, models
+from everfed import Layout, Optimizer, Step, TrainOptions, methods, models, options_of
 from everfed.core import tree
-from everfed.core.context import TrainOptions
-from everfed.core.layout import Layout
-from everfed.core.optimizer import Optimizer
+from everfed.core.part import with_slots
 from everfed.core.schedule import minibatches
-from everfed.core.step import Step
-from everfed.core.substep import Course
+from everfed.core.step import Substeps
 from everfed.models.flow import ConditionalFlow, FlowBlueprint, log_normal, permutations
 from everfed.parts.generative.af_fcl import AFFCL, credibility, feature_width, head_of, replay_factor, replayed_layers
 from everfed.parts.shared.teacher import soft_cross_entropy
@@ -113,7 +110,7 @@ def test_the_head_is_all_that_follows_the_features() -> None:
     plain = Linear((1, 4, 4), 3)
     assert head_of(plain) is plain.map and replayed_layers(Layout.of(plain), "head") == ["map.weight"]
     with pytest.raises(ValueError, match="moves no parameter"):
-        Course.of((AFFCL(replay_layers="middle"),), Layout.of(plain))
+        Substeps.of((AFFCL(replay_layers="middle"),), Layout.of(plain))
     with pytest.raises(ValueError, match="needs a network with a linear layer"):
         head_of(nn.Conv2d(1, 1, 1))
 
@@ -166,21 +163,24 @@ def watched(case: Bench, rounds: int = 0) -> tuple[list[tuple[str, Tensor]], Ten
     log: list[tuple[str, Tensor]] = []
 
     class Watched(AFFCL):
-        def substep(self, step: Step, name: str) -> Tensor:
-            log.append((name, step.params.clone()))
-            return super().substep(step, name)
+        def _flow_loss(self, step: Step) -> Tensor:
+            log.append(("flow", step.params.clone()))
+            return super()._flow_loss(step)
+
+        def _replay_loss(self, step: Step) -> Tensor:
+            log.append(("replay", step.params.clone()))
+            return super()._replay_loss(step)
 
         def objective(self, step: Step) -> Tensor:
             log.append(("classifier", step.params.clone()))
             return super().objective(step)
 
     outcome = case.run(rounds=rounds) if rounds else None
-    part = Watched(**case.build_method().part("af-fcl").options())
-    ctx = case.context(round_index=rounds)
+    part = Watched(**options_of(case.build_method().part("af-fcl")))
+    ctx, data = case.context(round_index=rounds), case.stream.data(0, case.stream.round(rounds).task)
     state = {"client": {}} if outcome is None else outcome.clients[0]
-    own, model = part.receive(state, {}, case.model() if outcome is None else outcome.state.model, ctx)
-    data = case.stream.data(0, case.stream.round(rounds).task)
-    given = {**state, "af-fcl": own}
+    own, model = part.receive(state, {}, case.model() if outcome is None else outcome.state.model, data, ctx)
+    given = with_slots(state, "af-fcl", own)
     fitted = ctx.train.fit(ctx, (part,), model, model["params"], given, {}, data, epochs=1, batch_size=len(data))
     return log, fitted.model["params"], case.layout()
 
@@ -196,16 +196,17 @@ def test_every_step_moves_its_own_network_only(rounds: int) -> None:
     assert moved == {"flow": {"af-fcl"}, "replay": {"head"}, "classifier": {"conv", "norm", "head"}}
 
 
-def test_the_first_task_looks_back_at_nothing() -> None:
+def test_the_first_task_has_no_teacher_and_samples_no_past_labels() -> None:
     case = bench(ClassToy(tasks=2, classes=4))
     part = case.build_method().part("af-fcl")
     for rounds, past in ((1, None), (2, {0, 1})):
         ctx, outcome = case.context(round_index=rounds), case.run(rounds=rounds)
-        own, _ = part.receive(outcome.clients[0], {}, case.model(), ctx)
-        assert ("last" in own) is (past is not None)
         data = case.stream.data(0, case.stream.round(rounds).task)
+        own, _ = part.receive(outcome.clients[0], {}, case.model(), data, ctx)
+        state = with_slots(outcome.clients[0], "af-fcl", own)
+        assert ("last" in state["af-fcl"]) is (past is not None)
         schedule = minibatches(data.ids, 20, 5, ctx.rng("order"))
-        _, tables = part.plan({"af-fcl": own}, schedule, {}, ctx)
+        _, tables = part.plan(state, schedule, {}, ctx)
         sampled = {int(label) for step in range(schedule.steps) for label in tables["sampled"].row(step)}
         assert sampled == ({0, 1} if past is None else {0, 1, 2, 3})
         assert ("past" in tables) is (past is not None)

@@ -1,4 +1,4 @@
-"""A-GEM: baselines_replay.md section 5, tests 3 to 8 (1 and 2 are in the projection's tests)."""
+"""A-GEM (Chaudhry et al., 2019): the rule in single steps and in runs; the projection has tests of its own."""
 
 from __future__ import annotations
 

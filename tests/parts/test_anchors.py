@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from everfed.core.part import CompositionError
+from everfed import CompositionError
 from everfed.parts.generative import anchors as anchors_module
 from everfed.parts.generative.anchors import anchors_of, hashed_names, read_anchors, sentence_anchors
 
@@ -29,7 +29,7 @@ def test_every_format_gives_the_same_matrix(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(read_anchors(str(path), 3, 4), torch.from_numpy(ROWS).float(), rtol=0, atol=tolerance)
 
 
-def test_made_up_anchors_have_the_spread_of_text_features_and_never_change() -> None:
+def test_random_anchors_have_the_spread_of_text_features_and_never_change() -> None:
     anchors = read_anchors("gaussian", 100, 512)
     assert float(anchors.std()) == pytest.approx(0.43, abs=0.01)
     assert torch.equal(read_anchors("gaussian", 100, 512), anchors)
@@ -69,7 +69,7 @@ def test_the_rotation_keeps_all_distances() -> None:
     torch.testing.assert_close(torch.cdist(small, small) * 2**0.5, torch.cdist(large, large), rtol=1e-4, atol=1e-3)
 
 
-def test_without_the_encoders_package_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_encoders_package_the_error_names_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchors_module, "find_spec", lambda name: None)
     with pytest.raises(CompositionError, match=r"pip install 'everfed\[text\]', or use 'names'"):
         anchors_of("wordllama", NAMES, 8)

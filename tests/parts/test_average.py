@@ -1,4 +1,4 @@
-"""FedAvg: baselines_replay.md section 1, tests 1 to 8."""
+"""FedAvg (McMahan et al., 2017): the mean of the clients' models, uniform or weighted by samples."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_integer_buffers_keep_their_type() -> None:
     assert model["stats"].dtype == torch.float32
 
 
-def test_what_nobody_sent_stays_as_it_was() -> None:
+def test_what_no_client_sent_stays_as_it_was() -> None:
     server = {"params": torch.ones(2), "stats": torch.full((1,), 7.0)}
     made = FedAvg().aggregate({"model": server}, {"params": torch.zeros(2), "stats": None}, None)  # type: ignore[arg-type]
     assert made["params"].tolist() == [0.0, 0.0] and made["stats"].tolist() == [7.0]

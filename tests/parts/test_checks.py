@@ -1,4 +1,4 @@
-"""What parts ask of their options."""
+"""Checks of a part's options."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_what_is_allowed_passes(value: float | None) -> None:
     at_least(SimpleNamespace(a=value), 0, "a")
 
 
-@pytest.mark.parametrize(("value", "said"), [(-1, "got -1"), (NAN, "got nan")])
-def test_the_first_that_is_too_small_is_named(value: float, said: str) -> None:
-    with pytest.raises(ValueError, match=f"^b must be at least 0.5; {said}$"):
+@pytest.mark.parametrize(("value", "given"), [(-1, "got -1"), (NAN, "got nan")])
+def test_the_first_that_is_too_small_is_named(value: float, given: str) -> None:
+    with pytest.raises(ValueError, match=f"^b must be at least 0.5; {given}$"):
         at_least(SimpleNamespace(a=1, b=value), 0.5, "a", "b")
 
 

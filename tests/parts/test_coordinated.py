@@ -1,4 +1,5 @@
-"""Coordinated selection over the wire: coordinated_replay.md sections 3 and 11."""
+"""Coordinated selection as phases of a run ("Coordinated Replay Sample Selection for Continual Federated Learning",
+Algorithm 1), against the same algorithm in memory."""
 
 from __future__ import annotations
 
@@ -12,20 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from everfed import models
+from everfed import Data, Mean, Optimizer, Position, TrainOptions, models
 from everfed.core import tree
-from everfed.core.context import TrainOptions
-from everfed.core.data import Data
-from everfed.core.optimizer import Optimizer
-from everfed.core.phase import Position
-from everfed.core.reduce import Mean
 from everfed.parts.memory.buffer import NAME, stored
 from everfed.parts.memory.policies import make_policy
 from everfed.parts.memory.policy import Pool
+from everfed.parts.selection import coordinated
 from everfed.parts.selection.coordinated import SELECT, Coordinated
 from everfed.parts.selection.coordination import coordinate
 from everfed.parts.selection.diversity import Candidates, select
 from everfed.parts.selection.gradient_rows import GradientOptions, gradients_at
+from tests.support.phases import phase_of
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 from tests.support.wire import run_over_wire
 
@@ -109,22 +107,19 @@ def test_identical_clients_have_no_target() -> None:
     assert all(target.abs().max() <= 1e-6 for target in targets)
 
 
-def spoken(policy: Coordinated, running: Bench, clients: range | list[int]) -> dict[int, Any]:
-    """{client: (state after speaking once, what it sent)} at the first model."""
-    memory = running.build_method().part(NAME)
-    said = {}
-    for client in clients:
-        ctx = running.context(client, 1, SELECT)
-        own, reply = memory.run(running.new_client(client), SELECT, {"model": running.model()},
-                                running.stream.data(client, 0), ctx)  # fmt: skip
-        said[client] = (own, reply)
-    return said
+def exchanged(running: Bench, clients: range | list[int]) -> dict[int, Any]:
+    """{client: (its slots after one exchange, what it sent)} at the first model."""
+    run, message = phase_of(running.build_method().part(NAME), SELECT).run, {"model": running.model()}
+    return {
+        c: run(running.new_client(c), message, running.stream.data(c, 0), running.context(c, 1, SELECT))
+        for c in clients
+    }
 
 
 def policy_target(policy: Coordinated, running: Bench, client: int) -> Tensor:
-    said = spoken(policy, running, range(running.stream.clients))
-    mean = torch.stack([reply["sum"] for _, reply in said.values()]).double().mean(0).float()
-    own, data = said[client][0], running.stream.data(client, 0)
+    sent = exchanged(running, range(running.stream.clients))
+    mean = torch.stack([reply["sum"] for _, reply in sent.values()]).double().mean(0).float()
+    own, data = sent[client][0], running.stream.data(client, 0)
     ctx = running.context(client, 1, "remember")
     candidates = Candidates.of(pool(running, data, ctx).gradients())
     target = policy._target(candidates, own["host"], {"mean": mean}, ctx)
@@ -133,13 +128,13 @@ def policy_target(policy: Coordinated, running: Bench, client: int) -> Tensor:
 
 
 def pool(running: Bench, data: Data, ctx: Any) -> Any:
-    return Pool(data.x, data.y, len(data), 0, 0, running.model(), GradientOptions(), ctx)
+    return Pool(data.x, data.y, data.ids, len(data), 0, 0, running.model(), GradientOptions(), ctx)
 
 
 def test_targets_sum_to_zero() -> None:
     running, policy = bench(exchanges=1), Coordinated(exchanges=1)
     targets = torch.stack([policy_target(policy, running, client) for client in range(4)])
-    longest = max(reply["sum"].norm() for _, reply in spoken(policy, running, range(4)).values())
+    longest = max(reply["sum"].norm() for _, reply in exchanged(running, range(4)).values())
     assert targets.sum(0).abs().max() <= 1e-6 * longest
     assert targets.abs().max() > 1e-2
 
@@ -163,15 +158,14 @@ class Means:
         self.squares: list[float] = []
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> Means:
-        plain = Coordinated.update
+        plain = coordinated._keep_mean
 
-        def update(policy: Coordinated, server: Any, phase: str, reduced: Any, ctx: Any) -> Any:
-            slots = plain(policy, server, phase, reduced, ctx)
-            if phase == SELECT:
-                self.squares.append(slots["square"])
+        def update(server: Any, reduced: Any, ctx: Any) -> Any:
+            slots = plain(server, reduced, ctx)
+            self.squares.append(slots["square"])
             return slots
 
-        monkeypatch.setattr(Coordinated, "update", update)
+        monkeypatch.setattr(coordinated, "_keep_mean", update)
         return self
 
 
@@ -220,7 +214,7 @@ def test_nothing_else_is_sent_and_it_may_be_summed_in_secret() -> None:
     phases = {phase.name: phase for phase in method.phases(Position.AFTER)}
     assert dict(phases[SELECT].reduce) == {"sum": Mean()} and dict(phases["remember"].reduce) == {}
     assert method.reveals() == {}
-    for _, reply in spoken(Coordinated(), running, range(4)).values():
+    for _, reply in exchanged(running, range(4)).values():
         assert list(reply) == ["sum"] and reply["sum"].shape == (running.layout().size,)
         assert reply["sum"].dtype == torch.float32
         assert reply["sum"].norm() <= 5 + 1e-4  # N unit vectors at most
@@ -241,7 +235,7 @@ def test_clients_keep_nothing_of_a_selection() -> None:
 
 
 # who takes part ------------------------------------------------------------------------------------------------------
-def test_a_client_without_samples_says_nothing_and_is_not_counted() -> None:
+def test_a_client_without_samples_sends_nothing_and_is_not_counted() -> None:
     stream = Toy(clients=4, tasks=2, sizes={(3, 0): 0})
     running = bench(stream=stream, exchanges=2)
     outcome = running.run(rounds=2)
@@ -254,7 +248,7 @@ def test_a_client_without_samples_says_nothing_and_is_not_counted() -> None:
     assert all(e["bytes_up"] == 3 * 4 * running.layout().size for e in outcome.events if e.get("phase") == SELECT)
 
 
-def test_a_client_with_fewer_samples_than_rows_keeps_all_and_still_speaks() -> None:
+def test_a_client_with_fewer_samples_than_rows_keeps_all_and_still_sends() -> None:
     stream = Toy(clients=4, tasks=2, sizes={(1, 0): 3, (2, 0): 5})
     running = bench(stream=stream, exchanges=2)
     outcome = running.run(rounds=2)
@@ -279,16 +273,16 @@ def test_absent_clients_choose_by_themselves() -> None:
         assert kept(outcome, client) == stream.data(client, 0).ids[alone].tolist()
 
 
-def test_nobody_speaks_when_nobody_has_data() -> None:
+def test_nothing_is_sent_when_no_client_has_data() -> None:
     stream = Toy(clients=2, tasks=2, sizes={(c, 0): 0 for c in (0, 1)})
     outcome = bench(stream=stream, exchanges=2).run()
     assert all(kept(outcome, c) == [] for c in (0, 1)) and torch.isfinite(outcome.params).all()
 
 
-def test_what_was_said_in_another_round_does_not_count() -> None:
-    """A client that spoke once and was then away chooses by itself, not by weights of other samples."""
+def test_what_was_sent_in_another_round_does_not_count() -> None:
+    """A client that sent once and was then away chooses by itself, not by weights of other samples."""
     running, policy = bench(exchanges=1), Coordinated(exchanges=1)
-    own, reply = spoken(policy, running, [0])[0]
+    own, reply = exchanged(running, [0])[0]
     ctx, data = running.context(0, 3, "remember"), running.stream.data(0, 1)
     candidates = Candidates.of(pool(running, data, ctx).gradients())
     assert policy._target(candidates, own["host"], {"mean": reply["sum"]}, ctx) is None
@@ -312,7 +306,7 @@ def test_zero_gradients_duplicates_and_all_of_them(kind: str, y: list[int], size
 
 def test_between_exchanges_a_client_remembers_its_weights_and_nothing_else() -> None:
     running = bench(exchanges=2)
-    own, _ = spoken(Coordinated(), running, [0])[0]
+    own, _ = exchanged(running, [0])[0]
     extra = tree.tensor_bytes(own) - tree.tensor_bytes(running.new_client()[NAME])
     assert extra == 8 * 12  # one float64 for each of its samples, whatever the network
 

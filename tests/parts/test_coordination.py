@@ -143,8 +143,8 @@ def test_clients_with_little_or_nothing() -> None:
     assert [len(choice) for choice in result.choices] == [3, 2, 0, 2, 5]
     assert result.choices[1].tolist() == [0, 1] and (result.weights[1] == 1).all()
     assert result.targets[2] is None  # not counted in the mean
-    spoken = [target for target in result.targets if target is not None]
-    assert len(spoken) == 4 and torch.stack(spoken).sum(dim=0).abs().max() < 1e-9
+    targets = [target for target in result.targets if target is not None]
+    assert len(targets) == 4 and torch.stack(targets).sum(dim=0).abs().max() < 1e-9
     without = coordinate([first, second[:2], np.zeros((5, 20)), second], [3, 4, 2, 5], 3)
     np.testing.assert_allclose(without.objectives, result.objectives, rtol=1e-12)
     assert coordinate([], 3, 2).choices == ()

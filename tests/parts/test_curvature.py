@@ -1,4 +1,4 @@
-"""FedCurv: baselines_replay.md section 3, tests 1 to 8 (the bytes, 9, are in the runner's tests)."""
+"""FedCurv (Shoham et al., 2019): the penalty against the paper's double sum; bytes are in the runner's tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gradient_with(part: FedCurv, own: dict[str, Tensor], params: Tensor) -> Tens
 
 
 def received(part: FedCurv, own: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    return part.receive({"fedcurv": own}, {"fedcurv": sums}, {}, None)[0]  # type: ignore[arg-type]
+    return part.receive({"fedcurv": own}, {"fedcurv": sums}, {}, None, None)[0]  # type: ignore[arg-type]
 
 
 def test_one_client_is_fedavg_bit_for_bit() -> None:
@@ -173,9 +173,8 @@ def others(state: State, key: str = "u") -> Tensor:
 def next_call(bench: Bench, stopped: Any, client: int, round_index: int) -> State:
     """What `client` makes of the sums that the server would send it now."""
     part = bench.build_method().part("fedcurv")
-    own, _ = part.receive(
-        stopped.clients[client], {"fedcurv": stopped.state.server["fedcurv"]}, {}, bench.context(client)
-    )
+    message, data = {"fedcurv": stopped.state.server["fedcurv"]}, bench.stream.data(client, 0)
+    own, _ = part.receive(stopped.clients[client], message, {}, data, bench.context(client))
     return {"fedcurv": own}
 
 

@@ -95,7 +95,7 @@ def test_the_consensus_is_formed_without_the_vector_and_leaves_no_trace() -> Non
 def test_the_running_mean_is_reset_at_each_local_training() -> None:
     bench = weighted()
     state = {**bench.new_client(), "dbe": {"mean": torch.ones(WIDTH)}}
-    own, _ = DBE(weight=5.0).receive(state, {}, bench.model(), bench.context())
+    own, _ = DBE(weight=5.0).receive(state, {}, bench.model(), bench.stream.data(0, 0), bench.context())
     assert torch.equal(own["mean"], torch.zeros(WIDTH))
     still = weighted(train=TrainOptions(1, 100, Optimizer(lr=0.0)))  # nothing moves: every round sees the same features
     one, two = still.run(rounds=1).clients[0]["dbe"]["mean"], still.run(rounds=2).clients[0]["dbe"]["mean"]
@@ -119,7 +119,7 @@ def test_the_term_by_hand() -> None:
 
 
 def test_it_is_scored_with_the_vector() -> None:
-    assert methods.build("feddbe").personal
+    assert Bench("feddbe").world().personal
     outcome = Bench("feddbe", module=Norm).run()
     assert set(outcome.state.rows) == {0, 1} and outcome.state.rows[1][0][0] == 3 * 40
 

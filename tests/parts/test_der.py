@@ -1,4 +1,4 @@
-"""DER and DER++: baselines_replay.md section 6, tests 1 to 7 (alignment, 8, is in the memory's tests)."""
+"""DER and DER++ (Buzzega et al., 2020); that rows stay aligned is in the memory's tests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
-from everfed.core.step import Batch
+from everfed import Batch, Optimizer, TrainOptions
 from everfed.parts.memory.der import DER, DERPlusPlus
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy

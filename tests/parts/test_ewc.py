@@ -1,4 +1,4 @@
-"""FL+EWC against the FedSSI specification, sections 3.2 and 7b."""
+"""FL+EWC: the Fisher information and the penalty of Kirkpatrick et al. (2017), Eq. 3, against closed forms."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal, tensor_bytes
 from everfed.parts.regularise.ewc import EWC
 from everfed.parts.regularise.fisher import diagonal_fisher
+from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Given, Linear, Norm, Toy
 
@@ -35,7 +36,7 @@ def unit(samples: int = 12, batch: int = 4) -> tuple[Bench, Tensor, Tensor, Tens
     return Bench("fedavg", stream=stream, module=Linear, train=TrainOptions(1, batch, Optimizer())), x, y, w
 
 
-# 1 -------------------------------------------------------------------------------------------------------------------
+# the Fisher information ----------------------------------------------------------------------------------------------
 def test_the_fisher_information_of_a_logistic_unit() -> None:
     bench, x, y, w = unit()
     found = diagonal_fisher(bench.context(), {**bench.model(), "params": w}, bench.stream.data(0, 0))
@@ -43,7 +44,7 @@ def test_the_fisher_information_of_a_logistic_unit() -> None:
     assert torch.allclose(found, ((p - y).square().unsqueeze(1) * x.square()).mean(0), atol=1e-6)
 
 
-# 2, 3 ----------------------------------------------------------------------------------------------------------------
+# per sample and per batch --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("batch", "same"), [(4, False), (1, True)])
 def test_squared_batch_gradients_are_smaller_and_equal_only_at_batches_of_one(batch: int, same: bool) -> None:
     bench, _, _, w = unit(batch=batch)
@@ -59,18 +60,18 @@ def test_the_fisher_information_is_never_negative(module: Any) -> None:
         assert client["ewc"]["fisher"].min() >= 0 and client["ewc"]["fisher"].max() > 0
 
 
-# 4 -------------------------------------------------------------------------------------------------------------------
+# over tasks ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("gamma", "factor"), [(1.0, 2.0), (0.5, 1.5), (0.0, 1.0)])
 def test_two_identical_tasks(gamma: float, factor: float) -> None:
     bench, _, _, w = unit()
     ctx, data, model = bench.context(phase="fisher"), bench.stream.data(0, 0), {**bench.model(), "params": w}
-    part, message = EWC(gamma=gamma), {"model": model}
-    once, _ = part.run({}, "fisher", message, data, ctx)
-    twice, _ = part.run({"ewc": once}, "fisher", message, data, ctx)
+    run, message = phase_of(EWC(gamma=gamma), "fisher").run, {"model": model}
+    once, _ = run({}, message, data, ctx)
+    twice, _ = run({"ewc": once}, message, data, ctx)
     assert torch.allclose(twice["fisher"], factor * once["fisher"])
 
 
-# 5 -------------------------------------------------------------------------------------------------------------------
+# what it reduces to --------------------------------------------------------------------------------------------------
 def test_no_penalty_is_fedavg() -> None:
     bench = Bench("fedavg")
     assert equal(bench.run().state.model, bench.change(method="ewc", options=ewc(weight=0.0)).run().state.model)
@@ -82,7 +83,7 @@ def test_the_first_task_is_fedavg() -> None:
     assert equal(bench.run(rounds=2).state.model, bench.change(method="ewc").run(rounds=2).state.model)
 
 
-# 6, 7 ----------------------------------------------------------------------------------------------------------------
+# the penalty ---------------------------------------------------------------------------------------------------------
 def step_taken(weight: float, w: Tensor, fisher: Tensor, anchor: Tensor) -> Tensor:
     """How far one step of rate 1 moves the unit's weights from w."""
     bench, *_ = unit(batch=12)

@@ -1,4 +1,4 @@
-"""FedCIL: the testable properties of its specification, its networks, and what crosses."""
+"""FedCIL (Qi et al., ICLR 2023): networks, losses, the two steps, consolidation on the server, and what is sent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import methods, models
+from everfed import Layout, Mean, Optimizer, Step, TrainOptions, methods, models, options_of
 from everfed.core import tree
-from everfed.core.context import TrainOptions
-from everfed.core.extras import attach
-from everfed.core.layout import Layout
-from everfed.core.optimizer import Optimizer
-from everfed.core.reduce import Mean
+from everfed.core.layout import attach
 from everfed.core.schedule import minibatches
-from everfed.core.step import Step
-from everfed.core.substep import Course
+from everfed.core.step import Substeps
 from everfed.models.acgan import ACGANBlueprint
 from everfed.parts.generative.acgan import ACGAN, balanced, noise
 from everfed.parts.generative.consolidation import Consolidation, labels_of
@@ -85,8 +80,7 @@ def test_discriminators_have_the_sizes_of_the_release(shape: Any, classes: int, 
     facts = replace(ctx.facts, input_shape=shape, classes=classes, layout=Layout.of(module))
     part = FedCIL(width=8)
     whole = attach(module, (part,), ctx.at(facts=facts))
-    course = Course.of((part,), Layout.of(whole))
-    assert course.main == slice(0, parameters)
+    assert Substeps.of((part,), Layout.of(whole)).main == slice(0, parameters)
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (1, 64, 64), (3, 28, 28), (3, 64, 64)])
@@ -121,7 +115,7 @@ def test_consistency_is_zero_for_equal_inputs_and_never_negative() -> None:
 
 def test_losses_in_numbers() -> None:
     gan = gan_of(bench())
-    rows = torch.zeros(4, 5)  # four classes compete, and nothing is known of real and fake
+    rows = torch.zeros(4, 5)  # four classes compete, and the logit of "real" is 0
     assert gan.judged(rows, torch.tensor([0, 1, 2, 3]), True).item() == pytest.approx(np.log(2) + np.log(4))
     seen = ACGAN(gan.trainer, gan.blueprint, torch.tensor([False, True, False, True]))
     assert seen.label_loss(rows, torch.tensor([1, 3, 3, 1])).item() == pytest.approx(np.log(2))
@@ -129,7 +123,7 @@ def test_losses_in_numbers() -> None:
 
 # one step ------------------------------------------------------------------------------------------------------------
 class Halves:
-    """A local training cut at the discriminator's step: what had moved by then, and at the end."""
+    """The parameters of a local training before and after the discriminator's step, and at the end."""
 
     def __init__(self, case: Bench) -> None:
         self.seen: list[Tensor] = []
@@ -148,11 +142,11 @@ class Halves:
 
 def _watching(part: Any, seen: list[Tensor]) -> Any:
     class Watched(FedCIL):
-        def substep(self, step: Step, name: str) -> Tensor:
+        def _generator_loss(self, step: Step) -> Tensor:
             seen.append(step.params.clone())
-            return super().substep(step, name)
+            return super()._generator_loss(step)
 
-    return Watched(**part.options())
+    return Watched(**options_of(part))
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -210,7 +204,7 @@ def test_the_weight_of_real_data_is_one_in_the_first_task_and_half_later() -> No
             gan = super()._gan(step)
             return Counting(gan.trainer, gan.blueprint, gan.classes)
 
-    fixed = Fixed(**part.options())
+    fixed = Fixed(**options_of(part))
     model, data = case.model(), case.stream.data(0, 1)
     own, _ = fixed.start({"client": {}}, {}, model, data, ctx)
     slots = {**own, **part._competing(ctx), "old": model["params"][part.generator_span(case.layout())]}

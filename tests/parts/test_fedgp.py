@@ -1,4 +1,4 @@
-"""FedGP: fedgp.md section 11, properties 4 to 7 and 12 (10 is in the runner's tests, 1 to 3 in the projection's)."""
+"""FedGP (Dai et al., 2023): the reference of Algorithm 3 and its use by Eq. 4; the projection has tests of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.phase import Phase
+from everfed.core.part import with_slots
 from everfed.core.reduce import Reduction
 from everfed.core.runner import EvalOptions, Runner
 from everfed.parts.aggregate.average import FedAvg
@@ -25,11 +25,11 @@ from everfed.parts.memory.buffer import NAME, Memory
 from everfed.parts.project.fedgp import FedGP
 from everfed.parts.project.projection import project
 from everfed.store.clients import ClientStore
+from tests.support.phases import phase_of
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Outcome, Toy
 
 BASES = ("fedavg", "fedprox", "fedcurv", "er", "der", "der++", "agem")
-REFERENCE = Phase("reference", owner="fedgp")
 
 
 def on_top(base: str) -> str:
@@ -124,7 +124,8 @@ def referenced(bench: Bench, state: dict[str, Any], client: int = 0, round_index
     """The reply of one `reference` call at the first model."""
     method, ctx = bench.build_method(), bench.context(client, round_index, "reference")
     data = bench.stream.data(client, 0)
-    return run_client(method, REFERENCE, state, {"model": dict(bench.model())}, data, ctx)[1].values
+    phase = method.phases_by_name()["reference"]
+    return run_client(method, phase, state, {"model": dict(bench.model())}, data, ctx)[1].values
 
 
 def full_state(bench: Bench) -> dict[str, Any]:
@@ -176,21 +177,22 @@ def test_a_client_with_an_empty_buffer_is_left_out_of_the_mean() -> None:
 def test_when_all_buffers_are_empty_training_goes_on_unprojected() -> None:
     g = torch.tensor([1.0, 2.0])
     assert FedGP().gradient(SimpleNamespace(message={}), g) is g  # type: ignore[arg-type]
-    assert FedGP().broadcast({"model": {}}, "train", None) == {}  # type: ignore[arg-type]
+    assert FedGP().broadcast({"model": {}}, None) == {}  # type: ignore[arg-type]
     assert torch.equal(gp(size=0).run().params, Bench().run().params)
 
 
-def test_when_nobody_of_a_round_has_a_buffer_there_is_no_reference() -> None:
-    """Client 1 takes part in round 1 alone, without data: g_ref = None (fedgp.md 2.5)."""
+def test_when_no_client_of_a_round_has_a_buffer_there_is_no_reference() -> None:
+    """Client 1 takes part in round 1 alone, without data: g_ref = None."""
     bench = gp(stream=Toy(clients=2, cohorts={0: (0,), 1: (1,)}, sizes={(1, 0): 0}))
     assert "reference" not in bench.run(rounds=2).state.server.get("fedgp", {})
 
 
 def test_a_reference_that_is_not_finite_stops_the_run() -> None:
-    reduction = Reduction({"fedgp": dict(FedGP().phases()[0].reduce)})
+    phase = phase_of(FedGP(), "reference")
+    reduction = Reduction({"fedgp": dict(phase.reduce)})
     reduction.add(0, {"fedgp": {"gradient": torch.tensor([1.0, float("nan")])}}, 1.0)
     with pytest.raises(FloatingPointError, match="buffer gradient is not finite"):
-        FedGP().update({}, "reference", reduction.result()["fedgp"], None)  # type: ignore[arg-type]
+        phase.update({}, reduction.result()["fedgp"], None)  # type: ignore[arg-type]
 
 
 # no side effects -----------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def test_computing_the_reference_changes_nothing(mode: str) -> None:
     before = tree.clone({"state": state, "message": message})
     call, reference = (bench.context(0, 1, phase).at(trainer=trainer) for phase in ("train", "reference"))
     plain = run_client(method, method.train_phase(), state, message, data, call)
-    after, _ = run_client(method, REFERENCE, state, message, data, reference)
+    after, _ = run_client(method, method.phases_by_name()["reference"], state, message, data, reference)
     again = run_client(method, method.train_phase(), state, message, data, call)
     assert tree.equal(before, {"state": state, "message": message}) and tree.equal(after, state)
     assert tree.equal(plain[0], again[0]) and tree.equal(plain[1].values, again[1].values)
@@ -232,7 +234,8 @@ def test_agem_and_fedgp_project_in_this_order() -> None:
     g_c, g_b, g_ref = torch.tensor([1.0, -1.0]), torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0])
     stored = {"x": torch.zeros(2, 1), "y": torch.zeros(2, dtype=torch.int64)}
     parts, message, state = methods.build("fedgp+agem").parts, {"fedgp": {"reference": g_ref}}, {NAME: stored}
-    state |= {part.name: part.receive(state, message, {}, None)[0] for part in parts}  # type: ignore[arg-type]
+    for part in parts:
+        state = with_slots(state, part.name, part.receive(state, message, {}, None, None)[0])  # type: ignore[arg-type]
     rows = {"agem": {"rows": torch.zeros(1, dtype=torch.int64)}}
     step = SimpleNamespace(rows=rows, state=state, message=message, task_gradient=lambda x, y: g_b)
     gradient, on_the_way = g_c, []

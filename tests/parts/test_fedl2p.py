@@ -1,4 +1,4 @@
-"""FedL2P: what the meta-nets may say, how a client fine-tunes by them, and the hypergradient in closed form."""
+"""FedL2P: the range of the meta-nets, how a client fine-tunes by them, and the hypergradient in closed form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.parts.personal.fedl2p import FedL2P, Look, spread
 from everfed.parts.personal.meta_nets import MetaNets, Sites, clamped, symmetric_divergence
-from everfed.parts.personal.moments import watch_inputs
+from everfed.parts.personal.moments import input_moments
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
 QUICK = {"fedl2p": {"epochs": 2, "hidden": 5}}
@@ -104,11 +104,11 @@ def test_client_statistics_are_those_of_the_layers_inputs() -> None:
     assert look.inputs[:2].tolist() == pytest.approx([float(x.mean()), float(x.std(unbiased=False))], abs=1e-5)
 
 
-def test_inputs_are_watched_in_chunks_too() -> None:
+def test_input_moments_are_taken_in_chunks_too() -> None:
     bench = norm_bench()
     ctx, x = bench.context(), bench.stream.data(0, 0).x
-    once = watch_inputs(ctx.train, bench.model(), x, ["conv"])["conv"].overall()
-    many = watch_inputs(ctx.train, bench.model(), x.repeat(200, 1, 1, 1), ["conv"])["conv"].overall()  # 2400 samples
+    once = input_moments(ctx.train, bench.model(), x, ["conv"])["conv"].overall()
+    many = input_moments(ctx.train, bench.model(), x.repeat(200, 1, 1, 1), ["conv"])["conv"].overall()  # 2400 samples
     assert torch.allclose(torch.stack(once), torch.stack(many), atol=1e-6)
 
 

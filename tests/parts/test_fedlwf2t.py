@@ -1,4 +1,4 @@
-"""FedLwF-2T against its specification, section 9."""
+"""FedLwF-2T (Usmanova et al., 2021): the objective and its two teachers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def other(model: Model, factor: float = 1.4) -> Model:
     return {**model, "params": model["params"] * factor}
 
 
-# 1, 2 ----------------------------------------------------------------------------------------------------------------
+# what it reduces to --------------------------------------------------------------------------------------------------
 def test_the_first_task_is_fedavg_to_the_bit() -> None:
     bench = Bench("fedavg", module=Norm)
     assert equal(bench.run(rounds=2).state.model, bench.change(method="fedlwf2t").run(rounds=2).state.model)
@@ -55,8 +55,8 @@ def test_labels_alone_are_fedavg_in_all_tasks() -> None:
     assert not torch.equal(bench.run().params, bench.change(method="fedlwf2t").run().params)
 
 
-# 3 -------------------------------------------------------------------------------------------------------------------
-def test_the_server_teacher_is_silent_at_the_first_step_of_a_round() -> None:
+# the server's teacher ------------------------------------------------------------------------------------------------
+def test_the_server_teacher_has_no_gradient_at_the_first_step_of_a_round() -> None:
     """alpha = 0 and no own teacher: the loss is the server's term alone, and the model does not move."""
     bench = step_bench(alpha=0.0, beta=0.0)
     model = bench.model()
@@ -64,7 +64,7 @@ def test_the_server_teacher_is_silent_at_the_first_step_of_a_round() -> None:
     assert not torch.allclose(one_step(bench, model, None, other(model)).model["params"], model["params"], atol=1e-4)
 
 
-# 4 -------------------------------------------------------------------------------------------------------------------
+# teachers stay as they are -------------------------------------------------------------------------------------------
 def test_training_changes_neither_teacher() -> None:
     bench = step_bench().change(module=Norm)
     model, teacher = bench.model(), other(bench.model())
@@ -83,7 +83,7 @@ def test_the_own_teacher_is_the_last_model_of_the_task_before() -> None:
         assert equal(own["teacher"], latest) and not equal(own["latest"], latest)
 
 
-# 5 -------------------------------------------------------------------------------------------------------------------
+# the loss ------------------------------------------------------------------------------------------------------------
 def test_the_loss_of_equal_outputs_is_the_teachers_entropy() -> None:
     logits = torch.tensor([[2.0, 0.0, 0.0]])
     assert soft_cross_entropy(logits, logits, 2.0).item() == pytest.approx(0.975328, abs=1e-6)
@@ -107,7 +107,7 @@ def test_the_objective_in_full() -> None:
     assert one_step(bench, model, teacher, received).loss.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-# 6 -------------------------------------------------------------------------------------------------------------------
+# a missing teacher ---------------------------------------------------------------------------------------------------
 def test_a_missing_teacher_gives_its_weight_to_the_server_and_is_counted() -> None:
     bench = step_bench(alpha=0.2, beta=0.5)
     model, received = bench.model(), other(bench.model(), 0.7)
@@ -122,35 +122,35 @@ def test_a_missing_teacher_gives_its_weight_to_the_server_and_is_counted() -> No
     assert outcome.state.server["fedlwf2t"]["missing"] == 4.0  # two clients, two rounds
 
 
-# 7 -------------------------------------------------------------------------------------------------------------------
+# which classes -------------------------------------------------------------------------------------------------------
 def rows_moved(bench: Bench, fitted: Fitted, start: Tensor) -> Tensor:
     return bench.layout().param("head.weight").view(fitted.model["params"] - start)
 
 
-def test_the_own_teacher_says_nothing_about_new_classes() -> None:
+def test_the_own_teacher_does_not_cover_new_classes() -> None:
     bench = step_bench(ClassToy(), alpha=0.0, beta=1.0)
     model = bench.model()
     moved = rows_moved(bench, one_step(bench, model, other(model)), model["params"])
     assert moved[2:].abs().max() == 0 and moved[:2].abs().max() > 0
 
 
-def test_with_all_outputs_it_does() -> None:
+def test_with_all_outputs_it_covers_them() -> None:
     bench = step_bench(ClassToy(), alpha=0.0, beta=1.0, outputs="all")
     model = bench.model()
     assert rows_moved(bench, one_step(bench, model, other(model)), model["params"])[2:].abs().max() > 0
 
 
-def test_an_older_teacher_speaks_only_of_the_classes_it_knew() -> None:
+def test_an_older_teacher_covers_only_the_classes_it_knew() -> None:
     bench = Bench("fedlwf2t", stream=ClassToy(tasks=3, classes=6, cohorts={2: (0,), 3: (0,)}))
     part = next(p for p in bench.build_method().parts if p.name == "fedlwf2t")
     ctx, before = bench.context(client=1, round_index=4), bench.run(rounds=4).clients[1]
-    own, _ = part.receive(before, {}, bench.model(), ctx)
+    own, _ = part.receive(before, {}, bench.model(), bench.stream.data(1, 2), ctx)
     slots, _ = part.plan({**before, "fedlwf2t": own}, None, {}, ctx)  # type: ignore[arg-type]
     assert slots["own_classes"].nonzero().flatten().tolist() == [0, 1]
     assert slots["classes"].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-# 8 -------------------------------------------------------------------------------------------------------------------
+# high temperatures ---------------------------------------------------------------------------------------------------
 def test_at_a_high_temperature_the_gradient_is_the_centred_difference() -> None:
     rng = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(1, 5, generator=rng, dtype=torch.float64), torch.randn(1, 5, generator=rng).double()
@@ -161,7 +161,7 @@ def test_at_a_high_temperature_the_gradient_is_the_centred_difference() -> None:
     assert torch.allclose(found * 5 * temperature**2, gap - gap.mean(), atol=1e-3)
 
 
-# 9 -------------------------------------------------------------------------------------------------------------------
+# memory and traffic --------------------------------------------------------------------------------------------------
 def test_a_client_keeps_its_own_teacher_while_it_is_not_sampled() -> None:
     stream = Toy(rounds_per_task=6, cohorts={i: (0, 2) for i in range(1, 11)})
     bench = Bench("fedlwf2t", stream=stream)

@@ -1,4 +1,4 @@
-"""FedOMG: the server's step is the matched update. Numbers of the closed forms are those of the specification."""
+"""FedOMG: the server's step is the matched update. Closed forms of STAMP's Eq. 2 for two updates."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def aggregated(updates: list[list[float]], **options: object) -> Tensor:
 @pytest.mark.parametrize(
     ("updates", "scale", "expected"),
     [
-        ([[3, 4], [3, 4]], "none", (3.75, 5.0)),  # 1
+        ([[3, 4], [3, 4]], "none", (3.75, 5.0)),
         ([[3, 4], [3, 4]], "1+k2", (3.529412, 4.705882)),
         ([[3, 4], [3, 4]], "1+k", (3.0, 4.0)),
-        ([[1, 0], [0, 1]], "none", (0.625, 0.625)),  # 2
-        ([[1, 0], [-0.5, 1]], "none", (0.375, 0.5625)),  # 3
+        ([[1, 0], [0, 1]], "none", (0.625, 0.625)),
+        ([[1, 0], [-0.5, 1]], "none", (0.375, 0.5625)),
         ([[1, 0], [-0.5, 1]], "1+k2", (0.352941, 0.529412)),
         ([[1, 0], [-0.5, 1]], "1+k", (0.3, 0.45)),
-        ([[1, 0], [-0.5, 0]], "none", (0.1875, 0.0)),  # 4
-        ([[10, 0], [-1, 1]], "none", (3.699609, 1.300391)),  # 5
-        ([[1, 0], [-1, 0]], "none", (0.0, 0.0)),  # 6
+        ([[1, 0], [-0.5, 0]], "none", (0.1875, 0.0)),
+        ([[10, 0], [-1, 1]], "none", (3.699609, 1.300391)),
+        ([[1, 0], [-1, 0]], "none", (0.0, 0.0)),
         ([[0, 0], [0, 0]], "none", (0.0, 0.0)),
-        ([[3, 4]], "none", (3.75, 5.0)),  # 7
+        ([[3, 4]], "none", (3.75, 5.0)),
     ],
 )
 def test_the_server_adds_what_matching_gives(updates: list[list[float]], scale: str, expected: tuple[float]) -> None:
@@ -63,7 +63,7 @@ def test_no_reply_leaves_the_model() -> None:
 @pytest.mark.parametrize("scale", RHO)
 @pytest.mark.parametrize("clients", [1, 3])
 def test_identical_clients_take_a_longer_step(scale: str, clients: int) -> None:
-    """Tests 13 and 14: (1 + kappa) / rho times the update."""
+    """(1 + kappa) / rho times the update."""
     x, y = torch.tensor([[1.0, 2.0], [0.5, -1.0]]), torch.tensor([1.0, -1.0])
     stream = Given(clients=clients, tasks=1, rounds_per_task=1, table={(c, 0): (x, y) for c in range(clients)},
                    classes=1, objective=mean_square)  # fmt: skip
@@ -74,7 +74,7 @@ def test_identical_clients_take_a_longer_step(scale: str, clients: int) -> None:
 
 @pytest.mark.parametrize("scale", RHO)
 def test_kappa_zero_is_fedavg(scale: str) -> None:
-    """Test 12, second half; rho(0) = 1."""
+    """rho(0) = 1."""
     flat = Bench("fedomg", {"fedomg": {"kappa": 0.0, "scale": scale}}, module=Norm).run()
     plain = Bench("fedavg", module=Norm).run()
     assert torch.allclose(flat.params, plain.params, atol=1e-6)
@@ -91,7 +91,7 @@ def test_weights_shift_the_mean() -> None:
 
 
 def test_statistics_are_averaged_not_kept() -> None:
-    """Test 18, with two clients that saw different data."""
+    """With two clients that saw different data."""
     stream = Toy(clients=2, tasks=1, rounds_per_task=1)
     matched, averaged = (Bench(name, stream=stream, module=Norm).run() for name in ("fedomg", "fedavg"))
     assert torch.equal(matched.state.model["stats"], averaged.state.model["stats"])
@@ -100,7 +100,6 @@ def test_statistics_are_averaged_not_kept() -> None:
 
 
 def test_traffic_is_fedavgs() -> None:
-    """Test 16."""
     traffic = [Bench(name, module=Norm).run().state.traffic.as_dict() for name in ("fedavg", "fedomg")]
     assert [t["bytes_up"] for t in traffic] == [traffic[0]["bytes_up"]] * 2
     assert [t["bytes_down"] for t in traffic] == [traffic[0]["bytes_down"]] * 2
@@ -110,14 +109,14 @@ def test_the_server_sees_single_updates() -> None:
     assert methods.build("fedomg").reveals() == {"train": ["fedomg"]}
 
 
-def test_angles_are_told_on_demand() -> None:
+def test_angles_are_reported_on_demand() -> None:
     quiet = Bench("fedomg").run()
     assert not [e for e in quiet.events if e["event"] == "measure"]
-    told = [e for e in Bench("fedomg", {"fedomg": {"angles": True}}).run().events if e["event"] == "measure"]
-    assert len(told) == 4 and {e["part"] for e in told} == {"fedomg"}
-    m = told[0]["spatial_cosine"]
+    reported = [e for e in Bench("fedomg", {"fedomg": {"angles": True}}).run().events if e["event"] == "measure"]
+    assert len(reported) == 4 and {e["part"] for e in reported} == {"fedomg"}
+    m = reported[0]["spatial_cosine"]
     assert -1.0 <= m <= 1.0
-    assert told[0]["spatial_cosine_with_self"] == pytest.approx((1 + 2 * m) / 3)
+    assert reported[0]["spatial_cosine_with_self"] == pytest.approx((1 + 2 * m) / 3)
 
 
 def test_one_round_matches_the_updates_of_the_clients() -> None:
@@ -141,7 +140,7 @@ def test_options_are_checked(options: dict[str, object], match: str) -> None:
 
 
 def test_random_updates_stay_in_the_ball() -> None:
-    """Part of test 8, through the aggregating part."""
+    """The defining inequalities of matching, through the aggregating part."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         updates = rng.normal(size=(rng.integers(2, 9), 5)).astype(np.float32)

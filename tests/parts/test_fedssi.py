@@ -1,4 +1,4 @@
-"""FedSSI against its specification, section 7, numbers as they stand there."""
+"""FedSSI (ICML 2025), Eq. 2 to 6, against closed forms and its limits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed import methods
-from everfed.core.context import Hidden, TrainOptions
+from everfed.core.context import Hidden, Moment, TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.phase import Phase
 from everfed.core.tree import equal, tensor_bytes
-from everfed.core.world import Moment
 from everfed.parts.regularise.fedssi import FedSSI, proximity
 from everfed.parts.regularise.path import importance
+from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy, Forgetful, PastIsGone, point, quadratic
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
@@ -35,7 +35,7 @@ def surrogate(lam: float, lr: float, steps: int, start: float = 0.0, **options: 
     return v.item(), s.item()
 
 
-# 1 -------------------------------------------------------------------------------------------------------------------
+# q(lambda) -----------------------------------------------------------------------------------------------------------
 def test_q() -> None:
     assert proximity(0.2) == pytest.approx(2.0)
     assert proximity(0.5) == 0.5
@@ -48,7 +48,7 @@ def test_lambda_outside_the_open_interval_is_rejected(lam: float) -> None:
         methods.build("fedssi", fedssi(lam=lam))
 
 
-# 2 -------------------------------------------------------------------------------------------------------------------
+# the path of the surrogate (Eq. 5 and 6) -----------------------------------------------------------------------------
 @pytest.mark.parametrize(("steps", "v"), [(1, 0.1), (2, 0.185), (3, 0.25725)])
 def test_the_surrogates_path(steps: int, v: float) -> None:
     assert surrogate(0.5, 0.1, steps)[0] == pytest.approx(v, abs=1e-7)
@@ -58,7 +58,7 @@ def test_the_contribution_along_the_path_is_positive() -> None:
     assert surrogate(0.5, 0.1, 3)[1] == pytest.approx(0.23538375, abs=1e-7)
 
 
-# 3, 4 ----------------------------------------------------------------------------------------------------------------
+# its fixed point -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("lam", "v"), [(0.2, 1 / 3), (0.5, 2 / 3), (0.8, 8 / 9)])
 def test_the_surrogates_fixed_point(lam: float, v: float) -> None:
     assert surrogate(lam, 0.2, 80)[0] == pytest.approx(v, rel=1e-5)
@@ -82,13 +82,13 @@ def test_the_two_displacements_react_to_lambda_in_opposite_ways() -> None:
             ctx, model, data = point(quadratic(0.1, 200), 0.0)
             part = FedSSI(lam=lam, displacement=displacement, eps=1e-6)
             own = {"fedssi": {"anchor": torch.tensor([-0.5])}}
-            slots, _ = part.run(own, "consolidate", {"model": model}, data, ctx)
+            slots, _ = phase_of(part, "consolidate").run(own, {"model": model}, data, ctx)
             found.setdefault(displacement, []).append(slots["omega"].item())
     assert found["global"] == sorted(found["global"])
     assert found["psm"] == sorted(found["psm"], reverse=True)
 
 
-# 5 -------------------------------------------------------------------------------------------------------------------
+# lambda --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(3))
 def test_monotone_in_lambda_on_a_strongly_convex_problem(seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
@@ -106,7 +106,7 @@ def test_monotone_in_lambda_on_a_strongly_convex_problem(seed: int) -> None:
     assert all(a >= b - 1e-6 for a, b in itertools.pairwise(losses))
 
 
-# 6, 7 ----------------------------------------------------------------------------------------------------------------
+# importance and penalty (Eq. 2 and 3) --------------------------------------------------------------------------------
 def test_omega_penalty_and_its_gradient_in_numbers() -> None:
     omega = importance(torch.zeros(1), torch.tensor([0.23538375]), torch.tensor([0.25]), eps=0.1)
     assert omega.item() == pytest.approx(0.672525, abs=1e-6)
@@ -151,7 +151,7 @@ def test_the_cap() -> None:
     assert importance(torch.zeros(1), torch.ones(1), torch.zeros(1), 1e-3, cap=2.0).item() == 2.0
 
 
-# 8 -------------------------------------------------------------------------------------------------------------------
+# what it reduces to --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("module", [None, Norm])
 def test_the_first_task_is_fedavg_to_the_bit(module: Any) -> None:
     bench = Bench("fedavg", module=module)
@@ -202,7 +202,7 @@ def test_with_one_client_and_lambda_near_one_the_surrogate_is_local_training_fro
     assert s.abs().max() > 0
 
 
-# 9 -------------------------------------------------------------------------------------------------------------------
+# data, memory, traffic -----------------------------------------------------------------------------------------------
 def test_old_data_cannot_be_read_and_is_not_needed() -> None:
     stream = Forgetful()
     Bench("fedssi", stream=stream).run()
@@ -235,7 +235,7 @@ def test_with_partial_participation_the_anchors_cost_one_download_each() -> None
     assert sum(ours.down.values()) - sum(plain.down.values()) == 2 * 2 * size
 
 
-# 10 ------------------------------------------------------------------------------------------------------------------
+# the anchor ----------------------------------------------------------------------------------------------------------
 def test_the_anchor_is_the_previous_tasks_last_global_model_in_all_rounds() -> None:
     bench = Bench("fedssi", stream=Toy(tasks=3, rounds_per_task=3))
     ends = {task: bench.run(rounds=3 * task).params for task in (1, 2)}
@@ -244,7 +244,7 @@ def test_the_anchor_is_the_previous_tasks_last_global_model_in_all_rounds() -> N
             assert torch.equal(client["fedssi"]["anchor"], ends[rounds // 3])
 
 
-# 11 ------------------------------------------------------------------------------------------------------------------
+# unseen classes ------------------------------------------------------------------------------------------------------
 def head_rows(bench: Bench, vector: Tensor) -> Tensor:
     return bench.layout().param("head.weight").view(vector)
 
@@ -262,14 +262,14 @@ def test_rows_of_unseen_classes(logits: str) -> None:
         assert omega[2:].max() > 0 and moved[2:].abs().max() > 0
 
 
-# 12 ------------------------------------------------------------------------------------------------------------------
+# no gradient ---------------------------------------------------------------------------------------------------------
 def test_a_parameter_without_gradient_has_no_importance() -> None:
     x = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     stream = Given(clients=1, classes=1, table={(0, t): (x, torch.ones(2)) for t in range(2)}, objective=mean_square)
     bench = Bench("fedssi", stream=stream, module=Linear)
     ctx = bench.context(round_index=1, phase="consolidate")
     own = {"fedssi": {"anchor": bench.model()["params"]}}
-    slots, _ = FedSSI().run(own, "consolidate", {"model": bench.model()}, stream.data(0, 0), ctx)
+    slots, _ = phase_of(FedSSI(), "consolidate").run(own, {"model": bench.model()}, stream.data(0, 0), ctx)
     omega = slots["omega"]
     assert omega[0] > 0 and omega[1] == 0
 

@@ -1,4 +1,4 @@
-"""FedWeIT against the FedSSI specification, sections 5 and 7b."""
+"""FedWeIT (Yoon et al., 2021): Eq. 2 and 4, what is sent, and how samples are routed without a task id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from everfed import methods
 from everfed.core.context import TrainOptions
-from everfed.core.extras import registered
+from everfed.core.layout import registered
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, State
@@ -81,7 +81,7 @@ def test_a_task_begins_with_a_third_of_the_base_as_its_adaptive() -> None:
     state = b.run(rounds=2)
     message = {"model": state.state.model}
     start = {**state.state.model, "params": torch.cat([state.params, state.clients[0]["client"]["personal"]])}
-    own, model = part_of(b).receive(state.clients[0], message, start, ctx)
+    own, model = part_of(b).receive(state.clients[0], message, start, b.stream.data(0, 1), ctx)
     entry = hidden_weights(b.layout())[0]
     assert torch.allclose(piece(b, "adaptive", model["params"]), entry.view(model["params"]) / 3)
     assert piece(b, "attention", model["params"]).abs().max() == 0
@@ -269,7 +269,7 @@ def test_one_forward_pass_per_task_and_no_task_id() -> None:
         ctx.train.outputs(model, x, {"fedweit": own})
         assert Counting.passes == tasks
     Counting.passes = 0
-    ctx.train.outputs(model, x, {"fedweit": part_of(b).told(state["fedweit"], 1)})
+    ctx.train.outputs(model, x, {"fedweit": part_of(b).slots_for_task(state["fedweit"], 1)})
     assert Counting.passes == 1
 
 
@@ -284,7 +284,9 @@ def test_knowing_the_task_means_answering_with_its_weights() -> None:
     state, ctx = outcome.clients[0], b.context(round_index=3)
     model = {**outcome.state.model, "params": whole(b, state)}
     for task, classes in enumerate(((0, 1), (2, 3))):
-        found = ctx.train.outputs(model, b.stream.test(task).x, {"fedweit": part_of(b).told(state["fedweit"], task)})
+        found = ctx.train.outputs(
+            model, b.stream.test(task).x, {"fedweit": part_of(b).slots_for_task(state["fedweit"], task)}
+        )
         assert set(found.argmax(1).tolist()) <= set(classes)
 
 

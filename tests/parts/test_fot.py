@@ -1,4 +1,4 @@
-"""FOT against the FedSSI specification, sections 4 and 7b."""
+"""FOT (Bakman et al., 2024): sketches, bases and the projected update."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from everfed.core.part import Model
 from everfed.core.tree import equal
 from everfed.parts.project.fot import FOT, Sketch, directions, extended, input_columns, outside, wanted_share
 from everfed.parts.shared.layers import fan_in, hidden_weights
+from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Toy
 
@@ -51,7 +52,7 @@ def transformed(bench: Bench, bases: dict[str, Tensor], new: Tensor) -> Tensor:
     server = {"model": bench.model(), "fot": {"bases": bases}}
     part = next(part for part in bench.build_method().parts if part.name == "fot")
     model: Model = {**bench.model(), "params": new}
-    return part.transform(server, model, bench.world().server("train"))["params"]
+    return part.update_model(server, model, bench.world().server("train"))[1]["params"]
 
 
 def perturbed(bench: Bench) -> Tensor:
@@ -62,7 +63,7 @@ def perturbed(bench: Bench) -> Tensor:
 DEEP = Bench("fot", fot(threshold=0.6), module=Deep, train=TrainOptions(2, 5, Optimizer(lr=0.05)))
 
 
-# 1 -------------------------------------------------------------------------------------------------------------------
+# the projected update ------------------------------------------------------------------------------------------------
 def test_the_projected_update_is_orthogonal_to_the_basis() -> None:
     bases = {e.name: orthonormal(fan_in(e), fan_in(e) // 2) for e in hidden_weights(DEEP.layout())}
     moved = transformed(DEEP, bases, perturbed(DEEP)) - DEEP.model()["params"]
@@ -72,7 +73,7 @@ def test_the_projected_update_is_orthogonal_to_the_basis() -> None:
         assert (g @ bases[entry.name]).norm() < 1e-5 * g.norm()
 
 
-# 2 -------------------------------------------------------------------------------------------------------------------
+# the bases -----------------------------------------------------------------------------------------------------------
 def test_the_bases_are_orthonormal_and_grow() -> None:
     ranks = []
     for rounds in (2, 4):
@@ -83,7 +84,7 @@ def test_the_bases_are_orthonormal_and_grow() -> None:
     assert 0 < ranks[0] <= ranks[1]
 
 
-# 3 -------------------------------------------------------------------------------------------------------------------
+# which directions are added ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("rho", "share"), [(1.0, 0.87), (0.5, 0.74), (0.2, 0.35), (0.13, 0.0), (0.1, 0.0), (0.0, 0.0)])
 def test_the_share_that_is_still_wanted(rho: float, share: float) -> None:
     assert wanted_share(rho, 0.87) == pytest.approx(share, abs=1e-9)
@@ -95,7 +96,7 @@ def test_as_many_directions_as_hold_more_than_the_share() -> None:
     assert torch.allclose(directions(sketch, 0.65).abs(), torch.eye(4)[:, :2], atol=1e-6)
 
 
-# 4 -------------------------------------------------------------------------------------------------------------------
+# sketches ------------------------------------------------------------------------------------------------------------
 def test_the_sum_of_sketches_is_the_sketch_of_all_data() -> None:
     bench = Bench("fot", module=Deep)
     entry, basis = hidden_weights(bench.layout())[0], orthonormal(9, 3)
@@ -126,7 +127,7 @@ def test_the_share_outside_the_basis() -> None:
     assert shares == [1.0, pytest.approx(0.8)]
 
 
-# 5 -------------------------------------------------------------------------------------------------------------------
+# what it reduces to --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("module", [None, Norm, Deep])
 def test_the_first_task_is_fedavg_to_the_bit(module: Any) -> None:
     bench = Bench("fedavg", module=module)
@@ -138,7 +139,7 @@ def test_weighting_by_samples_is_warned_about() -> None:
     assert not methods.build("fot").warnings
 
 
-# 6 -------------------------------------------------------------------------------------------------------------------
+# what it protects ----------------------------------------------------------------------------------------------------
 def test_a_layers_outputs_on_inputs_in_the_span_do_not_change() -> None:
     bench = DEEP.change(stream=Toy(tasks=2, rounds_per_task=3))
     first, last = bench.run(rounds=3).state, bench.run().state
@@ -150,7 +151,7 @@ def test_a_layers_outputs_on_inputs_in_the_span_do_not_change() -> None:
         assert not torch.equal(entry.view(first.model["params"]), entry.view(last.model["params"]))
 
 
-# 7 -------------------------------------------------------------------------------------------------------------------
+# a full basis --------------------------------------------------------------------------------------------------------
 def test_a_full_basis_freezes_its_layer() -> None:
     frozen, free = hidden_weights(DEEP.layout())[:2]
     start, new = DEEP.model()["params"], perturbed(DEEP)
@@ -159,7 +160,7 @@ def test_a_full_basis_freezes_its_layer() -> None:
     assert torch.allclose(free.view(found), free.view(new), atol=1e-6)
 
 
-# 8 -------------------------------------------------------------------------------------------------------------------
+# what is never projected ---------------------------------------------------------------------------------------------
 def test_heads_and_batchnorm_are_never_projected() -> None:
     assert [e.name for e in hidden_weights(DEEP.layout())] == ["conv1.weight", "conv2.weight", "dense.weight"]
     bases = {e.name: orthonormal(fan_in(e), fan_in(e)) for e in hidden_weights(DEEP.layout())}
@@ -170,7 +171,7 @@ def test_heads_and_batchnorm_are_never_projected() -> None:
         assert torch.allclose(entry.view(found), entry.view(new), atol=1e-6)
 
 
-# 9 -------------------------------------------------------------------------------------------------------------------
+# no task id ----------------------------------------------------------------------------------------------------------
 def test_no_task_id_is_read() -> None:
     stream = ClassToy(task_ids=False)
     bench = DEEP.change(stream=stream)
@@ -207,7 +208,7 @@ def test_on_resnet18_the_sketches_are_368_megabytes_unless_their_columns_are_giv
     layers = hidden_weights(layout)
     assert len(layers) == 20 and all(len(entry.shape) == 4 for entry in layers)
     whole = 4 * sum(fan_in(e) * FOT().columns(e) for e in layers)
-    assert 365e6 < whole < 368.5e6  # the specification counts a 7x7 stem, this network has a 3x3 one
+    assert 365e6 < whole < 368.5e6  # with the 3x3 stem of this network; 368 MB is the count for a 7x7 stem
     assert 4 * sum(fan_in(e) * FOT(sketch_cols=256).columns(e) for e in layers) == 4 * 256 * sum(map(fan_in, layers))
 
 
@@ -242,7 +243,7 @@ def test_the_threshold_rises_after_every_task() -> None:
     reduced = {"sketch": torch.cat([sketch, dense.reshape(-1)]), "outside": torch.ones(3)}
     ctx = bench.world().server("subspace")
     ranks = [
-        part.update({"fot": {"finished": n}}, "subspace", reduced, ctx)["bases"]["conv2.weight"].shape[1]
+        phase_of(part, "subspace").update({"fot": {"finished": n}}, reduced, ctx)["bases"]["conv2.weight"].shape[1]
         for n in range(3)
     ]
     assert ranks == [7, 10, 12]  # more than 0.5, 0.8 and 1.0 of twelve equal directions

@@ -1,4 +1,4 @@
-"""Gap: a part that only looks. What it tells is counted by hand."""
+"""Gap: a part that only measures. What it reports is counted by hand."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tests.support.toy import Bench, Outcome, Toy
 PARTS = ["fedavg", "everfed.parts.project.gap:Gap"]
 
 
-def looked(stream: Toy | None = None) -> Bench:
+def measured(stream: Toy | None = None) -> Bench:
     def build() -> Method:
         return methods.build(parts=PARTS)
 
     return Bench(build, stream=stream or Toy())
 
 
-def told(outcome: Outcome) -> list[dict[str, float]]:
+def reported(outcome: Outcome) -> list[dict[str, float]]:
     return [e for e in outcome.events if e["event"] == "measure"]
 
 
-def test_looking_changes_nothing() -> None:
-    assert torch.equal(looked().run().params, Bench("fedavg").run().params)
-    assert [e["round"] for e in told(looked().run())] == [0, 1, 2, 3]
+def test_measuring_changes_nothing() -> None:
+    assert torch.equal(measured().run().params, Bench("fedavg").run().params)
+    assert [e["round"] for e in reported(measured().run())] == [0, 1, 2, 3]
 
 
-def test_what_it_tells_is_right() -> None:
+def test_what_it_reports_is_right() -> None:
     """One client: its model is the shared one, so there is no gap; and the accuracy is that of the evaluation."""
-    outcome = looked(Toy(clients=1)).run()
-    events = told(outcome)
+    outcome = measured(Toy(clients=1)).run()
+    events = reported(outcome)
     assert all(e["local_global_gap"] == 0.0 and e["local_accuracy"] == e["global_accuracy"] for e in events)
     samples, correct = outcome.state.rows[0][0][:2]
     assert events[1]["global_accuracy"] == pytest.approx(correct / samples)
@@ -40,7 +40,7 @@ def test_what_it_tells_is_right() -> None:
 
 def test_local_models_are_scored_before_aggregation() -> None:
     stream = Toy(clients=2, tasks=1, rounds_per_task=1)
-    event = told(looked(stream).run())[0]
+    event = reported(measured(stream).run())[0]
     test, right = stream.test(0), 0
     for client in range(2):
         alone = Bench(stream=Toy(clients=2, tasks=1, rounds_per_task=1, cohorts={0: (client,)}))
@@ -53,5 +53,5 @@ def test_local_models_are_scored_before_aggregation() -> None:
 
 
 def test_it_costs_no_uplink() -> None:
-    ours, plain = (b.run().state.traffic.as_dict() for b in (looked(), Bench("fedavg")))
+    ours, plain = (b.run().state.traffic.as_dict() for b in (measured(), Bench("fedavg")))
     assert ours["bytes_up"] == plain["bytes_up"]

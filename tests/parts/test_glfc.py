@@ -1,4 +1,4 @@
-"""GLFC: the testable properties of its specification, and the proxy server from end to end."""
+"""GLFC (Dong et al., CVPR 2022): the loss, detection of task changes and exemplars, prototypes, the proxy server."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed import methods
+from everfed import BOUNDARIES, CompositionError, Layout, Optimizer, Position, TrainOptions, methods
 from everfed.core import tree
-from everfed.core.companion import first_vectors
-from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
-from everfed.core.layout import Layout
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, CompositionError
+from everfed.core.replica import initial_weights
 from everfed.models.lenet import EncoderBlueprint
 from everfed.parts.generative.glfc import GLFC, class_weights
 from everfed.parts.generative.prototypes import encoded, label_of, reconstructed
-from everfed.parts.memory.buffer import stored
+from everfed.parts.memory.buffer import Memory, stored
 from everfed.parts.memory.herding import herd
-from everfed.parts.memory.policy import Policy
 from everfed.parts.memory.transition import OnTransition, entropy
 from tests.parity.test_resume import assert_resumes
 from tests.parity.test_wire import assert_same
+from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Outcome, Toy
 from tests.support.wire import run_over_wire
@@ -42,8 +38,8 @@ def bench(size: int = 8, policy: dict[str, Any] | None = None, stream: Toy | Non
     return Bench("glfc", chosen, stream=stream or ClassToy(tasks=2), train=SGD)
 
 
-def told(**options: Any) -> Bench:
-    """The stream says when a task changes."""
+def on_boundary(**options: Any) -> Bench:
+    """Clients know from the stream when a task changes."""
     return bench(policy={"detect": "boundary"}, **options)
 
 
@@ -72,7 +68,7 @@ def test_a_batch_of_one_group_only_does_not_divide_by_zero(learned: bool) -> Non
 @pytest.mark.parametrize("form", ["sigmoid", "softmax"])
 def test_relations_to_a_model_that_knows_nothing_are_the_labels(form: str) -> None:
     """L_RD equals the distance to one-hot targets when the old model has no outputs; then L = L_GC too."""
-    case = told(form=form)
+    case = on_boundary(form=form)
     ctx, model = case.context(round_index=2), case.model()
     part = GLFC(form=form)
     data = case.stream.data(0, 1)
@@ -94,11 +90,8 @@ def test_relations_to_a_model_that_knows_nothing_are_the_labels(form: str) -> No
 
 def test_without_memory_and_old_model_it_is_fedavg_with_binary_cross_entropy() -> None:
     class Binary(ClassToy):
-        @property
-        def loss(self) -> Any:
-            return lambda outputs, y: functional.binary_cross_entropy_with_logits(
-                outputs, functional.one_hot(y, 4).float()
-            )
+        def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+            return functional.binary_cross_entropy_with_logits(outputs, functional.one_hot(y, 4).float())
 
     plain = Bench("fedavg", stream=Binary(), train=SGD).run()
     ours = bench(size=0, old_model="none", head="full").run()
@@ -140,7 +133,7 @@ def held(outcome: Outcome, client: int = 0) -> tuple[list[int], list[int]]:
 
 
 def test_exemplars_are_kept_at_a_change_and_the_old_classes_make_room() -> None:
-    case = told(stream=ClassToy(tasks=3, classes=6))
+    case = on_boundary(stream=ClassToy(tasks=3, classes=6))
     assert held(case.run(rounds=2)) == ([], [0, 0, 0, 0, 1, 1, 1, 1])  # 8 rows, two current classes
     assert held(case.run(rounds=3)) == ([0, 0, 1, 1], [2, 2, 3, 3])
     assert held(case.run(rounds=5)) == ([0, 1, 2, 3], [4, 5])
@@ -149,7 +142,7 @@ def test_exemplars_are_kept_at_a_change_and_the_old_classes_make_room() -> None:
 
 
 def test_a_cut_keeps_the_herding_order() -> None:
-    case = told(stream=ClassToy(tasks=3, classes=6))
+    case = on_boundary(stream=ClassToy(tasks=3, classes=6))
     ids = {r: case.run(rounds=r).clients[0]["memory"]["host"]["ids"] for r in (2, 3, 5)}
     assert ids[3][[0, 1, 2, 3]].tolist() == ids[2][[0, 1, 4, 5]].tolist()
     assert ids[5][[0, 1]].tolist() == ids[3][[0, 2]].tolist()
@@ -161,9 +154,9 @@ def test_the_memory_never_exceeds_its_size(size: int) -> None:
         assert int(client["memory"]["host"]["stored"]) <= size
 
 
-def test_a_change_that_nobody_notices_leaves_nothing() -> None:
-    deaf = bench(policy={"threshold": 99.0}).run()
-    assert held(deaf) == ([], [2] * 4 + [3] * 4)
+def test_nothing_is_kept_of_a_task_whose_end_is_not_detected() -> None:
+    undetected = bench(policy={"threshold": 99.0}).run()
+    assert held(undetected) == ([], [2] * 4 + [3] * 4)
 
 
 def test_a_signal_within_a_task_keeps_nothing_of_current_data() -> None:
@@ -172,7 +165,7 @@ def test_a_signal_within_a_task_keeps_nothing_of_current_data() -> None:
 
 
 def test_classes_that_come_back_are_learned_and_current_at_once() -> None:
-    outcome = told(stream=Toy(clients=1, tasks=3, samples=20)).run()
+    outcome = on_boundary(stream=Toy(clients=1, tasks=3, samples=20)).run()
     kept, aside = held(outcome)
     assert set(kept) <= {0, 1, 2, 3} and len(kept) + len(aside) <= 8
     assert outcome.clients[0]["memory"]["host"]["learned"].tolist() == sorted(set(kept))
@@ -185,7 +178,7 @@ BLUEPRINT = EncoderBlueprint((1, 4, 4), 5)
 def encoder(blueprint: EncoderBlueprint = BLUEPRINT) -> tuple[Any, Layout, dict[str, Tensor]]:
     module = blueprint.build()
     layout = Layout.of(module)
-    return module, layout, layout.named(first_vectors(blueprint, 3)["params"])
+    return module, layout, layout.named(initial_weights(blueprint, 3)["params"])
 
 
 @pytest.mark.parametrize(("shape", "fed"), [((1, 28, 28), 588), ((3, 32, 32), 768), ((3, 64, 64), 3072)])
@@ -221,8 +214,8 @@ def test_reconstruction_comes_closer_with_every_accepted_image() -> None:
 
 
 # the proxy server ----------------------------------------------------------------------------------------------------
-def test_the_proxy_chooses_the_old_model_and_nobody_else_sees_the_gradients() -> None:
-    case = told(**PROXY)
+def test_the_proxy_chooses_the_old_model_and_clients_forget_their_gradients() -> None:
+    case = on_boundary(**PROXY)
     first = case.run(rounds=1)
     own = first.state.server["glfc"]
     assert own["images"].shape[0] == own["labels"].shape[0] <= 2 * 2 * 2  # clients x classes x iterates
@@ -235,10 +228,10 @@ def test_the_proxy_chooses_the_old_model_and_nobody_else_sees_the_gradients() ->
     assert all("prototypes" not in client["glfc"] for client in case.run().clients.values())
 
 
-def test_who_noticed_a_change_looks_back_at_the_best_model_and_others_at_the_one_before() -> None:
-    part, heard = GLFC(old_model="proxy"), {"current": {"is": "now"}, "previous": {"is": "before"}}
-    assert part._old(heard, signal=True) == {"is": "now"}
-    assert part._old(heard, signal=False) == {"is": "before"}
+def test_after_a_detected_change_the_old_model_is_the_best_and_otherwise_the_one_before() -> None:
+    part, received = GLFC(old_model="proxy"), {"current": {"is": "now"}, "previous": {"is": "before"}}
+    assert part._old(received, signal=True) == {"is": "now"}
+    assert part._old(received, signal=False) == {"is": "before"}
     assert part._old({"current": {"is": "now"}}, signal=False) is None
     assert part._old({}, signal=True) is None
 
@@ -247,13 +240,14 @@ def test_who_noticed_a_change_looks_back_at_the_best_model_and_others_at_the_one
 def test_the_best_score_begins_anew_at_a_change(reset: bool) -> None:
     part = GLFC(old_model="proxy", reset=reset)
     own = {"best": 0.9, "current": {"params": torch.tensor(0.0)}, "current_since": 0}
-    changed = part._transition(own, {0: torch.zeros(1, 3)})
+    update = phase_of(part, "prototypes").update
+    changed = update({"glfc": own}, {"gradients": {0: torch.zeros(1, 3)}}, bench().context())
     assert changed["best"] == (0.0 if reset else 0.9)
     assert changed["previous_since"] == 0
 
 
 def test_bytes_by_part() -> None:
-    case = told(**PROXY)
+    case = on_boundary(**PROXY)
     encoder_bytes = 4 * sum(p.numel() for p in EncoderBlueprint((1, 4, 4), 4).build().parameters())
     rounds = {r: case.run(rounds=r).state.traffic for r in (1, 2, 3)}
     # two clients, two classes each: gradients when their task has changed, and only then
@@ -261,7 +255,7 @@ def test_bytes_by_part() -> None:
     model = tree.tensor_bytes(case.model()) + 4  # with a mask of what it knows
     assert rounds[1].down["glfc"] == 2 * encoder_bytes
     assert rounds[2].down["glfc"] == 2 * (encoder_bytes + model)
-    plain = told().run().state.traffic
+    plain = on_boundary().run().state.traffic
     assert plain.up["glfc"] == 0
     assert plain.down["glfc"] == 2 * model  # the teacher, once
 
@@ -284,14 +278,14 @@ def test_what_it_reveals_and_needs() -> None:
 
 
 def test_the_old_model_stays_as_it_was() -> None:
-    case = told(stream=ClassToy(tasks=2, rounds_per_task=3))
+    case = on_boundary(stream=ClassToy(tasks=2, rounds_per_task=3))
     frozen = {sha256(tree.to_bytes(case.run(rounds=r).state.server["glfc"]["old"])).hexdigest() for r in (3, 4, 5)}
     assert len(frozen) == 1
     assert torch.equal(case.run(rounds=5).state.server["glfc"]["old"]["params"], case.run(rounds=3).params)
 
 
 def test_wire_and_resume_parity_with_a_proxy() -> None:
-    case = told(stream=ClassToy(clients=2, tasks=2), **PROXY).change(module=Norm)
+    case = on_boundary(stream=ClassToy(clients=2, tasks=2), **PROXY).change(module=Norm)
     assert_same(case.run(), run_over_wire(case))
     assert_resumes(case, 3)
 
@@ -312,6 +306,7 @@ def test_options_outside_their_range_are_refused(options: dict[str, Any], messag
         OnTransition(detect="never")
 
 
-def test_policies_are_not_asked_after_the_last_task_unless_they_come_before_training() -> None:
-    ctx = bench().context(round_index=3)
-    assert OnTransition().wanted("remember", ctx) and not Policy().wanted("remember", ctx)
+def test_policies_do_not_choose_after_the_last_task_unless_they_do_so_before_training() -> None:
+    before, after = (phase_of(Memory(policy=kind), "remember") for kind in ("on-transition", "herding"))
+    assert before.in_last_round and before.position is Position.BEFORE
+    assert not after.in_last_round and after.position is Position.AFTER

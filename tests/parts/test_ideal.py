@@ -1,4 +1,4 @@
-"""Ideal: baselines_replay.md section 10, tests 1 to 3 and 5."""
+"""Ideal: joint training on the client's own data of all tasks so far."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from everfed import methods
-from everfed.core.data import Data
-from everfed.core.method import compose
-from everfed.core.part import CompositionError
+from everfed import CompositionError, Data, compose, methods
 from everfed.parts.aggregate.average import FedAvg
 from everfed.parts.memory.buffer import Memory
 from everfed.parts.memory.ideal import Ideal

@@ -53,6 +53,6 @@ def test_a_run_of_two_tasks(method: str, shape: tuple[int, ...]) -> None:
     take_turns([one], 4)
     assert one.runner.state.model["params"].isfinite().all()
     assert len(one.runner.state.rows) == 2
-    told = {event["phase"] for event in one.events if event["event"] == "phase"}
+    phases = {event["phase"] for event in one.events if event["event"] == "phase"}
     servers = {"mfcl": "generator", "target": "synthesis", "lander": "synthesis", "fedcil": "consolidate"}
-    assert {**servers, "glfc": "reconstruct"}.get(method, "train") in told
+    assert {**servers, "glfc": "reconstruct"}.get(method, "train") in phases

@@ -1,4 +1,4 @@
-"""Losses that invert a classifier against the MFCL specification, section 13 (properties 4, 5 and 6)."""
+"""Losses that invert a classifier (MFCL, Babakniya et al., 2023, Eq. 5; after ABD, Smith et al., 2021)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def at(*probabilities: float, rows: int = 3) -> Tensor:
     return torch.tensor([probabilities]).log().expand(rows, -1)
 
 
-# 4: BatchNorm statistics ---------------------------------------------------------------------------------------------
+# BatchNorm statistics ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("seen", "expected"), [((0.0, 1.0), 0.0), ((1.0, 1.0), 0.5), ((0.0, 4.0), 0.318147), ((0.0, 0.25), 0.806853)]
 )
-def test_the_divergence_of_normals_has_the_specified_values(seen: tuple[float, float], expected: float) -> None:
+def test_the_divergence_of_normals_has_its_closed_form(seen: tuple[float, float], expected: float) -> None:
     assert kl(0.0, 1.0, *seen) == pytest.approx(expected, abs=1e-6)
 
 
@@ -70,7 +70,7 @@ def test_no_hook_stays_behind() -> None:
     assert not norm._forward_pre_hooks
 
 
-# 5: diversity --------------------------------------------------------------------------------------------------------
+# diversity -----------------------------------------------------------------------------------------------------------
 def test_diversity_is_0_when_uniform_and_1_when_peaked() -> None:
     assert diversity(at(0.25, 0.25, 0.25, 0.25)).item() == pytest.approx(0.0, abs=1e-6)
     assert diversity(torch.tensor([[100.0, 0.0, 0.0]] * 4)).item() == pytest.approx(1.0, abs=1e-6)
@@ -130,7 +130,7 @@ def test_a_high_temperature_makes_the_content_term_nearly_inert() -> None:
     assert gradient.abs().max().item() == pytest.approx(0.9e-3, abs=0.1e-3)
 
 
-# 6: prior ------------------------------------------------------------------------------------------------------------
+# prior ---------------------------------------------------------------------------------------------------------------
 def test_the_kernel_is_the_one_of_the_authors_code() -> None:
     weights = gaussian()
     assert sum(weights) == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""LANDER against its specification, section 11. What it shares with TARGET is in test_target.py."""
+"""LANDER (Tran et al., 2024). What it shares with TARGET is in test_target.py."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.context import TrainOptions
-from everfed.core.extras import registered
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, State
-from everfed.core.trainer import Fitted
+from everfed import CompositionError, Fitted, Optimizer, State, TrainOptions, options_of
+from everfed.core.layout import registered
 from everfed.core.tree import equal
 from everfed.parts.generative.adversary import bound
 from everfed.parts.generative.anchors import hashed_names, sentence_anchors
 from everfed.parts.generative.lander import Lander, class_weights
 from everfed.parts.generative.noisy_synthesis import NoisySynthesizer, balanced
+from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import SMALL, Bench, Norm
 
@@ -34,7 +32,7 @@ def part_of(case: Bench) -> Lander:
     return cast(Lander, case.build_method().part("lander"))
 
 
-# 1 -------------------------------------------------------------------------------------------------------------------
+# the bound -----------------------------------------------------------------------------------------------------------
 def test_inside_the_radius_there_is_no_pull_outside_it_is_that_of_the_mean_square() -> None:
     anchors = torch.zeros(3, 4)
     inside, outside = (torch.full((3, 4), math.sqrt(value)).requires_grad_() for value in (0.0149, 0.02))
@@ -51,7 +49,7 @@ def test_the_hinge_is_over_the_batch_or_over_each_sample() -> None:
     assert bound(projected, torch.zeros(2, 2), 0.03, "sample").item() == pytest.approx(0.005)
 
 
-# 2 -------------------------------------------------------------------------------------------------------------------
+# weights -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("old", "seen", "c", "p"),
     [
@@ -76,7 +74,7 @@ def test_without_old_classes_there_are_no_such_weights_and_the_first_task_is_pla
     assert part._weights(case.context(round_index=2)).tolist() == pytest.approx(class_weights(2, 4))
 
 
-# 3 -------------------------------------------------------------------------------------------------------------------
+# the projection ------------------------------------------------------------------------------------------------------
 def test_predictions_do_not_depend_on_the_projection() -> None:
     case = bench()
     model, x = case.model(), case.stream.test(0).x
@@ -96,7 +94,7 @@ def test_the_projection_is_trained_and_averaged() -> None:
     assert before.abs().max() <= 1 / math.sqrt(48)
 
 
-# 4 -------------------------------------------------------------------------------------------------------------------
+# targets -------------------------------------------------------------------------------------------------------------
 @given(st.integers(1, 400), st.integers(2, 300))
 def test_targets_are_balanced_but_for_a_random_remainder(classes: int, count: int) -> None:
     labels = np.arange(classes) * 2 + 1
@@ -107,7 +105,7 @@ def test_targets_are_balanced_but_for_a_random_remainder(classes: int, count: in
     assert counts.sum() - classes * (count // classes) == count % classes
 
 
-# 5 -------------------------------------------------------------------------------------------------------------------
+# synthesis -----------------------------------------------------------------------------------------------------------
 def test_noisy_layers_are_redrawn_in_every_round_the_rest_goes_on() -> None:
     case = bench(g_steps=1, lr_g=0.0)
     part = part_of(case)
@@ -115,7 +113,7 @@ def test_noisy_layers_are_redrawn_in_every_round_the_rest_goes_on() -> None:
     layout = cast(NoisySynthesizer, part.synthesizer(ctx, server)).generator.layout
     found = []
     for repeat in range(2):
-        server = {**server, "lander": part.update(server, "synthesis", {}, ctx.at(repeat=repeat))}
+        server = {**server, "lander": phase_of(part, "synthesis").update(server, {}, ctx.at(repeat=repeat))}
         found.append(layout.named(server["lander"]["work"]["generator"]["params"]))
     assert not torch.equal(found[0]["weight"], found[1]["weight"])
     assert torch.equal(found[0]["trunk.dense.weight"], found[1]["trunk.dense.weight"])
@@ -127,7 +125,7 @@ def test_channel_statistics_are_learned_from_a_half_and_a_fifth() -> None:
     case = bench(g_steps=1, lr_stats=0.01)
     part = part_of(case)
     server, ctx = case.run(rounds=1).state.server, case.context(round_index=1, phase="synthesis").at(client=None)
-    channels = part.update(server, "synthesis", {}, ctx)["work"]["generator"]["channels"].flatten()
+    channels = phase_of(part, "synthesis").update(server, {}, ctx)["work"]["generator"]["channels"].flatten()
     assert (channels - torch.tensor([0.5, 0.2])).abs().tolist() == pytest.approx([0.01, 0.01], rel=1e-3)
 
 
@@ -140,7 +138,7 @@ def test_what_is_kept_begins_with_the_last_round_of_the_warm_up_and_the_adversar
     assert {turn.rate for turn in turns} == {0.0, 0.1}
 
 
-# 7 -------------------------------------------------------------------------------------------------------------------
+# anchors stay as they are --------------------------------------------------------------------------------------------
 def test_anchors_never_change() -> None:
     case = bench()
     ctx = case.context().at(client=None)
@@ -150,7 +148,7 @@ def test_anchors_never_change() -> None:
     assert not before.requires_grad
 
 
-# 8 -------------------------------------------------------------------------------------------------------------------
+# a client's loss -----------------------------------------------------------------------------------------------------
 def fitted(case: Bench, name: str, teacher: Tensor, pool: Tensor, anchors: Tensor) -> Fitted:
     """Client 0 in the first round of the second task."""
     ctx, model, parts = case.context(round_index=2), case.model(), case.build_method().parts
@@ -175,7 +173,7 @@ def test_without_anchors_and_features_it_is_target() -> None:
     assert torch.equal(ours.model["params"][own:], lander.model()["params"][own:])
 
 
-def test_the_features_of_real_and_synthetic_samples_are_told_apart() -> None:
+def test_real_and_synthetic_samples_have_their_own_features() -> None:
     """One step with every term, against the formula written out."""
     train = TrainOptions(1, 12, Optimizer(lr=0.0))
     case = bench(cur=0.3, pre=0.6).change(train=train, module=None)
@@ -202,22 +200,22 @@ def test_the_features_of_real_and_synthetic_samples_are_told_apart() -> None:
     assert loss == pytest.approx(expected.item(), rel=1e-5)
 
 
-# 9 -------------------------------------------------------------------------------------------------------------------
+# the best model ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("losses", "best"), [([3.0, 1.0, 1.0, 2.0], 1), ([1.0, 2.0, 3.0, 4.0], 0)])
 def test_the_model_that_started_the_best_round_is_restored(losses: list[float], best: int) -> None:
     case = bench()
     part, ctx = part_of(case), case.context().at(client=None)
     models = [{"params": torch.tensor([float(i)])} for i in range(5)]
     server: State = {"model": models[0], "lander": part.server_slots(ctx)}
-    server["lander"] = part.update(server, "start", {}, ctx)
+    server["lander"] = phase_of(part, "start").update(server, {}, ctx)
     for loss, new in zip(losses, models[1:], strict=True):
         server["model"] = new
-        server["lander"] = part.update(server, "train", {"loss": torch.tensor(loss)}, ctx)
+        server["lander"] = part.update(server, {"loss": torch.tensor(loss)}, ctx)
     assert server["lander"]["lowest"] == losses[best]
-    server["lander"] = part.update(server, "restore", {}, ctx)
-    assert equal(part.revise(server, "restore", models[-1], ctx), models[best])
-    assert server["lander"]["lowest"] == math.inf
-    assert part.revise(server, "synthesis", models[-1], ctx) is models[-1]
+    own, restored = phase_of(part, "restore").update_model(server, models[-1], ctx)
+    assert equal(restored, models[best])
+    assert own["lowest"] == math.inf
+    assert phase_of(part, "synthesis").update_model is None
 
 
 def test_losses_of_the_first_local_epoch_are_averaged_over_samples() -> None:
@@ -269,7 +267,7 @@ def test_defaults_are_those_of_the_released_code() -> None:
         "adv": 1.0, "ltc": 5.0, "r": 0.015, "cur": 0.2, "pre": 0.4, "n_syn": 10_000, "kd_steps": 50, "batch": 128,
         "lr_student": 0.1, "t_student": 20.0, "width": 512, "group": 10, "hinge": "batch", "model": "best",
     }  # fmt: skip
-    options = Lander().options()
+    options = options_of(Lander())
     assert {name: options[name] for name in wanted} == wanted
 
 

@@ -1,4 +1,4 @@
-"""FL+LwF against the FedSSI specification, sections 3.1 and 7b."""
+"""FL+LwF: learning without forgetting (Li and Hoiem, 2016) under federation, as in the FedSSI paper."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def step_bench(stream: Toy | None = None, **options: Any) -> Bench:
     return Bench("lwf", lwf(**options), stream=stream or Toy(), train=TrainOptions(1, 12, Optimizer(lr=0.1)))
 
 
-# 1 -------------------------------------------------------------------------------------------------------------------
+# the first task ------------------------------------------------------------------------------------------------------
 def test_the_first_task_is_fedavg() -> None:
     bench = Bench("fedavg")
     assert equal(bench.run(rounds=2).state.model, bench.change(method="lwf").run(rounds=2).state.model)
 
 
-# 2 -------------------------------------------------------------------------------------------------------------------
+# the term ------------------------------------------------------------------------------------------------------------
 def test_a_student_that_equals_its_teacher_is_left_alone() -> None:
     bench = step_bench(weight=5.0)
     model = bench.model()
@@ -66,7 +66,7 @@ def test_the_term_is_beta_tau_squared_kl() -> None:
     assert gained.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-# 3, 6 ----------------------------------------------------------------------------------------------------------------
+# the divergence ------------------------------------------------------------------------------------------------------
 @given(seed=st.integers(0, 1000), temperature=st.floats(0.1, 20.0))
 def test_the_divergence_is_never_negative(seed: int, temperature: float) -> None:
     student, teacher = outputs(5, 4, seed), outputs(5, 4, seed + 5000)
@@ -80,7 +80,7 @@ def test_a_constant_on_all_of_the_teachers_logits_changes_nothing(seed: int, shi
     assert torch.allclose(divergence(student, teacher, 2.0), divergence(student, teacher + shift, 2.0), atol=1e-5)
 
 
-# 4 -------------------------------------------------------------------------------------------------------------------
+# which classes -------------------------------------------------------------------------------------------------------
 def test_the_logits_of_new_classes_do_not_enter() -> None:
     bench = step_bench(ClassToy(), weight=1.0)
     model = bench.model()
@@ -96,14 +96,14 @@ def test_all_classes_are_distilled_when_tasks_share_them() -> None:
     assert Bench("lwf", stream=ClassToy()).run().clients[0]["lwf"]["old"].tolist() == [True, True, False, False]
 
 
-# 5 -------------------------------------------------------------------------------------------------------------------
+# without distillation ------------------------------------------------------------------------------------------------
 def test_no_distillation_is_fedavg() -> None:
     bench = Bench("fedavg")
     assert equal(bench.run().state.model, bench.change(method="lwf", options=lwf(weight=0.0)).run().state.model)
     assert not torch.equal(bench.run().params, bench.change(method="lwf").run().params)
 
 
-# 7 -------------------------------------------------------------------------------------------------------------------
+# the teacher ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("module", [None, Norm])
 def test_the_teacher_never_changes_during_a_task(module: Any) -> None:
     bench = Bench("lwf", stream=Toy(rounds_per_task=3), module=module)

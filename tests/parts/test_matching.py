@@ -15,13 +15,13 @@ from torch import Tensor
 from everfed.parts.project import matching
 from everfed.parts.project.matching import (
     Matching,
-    SoftmaxSGD,
     combine,
     gram,
     match_gradients,
     pairwise_cosines,
     solve_gram,
 )
+from everfed.parts.project.matching_solvers import SoftmaxSGD
 
 KAPPA = 0.25
 

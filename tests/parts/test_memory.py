@@ -1,4 +1,4 @@
-"""The reservoir: fedgp.md, properties 8 and 9; alignment of what is stored (DER, test 8)."""
+"""The reservoir (Vitter, 1985; FedGP, Algorithm 4), and the alignment of samples, labels and stored outputs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
+from everfed import Optimizer, TrainOptions
 from everfed.core.schedule import minibatches
 from everfed.parts.memory.buffer import NAME, Memory, filled, replay_rows, reservoir_rows
 from tests.support.toy import Bench, Norm, Toy
@@ -29,7 +28,7 @@ def fill(offers: list[int], size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def one_by_one(draws: list[int], n: int, size: int) -> dict[int, int]:
-    """ReservoirAdd as printed (fedgp.md 2.4), with the draws given: {row: offer}."""
+    """FedGP's ReservoirAdd one sample at a time (Algorithm 4), with the draws given: {row: offer}."""
     held: dict[int, int] = {}
     for offer, draw in enumerate(draws):
         row = n if n < size else draw

@@ -1,4 +1,4 @@
-"""MFCL against its specification (section 13), the note on ABD, and the rules of class-incremental evaluation."""
+"""MFCL (Babakniya et al., NeurIPS 2023), the weights of ABD (Smith et al., 2021), and class-incremental evaluation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import api, methods
-from everfed.core.companion import first_vectors
-from everfed.core.context import TrainOptions
-from everfed.core.data import Data
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Model
+from everfed import (
+    CompositionError,
+    Data,
+    Fitted,
+    Model,
+    Optimizer,
+    Step,
+    TrainOptions,
+    Tree,
+    api,
+    compose,
+    methods,
+    options_of,
+)
+from everfed.core.context import Moment
+from everfed.core.replica import initial_weights
 from everfed.core.runner import Diverged, Runner, RunState
-from everfed.core.score import Exam
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree, clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
-from everfed.core.world import Moment
+from everfed.core.scoring import Exam
+from everfed.core.tree import clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
+from everfed.parts.aggregate.average import FedAvg
 from everfed.parts.generative.data_free import TERMS
 from everfed.parts.generative.mfcl import MFCL, PHASE, abd_weights, distillation
 from everfed.store.clients import ClientStore
+from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import SMALL, Bench, Norm, Paused, Toy, comparable
 
@@ -63,7 +72,7 @@ def payload(case: Bench) -> dict[str, Tree]:
     """A teacher that is not the student, and a generator."""
     model = case.model()
     params = model["params"] + 0.1 * torch.randn(len(model["params"]), generator=torch.Generator().manual_seed(3))
-    generator = first_vectors(part_of(case).blueprint(case.context()), 4)
+    generator = initial_weights(part_of(case).blueprint(case.context()), 4)
     message: Tree = {"teacher": {**model, "params": params}}
     return {"mfcl": {**message, "generator": generator} if part_of(case).syn_batch else message}
 
@@ -86,7 +95,7 @@ def digest(tree: Tree) -> str:
     return hashlib.sha256(b"".join(v.numpy().tobytes() for _, v in leaves(tree) if isinstance(v, Tensor))).hexdigest()
 
 
-# 1: split cross-entropy ----------------------------------------------------------------------------------------------
+# split cross-entropy (Eq. 4) -----------------------------------------------------------------------------------------
 def test_the_current_tasks_loss_leaves_the_old_rows_alone() -> None:
     found = gradient(bench(w_ft=0.0, w_kd=0.0))
     assert not found["head.weight"][:2].any() and not found["head.bias"][:2].any()
@@ -100,7 +109,7 @@ def test_the_current_tasks_loss_is_that_of_the_sliced_logits() -> None:
     assert MFCL().current(outputs, y, own).item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-# 2: the fine-tuning loss trains the head alone -----------------------------------------------------------------------
+# the fine-tuning loss trains the head alone (Eq. 6) ------------------------------------------------------------------
 @dataclass(frozen=True)
 class NoCurrent(MFCL):
     """MFCL without L_CE."""
@@ -110,14 +119,11 @@ class NoCurrent(MFCL):
 
 
 def without_current(case: Bench) -> Bench:
-    options = {**part_of(case).options()}
-    return case.change(method=lambda: _compose(NoCurrent(**options)))
+    part = NoCurrent(**options_of(part_of(case)))
+    return case.change(method=lambda: _compose(part))
 
 
 def _compose(part: MFCL) -> Any:
-    from everfed.core.method import compose
-    from everfed.parts.aggregate.average import FedAvg
-
     return compose(FedAvg(), part, name="mfcl")
 
 
@@ -135,7 +141,7 @@ def test_on_synthetic_samples_alone_new_rows_are_only_pushed_down() -> None:
     assert (found["head.bias"][2:] >= 0).all()  # labels are old classes, so a new one is never the right answer
 
 
-# 3: distillation trains the features alone ---------------------------------------------------------------------------
+# distillation trains the features alone (Eq. 7) ----------------------------------------------------------------------
 def test_distillation_reaches_the_features_alone() -> None:
     case = bench(w_ft=0.0)
     found = gradient(without_current(case), payload(case))
@@ -153,7 +159,7 @@ def test_distillation_has_the_specified_value() -> None:
     assert distillation(features, features, weight, old).item() == 0.0
 
 
-# 7: the learning rate restarts with every task -----------------------------------------------------------------------
+# the learning rate restarts with every task --------------------------------------------------------------------------
 def test_the_learning_rate_restarts_with_every_task() -> None:
     schedule = Optimizer(lr=0.1, schedule="geometric", lr_end=0.01)
     case = Bench("fedavg", stream=ClassToy(rounds_per_task=100), train=TrainOptions(1, 12, schedule))
@@ -161,7 +167,7 @@ def test_the_learning_rate_restarts_with_every_task() -> None:
     assert rates == pytest.approx([0.1, 0.0977237, 0.0316228, 0.0102329, 0.1, 0.0977237], abs=5e-8)
 
 
-# 8: the head grows ---------------------------------------------------------------------------------------------------
+# the head grows ------------------------------------------------------------------------------------------------------
 def test_classes_to_come_are_not_trained() -> None:
     case = bench(ClassToy(tasks=3, classes=6))
     start = case.layout().named(case.model()["params"])
@@ -172,7 +178,7 @@ def test_classes_to_come_are_not_trained() -> None:
     assert not torch.equal(second["head.weight"][:4], start["head.weight"][:4])
 
 
-# 9: frozen things stay frozen ----------------------------------------------------------------------------------------
+# frozen things stay frozen -------------------------------------------------------------------------------------------
 def test_a_local_update_leaves_teacher_and_generator_as_they_were() -> None:
     case = bench(module=Norm)
     message = payload(case)
@@ -194,7 +200,7 @@ def generator_phase(case: Bench, server: dict[str, Tree], repeat: int = 0) -> Tr
     world = case.world()
     index = case.stream.rounds_per_task - 1
     ctx = world.server(PHASE, Moment(index, case.stream.round(index), repeat), case.trainer(world))
-    return world.method.part("mfcl").update(server, PHASE, {}, ctx)
+    return phase_of(world.method.part("mfcl"), PHASE).update(server, {}, ctx)
 
 
 def test_training_a_generator_changes_nothing_of_the_model() -> None:
@@ -204,7 +210,7 @@ def test_training_a_generator_changes_nothing_of_the_model() -> None:
     own = generator_phase(case, server)
     assert equal(server["model"], before)
     assert equal(own["teacher"], before)
-    first = first_vectors(part_of(case).blueprint(case.context()), 0)
+    first = initial_weights(part_of(case).blueprint(case.context()), 0)
     assert own["generator"]["counters"].tolist() != first["counters"].tolist()  # it is in train mode itself
 
 
@@ -220,10 +226,10 @@ def test_what_generator_training_is_given_is_not_changed() -> None:
 def test_generator_training_brings_its_loss_down() -> None:
     case = bench(module=Still, gen_steps=60, gen_chunk=20, gen_batch=32, gen_lr=0.01)
     outcome = case.run(rounds=2)
-    told = [e for e in outcome.events if e["event"] == "measure"]
-    assert [e["repeat"] for e in told] == [0, 1, 2]
-    assert all(set(TERMS) <= e.keys() for e in told)
-    assert told[2]["statistics"] < told[1]["statistics"] < told[0]["statistics"]
+    measured = [e for e in outcome.events if e["event"] == "measure"]
+    assert [e["repeat"] for e in measured] == [0, 1, 2]
+    assert all(set(TERMS) <= e.keys() for e in measured)
+    assert measured[2]["statistics"] < measured[1]["statistics"] < measured[0]["statistics"]
 
 
 def test_warm_start_and_kept_moments() -> None:
@@ -239,7 +245,7 @@ def test_warm_start_and_kept_moments() -> None:
     assert kept["adam"]["t"].item() == 2 * steps
 
 
-# 11: degenerate cases ------------------------------------------------------------------------------------------------
+# degenerate cases ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("module", [None, Norm])
 def test_the_first_task_is_fedavg(module: Any) -> None:
     case = bench(module=module)
@@ -280,7 +286,7 @@ def test_the_last_task_trains_no_generator() -> None:
     assert outcome.state.server["mfcl"]["since"] == 3
 
 
-# 12: one forward pass or two -----------------------------------------------------------------------------------------
+# one forward pass or two ---------------------------------------------------------------------------------------------
 def test_a_second_forward_pass_changes_nothing_but_batchnorms_statistics() -> None:
     once, twice = bench(), bench(bn_double_update=True)
     message = payload(once)
@@ -296,7 +302,7 @@ def test_a_second_forward_pass_changes_nothing_but_batchnorms_statistics() -> No
 # synthetic samples ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Watched(MFCL):
-    """Notes what every step generates, and its labels."""
+    """Records the generated samples of every step, and their labels."""
 
     noted: Any = None
 
@@ -322,7 +328,7 @@ def test_synthetic_samples_are_fresh_in_every_step_and_of_old_classes(label: str
     assert len({digest({"x": x}) for x, _ in noted}) == 4
 
 
-# 1 to 3 of the note on ABD -------------------------------------------------------------------------------------------
+# the weights of ABD --------------------------------------------------------------------------------------------------
 def test_abds_weights() -> None:
     old, seen = torch.tensor([True, True, False, False]), torch.ones(4, dtype=torch.bool)
     assert abd_weights(old, seen).tolist() == [0.5] * 4
@@ -353,7 +359,7 @@ def test_one_client_is_centralised_training() -> None:
 def test_teacher_and_generator_reach_each_client_once_per_task() -> None:
     case = bench(ClassToy(tasks=3, classes=6, rounds_per_task=3))
     traffic = case.run().state.traffic.as_dict()["bytes_by_part"]
-    sent = tensor_bytes(case.model()) + tensor_bytes(first_vectors(part_of(case).blueprint(case.context()), 0))
+    sent = tensor_bytes(case.model()) + tensor_bytes(initial_weights(part_of(case).blueprint(case.context()), 0))
     assert traffic["mfcl"] == {"up": 0, "down": 2 * 2 * sent}  # two clients, two tasks after the first
     plain = case.change(method="fedavg", options={}).run().state.traffic.as_dict()["bytes_by_part"]
     assert traffic["fedavg"] == plain["fedavg"]
@@ -430,7 +436,7 @@ def test_a_generator_needs_something_to_be_trained_on() -> None:
 
 
 @pytest.mark.parametrize("option", [{"label": "noise"}, {"gen_label": "noise"}])
-def test_noise_must_be_long_enough_to_say_a_class(option: dict[str, str]) -> None:
+def test_noise_must_be_long_enough_to_encode_a_class(option: dict[str, str]) -> None:
     with pytest.raises(CompositionError, match=r"mfcl\.z_dim must be at least the number of classes, 4"):
         bench(z_dim=3, **option).run(rounds=1)
 
@@ -461,7 +467,7 @@ def test_defaults_are_the_recommended_ones() -> None:
         "w_ft": 1.0,
         "w_kd": 0.1,
     }
-    assert {name: part.options()[name] for name in recommended} == recommended
+    assert {name: options_of(part)[name] for name in recommended} == recommended
 
 
 def test_the_papers_reading_of_the_generators_loss_runs_as_well() -> None:
@@ -469,7 +475,7 @@ def test_the_papers_reading_of_the_generators_loss_runs_as_well() -> None:
     assert bench(**server, ft_on="synthetic", kd_scale="paper", w_kd=1e-3).run().params.isfinite().all()
 
 
-# class-incremental evaluation, 9 and 10 ------------------------------------------------------------------------------
+# class-incremental evaluation ---------------------------------------------------------------------------------------
 def test_scoring_twice_gives_the_same_numbers_and_changes_nothing() -> None:
     case = bench(module=Norm)
     model = case.run(rounds=2).state.model

@@ -1,4 +1,4 @@
-"""FL+OGD against the FedSSI specification, sections 3.3 and 7b."""
+"""FL+OGD: orthogonal gradient descent (Farajtabar et al., 2020) under federation, as in the FedSSI paper."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_basis(seed: int, count: int = 5, size: int = 40) -> tuple[Tensor, Ten
     return basis_of(torch.randn(count, size, generator=rng)), torch.randn(size, generator=rng)
 
 
-# 1 -------------------------------------------------------------------------------------------------------------------
+# the basis -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tasks", [2, 4])
 def test_the_basis_is_orthonormal(tasks: int) -> None:
     for client in Bench("ogd", ogd(vectors=5), stream=Toy(tasks=tasks)).run().clients.values():
@@ -53,7 +53,7 @@ def test_dependent_directions_are_not_kept_twice() -> None:
     assert torch.allclose(basis_of(vectors), torch.tensor([[1.0, 0, 0], [0, 1.0, 0]]))
 
 
-# 2 to 6 --------------------------------------------------------------------------------------------------------------
+# the projection ------------------------------------------------------------------------------------------------------
 @given(seed=st.integers(0, 500))
 def test_what_is_left_is_orthogonal_shorter_and_projected_once_and_for_all(seed: int) -> None:
     basis, g = random_basis(seed)
@@ -76,7 +76,7 @@ def test_an_empty_basis_leaves_the_gradient() -> None:
     assert equal(Bench("fedavg").run(rounds=2).state.model, Bench("ogd").run(rounds=2).state.model)
 
 
-# 7 -------------------------------------------------------------------------------------------------------------------
+# what it protects ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("optimizer", "project"), [(Optimizer(lr=0.1), "auto"), (Optimizer(lr=0.1, momentum=0.9), "auto"), (ADAM, "auto")]
 )
@@ -97,7 +97,7 @@ def test_a_linear_models_stored_logits_do_not_change(optimizer: Optimizer, proje
     assert torch.allclose(logits(last.params), logits(first.params), atol=1e-4)
 
 
-# 8 -------------------------------------------------------------------------------------------------------------------
+# other optimisers ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("optimizer", [ADAM, Optimizer(lr=0.1, weight_decay=0.1)])
 def test_other_optimisers_have_their_update_projected(optimizer: Optimizer) -> None:
     bench = Bench("ogd", ogd(vectors=4), stream=Toy(clients=1), train=TrainOptions(1, 5, optimizer))

@@ -1,8 +1,10 @@
-"""Selection policies of the memory: baselines_replay.md sections 4, 7 to 9, coordinated_replay.md sections 5 and 11."""
+"""Selection policies of the memory: random ones ("Coordinated Replay Sample Selection for Continual Federated
+Learning", Appendix A), GSS (Aljundi et al., 2019), herding (Rebuffi et al., 2017), Re-Fed (Li et al., 2024), a user's
+own."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,26 +12,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import methods
+from everfed import CompositionError, Data, Optimizer, TrainOptions, Tree, methods
 from everfed.core import tree
-from everfed.core.context import TrainOptions
-from everfed.core.data import Data
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
 from everfed.parts.memory.buffer import NAME, Memory, filled, stored
 from everfed.parts.memory.policies import POLICIES, ReFed, make_policy
-from everfed.parts.memory.policy import Pool
+from everfed.parts.memory.policy import Policy, Pool
 from everfed.parts.selection.diversity import select
 from everfed.parts.selection.gradient_rows import GradientOptions, features_at, gradients_at
+from tests.support.phases import phase_of
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy
 
 AT_END = [kind for kind in POLICIES if kind not in ("reservoir", "gss-greedy", "on-transition")]
 ALL = [kind for kind in POLICIES if kind not in ("reservoir", "on-transition")]  # the first is ER's, the last GLFC's
+RANDOM = ["naive-uniform", "approximate-uniform", "fixed-proportion"]
 LONG = Toy(tasks=3)  # the choice after the last task is never made
 
 
-def bench(kind: str, size: int = 8, mode: str = "union", stream: Toy = LONG, **fields: Any) -> Bench:
+def bench(kind: Any, size: int = 8, mode: str = "union", stream: Toy = LONG, **fields: Any) -> Bench:
     options = {"memory": {"size": size, "policy": kind}, "er": {"mode": mode}}
     return Bench("er", options, stream=stream, **fields)
 
@@ -118,7 +118,7 @@ def test_a_buffer_of_no_rows_is_fedavg_bit_for_bit(kind: str) -> None:
     assert torch.equal(bench(kind, 0, module=Norm).run().params, Bench(stream=LONG, module=Norm).run().params)
 
 
-@pytest.mark.parametrize("kind", ["naive-uniform", "approximate-uniform", "fixed-proportion"])
+@pytest.mark.parametrize("kind", RANDOM)
 def test_random_choices_send_nothing(kind: str) -> None:
     events = [e for e in bench(kind).run().events if e.get("phase") == "remember"]
     assert events and all(e["bytes_up"] == e["bytes_down"] == 0 for e in events)
@@ -150,8 +150,18 @@ def test_online_policies_need_no_boundaries() -> None:
 @pytest.mark.parametrize(
     ("policy", "problem"),
     [
-        ("nothing", r"method.memory.policy.kind must be one of reservoir, naive-uniform, .*; got 'nothing'"),
-        ({"exchanges": 2}, "policy.kind must be one of"),
+        ("nothing", r"method.memory.policy must be one of reservoir, naive-uniform, .*; got 'nothing'"),
+        ({"exchanges": 2}, "method.memory.policy.kind must be one of"),
+        (7, "method.memory.policy must be one of reservoir, .*; got 7"),
+        (Data, "method.memory.policy must be one of reservoir"),
+        ("nowhere:Newest", "method.memory.policy = 'nowhere:Newest': module 'nowhere' cannot be imported"),
+        (
+            "numpy:array",
+            "method.memory.policy must be one of .*, or package.module:Name of a Policy; got 'numpy:array'",
+        ),
+        ({"kind": "numpy:nix"}, "method.memory.policy.kind = 'numpy:nix': module 'numpy' has no 'nix'"),
+        ({"kind": f"{__name__}:Newest", "q": 1}, "method.memory.policy.q is not an option of .*Newest'; it has share"),
+        ({"kind": f"{__name__}:Newest", "share": 2.0}, "method.memory.policy.share must be at most 1"),
         ({"kind": "naive-uniform", "p": 1}, r"policy.p is not an option of 'naive-uniform'; it has none"),
         ({"kind": "coordinated", "swaps": 1}, "policy.swaps is not an option of 'coordinated'; it has exchanges"),
         ({"kind": "fixed-proportion", "proportion": 1.0}, "policy.proportion must lie strictly between 0 and 1"),
@@ -185,16 +195,85 @@ def test_gradient_options_that_are_not_allowed_are_named(gradients: Any, problem
 
 def test_parts_with_policies_are_values() -> None:
     table = {"kind": "coordinated", "exchanges": 4}
-    assert Memory(policy=table) == Memory(policy=make_policy(table))
+    assert Memory(policy=table).chooser == Memory(policy=make_policy(table)).chooser
+    assert Memory(policy=table) == Memory(policy=dict(table)) != Memory(policy="coordinated")
     assert hash(Memory(policy=table)) == hash(Memory(policy=dict(table)))
     assert Memory(policy="gss-greedy").capturable is False and Memory().capturable is True
+
+
+def test_options_stay_as_they_were_given() -> None:
+    table = {"kind": "coordinated", "exchanges": 4}
+    part = Memory(policy=table, gradients={"layers": "last"})
+    assert part.policy is table and part.gradients == {"layers": "last"}
+    assert part.gradient_options == GradientOptions(layers="last")
+
+
+def test_a_policy_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def counted(value: Any) -> Any:
+        made.append(value)
+        return make_policy(value)
+
+    monkeypatch.setattr("everfed.parts.memory.buffer.make_policy", counted)
+    part = Memory(policy="herding")
+    assert part.chooser is part.chooser and part.capturable and not part.needs and part.phases()
+    assert made == ["herding"]
+
+
+def test_what_a_choice_sends_and_when() -> None:
+    """The model, only where the choice or stored outputs need it; in all but the last round."""
+    sends = {kind: phase_of(Memory(policy=kind), "remember").sends for kind in AT_END}
+    assert {kind for kind, sent in sends.items() if not sent} == set(RANDOM)
+    assert all(phase_of(Memory(policy=kind, logits=True), "remember").sends for kind in AT_END)
+    assert not any(phase.in_last_round for kind in AT_END for phase in Memory(policy=kind).phases())
+    assert phase_of(Memory(policy="on-transition"), "remember").in_last_round
+
+
+# a user's own policy -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Newest(Policy):
+    """The last samples of the pool's new ones, at most `share` of the buffer."""
+
+    share: float = 1.0
+
+    needs_model = False
+
+    def __post_init__(self) -> None:
+        if self.share > 1:
+            raise ValueError(f"share must be at most 1; got {self.share}")
+
+    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+        return np.arange(pool.new)[-int(self.share * size) :], host
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (f"{__name__}:Newest", 8),
+        ({"kind": f"{__name__}:Newest", "share": 0.5}, 4),
+        (Newest, 8),
+        (Newest(0.25), 2),
+        ({"kind": Newest, "share": 0.5}, 4),
+    ],
+    ids=["name", "table", "class", "object", "class in a table"],
+)
+def test_a_policy_of_ones_own(policy: Any, expected: int) -> None:
+    outcome = bench(policy, 8).run()
+    assert buffer(outcome).ids.tolist() == ids_of(LONG, 0, 1)[-expected:]
+    assert all(e["bytes_down"] == 0 for e in outcome.events if e.get("phase") == "remember")
+
+
+def test_a_policy_that_does_not_choose_is_refused_when_it_should() -> None:
+    with pytest.raises(CompositionError, match=r"policy 'Policy' has a phase to choose in, but no choose\(\)"):
+        phase_of(Memory(policy=Policy), "remember").run(bench("reservoir").new_client(), {}, LONG.data(0, 0), None)
 
 
 def test_presets_are_named_after_their_policies() -> None:
     for kind in ALL:
         parts = {part.name: part for part in methods.build(kind).parts}
-        assert parts["memory"].policy == make_policy(kind) and parts["er"].mode == "union"
-        assert methods.build(f"fedgp+{kind}", {"memory": {"size": 5}}).part("memory").policy == make_policy(kind)
+        assert parts["memory"].chooser == make_policy(kind) and parts["er"].mode == "union"
+        assert methods.build(f"fedgp+{kind}", {"memory": {"size": 5}}).part("memory").chooser == make_policy(kind)
 
 
 # replay as a union ---------------------------------------------------------------------------------------------------
@@ -269,7 +348,7 @@ def shares(kind: Any, size: int, tasks: int, clients: int = 400, samples: int = 
     are run, on one state after the other."""
     stream = Toy(clients=clients, tasks=tasks + 1, rounds_per_task=1, samples=samples)
     running = bench(kind, size, stream=stream, module=Still)
-    memory, counts = running.build_method().part(NAME), np.zeros(tasks)
+    choose, counts = phase_of(running.build_method().part(NAME), "remember").run, np.zeros(tasks)
     world, trainer = running.world(), running.trainer()
     new = running.new_client()
     data = [stream.data(0, task) for task in range(tasks)]
@@ -277,7 +356,7 @@ def shares(kind: Any, size: int, tasks: int, clients: int = 400, samples: int = 
         state = new
         for task in range(tasks):
             ctx = world.server("remember").at(round=task, client=client, trainer=trainer)
-            state = {NAME: memory.run(state, "remember", {}, data[task], ctx)[0]}
+            state = {NAME: choose(state, {}, data[task], ctx)[0]}
         counts += np.bincount(stored(state[NAME]).ids // 10_000, minlength=tasks)
     return counts / clients
 
@@ -448,7 +527,7 @@ def test_old_classes_are_cut_to_their_first_exemplars() -> None:
 # Re-Fed --------------------------------------------------------------------------------------------------------------
 def pool_of(running: Bench, data: Data) -> Pool:
     ctx = running.context(0, 1, "remember")
-    return Pool(data.x, data.y, len(data), 0, 0, running.model(), GradientOptions(), ctx)
+    return Pool(data.x, data.y, data.ids, len(data), 0, 0, running.model(), GradientOptions(), ctx)
 
 
 def test_one_pass_ranks_by_gradient_norms() -> None:

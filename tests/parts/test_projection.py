@@ -1,4 +1,4 @@
-"""Projection algebra: fedgp.md, properties 1 to 3."""
+"""The projection of A-GEM and FedGP (Dai et al., 2023, Eq. 4): algebra and the first-order guarantee."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedProx: baselines_replay.md section 2, tests 1 to 7."""
+"""FedProx (Li et al., 2020): the proximal term against closed forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ER: baselines_replay.md section 4."""
+"""Experience replay (Chaudhry et al., 2019): what is replayed when, and the loss of the joined batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
+from everfed import Optimizer, TrainOptions
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
 

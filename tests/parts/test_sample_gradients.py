@@ -154,7 +154,7 @@ def test_only_known_parameters_can_be_named() -> None:
             sample_gradients(*arguments(model), x, y, cross_entropy, only=only)
 
 
-def test_bytes_of_the_specification() -> None:
+def test_bytes_of_gradients_full_and_projected() -> None:
     """4 n d bytes: the small MNIST network, 21,840 parameters, 200 samples; the same projected to 4096."""
     params = {"all": torch.empty(21_840)}
     assert bytes_needed(params, 200).result == 17_472_000

@@ -1,4 +1,4 @@
-"""STAMP: matching over tasks on clients. The numbered tests are those of the specification's section 12."""
+"""STAMP: matching over tasks on clients. Single steps are written down by hand."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def pool(outcome: Outcome, client: int = 0) -> dict[str, Any]:
 
 
 # what it reduces to --------------------------------------------------------------------------------------------------
-def test_11_the_first_task_is_local_training_and_server_matching() -> None:
+def test_the_first_task_is_local_training_and_server_matching() -> None:
     one = Toy(tasks=1)
     assert torch.equal(bench(stream=one).run().params, Bench("fedomg", stream=one).run().params)
 
 
-def test_12_without_exemplars_it_is_fedomg_and_without_matching_fedavg() -> None:
+def test_without_exemplars_it_is_fedomg_and_without_matching_fedavg() -> None:
     assert torch.equal(bench({"exemplars": 0}).run().params, Bench("fedomg").run().params)
     off = Bench("stamp", {"stamp": {"exemplars": 0}, "fedomg": {"kappa": 0.0}}).run()
     assert torch.allclose(off.params, Bench("fedavg").run().params, atol=1e-6)
@@ -54,7 +54,7 @@ def test_the_ablations_differ_from_each_other() -> None:
 
 
 @pytest.mark.parametrize(("scale", "rho"), [("none", 1.0), ("1+k", 1.25), ("1+k2", 1.0625)])
-def test_15_clones_that_do_not_move_lengthen_the_step(scale: str, rho: float) -> None:
+def test_clones_that_do_not_move_lengthen_the_step(scale: str, rho: float) -> None:
     """clone_from = after_current, no epochs: all updates are equal, theta_u = theta_0 + (1 + kappa) / rho Delta."""
     stream = Toy(clients=1, rounds_per_task=1)
     start = Bench(stream=stream).run(rounds=1).params
@@ -65,13 +65,13 @@ def test_15_clones_that_do_not_move_lengthen_the_step(scale: str, rho: float) ->
 
 # traffic and the pool ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cohorts", [{}, {0: (0, 1), 1: (1,), 2: (0,), 3: (0, 2)}])
-def test_16_traffic_is_fedavgs(cohorts: dict[int, tuple[int, ...]]) -> None:
+def test_traffic_is_fedavgs(cohorts: dict[int, tuple[int, ...]]) -> None:
     stream = Toy(cohorts=cohorts)
     plain, ours = (b.run().state.traffic.as_dict() for b in (Bench(stream=stream), bench(stream=stream)))
     assert (ours["bytes_up"], ours["bytes_down"]) == (plain["bytes_up"], plain["bytes_down"])
 
 
-def test_17_the_pool_grows_by_13_per_class_and_task() -> None:
+def test_the_pool_grows_by_13_per_class_and_task() -> None:
     stream = Toy(clients=2, tasks=3, samples=120, rounds_per_task=2)
     sizes = []
     for rounds in range(1, 7):
@@ -102,7 +102,7 @@ def test_per_class_takes_so_many_of_each(labels: list[int], count: int, seed: in
         assert (y[rows] == label).sum() == min(count, (y == label).sum())
 
 
-def test_18_statistics_are_the_mean_of_the_clients() -> None:
+def test_statistics_are_the_mean_of_the_clients() -> None:
     stream = Toy(clients=2, rounds_per_task=1)
     outcome = bench(stream=stream, module=Norm).run(rounds=1)
     averaged = Bench(stream=stream, module=Norm).run(rounds=1)
@@ -123,7 +123,7 @@ def loss(params: Tensor, task: int) -> float:
     return float(mean_square(x @ params.reshape(-1, 1), y))
 
 
-def test_19_one_round_on_a_quadratic_decreases_the_loss() -> None:
+def test_one_round_on_a_quadratic_decreases_the_loss() -> None:
     train = TrainOptions(1, 2, Optimizer(lr=0.2))
     for options in ({}, {"clone_from": "round_start", "combine": "sum"}, {"granularity": "step"}):
         part = {"stamp": {"exemplars": 5, **options}}
@@ -193,10 +193,10 @@ def test_a_client_without_data_keeps_no_exemplars() -> None:
 
 
 def test_angles_in_time() -> None:
-    told = [e for e in bench({"angles": True}).run().events if e["event"] == "measure"]
-    assert [e["round"] for e in told] == [2, 3]  # from the second task on
-    m = told[0]["temporal_cosine"]
-    assert told[0]["temporal_cosine_with_self"] == pytest.approx((1 + m) / 2)
+    reported = [e for e in bench({"angles": True}).run().events if e["event"] == "measure"]
+    assert [e["round"] for e in reported] == [2, 3]  # from the second task on
+    m = reported[0]["temporal_cosine"]
+    assert reported[0]["temporal_cosine_with_self"] == pytest.approx((1 + m) / 2)
     assert torch.equal(bench({"angles": True}).run().params, bench().run().params)
 
 

@@ -1,4 +1,4 @@
-"""FL+SI against the FedSSI specification, sections 3.4 and 7b."""
+"""FL+SI: synaptic intelligence (Zenke et al., 2017) under federation, as in the baselines of the FedSSI paper."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal
 from everfed.parts.regularise.path import importance
 from everfed.parts.regularise.synaptic import SynapticIntelligence
+from tests.support.phases import phase_of
 from tests.support.toy import Bench, Toy
 
 FULL_BATCH = TrainOptions(50, 12, Optimizer(lr=0.005))
@@ -28,7 +29,7 @@ def loss_at(bench: Bench, params: Tensor) -> float:
     return torch.nn.functional.cross_entropy(outputs, data.y).item()
 
 
-# 1 -------------------------------------------------------------------------------------------------------------------
+# the contribution ----------------------------------------------------------------------------------------------------
 def test_the_contribution_is_the_drop_of_the_loss() -> None:
     bench = Bench("si", stream=Toy(clients=1), train=FULL_BATCH)
     stopped = bench.run(rounds=1)
@@ -49,7 +50,7 @@ def test_it_is_accumulated_over_the_rounds_of_a_task() -> None:
     assert total.sum().item() == pytest.approx(drop, rel=0.02)
 
 
-# 2 -------------------------------------------------------------------------------------------------------------------
+# participation -------------------------------------------------------------------------------------------------------
 def test_a_client_that_was_not_selected_keeps_its_importance() -> None:
     stream = Toy(tasks=3, cohorts={2: (0, 2), 3: (0, 2)})
     first, second = (Bench("si", stream=stream).run(rounds=r).clients for r in (2, 4))
@@ -58,7 +59,7 @@ def test_a_client_that_was_not_selected_keeps_its_importance() -> None:
     assert torch.equal(second[0]["si"]["anchor"], second[1]["si"]["anchor"])
 
 
-# 3 -------------------------------------------------------------------------------------------------------------------
+# the penalty ---------------------------------------------------------------------------------------------------------
 def test_the_penalty_is_not_part_of_the_contributions_gradient() -> None:
     """With the parameters away from the anchor, s of one step is -g (after - before) with the data gradient alone."""
     for strength in (0.0, 3.0):
@@ -73,22 +74,23 @@ def test_the_penalty_is_not_part_of_the_contributions_gradient() -> None:
         assert torch.allclose(moved, -0.1 * (g + 2 * strength * model["params"]), atol=1e-6)
 
 
-# 4 -------------------------------------------------------------------------------------------------------------------
-def test_importance_is_settled_with_the_global_models() -> None:
+# importance ----------------------------------------------------------------------------------------------------------
+def test_importance_is_computed_from_the_global_models() -> None:
     bench = Bench("si", si(eps=0.01))
     start, end = bench.model()["params"], bench.run(rounds=2).params
     ctx = bench.context(client=1, round_index=1, phase="consolidate")
     s = torch.randn(len(start), generator=torch.Generator().manual_seed(0))
     own = {"si": {"anchor": start, "contribution": s}}
     data = bench.stream.data(1, 0)
-    slots, reply = SynapticIntelligence(eps=0.01).run(own, "consolidate", {"model": {"params": end}}, data, ctx)
+    consolidate = phase_of(SynapticIntelligence(eps=0.01), "consolidate")
+    slots, reply = consolidate.run(own, {"model": {"params": end}}, data, ctx)
     expected = torch.clamp(s / ((end - start) ** 2 + 0.01), min=0)
     assert torch.allclose(slots["omega"], expected)
     assert torch.equal(slots["omega"], importance(torch.zeros_like(s), s, (end - start).square(), 0.01))
     assert set(slots) == {"omega", "anchor"} and not reply  # s is reset
 
 
-# 5, 6 ----------------------------------------------------------------------------------------------------------------
+# what it reduces to --------------------------------------------------------------------------------------------------
 def test_no_penalty_is_fedavg() -> None:
     bench = Bench("fedavg")
     assert equal(bench.run().state.model, bench.change(method="si", options=si(reg_strength=0.0)).run().state.model)

@@ -1,4 +1,4 @@
-"""TARGET against its specification, section 11, and the synthesis that it shares with LANDER."""
+"""TARGET (Zhang et al., 2023), and the synthesis that it shares with LANDER."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed import api, methods
-from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
-from everfed.core.runner import RunState
-from everfed.core.step import Batch, Step
+from everfed import Batch, CompositionError, Optimizer, Step, TrainOptions, api, compose, methods, options_of
+from everfed.core.runner import Runner, RunState
 from everfed.core.tree import clone, equal, tensor_bytes
 from everfed.parts.aggregate.average import FedAvg
 from everfed.parts.generative.adversary import adversarial, divergences, statistics_distance
@@ -28,8 +24,12 @@ from everfed.parts.generative.image_pool import affine, cycled, to_bytes
 from everfed.parts.generative.lander import Lander
 from everfed.parts.generative.synthetic_replay import SyntheticReplay
 from everfed.parts.generative.target import Target
+from everfed.parts.memory.buffer import Memory
+from everfed.parts.memory.replay import Replay
 from everfed.parts.shared.teacher import among, soft_cross_entropy
+from everfed.store.clients import ClientStore
 from everfed.streams import from_arrays
+from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.spy import Seen, spied
 from tests.support.toy import SMALL, Bench, Norm, Outcome, Paused, comparable
@@ -46,7 +46,7 @@ def bench(method: str = "target", tasks: int = 2, **options: Any) -> Bench:
 
 
 def at_step(part: SyntheticReplay, outputs: Tensor, y: Tensor | None = None) -> Step:
-    """What the loss terms of a step in a later task look at."""
+    """The fields of a step that the loss terms read, in a later task."""
     batch = Batch(torch.zeros(0), torch.zeros(0), outputs=outputs)
     return cast(
         Step,
@@ -64,7 +64,7 @@ def logits(seed: int, rows: int = 6) -> Tensor:
     return 3 * torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed))
 
 
-# 1 -------------------------------------------------------------------------------------------------------------------
+# distillation and labels (Eq. 3, 4) ----------------------------------------------------------------------------------
 def test_distillation_at_the_teachers_own_answer_is_its_entropy_with_no_gradient() -> None:
     teacher = torch.tensor([[2.0, 0.0, 0.0]])
     student = teacher.clone().requires_grad_()
@@ -74,7 +74,6 @@ def test_distillation_at_the_teachers_own_answer_is_its_entropy_with_no_gradient
     assert gradient.abs().max() < 1e-7
 
 
-# 2, 3 ----------------------------------------------------------------------------------------------------------------
 @BOTH
 def test_distillation_does_not_see_new_classes(part: SyntheticReplay) -> None:
     student = logits(0).requires_grad_()
@@ -94,7 +93,7 @@ def test_labels_are_learned_among_the_new_classes_only(part: SyntheticReplay) ->
     assert gradient[:, OLD].abs().max() == 0 and gradient[:, NEW].abs().max() > 0
 
 
-# 4 -------------------------------------------------------------------------------------------------------------------
+# losses of synthesis -------------------------------------------------------------------------------------------------
 def test_statistics_that_are_equal_are_at_no_distance() -> None:
     stored = [(torch.randn(3), torch.rand(3)), (torch.randn(5), torch.rand(5))]
     assert statistics_distance(stored, [(m.clone(), v.clone()) for m, v in stored]).item() == 0.0
@@ -102,7 +101,6 @@ def test_statistics_that_are_equal_are_at_no_distance() -> None:
     assert statistics_distance(stored, moved).item() == pytest.approx(3**0.5 + 2 * 5**0.5, rel=1e-6)
 
 
-# 5 -------------------------------------------------------------------------------------------------------------------
 @given(st.integers(0, 10_000))
 def test_the_adversary_counts_where_predictions_agree_or_disagree(seed: int) -> None:
     student, teacher = logits(seed, 4), logits(seed + 1, 4)
@@ -125,7 +123,7 @@ def test_divergences_by_hand() -> None:
     assert divergences(torch.zeros(1, 3), masked).isfinite().all()
 
 
-# 6, 10 ---------------------------------------------------------------------------------------------------------------
+# the pool ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("method", "made"), [("target", 3 * 8), ("lander", 4 * 8)])  # a warm-up round of 1 is kept
 def test_the_pool_holds_every_rounds_batch_as_bytes_without_labels(method: str, made: int) -> None:
     own = bench(method, n_syn=1000).run(rounds=2).state.server[method]
@@ -137,14 +135,14 @@ def test_the_pool_holds_every_rounds_batch_as_bytes_without_labels(method: str, 
 
 
 @pytest.mark.parametrize("method", ["target", "lander"])
-def test_images_are_made_after_every_task_but_the_last_and_told(method: str) -> None:
+def test_images_are_made_after_every_task_but_the_last_and_measured(method: str) -> None:
     outcome = bench(method, tasks=3).run()
     done = [e for e in outcome.events if e["event"] == "phase" and e["phase"] == "synthesis"]
     rounds = methods.build(method, {method: SMALL[method]}).part(method).rounds
     assert [e["round"] for e in done] == [1] * rounds + [3] * rounds
-    told = [e for e in outcome.events if e["event"] == "measure" and e["part"] == method]
-    assert [e["images"] for e in told if e["round"] == 1] == [8.0 * (i + 1) for i in range(rounds - 1)]
-    assert all(np.isfinite(e["loss"]) for e in told)
+    measured = [e for e in outcome.events if e["event"] == "measure" and e["part"] == method]
+    assert [e["images"] for e in measured if e["round"] == 1] == [8.0 * (i + 1) for i in range(rounds - 1)]
+    assert all(np.isfinite(e["loss"]) for e in measured)
 
 
 def test_the_first_task_is_fedavg_bit_for_bit() -> None:
@@ -154,7 +152,7 @@ def test_the_first_task_is_fedavg_bit_for_bit() -> None:
     assert state.traffic.down["fedavg"] == plain.traffic.down["fedavg"] and "target" not in state.traffic.down
 
 
-# 7 -------------------------------------------------------------------------------------------------------------------
+# a client's samples --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("pool", [1, 5, 24])
 @pytest.mark.parametrize("method", ["target", "lander"])
 def test_every_real_sample_is_used_once_an_epoch_whatever_the_size_of_the_pool(method: str, pool: int) -> None:
@@ -178,7 +176,7 @@ def test_images_of_the_pool_are_used_equally_often(size: int, batch: int, steps:
     assert drawn.shape == (steps, batch) and counts.max() - counts.min() <= 1
 
 
-# 8 -------------------------------------------------------------------------------------------------------------------
+# frozen things stay frozen -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["target", "lander"])
 def test_the_teacher_is_the_model_at_the_tasks_end_and_nothing_changes_it(method: str) -> None:
     ended, outcome = bench(method).run(rounds=2), bench(method).run()
@@ -196,12 +194,12 @@ def test_synthesis_changes_nothing_that_it_is_given(method: str) -> None:
     ctx = case.context(round_index=1, phase="synthesis").at(client=None)
     for repeat in range(part.rounds):
         before = clone(server)
-        own = part.update(server, "synthesis", {}, ctx.at(repeat=repeat))
+        own = phase_of(part, "synthesis").update(server, {}, ctx.at(repeat=repeat))
         assert equal(server, before)
         server = {**server, method: own}
 
 
-# 9 -------------------------------------------------------------------------------------------------------------------
+# degenerate cases ----------------------------------------------------------------------------------------------------
 def test_without_distillation_it_is_fedavg_with_a_split_head() -> None:
     train = TrainOptions(2, 5, Optimizer(lr=0.1), logits="task")
     alone, split = bench("target", alpha_kd=0.0).change(train=train).run(), bench("fedavg").change(train=train).run()
@@ -214,7 +212,7 @@ def test_labels_may_compete_among_all_classes() -> None:
     assert equal(full.state.model, plain.state.model)
 
 
-# 11 ------------------------------------------------------------------------------------------------------------------
+# storage -------------------------------------------------------------------------------------------------------------
 def test_images_come_back_from_bytes_within_one_level() -> None:
     x, y = np.zeros((8, 3, 4, 4), dtype=np.uint8), np.arange(8) % 4
     mean, std = [0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761]
@@ -251,9 +249,6 @@ def test_a_run_goes_on_in_the_middle_of_synthesis(method: str, repeat: int) -> N
 
 
 def _until_repeat(case: Bench, repeat: int) -> Outcome:
-    from everfed.core.runner import Runner
-    from everfed.store.clients import ClientStore
-
     def save(state: RunState, task_end: bool) -> None:
         if state.repeat == repeat:
             raise Paused
@@ -298,7 +293,7 @@ def test_the_generator_takes_one_step_of_adam_with_the_rate_of_all_inner_steps(m
     part = cast(Target, case.build_method().part("target"))
     server, ctx = case.run(rounds=1).state.server, case.context(round_index=1, phase="synthesis").at(client=None)
     first = part.synthesizer(ctx, server).begin(server["model"], ctx)["generator"]
-    own = part.update(server, "synthesis", {}, ctx)["work"]["generator"]
+    own = phase_of(part, "synthesis").update(server, {}, ctx)["work"]["generator"]
     moved = (own["params"] - first["params"]).abs()
     assert moved.max().item() == pytest.approx(2e-3, rel=1e-3)  # Adam's first step is as long as its rate
     assert equal({"": own["stats"]}, {"": first["stats"]})
@@ -311,7 +306,7 @@ def test_statistics_of_earlier_rounds_are_mixed_in() -> None:
     synthesizer = part.synthesizer(ctx, server)
     found = []
     for repeat in range(2):
-        server = {**server, "target": part.update(server, "synthesis", {}, ctx.at(repeat=repeat))}
+        server = {**server, "target": phase_of(part, "synthesis").update(server, {}, ctx.at(repeat=repeat))}
         found.append((server["target"]["work"]["statistics"], synthesizer.latest.clone()))
     assert torch.equal(*found[0])
     torch.testing.assert_close(found[1][0], 0.75 * found[0][0] + 0.25 * found[1][1])
@@ -327,13 +322,13 @@ def test_the_student_learns_from_the_warm_up_on_with_a_cosine_rate() -> None:
 
 
 # options -------------------------------------------------------------------------------------------------------------
-def test_defaults_are_those_of_the_specification() -> None:
+def test_defaults_are_those_of_the_paper_and_its_code() -> None:
     wanted = {
         "nz": 256, "synth_batch": 256, "g_steps": 10, "syn_round": 40, "warmup": 20, "lr_g": 2e-3, "lr_z": 1e-2,
         "bn": 10.0, "oh": 0.5, "adv": 1.0, "mask": "agree", "t_student": 20.0, "kd_steps": 400, "n_syn": 8000,
         "alpha_kd": 25.0, "t_kd": 2.0,
     }  # fmt: skip
-    options = Target().options()
+    options = options_of(Target())
     assert {name: options[name] for name in wanted} == wanted
 
 
@@ -356,10 +351,6 @@ def test_options_outside_their_range_are_refused(options: dict[str, Any], messag
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    from everfed.core.method import compose
-    from everfed.parts.memory.buffer import Memory
-    from everfed.parts.memory.replay import Replay
-
     with pytest.raises(CompositionError, match="part 'target' trains on its own synthetic images; remove 'er'"):
         compose(FedAvg(), Memory(8), Replay(), Target())
     ctx = bench().context()

@@ -1,4 +1,4 @@
-"""Which classes a client has behind it, where every client has tasks of its own."""
+"""The classes of a client's finished tasks, where every client has tasks of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differential privacy: clipping is exact, noise is calibrated, spending is what the library says and never shrinks."""
+"""Differential privacy: clipping is exact, noise is calibrated, spending is the library's and never shrinks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scipy import stats
 
 from everfed import methods
 from everfed.core.client import Reply
+from everfed.core.context import World
 from everfed.core.engine import Engine
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
 from everfed.core.phase import Phase
-from everfed.core.world import World
 from everfed.privacy.accountant import epsilon
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, check_world, clip_norm, private
 from everfed.privacy.secure import secured
@@ -160,13 +160,13 @@ def test_spending_grows_with_releases_and_shrinks_with_noise(noise: float, round
     assert epsilon(noise * 1.5, {1: rounds + more}, 1e-5) < after
 
 
-def test_every_phase_is_accounted_for_and_told() -> None:
+def test_every_phase_is_accounted_for_and_reported() -> None:
     outcome = protected(Bench("fedgp"), noise=3.0).run()
-    told = [event["epsilon"] for event in events(outcome, event="measure", part=NAME)]
-    assert told == [pytest.approx(epsilon(3.0, {1: n}, 1e-5)) for n in range(1, 9)]  # train and reference, four rounds
+    spent = [event["epsilon"] for event in events(outcome, event="measure", part=NAME)]
+    assert spent == [pytest.approx(epsilon(3.0, {1: n}, 1e-5)) for n in range(1, 9)]  # train and reference, four rounds
     part = private(methods.build("fedgp"), noise=3.0).part(NAME)
-    facts = part.conclude(outcome.state.server)
-    assert facts["epsilon"] == told[-1] and facts["releases"] == 8 and facts["simulated"] is False
+    facts = part.summary(outcome.state.server)
+    assert facts["epsilon"] == spent[-1] and facts["releases"] == 8 and facts["simulated"] is False
 
 
 def test_two_vectors_in_one_reply_are_two() -> None:

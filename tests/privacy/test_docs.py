@@ -1,4 +1,4 @@
-"""The table in docs/privacy.md is what the methods themselves say."""
+"""The table in docs/privacy.md is that of the methods themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_the_table_is_that_of_the_methods() -> None:
     assert written == table(), "renew it with: python -m everfed.privacy.reveals docs/privacy.md"
 
 
-def test_the_table_says_what_is_known_of_some_methods() -> None:
+def test_the_table_holds_what_is_known_of_some_methods() -> None:
     rows = {name.strip(" `"): row for row in table().splitlines()[2:] for name in row.split("|")[1].split(",")}
     assert rows["fedgp"].endswith("| yes |") and "`fedgp/gradient` (reference)" in rows["fedgp"]
     assert rows["coordinated"].endswith("| yes |") and rows["stamp"].endswith("| no |")

@@ -102,7 +102,7 @@ def test_masking_in_blocks_adds_the_whole_keystream(length: int, dtype: type[np.
 
 @given(st.binary(min_size=1, max_size=40), st.integers(2, 6), st.integers(0, 4), st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=25)
-def test_secrets_are_put_together_as_flower_does(secret: bytes, threshold: int, more: int, random: Any) -> None:
+def test_secrets_are_reconstructed_as_flower_does(secret: bytes, threshold: int, more: int, random: Any) -> None:
     from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 
     shares = masking.split(secret, threshold, threshold + more)

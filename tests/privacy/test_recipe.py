@@ -71,13 +71,13 @@ def test_keys_are_checked(privacy: dict[str, Any]) -> None:
         from_table(table(privacy))
 
 
-def test_differential_privacy_by_recipe_tells_what_it_spent(tmp_path: Path) -> None:
+def test_differential_privacy_by_recipe_reports_what_it_spent(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting")
     result = api.run(table({"dp": {"noise": 2.0, "clip": 1.0}}, "fedavg"), tmp_path / "dp", scale=0.5)
-    told = result.data["parts"]["dp"]
-    assert 0 < told["epsilon"] < 20 and told["releases"] == 2 and told["delta"] == 1e-5
+    facts = result.data["parts"]["dp"]
+    assert 0 < facts["epsilon"] < 20 and facts["releases"] == 2 and facts["delta"] == 1e-5
     lines = [json.loads(line) for line in (tmp_path / "dp" / "events.jsonl").read_text().splitlines()]
     spent = [line["epsilon"] for line in lines if line["event"] == "measure" and line["part"] == "dp"]
-    assert len(spent) == 2 and spent[-1] == told["epsilon"]
+    assert len(spent) == 2 and spent[-1] == facts["epsilon"]
     page = render([read_run(tmp_path / "dp")])
-    assert f"epsilon {told['epsilon']:.4g}, delta 1e-05" in page and "What parts measured" in page
+    assert f"epsilon {facts['epsilon']:.4g}, delta 1e-05" in page and "What parts measured" in page

@@ -1,4 +1,4 @@
-"""Secure aggregation: the sum is the plain sum, whoever drops out, and nothing else reaches the server."""
+"""Secure aggregation: the sum is the plain sum, whichever clients drop out, and nothing else reaches the server."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from everfed import methods
+from everfed import CompositionError, Method, Model, Phase, Trainer, methods
 from everfed.core import tree
 from everfed.core.client import Reply
+from everfed.core.context import Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
+from everfed.core.events import Diverged
 from everfed.core.message import Message
-from everfed.core.method import Method
-from everfed.core.part import CompositionError
-from everfed.core.phase import Phase
-from everfed.core.runner import Diverged
-from everfed.core.world import Moment, World
+from everfed.core.scoring import Exam
 from everfed.engines.processes import Processes
 from everfed.privacy.secure import (
     MASK,
@@ -36,6 +35,7 @@ from everfed.privacy.secure import (
 )
 from everfed.privacy.secure_engine import Secured, TooFewClients
 from everfed.store.clients import ClientStore
+from tests.support.phases import phase_of
 from tests.support.toy import Bench, Norm, Outcome, Toy
 from tests.support.wire import Wire, crossed
 
@@ -44,7 +44,7 @@ STEP = 2 * 16.0 / (1 << 24)
 
 
 @dataclass
-class Flaky:
+class Flaky(Engine):
     """An engine whose clients are absent in some phases, and that writes down all that reaches the server."""
 
     inner: Engine
@@ -65,8 +65,14 @@ class Flaky:
                 self.seen.append((phase.name, client, reply))
                 yield client, reply
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def workbench(self) -> Trainer:
+        return self.inner.workbench()
+
+    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+        return self.inner.evaluate(model, exam)
+
+    def describe(self) -> dict[str, Any]:
+        return self.inner.describe()
 
 
 def protected(bench: Bench, **options: Any) -> Bench:
@@ -198,7 +204,7 @@ def masked_vectors(seen: list[tuple[str, int, Reply]], key: str = "narrow") -> l
     return [reply.values[NAME][key].numpy() for phase, _, reply in seen if phase == MASK]
 
 
-def test_single_replies_cannot_be_told_from_random() -> None:
+def test_single_replies_look_random() -> None:
     """Chi-squared over all bytes of all masked vectors, against the uniform distribution; the bare vectors fail it."""
     seen: list[tuple[str, int, Reply]] = []
     bench = Bench("fedavg", stream=Toy(tasks=1, clients=4), module=Norm)
@@ -215,7 +221,7 @@ def _chi_squared(data: np.ndarray) -> float:
     return float(((np.bincount(data, minlength=256) - expected) ** 2 / expected).sum())
 
 
-def test_the_same_reply_is_masked_anew_and_says_nothing_about_another() -> None:
+def test_the_same_reply_is_masked_anew_and_independent_of_others() -> None:
     runs: list[list[tuple[str, int, Reply]]] = [[], []]
     for seen in runs:
         secure_run(Bench("fedavg", stream=Toy(tasks=1)), seen=seen)
@@ -237,7 +243,7 @@ def test_nothing_but_keys_letters_masked_vectors_and_shares_arrives() -> None:
         assert set(reply.values[NAME]) == allowed
 
 
-def test_a_client_without_anything_to_say_says_as_much_as_the_others() -> None:
+def test_a_client_without_values_sends_as_much_as_the_others() -> None:
     seen: list[tuple[str, int, Reply]] = []
     secure_run(Bench("fedgp", stream=Toy(tasks=1, rounds_per_task=1, sizes={(1, 0): 0})), seen=seen)
     sizes = {
@@ -282,7 +288,7 @@ def test_a_resumed_run_ends_in_the_same_bits() -> None:
     assert whole.clients[0][NAME] == {"step": "idle"}  # no key, seed or reply stays behind
 
 
-def test_personal_models_are_scored_without_telling_whose_count_is_whose() -> None:
+def test_personal_models_are_scored_without_revealing_single_counts() -> None:
     bench = Bench("fedala", module=Norm, stream=Toy(tasks=1))
     seen: list[tuple[str, int, Reply]] = []
     secure, plain = secure_run(bench, seen=seen), bench.run()
@@ -290,7 +296,7 @@ def test_personal_models_are_scored_without_telling_whose_count_is_whose() -> No
     assert all(set(reply.values) == {NAME} for phase, _, reply in seen if phase == "evaluate")
 
 
-def test_rounds_in_which_nothing_is_sent_say_nothing() -> None:
+def test_rounds_without_synchronisation_send_nothing() -> None:
     bench = Bench("fedavg")
     bench = replace(bench, train=replace(bench.train, sync_every=2))
     secure, plain = secure_run(bench), bench.run()
@@ -334,11 +340,11 @@ def test_options_validate_themselves(options: dict[str, Any], match: str) -> Non
         SecureAggregation(**options)
 
 
-def test_values_beyond_the_clip_are_told() -> None:
-    told: list[Any] = []
+def test_values_beyond_the_clip_are_warned_about() -> None:
+    warnings: list[Any] = []
     own = protected(Bench("fedavg", stream=Toy(tasks=1)), clip=0.05)
-    own.run(lambda world, store: Secured(own.eager(world, store), world, notify=told.append))
-    assert told and "outside [-clip, clip]" in told[0]["message"]
+    own.run(lambda world, store: Secured(own.eager(world, store), world, notify=warnings.append))
+    assert warnings and "outside [-clip, clip]" in warnings[0]["message"]
 
 
 def test_a_diverged_client_stops_the_run_as_without() -> None:
@@ -365,7 +371,7 @@ class Cheat(Flaky):
 
 
 CHEATS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "somebody else's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}),
+    "another client's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}),
     "a group of two": (SHARE, lambda a: {"clients": a["clients"][:2], "keys": a["keys"][:2]}),
     "not a list of keys": (SHARE, lambda a: {**a, "keys": a["keys"][:, :5]}),
     "hardly anybody shared": (MASK, lambda a: {**a, "sharing": a["sharing"][:1]}),
@@ -373,12 +379,12 @@ CHEATS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "no letters": (MASK, lambda a: {k: v for k, v in a.items() if k != "letters"}),
     "seeds and keys of the same client": (UNMASK, lambda a: {**a, "gone": a["alive"][:1]}),
     "hardly anybody alive": (UNMASK, lambda a: {"alive": a["alive"][:1], "gone": a["alive"][1:]}),
-    "somebody forgotten": (UNMASK, lambda a: {**a, "alive": a["alive"][:-1]}),
+    "a client left out": (UNMASK, lambda a: {**a, "alive": a["alive"][:-1]}),
 }
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_clients_do_not_play_along_with_a_server_that_cheats(name: str) -> None:
+def test_clients_refuse_a_server_that_cheats(name: str) -> None:
     step, change = CHEATS[name]
     own = protected(SMALL)
 
@@ -393,10 +399,10 @@ def test_clients_do_not_play_along_with_a_server_that_cheats(name: str) -> None:
 def test_a_step_is_taken_once() -> None:
     part = secured(methods.build("fedavg")).part(NAME)
     ctx = Bench("fedavg").context(phase=UNMASK)
-    asked = {NAME: {"alive": torch.tensor([0]), "gone": torch.tensor([])}}
+    request = {NAME: {"alive": torch.tensor([0]), "gone": torch.tensor([])}}
     for state in ({}, {NAME: {"step": "idle"}}, {NAME: {"step": UNMASK, "place": "7.0"}}):
         with pytest.raises(ProtocolError, match="but this client is at"):
-            part.run(state, UNMASK, asked, Bench().stream.data(0, 0), ctx)
+            phase_of(part, UNMASK).run(state, request, Bench().stream.data(0, 0), ctx)  # type: ignore[misc]
 
 
 # clients that cheat --------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_methods_run_and_are_scored_by_precision(method: str, tmp_path: Path) ->
 
 
 def test_memories_keep_images_with_their_boxes_and_raw_outputs(tmp_path: Path) -> None:
-    from everfed.core.world import Moment
+    from everfed.core.context import Moment
     from everfed.recipe import Recipe
     from everfed.session import assemble
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everfed.core.cache import DataCache
+from everfed.core.data import DataCache
 from everfed.core.stream import Stream
 from everfed.streams import PARTITIONS, SCENARIOS, build, from_arrays
 from everfed.streams.attendance import Attendance

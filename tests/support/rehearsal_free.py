@@ -1,4 +1,4 @@
-"""What the tests of the rehearsal-free methods share: streams whose classes or data come and go."""
+"""Streams for the tests of rehearsal-free methods: new classes in every task, past data that is gone, quadratics."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context, TrainOptions
-from everfed.core.data import Data
-from everfed.core.optimizer import Optimizer
-from everfed.core.stream import RoundPlan
+from everfed import Context, Data, Optimizer, RoundPlan, TrainOptions
 from tests.support.toy import Bench, Given, Linear, Toy, mean_square
 
 
@@ -41,7 +38,7 @@ class PastIsGone(RuntimeError):
 
 @dataclass(frozen=True)
 class Forgetful(Toy):
-    """A data layer that refuses to hand out what belongs to an earlier task than the current one."""
+    """Raises PastIsGone for the data of an earlier task than the current one."""
 
     now: list[int] = field(default_factory=lambda: [0])
 

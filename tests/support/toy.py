@@ -17,19 +17,17 @@ from torch import Tensor, nn
 
 from everfed import methods, models
 from everfed.core.client import new_state
-from everfed.core.context import Context, Facts, TrainOptions
+from everfed.core.context import Context, Facts, Moment, TrainOptions, World
 from everfed.core.data import Data
 from everfed.core.engine import Engine
-from everfed.core.extras import attach
-from everfed.core.layout import Layout
+from everfed.core.layout import Layout, attach
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
 from everfed.core.runner import EvalOptions, Event, Runner, RunState
-from everfed.core.stream import RoundPlan
+from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Trainer
-from everfed.core.world import Moment, World
 from everfed.engines.eager import Eager
 from everfed.store.clients import ClientStore
 
@@ -37,7 +35,7 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Stream):
     """Noisy class prototypes as 4 x 4 images, shifted by one pixel per task (domain-incremental).
 
     sizes: samples of single (client, task) pairs, where they are not `samples`. cohorts: who takes part in a round,
@@ -125,9 +123,8 @@ class Given(Toy):
     def input_shape(self) -> tuple[int, ...]:
         return tuple(next(iter(self.table.values()))[0].shape[1:])
 
-    @property
-    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        return self.objective
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return self.objective(outputs, y)
 
     def round(self, index: int) -> RoundPlan:
         plan = super().round(index)

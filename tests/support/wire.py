@@ -13,14 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
+from everfed.core.context import Moment
+from everfed.core.engine import Engine
 from everfed.core.message import Message, Once, addressed
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
 from everfed.core.runner import Runner, RunState
-from everfed.core.score import Exam, score_tasks
+from everfed.core.scoring import Exam, score_tasks
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree, from_bytes, to_bytes
-from everfed.core.world import Moment
 from everfed.engines.base import call
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Outcome, Paused
@@ -56,7 +57,7 @@ def reply_from_tree(tree: Tree) -> Reply:
     return Reply(tree["values"], tree["samples"], tree["steps"], tree["loss"])
 
 
-class Wire:
+class Wire(Engine):
     """Clients behind bytes. `states` holds each client's state as it would lie on its disk."""
 
     name = "wire"
@@ -76,6 +77,7 @@ class Wire:
         message = None if sent is None else message_from_tree(from_bytes(sent))
         state: State | None = from_bytes(self.states[client]) if client in self.states else None
         world = self.bench.world()
+        phase = world.method.phases_by_name()[phase.name]  # its functions, too, belong to the fresh method
         state, reply = call(world, self.bench.trainer(world), phase, client, state, message, moment)
         self.states[client] = to_bytes(state)
         return to_bytes(reply_to_tree(reply))
@@ -89,9 +91,6 @@ class Wire:
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.name}
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def run_over_wire(bench: Bench) -> Outcome:

@@ -3,7 +3,7 @@
 Flower's own SuperExec starts a Python interpreter for each message, seconds of imports; a fork takes milliseconds. It
 speaks the same interface: `flower-supernode --isolation process` leaves that to whoever asks for tasks.
 
-    python -m everfed.federation.flower.executor --runtime 127.0.0.1:PORT [--bell PATH]
+    python -m everfed.federation.flower.executor --runtime 127.0.0.1:PORT [--wake-socket PATH]
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 import everfed.federation.flower.client_app  # noqa: F401 - what the forked processes need is here before they are
-from everfed.federation.family import die_with_parent
+from everfed.federation.supervisor import die_with_parent
 from everfed.federation.flower.tuning import tune
-from everfed.federation.local import bell
+from everfed.federation.local import wake_listener
 
 POLL = 0.05
-RUNG = 1.0  # seconds between two looks where a bell says when to: a look costs the SuperNode milliseconds
+RUNG = 1.0  # seconds between two looks where a wake_socket says when to: a look costs the SuperNode milliseconds
 
 
 def serve(address: str, wait: Callable[[], None]) -> None:
@@ -85,10 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="everfed-executor", description=__doc__.splitlines()[0])
     parser.add_argument("--runtime", required=True, metavar="HOST:PORT", help="the SuperNode's Runtime API")
     parser.add_argument("--poll", type=float, default=POLL, metavar="S", help="seconds between two looks for a task")
-    parser.add_argument("--bell", default=None, metavar="PATH", help="where the SuperNode says that there is one")
+    parser.add_argument("--wake-socket", default=None, metavar="PATH", help="where the SuperNode says that there is one")
     chosen = parser.parse_args(arguments)
     tune()
-    serve(chosen.runtime, bell(chosen.bell, RUNG) if chosen.bell else lambda: time.sleep(chosen.poll))
+    serve(chosen.runtime, wake_listener(chosen.wake_socket, RUNG) if chosen.wake_socket else lambda: time.sleep(chosen.poll))
 
 
 if __name__ == "__main__":

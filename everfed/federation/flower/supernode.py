@@ -4,7 +4,7 @@ Flower 1.41 sleeps three seconds whenever there was no message, and half a secon
 has no setting for either. And it says every half minute that it is alive: one that was killed is missed, and its key
 refused, until two such times have passed. Here all are shorter. Its arguments are flower-supernode's own, after ours.
 
-    python -m everfed.federation.flower.supernode [--poll SECONDS] [--bell PATH] --superlink HOST:PORT ...
+    python -m everfed.federation.flower.supernode [--poll SECONDS] [--wake-socket PATH] --superlink HOST:PORT ...
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time as clock
 from collections.abc import Callable
 from typing import Any
 
-from everfed.federation.local import ring
+from everfed.federation.local import wake
 
 IDLE, REPLY = 3.0, 0.5  # what Flower sleeps: without a message; while its app has not answered
 LOOK = 0.02  # for the answer, which is looked for in this process's own memory
@@ -34,8 +34,8 @@ class ShorterSleep:
         return getattr(clock, name)
 
 
-def attentive(pull: Callable[..., int | None], bell: str) -> Callable[..., int | None]:
-    """Flower's pull of a message, which tells whoever waits at `bell` when one is here as a whole, and lets no reply
+def with_wakeup(pull: Callable[..., int | None], wake_socket: str) -> Callable[..., int | None]:
+    """Flower's pull of a message, which tells whoever waits at `wake_socket` when one is here as a whole, and lets no reply
     lie.
 
     Flower pulls one message and then waits for one reply, whichever comes. One that comes late, of an app that was
@@ -45,15 +45,15 @@ def attentive(pull: Callable[..., int | None], bell: str) -> Callable[..., int |
     def pulled(*, state: Any, **named: Any) -> int | None:
         run = pull(state=state, **named)
         if run is None:
-            return 0 if owes(state) else None  # anything but None leads on to the replies
-        if bell:
-            ring(bell)
+            return 0 if has_unsent_reply(state) else None  # anything but None leads on to the replies
+        if wake_socket:
+            wake(wake_socket)
         return run
 
     return pulled
 
 
-def owes(state: Any) -> bool:
+def has_unsent_reply(state: Any) -> bool:
     """Is there a reply that was not sent?"""
     with state.lock_msg_store:
         entries = list(state.msg_store.values())
@@ -67,13 +67,13 @@ def main() -> None:
 
     from everfed.federation.flower.tuning import tune
 
-    ours = {"--poll": str(IDLE), "--bell": ""}
+    ours = {"--poll": str(IDLE), "--wake-socket": ""}
     while sys.argv[1:2] and sys.argv[1] in ours:
         ours[sys.argv[1]] = sys.argv[2]
         del sys.argv[1:3]
     start_client_internal.time = ShorterSleep(float(ours["--poll"]))  # type: ignore[assignment]
     plain = start_client_internal._pull_and_store_message
-    start_client_internal._pull_and_store_message = attentive(plain, ours["--bell"])
+    start_client_internal._pull_and_store_message = with_wakeup(plain, ours["--wake-socket"])
     fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     tune()

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
-from everfed.core.context import Context
-from everfed.core.message import MODEL
-from everfed.core.part import Model, Part, State
-from everfed.core.reduce import Mean, Reducer
-from everfed.core.tree import Tree
+from everfed import MODEL, Context, Mean, Message, Model, Part, Reducer, State, Tree
 from everfed.parts.aggregate.robust import ClippedMean, Median, TrimmedMean
 
 REDUCERS = ("mean", "trimmed-mean", "median", "norm-clipping")
@@ -20,7 +15,7 @@ REDUCERS = ("mean", "trimmed-mean", "median", "norm-clipping")
 class FedAvg(Part):
     """weighting: "uniform" gives every client 1/K (FedGP), "samples" gives it n_k/n (McMahan).
 
-    reducer: "mean"; against clients that lie, "trimmed-mean" (of every coordinate the `trim` smallest and largest are
+    reducer: "mean"; against malicious clients, "trimmed-mean" (of every coordinate the `trim` smallest and largest are
     cut off), "median" (of every coordinate), or "norm-clipping" (updates of an L2 norm above `norm` are scaled down
     to it). The robust ones see every client's model, and give each the same weight.
     """
@@ -30,8 +25,7 @@ class FedAvg(Part):
     trim: int = 1
     norm: float = 10.0
 
-    name: ClassVar[str] = "fedavg"
-    aggregates: ClassVar[bool] = True
+    name = "fedavg"
 
     def __post_init__(self) -> None:
         if self.weighting not in ("uniform", "samples"):
@@ -54,7 +48,7 @@ class FedAvg(Part):
         mean = robust.get(self.reducer, Mean(weighted=self.weighting == "samples"))
         return {"params": mean, "stats": mean, "counters": mean}
 
-    def upload(self, model: Model, message: dict[str, Tree], ctx: Context) -> Tree:
+    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
         sent: Tree = dict(model) if ctx.options.batchnorm != "local" else {"params": model["params"]}
         if self.reducer == "norm-clipping":
             params = sent.pop("params")
@@ -62,7 +56,7 @@ class FedAvg(Part):
         return sent
 
     def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        """The mean of what arrived; what nobody sent stays as it was."""
+        """The mean of what arrived; what no client sent stays as it was."""
         model = server[MODEL]
         if reduced.get("update") is not None:
             reduced = {**reduced, "params": model["params"].to(reduced["update"].device) + reduced["update"]}

@@ -1,7 +1,7 @@
-"""Reducers that a few clients cannot pull where they want: coordinate-wise trimmed mean and median (Yin et al., 2018),
+"""Reducers that withstand a minority of malicious clients: coordinate-wise trimmed mean and median (Yin et al., 2018),
 and a mean of updates whose norms are clipped (Sun et al., 2019).
 
-None is a sum, so none can run under secure aggregation. Clients count the same: a weight would be a claim of their own.
+None is a sum, so none can run under secure aggregation. All clients weigh the same: weights would be claims of theirs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed.core.reduce import Reducer, Reducing, Shared
-from everfed.core.tree import Tree
+from everfed import Reducer, Tree
+from everfed.core.reduce import Reducing, Shared
 
 _AT_ONCE = 1 << 22  # numbers that a median sorts at a time
 
@@ -55,7 +55,7 @@ class Trimming(Shared):
         self.low, self.high = low.sort(dim=0).values[: self.trim], high.sort(dim=0).values[-self.trim :]
         self.count += count
 
-    def tell(self) -> Tree:
+    def export(self) -> Tree:
         if self.total is None:
             return {}
         return {
@@ -66,9 +66,9 @@ class Trimming(Shared):
             "dtype": _name(self.dtype),
         }
 
-    def hear(self, told: Sequence[Tree]) -> None:
+    def merge(self, exported: Sequence[Tree]) -> None:
         self.total, self.low, self.high, self.count = None, None, None, 0
-        for one in filter(None, told):
+        for one in filter(None, exported):
             self.dtype = getattr(torch, one["dtype"])
             self._take(one["total"], one["low"], one["high"], one["count"])
 
@@ -83,7 +83,7 @@ class Trimming(Shared):
 
 @dataclass(frozen=True)
 class TrimmedMean(Reducer):
-    """The mean of every coordinate without its `trim` smallest and largest values; withstands `trim` liars."""
+    """The mean of every coordinate without its `trim` smallest and largest values; withstands `trim` attackers."""
 
     trim: int = 1
 
@@ -92,7 +92,7 @@ class TrimmedMean(Reducer):
 
 
 class Middle(Shared):
-    """Holds all replies: no smaller memory gives an exact median. It is taken a stretch at a time."""
+    """Holds all replies, as an exact median must, and takes it over a stretch of coordinates at a time."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -100,11 +100,11 @@ class Middle(Shared):
     def add(self, client: int, value: Any, weight: float) -> None:
         self.values.append(torch.as_tensor(value))
 
-    def tell(self) -> Tree:
+    def export(self) -> Tree:
         return {str(index): value for index, value in enumerate(self.values)}
 
-    def hear(self, told: Sequence[Tree]) -> None:
-        self.values = [value for one in told for value in one.values()]
+    def merge(self, exported: Sequence[Tree]) -> None:
+        self.values = [value for one in exported for value in one.values()]
 
     def result(self) -> Any:
         if not self.values:
@@ -123,14 +123,14 @@ class Middle(Shared):
 
 @dataclass(frozen=True)
 class Median(Reducer):
-    """The median of every coordinate (the mean of the middle two of an even number); withstands a minority of liars."""
+    """The median of every coordinate (the mean of the middle two of an even number); withstands a minority."""
 
     def start(self) -> Reducing:
         return Middle()
 
 
 class Clipping(Shared):
-    """Streaming: one vector."""
+    """Sums clipped updates; holds one vector."""
 
     def __init__(self, norm: float) -> None:
         self.norm, self.count = norm, 0
@@ -144,15 +144,15 @@ class Clipping(Shared):
         self.total = clipped if self.total is None else self.total.add_(clipped)
         self.count += 1
 
-    def tell(self) -> Tree:
+    def export(self) -> Tree:
         return {} if self.total is None else {"total": self.total, "count": self.count, "dtype": _name(self.dtype)}
 
-    def hear(self, told: Sequence[Tree]) -> None:
-        came = [one for one in told if one]
-        for one in came:
+    def merge(self, exported: Sequence[Tree]) -> None:
+        some = [one for one in exported if one]
+        for one in some:
             self.dtype = getattr(torch, one["dtype"])
-        self.count = sum(one["count"] for one in came)
-        self.total = torch.stack([one["total"] for one in came]).sum(0) if came else None
+        self.count = sum(one["count"] for one in some)
+        self.total = torch.stack([one["total"] for one in some]).sum(0) if some else None
 
     def result(self) -> Any:
         return None if self.total is None else _typed(self.total / self.count, self.dtype)
@@ -160,7 +160,7 @@ class Clipping(Shared):
 
 @dataclass(frozen=True)
 class ClippedMean(Reducer):
-    """The mean of updates, each scaled down to an L2 norm of `norm` at most: nobody moves it further than norm / K."""
+    """The mean of updates, each scaled down to an L2 norm of `norm` at most, so that a client moves it by norm / K."""
 
     norm: float = 10.0
 

@@ -15,27 +15,27 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from everfed.core.extras import Extras
-from everfed.core.trainer import Trainer
+from everfed import Trainer
+from everfed.core.layout import Extras
 from everfed.models.acgan import ACGANBlueprint
 from everfed.parts.shared.layers import in_precision
 from everfed.parts.shared.teacher import among, divergence
 
-GENERATOR = "generator"  # what the names of its parameters begin with
+GENERATOR = "generator"  # prefix of the names of its parameters
 
 
 @dataclass(frozen=True)
 class ACGAN:
-    """What the losses need to know. classes: (C,) mask of the class logits that compete."""
+    """The losses of both networks. classes: (C,) mask of the class logits that compete."""
 
     trainer: Trainer
     blueprint: ACGANBlueprint
     classes: Tensor
 
     def images(self, generator: Mapping[str, Tensor] | Tensor, labels: Tensor) -> Tensor:
-        """(n, ...) network inputs that a generator makes for labels (n,) and fresh noise. generator: its tensors by
+        """(n, ...) network inputs that a generator makes from labels (n,) and fresh noise. generator: its tensors by
         name, or its parameters as one vector."""
-        replica = self.trainer.companion(self.blueprint)
+        replica = self.trainer.auxiliary(self.blueprint)
         tensors = replica.layout.named(generator) if isinstance(generator, Tensor) else dict(generator)
         z = noise(labels, self.classes.numel(), self.blueprint.z_dim, self.trainer.replica.generator)
         with in_precision(self.trainer):
@@ -48,7 +48,7 @@ class ACGAN:
         return self.images(generator, labels)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """(n, C) of the classes, those that do not compete out of the question."""
+        """(n, C) class logits; those of classes that do not compete are masked."""
         return among(rows[:, :-1], self.classes)
 
     def label_loss(self, rows: Tensor, y: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ class ACGAN:
         return self.judged(real, y, True) + self.judged(fake, c, False)
 
     def generated(self, generator: Mapping[str, Tensor], c: Tensor) -> Tensor:
-        """L_G: how far the generator's images are from passing as real ones of their labels."""
+        """L_G: the loss of the generator's images when judged as real ones of their labels."""
         return self.judged(self.trainer.forward_inputs(self.images(generator, c)), c, True)
 
     def apart(self, rows: Tensor, target: Tensor) -> Tensor:
-        """KL(p(.|target) || p(.|rows)); the target side does not move."""
+        """KL(p(.|target) || p(.|rows)), without a gradient to the target."""
         return divergence(self.logits(rows), self.logits(target).detach(), 1.0)
 
 
@@ -88,6 +88,6 @@ def balanced(labels: np.ndarray, count: int, rng: np.random.Generator) -> np.nda
 
 
 def live_generator(module: nn.Module, part: str) -> dict[str, Tensor]:
-    """The generator's tensors as the module has them now among a part's extra parameters, by their own names."""
+    """The generator's current tensors, which are extra parameters of a part, by their own names."""
     extras, prefix = cast(Extras, module.extras)[part], f"{GENERATOR}."
     return {name.removeprefix(prefix): value for name, value in extras.items() if name.startswith(prefix)}

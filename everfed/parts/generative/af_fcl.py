@@ -7,7 +7,7 @@ averaged with it. Every minibatch has three steps:
     R  L_R    = k_f ( ((1 - theta) p + theta) mean_j pi_j CE(h_b(a_j), c_j) + k_out k_last KD(h_b(a_j), last h_b(a_j)) )
     C  L_C    = CE(x, y) + k_feat k_last mean (a - a_last)^2 + k_out k_last KD(outputs, last outputs)
 
-where a_j come from the flow, p = mean_i q(a_i | y_i)^(1/D), and the credibility pi_j says how likely a_j is under this
+where a_j come from the flow, p = mean_i q(a_i | y_i)^(1/D), and the credibility pi_j is the likelihood of a_j under the
 client's own data: memories that disagree with it are forgotten. KD is soft cross-entropy at temperature 2.
 """
 
@@ -16,29 +16,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from everfed import (
+    BOUNDARIES,
+    MODEL,
+    Context,
+    Data,
+    Entry,
+    Fitted,
+    Layout,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Schedule,
+    Slots,
+    State,
+    Step,
+    Substep,
+    Table,
+    Tables,
+    Tree,
+)
 from everfed.core import random
-from everfed.core.companion import evaluated, first_vectors, in_eval_mode
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.extras import EXTRAS, Extras, registered
-from everfed.core.layout import Entry, Layout
-from everfed.core.message import MODEL
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, Model, Part, State, Tables
-from everfed.core.schedule import Schedule, Table
-from everfed.core.step import Step
-from everfed.core.substep import Substep
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed.core.layout import EXTRAS, Extras, registered
+from everfed.core.replica import frozen_forward, in_eval_mode, initial_weights
 from everfed.models.flow import FlowBlueprint, log_normal, permutations
 from everfed.parts.memory.transition import competing
+from everfed.parts.shared.checks import at_least, one_of
 from everfed.parts.shared.features import head_inputs, network, span
 from everfed.parts.shared.layers import in_precision
 from everfed.parts.shared.teacher import classes_of, soft_cross_entropy, tasks_before
@@ -51,13 +62,13 @@ _HEAD = "head."
 @dataclass(frozen=True)
 class AFFCL(Part):
     """k_loss_flow: k_f; 0 switches the flow off. k_flow_lastflow: k_lf. flow_explore_theta: theta. flow_lr: of Adam on
-    the flow. replay_lr: of an Adam of step R's own, for runs by SGD, which the far-out features that a young flow draws
-    now and then would throw off; 0 leaves it to the run's optimiser. k_kd_last_cls: k_last; k_kd_global_cls: the same
-    towards the model received. k_kd_feature, k_kd_output: k_feat and k_out. hidden: width of the flow's networks.
+    the flow. replay_lr: of a separate Adam for step R in runs by SGD, which outliers among the features of a young flow
+    would make diverge; 0: the run's optimiser. k_kd_last_cls: k_last; k_kd_global_cls: the same towards the received
+    model. k_kd_feature, k_kd_output: k_feat and k_out. hidden: width of the flow's networks.
 
-    credibility_space: where the Gaussian of a class's latents is evaluated: at the sample's own "latent", or at the
-    "feature", as in the released code. replay_layers: what replay trains: the whole "head", or its "middle" layer only,
-    as in the released code. variance_floor: least variance of a class's latents.
+    credibility_space: where the Gaussian of a class's latents is evaluated, at the sample's own "latent" or at the
+    "feature" (released code). replay_layers: replay trains the whole "head", or its "middle" layer only (released
+    code). variance_floor: least variance of a class's latents.
     """
 
     k_loss_flow: float = 0.5
@@ -74,19 +85,13 @@ class AFFCL(Part):
     replay_layers: str = "head"
     variance_floor: float = 1e-4
 
-    name: ClassVar[str] = "af-fcl"
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
+    name = "af-fcl"
+    needs = frozenset({BOUNDARIES})
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        for name in (
-            *("k_loss_flow", "k_flow_lastflow", "flow_lr", "replay_lr"),
-            *("k_kd_last_cls", "k_kd_global_cls", "k_kd_feature"),
-        ):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        one_of(self, **CHOICES)
+        at_least(self, 0, "k_loss_flow", "k_flow_lastflow", "flow_lr", "replay_lr")
+        at_least(self, 0, "k_kd_last_cls", "k_kd_global_cls", "k_kd_feature")
         if not 0 <= self.flow_explore_theta <= 1:
             raise ValueError(f"flow_explore_theta must lie between 0 and 1; got {self.flow_explore_theta}")
         if not (self.variance_floor > 0 and self.hidden >= 1):
@@ -100,7 +105,7 @@ class AFFCL(Part):
         if not self.k_loss_flow:
             return {}
         blueprint = self.blueprint(ctx)
-        first = first_vectors(blueprint, random.key(ctx.seed, self.name, "flow"))["params"]
+        first = initial_weights(blueprint, random.key(ctx.seed, self.name, "flow"))["params"]
         with torch.device("meta"):
             named = Layout.of(blueprint.build()).named(first)
         return {f"flow.{name}": value for name, value in named.items()}
@@ -122,23 +127,24 @@ class AFFCL(Part):
         optimizer = Optimizer("adam", lr=self.flow_lr)
         own = replace(optimizer, lr=self.replay_lr) if self.replay_lr else None
         return (
-            Substep("flow", lambda name: name.startswith(flow), optimizer, alone=True),
-            Substep("replay", lambda name: name in chosen, own),
+            Substep("flow", lambda name: name.startswith(flow), self._flow_loss, optimizer, alone=True),
+            Substep("replay", lambda name: name in chosen, self._replay_loss, own),
         )
 
     # before training -----------------------------------------------------------------------------------------------
-    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
-        """At a change of task the model kept last becomes the one that is looked back at."""
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
+        """At a change of task the model of the latest local training becomes the teacher."""
         own = client.get(self.name, {})
-        if "latest" in own and own["host"]["task"] != ctx.current_task:
-            own = {**own, "last": own["latest"]}
-        return own, model
+        changed = "latest" in own and own["host"]["task"] != ctx.current_task
+        return {**own, "last": own["latest"]} if changed else None, model
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+    def plan(
+        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
+    ) -> tuple[Slots, Tables]:
         """The labels of every batch of sampled features: of all classes so far, and of those of earlier tasks."""
-        own, rng = dict(client.get(self.name, {})), ctx.rng(self.name)
         if not self.k_loss_flow:
-            return own, {}
+            return None, {}
+        own, rng = dict(client.get(self.name, {})), ctx.rng(self.name)
 
         def labels(among: Tensor) -> Table:
             return Table.of([rng.choice(among.numpy(), count) for count in schedule.rows.lengths])
@@ -151,14 +157,11 @@ class AFFCL(Part):
         own["orders"] = permutations(self.blueprint(ctx).features, random.key(ctx.seed, self.name, "permutations"))
         return own, tables
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """The model after every local training is kept, since nobody knows which one is the task's last."""
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """Keeps the model after every local training, since a client cannot know which one is the task's last."""
         own = client.get(self.name, {})
         kept = {"last": own["last"]} if "last" in own else {}
         return {**kept, "latest": dict(fitted.model), "host": {"task": ctx.current_task}}, {}
-
-    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        raise ValueError("af-fcl has no images to show: its flow makes features")
 
     # step C: the classifier ----------------------------------------------------------------------------------------
     def objective(self, step: Step) -> Tensor:
@@ -177,23 +180,20 @@ class AFFCL(Part):
         """k_feat mean (a - a_t)^2 + k_out KD(outputs, outputs_t)."""
         classes = step.ctx.facts.classes
         outputs, features = step.outputs[:, :classes], step.outputs[:, classes:]
-        said, found = self._look(step, teacher)
-        drawn = self.k_kd_output * soft_cross_entropy(outputs, said, TEMPERATURE)
-        return drawn + self.k_kd_feature * (features - found).square().mean()
+        target_outputs, target_features = self._frozen(step, teacher)
+        loss = self.k_kd_output * soft_cross_entropy(outputs, target_outputs, TEMPERATURE)
+        return loss + self.k_kd_feature * (features - target_features).square().mean()
 
-    def _look(self, step: Step, model: Model) -> tuple[Tensor, Tensor]:
+    def _frozen(self, step: Step, model: Model) -> tuple[Tensor, Tensor]:
         """(outputs, features) of a model on the batch: eval mode, no gradients."""
         module = step.replica.module
         with in_precision(step.ctx.train), head_inputs(module, layer=head_of(module)) as seen:
-            outputs: Tensor = evaluated(step.replica, model, step.inputs(step.x))
+            outputs: Tensor = frozen_forward(step.replica, model, step.inputs(step.x))
         return outputs.float(), seen[0].float()
 
-    # steps F and R: the flow, and the head on what it remembers -----------------------------------------------------
-    def substep(self, step: Step, name: str) -> Tensor:
-        return self._flow_loss(step) if name == "flow" else self._replay_loss(step)
-
+    # steps F and R: the flow, and the head on features of the flow ---------------------------------------------------
     def _flow_loss(self, step: Step) -> Tensor:
-        """L_flow; the features of the batch are handed on."""
+        """L_flow; hands the features of the batch on to step R."""
         features = step.handed["features"] = self._features(step)
         loss = -self._log_density(step, features, step.y)[1].mean()
         past = step.rows[self.name].get("past")
@@ -217,8 +217,8 @@ class AFFCL(Part):
         errors = functional.cross_entropy(masked, labels, reduction="none")
         loss = replay_factor(usual, self.flow_explore_theta) * (credible * errors).mean()
         if "last" in own and self.k_kd_output * self.k_kd_last_cls:
-            said = self._head(step, features, own["last"])
-            loss = loss + self.k_kd_output * self.k_kd_last_cls * soft_cross_entropy(outputs, said, TEMPERATURE)
+            target = self._head(step, features, own["last"])
+            loss = loss + self.k_kd_output * self.k_kd_last_cls * soft_cross_entropy(outputs, target, TEMPERATURE)
         return self.k_loss_flow * loss
 
     @torch.no_grad()
@@ -230,7 +230,7 @@ class AFFCL(Part):
         return seen[0].float()
 
     def _head(self, step: Step, features: Tensor, model: Model | None = None) -> Tensor:
-        """(n, C) what the head says of features; that of another model does not move."""
+        """(n, C) the head's outputs on features; without gradients for another model's head."""
         layer = head_of(step.replica.module)
         with in_precision(step.ctx.train):
             if model is None:
@@ -254,7 +254,7 @@ class AFFCL(Part):
         self, step: Step, tensors: dict[str, Tensor], x: Tensor, labels: Tensor, inverse: bool = False
     ) -> tuple[Tensor, Tensor]:
         own = step.state[self.name]
-        module = step.ctx.train.companion(self.blueprint(step.ctx)).module
+        module = step.ctx.train.auxiliary(self.blueprint(step.ctx)).module
         context = functional.one_hot(labels, len(own["mask"])).to(x.dtype)
         found: Any = functional_call(module, tensors, (x, context, own["orders"]), {"inverse": inverse})
         return found[0], found[1]
@@ -262,7 +262,7 @@ class AFFCL(Part):
     def _last_flow(self, step: Step) -> dict[str, Tensor]:
         prefix = registered(self.name, "flow.", personal=False)
         where = span(entry for entry in step.layout.params if entry.name.startswith(prefix))
-        layout = step.ctx.train.companion(self.blueprint(step.ctx)).layout
+        layout = step.ctx.train.auxiliary(self.blueprint(step.ctx)).layout
         return layout.named(step.state[self.name]["last"]["params"][where])
 
     def _live(self, step: Step) -> dict[str, Tensor]:
@@ -286,19 +286,19 @@ def credibility(
 
 
 def replay_factor(usual: Tensor, theta: float) -> Tensor:
-    """(1 - theta) p + theta: how much replay counts, by how well the flow fits this client's data."""
+    """(1 - theta) p + theta: the weight of replay, by how well the flow fits this client's data."""
     return (1.0 - theta) * usual + theta
 
 
 def head_prefix(named: Iterable[tuple[str, int]]) -> str:
-    """What the names of h_b's parameters begin with: the network's `head`, of however many layers, or else its last
+    """The prefix of the names of h_b's parameters: the network's `head`, of any number of layers, or else its last
     linear layer. named: (name, dimensions) of the network's own parameters, in order."""
     listed = list(named)
     if any(name.startswith(_HEAD) for name, _ in listed):
         return _HEAD
     matrices = [name for name, dimensions in listed if dimensions == 2]
     if not matrices:
-        raise ValueError("af-fcl needs a network with a linear layer: what that layer is fed with are the features")
+        raise ValueError("af-fcl needs a network with a linear layer: that layer's inputs are the features")
     return matrices[-1].removesuffix("weight")
 
 
@@ -315,7 +315,7 @@ def head_entries(layout: Layout) -> list[Entry]:
 
 
 def feature_width(layout: Layout) -> int:
-    """D: what the head is fed with."""
+    """D: the length of the head's input."""
     return next(entry.shape[1] for entry in head_entries(layout) if len(entry.shape) == 2)
 
 

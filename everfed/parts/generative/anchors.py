@@ -1,7 +1,8 @@
-"""Label anchors: one fixed vector for each class, from a file of text embeddings, from class names or made up (LANDER).
+"""Label anchors: one fixed vector for each class, from a file of text embeddings, from class names or random (LANDER).
 
 The authors use CLIP's text features of the class names, 512 numbers each, not normalised: for CIFAR-100 the entries
-have a standard deviation of 0.43. Nothing is ever downloaded here; what is made from names or up has the same spread.
+have a standard deviation of 0.43. Nothing is ever downloaded here; anchors from names and random ones have the same
+spread.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.part import CompositionError
+from everfed import CompositionError
 
 GAUSSIAN, NAMES, WORDLLAMA = "gaussian", "names", "wordllama"
 FROM_NAMES = (NAMES, WORDLLAMA)
 SPREAD = 0.43  # standard deviation of an anchor's entries
-SEED = 0  # of made-up anchors: the same in every run, as a file would be
+SEED = 0  # of random anchors: the same in every run, as a file would be
 GRAM = 3  # letters that are hashed together
 SUFFIXES = (".npy", ".npz", ".safetensors", ".txt")
 
@@ -90,9 +91,9 @@ def anchors_of(named: str, names: Sequence[str], width: int) -> Tensor:
 
 
 def sentence_anchors(names: Sequence[str], width: int) -> Tensor:
-    """(names, width) what the sentence encoder WordLlama makes of the names, whose weights come with its package: names
-    that mean alike lie closer. Its 256 numbers are turned into `width` by a fixed rotation, which keeps all distances
-    from 256 on; below, it keeps what a random projection does."""
+    """(names, width) embeddings of the names by the sentence encoder WordLlama, whose weights come with its package:
+    names of similar meaning lie closer. A fixed rotation turns its 256 numbers into `width`; from 256 on it keeps all
+    distances, below it is a random projection."""
     from everfed.data.encoders import WordLlamaEncoder
 
     rows = WordLlamaEncoder().encode([name.replace("_", " ") for name in names]).astype(np.float64)
@@ -109,8 +110,8 @@ def _rotation(inputs: int, outputs: int) -> np.ndarray:
 
 
 def hashed_names(names: Sequence[str], width: int) -> Tensor:
-    """(names, width) every name as a sum of fixed random vectors of its letter triples: names that share parts lie
-    closer to each other."""
+    """(names, width) every name as a sum of fixed random vectors of its letter triples: names that share triples lie
+    closer."""
     return _tensor(np.array([_hashed(name, width) for name in names]).reshape(len(names), width))
 
 

@@ -1,10 +1,10 @@
-"""FedCIL's server: the averaged GAN is trained for a moment on images of all the clients' generators.
+"""FedCIL's server: a few training steps of the averaged GAN on images of all the clients' generators.
 
 In every step each client's generator makes images of that client's current labels. A class-balanced batch of them
-stands in for real ones; from the second task on, a second batch comes from the generators and labels of earlier tasks.
+replaces real ones; from the second task on, a second batch comes from the generators and labels of earlier tasks.
 
-Which images are taken is drawn on the host beforehand, so that only the generators of taken images need to work, and
-the steps are a loop over fixed places that an engine may capture.
+The images are drawn on the host beforehand, so that only the generators of drawn images run, and the steps are a loop
+over tensors at fixed addresses, which an engine may capture.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, Part
-from everfed.core.substep import Course, Moments
-from everfed.core.tree import Tree
+from everfed import Context, Model, Optimizer, Part, Tree
+from everfed.core.step import Moments, Substeps
 from everfed.parts.generative.acgan import ACGAN, GENERATOR, balanced, live_generator
 
 LOSSES = ("discriminator", "generator")
@@ -29,19 +26,19 @@ Tables = dict[str, np.ndarray]  # name -> (steps, ...) whole numbers
 
 
 class Consolidation:
-    """One kind of consolidation on one trainer: fixed places, and a loop over them for tasks with and without a past.
+    """Consolidation on one trainer: static tensors, and a loop over them for the first task and one for later tasks.
 
-    part: whose GAN it is. batch: images of a generator, and of a mix. chunk: the most steps of a run. clients: how many
-    there may be.
+    part: the owner of the GAN. batch: images of a generator, and of a mix. chunk: the most steps of a run. clients: the
+    most clients.
     """
 
     def __init__(self, part: Part, gan: ACGAN, optimizer: Optimizer, batch: int, chunk: int, clients: int) -> None:
         self.part, self.gan, self.optimizer, self.batch = part, gan, optimizer, batch
         replica, self.device = gan.trainer.replica, gan.trainer.device
-        self.course = Course.of((part,), replica.layout)
-        self.moments = self.course.first_moments(optimizer, replica.params)
+        self.substeps = Substeps.of((part,), replica.layout)
+        self.moments = self.substeps.first_moments(optimizer, replica.params)
         self.generators_at_once = min(batch, clients)
-        self.generators = torch.zeros(0, gan.trainer.companion(gan.blueprint).layout.size, device=self.device)
+        self.generators = torch.zeros(0, gan.trainer.auxiliary(gan.blueprint).layout.size, device=self.device)
         self.tables = {name: self._whole(chunk, *shape) for name, shape in self._shapes().items()}
         self.index, self.rate = self._whole(1), torch.zeros((), device=self.device)
         self.sums = torch.zeros(len(LOSSES), device=self.device)
@@ -51,8 +48,8 @@ class Consolidation:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of a row of every table. rows: generators that work. labels: of all their images. taken: images of the mix,
-        by their place among these; y: their labels. fake: labels of the fake batch."""
+        """The shape of a row of every table. rows: generators that run. labels: of all their images. taken: images of
+        the mix, as positions among these; y: their labels. fake: labels of the fake batch."""
         mix = {"rows": (self.generators_at_once,), "labels": (self.generators_at_once, self.batch)}
         mix |= {name: (self.batch,) for name in ("taken", "y", "fake")}
         return {GENERATOR: (self.batch,), **{f"{group}/{k}": v for group in (NOW, OLD) for k, v in mix.items()}}
@@ -60,13 +57,13 @@ class Consolidation:
     def run(
         self, model: Model, moments: Moments, now: Clients, old: Clients, classes: Tensor, steps: int, ctx: Context
     ) -> tuple[Model, Moments, Tensor]:
-        """(model, moments, mean of LOSSES) after some steps; nothing that is given changes. now, old: the generators of
-        this task and of earlier ones. moments: none at first. classes: (C,) mask of those that compete."""
+        """(model, moments, mean of LOSSES) after some steps; the arguments stay as they are. now, old: the generators
+        of this task and of earlier ones. moments: empty at first. classes: (C,) mask of those that compete."""
         replica = self.gan.trainer.replica
         replica.load(model)
         replica.generator.manual_seed(ctx.key("consolidate"))
         replica.module.train()
-        first = moments or self.course.first_moments(self.optimizer, replica.params)
+        first = moments or self.substeps.first_moments(self.optimizer, replica.params)
         for name, place in self.moments.items():
             place.copy_(first[name])
         self._load(now, old, steps, ctx)
@@ -76,7 +73,7 @@ class Consolidation:
         return replica.model(), {k: v.clone() for k, v in self.moments.items()}, self.sums / max(steps, 1)
 
     def _load(self, now: Clients, old: Clients, steps: int, ctx: Context) -> None:
-        """Draw what the steps will take, and bring the generators that it needs to the device."""
+        """Draw the images of all steps, and copy the generators to the device."""
         rng, seen = ctx.rng("consolidate"), labels_of([*now.values(), *old.values()])
         drawn: Tables = {GENERATOR: rng.choice(seen, (steps, self.batch))}
         needed: list[Tensor] = []
@@ -94,15 +91,15 @@ class Consolidation:
         self.sums.zero_()
 
     def mixes(self, clients: Clients, steps: int, rng: np.random.Generator) -> Tables:
-        """Class-balanced batches of what the clients' generators make, a row for every step, generators by position."""
+        """Class-balanced batches of the clients' generated images, a row for every step, generators by position."""
         found: dict[str, list[np.ndarray]] = {"rows": [], "labels": [], "taken": [], "y": []}
         own = [labels_of([one]) for one in clients.values()]
         for _ in range(steps):
             labels = np.stack([rng.choice(some, self.batch) for some in own])
             taken = balanced(labels.reshape(-1), self.batch, rng)
-            at_work, position = np.unique(taken // self.batch, return_inverse=True)
-            rows = np.zeros(self.generators_at_once, dtype=np.int64)  # places that are left over repeat the first
-            rows[: len(at_work)] = at_work
+            running, position = np.unique(taken // self.batch, return_inverse=True)
+            rows = np.zeros(self.generators_at_once, dtype=np.int64)  # unused entries repeat the first generator
+            rows[: len(running)] = running
             found["rows"].append(rows)
             found["labels"].append(labels[rows])
             found["taken"].append(position * self.batch + taken % self.batch)
@@ -110,7 +107,7 @@ class Consolidation:
         return {name: np.stack(table) for name, table in found.items()}
 
     def _bring(self, generators: Sequence[Tensor]) -> None:
-        """Generators to their places; more room means other places, and loops made anew."""
+        """Copy generators to the device; a larger tensor has another address, so the loops are made anew."""
         if len(generators) > len(self.generators):
             self.loops.clear()
             room = max(len(generators), 2 * len(self.generators))
@@ -127,16 +124,16 @@ class Consolidation:
         return self.loops[past]
 
     def _step(self, groups: Iterable[str]) -> None:
-        """One of the discriminator, one of the generator."""
-        replica, course = self.gan.trainer.replica, self.course
+        """One step of the discriminator, one of the generator."""
+        replica, main = self.gan.trainer.replica, self.substeps.main
         row = {name: table.index_select(0, self.index)[0] for name, table in self.tables.items()}
         judged = self.discriminator_loss(row, groups)
-        gradient = replica.gradient(judged, course.main)
+        gradient = replica.gradient(judged, main)
         with torch.no_grad():
-            self.optimizer.apply(replica.params[course.main], gradient, self.moments, self.rate)
+            self.optimizer.apply(replica.params[main], gradient, self.moments, self.rate)
             replica.refresh()
         made = self.gan.generated(self._live(), row[GENERATOR])
-        for move in course.after:
+        for move in self.substeps.after:
             gradient = replica.gradient(made, move.span)
             with torch.no_grad():
                 move.apply(replica.params, gradient, self.moments, self.optimizer, self.rate)
@@ -145,7 +142,7 @@ class Consolidation:
         self.index.add_(1)
 
     def discriminator_loss(self, row: Mapping[str, Tensor], groups: Iterable[str]) -> Tensor:
-        """L_D on a mix of current images and, once there are any, on one of earlier tasks."""
+        """L_D on a mix of current images and, from the second task on, on one of earlier tasks."""
         terms = []
         for group in groups:
             x = self.mixed(row[f"{group}/rows"], row[f"{group}/labels"], row[f"{group}/taken"])
@@ -154,7 +151,7 @@ class Consolidation:
         return torch.stack(terms).mean()
 
     def mixed(self, rows: Tensor, labels: Tensor, taken: Tensor) -> Tensor:
-        """The images of a mix: of all that these generators make for their labels, those that are taken."""
+        """The images of a mix: of all that these generators make for their labels, the drawn ones."""
         chosen = self.generators.index_select(0, rows)
         images = [self.gan.fixed_images(own, y) for own, y in zip(chosen, labels, strict=True)]
         return torch.cat(images).index_select(0, taken)

@@ -2,8 +2,8 @@
 
     L_G = w_content L_content + w_div L_div + w_bn L_BN + w_prior L_prior                              (Eq. 5)
 
-The generator trains in train mode, the classifier stays in eval mode and is never changed. One chunk is one repeat of a
-server phase: what it takes and gives are vectors, so a run can stop and go on between two chunks.
+The generator is in train mode; the classifier is in eval mode and stays as it is. One chunk is one repeat of a server
+phase: its inputs and outputs are vectors, so a run can be resumed between two chunks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model
-from everfed.core.trainer import Trainer
+from everfed import Model, Optimizer, Trainer
 from everfed.models.generators import GeneratorBlueprint
 from everfed.parts.generative.inversion import (
     batch_statistics,
@@ -33,8 +31,8 @@ TERMS = ("content", "diversity", "statistics", "prior")
 
 @dataclass(frozen=True)
 class Inversion:
-    """How a generator is trained. labels: what an image should be predicted as, what the "model" predicts already or
-    what the "noise" says (the largest of its first entries). diversity: "code" or "paper", see `inversion`."""
+    """How a generator is trained. labels: the target class of an image, the "model"'s own prediction or the one encoded
+    in the "noise" (the largest of its first entries). diversity: "code" or "paper", see `inversion`."""
 
     batch: int = 128
     lr: float = 1e-3
@@ -52,11 +50,11 @@ class Inversion:
 
 
 class GeneratorTraining:
-    """One kind of generator training on one trainer: fixed places, and a loop over them that an engine may capture."""
+    """Generator training on one trainer: static tensors, and a loop over them that an engine may capture."""
 
     def __init__(self, trainer: Trainer, blueprint: GeneratorBlueprint, how: Inversion) -> None:
         self.trainer, self.blueprint, self.how = trainer, blueprint, how
-        self.generator = trainer.companion(blueprint)
+        self.generator = trainer.auxiliary(blueprint)
         self.optimizer = how.optimizer
         device = trainer.device
         self.moments = self.optimizer.init(self.generator.params)
@@ -108,7 +106,7 @@ class GeneratorTraining:
         return (
             content(outputs, self._labels(outputs, noise), self.how.temperature),
             diversity(outputs) if self.how.diversity == "code" else negative_entropy(outputs),
-            # a network without BatchNorm remembers nothing of its data
+            # a network without BatchNorm stores no statistics of its data
             statistics.divergence() if statistics.seen else outputs.new_zeros(()),
             roughness(images.float(), self.smoother),
         )
@@ -118,7 +116,7 @@ class GeneratorTraining:
 
 
 def training_on(trainer: Trainer, blueprint: GeneratorBlueprint, how: Inversion) -> GeneratorTraining:
-    """The trainer's own generator training, built when it is first asked for."""
+    """The trainer's generator training, built at first use."""
     return trainer.made("generator training", (blueprint, how), lambda: GeneratorTraining(trainer, blueprint, how))
 
 
@@ -128,5 +126,5 @@ def draw(count: int, z_dim: int, generator: torch.Generator) -> Tensor:
 
 
 def labels_of(noise: Tensor, classes: Tensor) -> Tensor:
-    """(n,) the class that noise stands for: the largest of its entries at the classes of a mask (C,)."""
+    """(n,) the class encoded in noise: the largest of its entries at the classes of a mask (C,)."""
     return only(noise[:, : len(classes)], classes).argmax(1)

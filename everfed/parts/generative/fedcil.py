@@ -9,7 +9,7 @@ on what its own generator of the previous task's end replays, (x', y'):
 
     C1 = KL(p(.|G_s(z, y)) || p(.|x)),  C2 = KL(p(.|G_s(z, c)) || p(.|G(z', c))),  C3 = NLL(p(.|G_s(z, c)), c)
 
-The server averages whole GANs and then trains the average for a moment on a class-balanced mix of images of all the
+The server averages whole GANs and then trains the average for a few steps on a class-balanced mix of images of all the
 clients' generators, which it must therefore see one by one.
 """
 
@@ -17,32 +17,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everfed import (
+    BOUNDARIES,
+    MODEL,
+    Cohort,
+    Collect,
+    Context,
+    Data,
+    Fitted,
+    Layout,
+    Mean,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Phase,
+    Reducer,
+    Schedule,
+    Slots,
+    State,
+    Step,
+    Substep,
+    Table,
+    Tables,
+    Tree,
+)
 from everfed.core import random
-from everfed.core.companion import first_vectors
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.extras import Extras, registered
-from everfed.core.layout import Layout
-from everfed.core.message import MODEL
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, Model, Part, State, Tables
-from everfed.core.phase import TRAIN, Cohort, Phase
-from everfed.core.reduce import Collect, Mean, Reducer
-from everfed.core.schedule import Schedule, Table
-from everfed.core.step import Step
-from everfed.core.substep import Substep
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed.core.layout import Extras, registered
+from everfed.core.replica import initial_weights
 from everfed.models.acgan import KINDS, ACGANBlueprint
 from everfed.parts.generative.acgan import ACGAN, GENERATOR, live_generator
 from everfed.parts.generative.consolidation import LOSSES, Consolidation
 from everfed.parts.memory.transition import competing
+from everfed.parts.shared.checks import at_least, one_of
 from everfed.parts.shared.features import head_weight, span, through_head
 from everfed.parts.shared.teacher import mask_of
 
@@ -54,10 +67,10 @@ class FedCIL(Part):
     """consistency_real, consistency_fake, consistency_label: weights of C1, C2, C3 (0 in the released code).
     server_steps, server_batch: of consolidation in every round, `server_chunk` steps between two checkpoints.
     noise: entries of z beside the one-hot label. generator: "wide" (grey images in the release), "slim" (colour), or
-    "auto", by the images. width: of its first map; 0 for its own. generator_lr: of an Adam of the generator's own, with
-    the betas of the release; 0 leaves it to the run's optimiser. head: class losses are over the classes "seen" so
-    far, as if the head grew, or over its "full" width (released code). weighting: clients weigh by "samples", or
-    "uniform"ly.
+    "auto", by the images. width: of its first map; 0 for the kind's own. generator_lr: of a separate Adam for the
+    generator, with the betas of the release; 0: the run's optimiser. head: class losses are over the classes "seen" so
+    far, as if the head grew, or over its "full" width (released code). weighting: of clients, by "samples" or
+    "uniform".
     """
 
     consistency_real: float = 1.0
@@ -73,23 +86,14 @@ class FedCIL(Part):
     head: str = "seen"
     weighting: str = "samples"
 
-    name: ClassVar[str] = "fedcil"
-    aggregates: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
+    name = "fedcil"
+    needs = frozenset({BOUNDARIES})
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        for name in (
-            *("consistency_real", "consistency_fake", "consistency_label"),
-            *("server_steps", "noise", "width", "generator_lr"),
-        ):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
-        for name in ("server_batch", "server_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        one_of(self, **CHOICES)
+        at_least(self, 0, "consistency_real", "consistency_fake", "consistency_label")
+        at_least(self, 0, "server_steps", "noise", "width", "generator_lr")
+        at_least(self, 1, "server_batch", "server_chunk")
 
     # the networks --------------------------------------------------------------------------------------------------
     def blueprint(self, ctx: Context) -> ACGANBlueprint:
@@ -98,12 +102,12 @@ class FedCIL(Part):
         return ACGANBlueprint(shape, ctx.facts.classes + self.noise, kind, self.width)
 
     def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        """The head that tells real from fake, then the generator: last, so that each lies together in the vector."""
+        """The real-or-fake head, then the generator: last, so that each network is one slice of the vector."""
         inputs = head_weight(ctx.facts.layout).shape[1]
         rng = random.generator(ctx.seed, self.name, "adversary")
         drawn = rng.uniform(-(inputs**-0.5), inputs**-0.5, inputs + 1).astype(np.float32)
         blueprint = self.blueprint(ctx)
-        first = first_vectors(blueprint, random.key(ctx.seed, self.name, GENERATOR))["params"]
+        first = initial_weights(blueprint, random.key(ctx.seed, self.name, GENERATOR))["params"]
         with torch.device("meta"):
             names = Layout.of(blueprint.build()).named(first)
         made = {f"{GENERATOR}.{name}": value for name, value in names.items()}
@@ -125,20 +129,19 @@ class FedCIL(Part):
     def substeps(self, layout: Layout) -> tuple[Substep, ...]:
         prefix = registered(self.name, f"{GENERATOR}.", personal=False)
         own = Optimizer("adam", lr=self.generator_lr, beta1=0.5, beta2=0.99) if self.generator_lr else None
-        return (Substep(GENERATOR, lambda name: name.startswith(prefix), own, alone=True, after=True),)
+        loss = self._generator_loss
+        return (Substep(GENERATOR, lambda name: name.startswith(prefix), loss, own, alone=True, after=True),)
 
     def generator_span(self, layout: Layout) -> slice:
-        """Where the generator lies in the parameter vector."""
+        """The generator's slice of the parameter vector."""
         prefix = registered(self.name, f"{GENERATOR}.", personal=False)
         return span(entry for entry in layout.params if entry.name.startswith(prefix))
 
     # a client's training -------------------------------------------------------------------------------------------
-    def start(
-        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
-    ) -> tuple[Tree, Model]:
-        """At a change of task the generator kept last becomes the one that replays, for the labels known till then.
+    def start(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
+        """At a change of task the latest generator becomes the one that replays, for the labels seen until then.
 
-        host: the task, the labels of it and of the tasks before, and how often the client has trained in it."""
+        host: the task, its labels, those of earlier tasks, and how often the client has trained in it."""
         own = client.get(self.name, {})
         none = torch.zeros(0, dtype=torch.int64)
         host = own.get("host", {"task": -1, "current": none, "past": none, "trained": 0})
@@ -198,15 +201,15 @@ class FedCIL(Part):
         same = first * gan.apart(step.outputs, alike) + second * gan.apart(ours, theirs)
         return same + third * gan.label_loss(theirs, known)
 
-    def substep(self, step: Step, name: str) -> Tensor:
-        """L_G, after the discriminator has moved."""
+    def _generator_loss(self, step: Step) -> Tensor:
+        """L_G, after the discriminator's step."""
         return self._gan(step).generated(self._live(step), step.rows[self.name][GENERATOR])
 
     def _live(self, step: Step) -> dict[str, Tensor]:
         return live_generator(step.replica.module, self.name)
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """The generator is kept, since nobody knows which training is the task's last; labels for consolidation."""
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """Keeps the generator, since a client cannot know which training is the task's last; sends its labels."""
         own, host = client[self.name], client[self.name]["host"]
         kept = {"old": own["old"]} if "old" in own else {}
         kept["latest"] = fitted.model["params"][self.generator_span(ctx.facts.layout)].clone()
@@ -225,7 +228,7 @@ class FedCIL(Part):
             return {"params": mean, **statistics}
         return {"params": Collect(), "labels": Collect(), "samples": Collect(), **statistics}
 
-    def upload(self, model: Model, message: dict[str, Tree], ctx: Context) -> Tree:
+    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
         return {"params": model["params"]} if ctx.options.batchnorm == "local" else dict(model)
 
     def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
@@ -242,40 +245,39 @@ class FedCIL(Part):
         if not self.server_steps:
             return ()
         chunks = -(-self.server_steps // self.server_chunk)
-        return (Phase("consolidate", owner=self.name, cohort=Cohort.SERVER, repeat=chunks),)
+        work = Phase("consolidate", Cohort.SERVER, repeat=chunks, update_model=self._consolidate, measure=self._losses)
+        return (work,)
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        """now: the clients' latest generators and labels in this task; old: in earlier ones, with all their labels."""
+        if not self.server_steps or not reduced.get("params"):
+            return None
         own = server.get(self.name, {})
-        if phase == TRAIN and self.server_steps and reduced.get("params"):
-            return self._take(own, reduced, ctx)
-        return self._consolidate(server, own, ctx) if phase == "consolidate" and own.get("now") else own
-
-    def revise(self, server: State, phase: str, model: Model, ctx: Context) -> Model:
-        consolidated: Model | None = server.get(self.name, {}).get("consolidated")
-        return model if phase != "consolidate" or consolidated is None else consolidated
-
-    def _take(self, own: Tree, reduced: Tree, ctx: Context) -> Tree:
-        """now: what clients sent last in this task; old: in earlier ones, with all labels they had then."""
         now, old, moments = dict(own.get("now", {})), dict(own.get("old", {})), own.get("moments", {})
         if own.get("task", ctx.current_task) != ctx.current_task:
             old |= {k: {**v, "labels": v["labels"] | old.get(k, v)["labels"]} for k, v in now.items()}
-            now, moments = {}, {}  # optimisers are made anew for every task
+            now, moments = {}, {}  # every task begins with fresh moments
         where = self.generator_span(ctx.facts.layout)
         for client, params in reduced["params"].items():
             now[str(client)] = {GENERATOR: params[where].clone(), "labels": reduced["labels"][client]}
         return {"now": now, "old": old, "task": ctx.current_task, "moments": moments}
 
-    def _consolidate(self, server: State, own: Tree, ctx: Context) -> Tree:
-        """Some steps of the averaged GAN."""
+    def _consolidate(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
+        """One chunk of steps of the averaged GAN."""
+        own = server.get(self.name, {})
+        if not own.get("now"):
+            return None, model
         steps = min(self.server_chunk, self.server_steps - ctx.repeat * self.server_chunk)
-        classes = self._competing(ctx)["classes"]
-        given = server[MODEL], own["moments"], own["now"], own["old"]
-        model, moments, losses = self._consolidation(ctx).run(*given, classes, steps, ctx)
-        told = dict(zip(LOSSES, losses.tolist(), strict=True))
-        return {**own, "moments": moments, "consolidated": model, "losses": told}
+        given = model, own["moments"], own["now"], own["old"], self._competing(ctx)["classes"]
+        model, moments, losses = self._consolidation(ctx).run(*given, steps, ctx)
+        return {**own, "moments": moments, "losses": dict(zip(LOSSES, losses.tolist(), strict=True))}, model
+
+    def _losses(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+        """The mean losses of the server's GAN in the last chunk."""
+        return dict(server.get(self.name, {}).get("losses", {}))
 
     def _consolidation(self, ctx: Context) -> Consolidation:
-        """The trainer's own, built when it is first asked for."""
+        """The trainer's consolidation, built at first use."""
         trainer, optimizer, clients = ctx.train, ctx.options.optimizer, ctx.facts.clients
 
         def make() -> Consolidation:
@@ -285,7 +287,7 @@ class FedCIL(Part):
         return trainer.made("consolidation", (self, optimizer), make)
 
     def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Images of the global generator, with the labels that it was asked for: classes so far."""
+        """Images of the global generator, with the labels they were made for: classes so far."""
         trainer, known = ctx.train, self._competing(ctx)["classes"]
         drawn = ctx.rng("sample").choice(competing(ctx).numpy(), count)
         labels = torch.from_numpy(drawn).to(trainer.device)
@@ -293,7 +295,3 @@ class FedCIL(Part):
         generator = server[MODEL]["params"][self.generator_span(ctx.facts.layout)].to(trainer.device)
         gan = ACGAN(trainer, self.blueprint(ctx), known.to(trainer.device))
         return gan.fixed_images(generator, labels), labels
-
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        """The mean losses of the server's GAN over the steps since the last checkpoint."""
-        return dict(server.get(self.name, {}).get("losses", {})) if ctx.phase == "consolidate" else {}

@@ -3,47 +3,58 @@
 Clients train on their data and their exemplars with binary cross-entropy of every output s_ic against targets Y,
 
     L_GC = mean_ic w_i BCE(s_ic, Y_ic),  w_i = g_i / mean of g over the samples of i's group,  g_i = |sigma(s_i)_y - 1|
-    L_RD = mean_ic BCE(s_ic, Y'_ic),     Y' = sigma(old model) on the outputs it knows, Y on the others
+    L_RD = mean_ic BCE(s_ic, Y'_ic),     Y' = sigma(old model) on the classes it was trained on, Y on others
     L    = 0.5 L_GC + 0.5 L_RD           (L_GC alone without an old model)
 
-where the groups are samples of learned classes and all others: so old classes, of which there are few samples, are not
-drowned. Exemplars, and how a client notices that its task has changed, are the memory's (`transition.py`).
+where the groups are samples of learned classes and all others, so that old classes keep their weight though they have
+few samples. The memory holds the exemplars and detects changes of task (`transition.py`).
 
-The old model is the one of the last task's end, or chosen by a proxy server: clients whose task changed send gradients
-of perturbed prototypes (`prototypes.py`), the server makes images of them, and the best model on these is the old one.
+The old model is that of the last task's end, or chosen by a proxy server: clients whose task changed send gradients of
+perturbed prototypes (`prototypes.py`), the server reconstructs images from them, and the best model on these is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from everfed import (
+    BOUNDARIES,
+    END,
+    MODEL,
+    Cohort,
+    Collect,
+    Context,
+    Data,
+    Fitted,
+    Message,
+    Model,
+    Once,
+    Part,
+    Phase,
+    Slots,
+    State,
+    Step,
+    Tree,
+)
 from everfed.core import random
-from everfed.core.companion import first_vectors
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL, Once
-from everfed.core.part import BOUNDARIES, Model, Part, State
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.reduce import Collect
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed.core.replica import initial_weights
 from everfed.models.lenet import EncoderBlueprint
 from everfed.parts.generative.prototypes import encoded, label_of, nearest_to_mean, perturbed, reconstructed
 from everfed.parts.memory import buffer as memory
 from everfed.parts.memory.transition import competing
+from everfed.parts.shared.checks import at_least, one_of
 from everfed.parts.shared.layers import in_precision
 from everfed.parts.shared.teacher import among, frozen_outputs, mask_of
 
 CHOICES = {"old_model": ("last", "proxy", "none"), "form": ("sigmoid", "softmax"), "head": ("seen", "full")}
-_MANY = 100_000  # prototypes that one round may bring
+_MANY = 100_000  # the most prototypes of one round
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,9 @@ class GLFC(Part):
     paper). head: the loss is over the classes "seen" so far, as if the head grew, or over its "full" width.
 
     With a proxy: perturbation, perturbation_lr: steps and rate that change a prototype before it is encoded.
-    reconstruction, reconstruction_lr: of the search for its image. iterates: how many of the last images are kept.
-    reset: the best score begins anew at a change of task (released code: never, so that a choice can freeze).
+    reconstruction, reconstruction_lr: steps and rate of the search for its image. iterates: how many of the last images
+    are kept. reset: the best score begins at 0 again at a change of task (released code: never, so a choice can
+    freeze).
     """
 
     compensation: float = 0.5
@@ -69,75 +81,63 @@ class GLFC(Part):
     iterates: int = 20
     reset: bool = True
 
-    name: ClassVar[str] = "glfc"
-    silent: ClassVar[frozenset[str]] = frozenset({"prototypes"})
+    name = "glfc"
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        for name in ("compensation", "relation", "perturbation", "perturbation_lr", "reconstruction"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
-        if self.iterates < 1:
-            raise ValueError(f"iterates must be at least 1; got {self.iterates}")
+        one_of(self, **CHOICES)
+        at_least(self, 0, "compensation", "relation", "perturbation", "perturbation_lr", "reconstruction")
+        at_least(self, 1, "iterates")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """Boundaries only for a head that grows and for the model of a task's end: else clients notice themselves."""
-        told = self.head == "seen" or self.old_model == "last"
-        return frozenset({memory.NAME, BOUNDARIES} if told else {memory.NAME})
+        """Boundaries only for a head that grows and for the model of a task's end; otherwise clients detect changes."""
+        known = self.head == "seen" or self.old_model == "last"
+        return frozenset({memory.NAME, BOUNDARIES} if known else {memory.NAME})
 
     # the old model, on the server ----------------------------------------------------------------------------------
     def server_slots(self, ctx: Context) -> Tree:
         if self.old_model != "proxy":
             return {}
-        weights = first_vectors(_blueprint(ctx), random.key(ctx.seed, "glfc/encoder"))["params"]
+        weights = initial_weights(_blueprint(ctx), random.key(ctx.seed, "glfc/encoder"))["params"]
         return {"encoder": weights, "best": 0.0, "reached": 0}
 
     def phases(self) -> tuple[Phase, ...]:
+        """An old model is of no use after the last round."""
+        on_server = partial(Phase, cohort=Cohort.SERVER, in_last_round=False)
         if self.old_model == "last":
-            return (Phase("teacher", owner=self.name, cohort=Cohort.SERVER, when=END),)
+            return (on_server("teacher", when=END, update=self._freeze),)
         if self.old_model == "none":
             return ()
+        collect = {"gradients": Collect()}
         return (
-            Phase("prototypes", owner=self.name, reduce={"gradients": Collect()}),
-            Phase("reconstruct", owner=self.name, cohort=Cohort.SERVER, repeat=_MANY),
-            Phase("choose", owner=self.name, cohort=Cohort.SERVER),
+            Phase(
+                "prototypes", reduce=collect, in_last_round=False, sends=False, run=self._send, update=self._transition
+            ),
+            on_server("reconstruct", repeat=_MANY, update=self._reconstruct, done=self._reconstructed),
+            on_server("choose", update=self._choose, measure=self._score),
         )
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        """An old model is of no use after the last round."""
-        return ctx.round + 1 < ctx.facts.rounds
+    def _freeze(self, server: State, reduced: Tree, ctx: Context) -> Tree:
+        return {"old": _knowing(server[MODEL], ctx), "since": ctx.round}
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        own = server.get(self.name, {})
-        if phase == "teacher":
-            return {"old": _knowing(server[MODEL], ctx), "since": ctx.round}
-        if phase == "prototypes" and reduced.get("gradients"):
-            return self._transition(own, reduced["gradients"])
-        if phase == "reconstruct" and "queue" in own:
-            return self._reconstruct(own, ctx)
-        if phase == "choose" and "images" in own:
-            return self._choose(server, own, ctx)
-        return own
-
-    def done(self, server: State, phase: str, ctx: Context) -> bool:
-        """When every prototype of this round has its images."""
-        return phase == "reconstruct" and "queue" not in server[self.name]
-
-    def _transition(self, own: Tree, gradients: Mapping[int, Tensor]) -> Tree:
-        """Somebody's task has changed: what was best becomes the old model, and new images are to be made."""
-        changed = {**own, "queue": torch.cat(list(gradients.values()))}
+    def _transition(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        """If the task of some clients has changed, the best model becomes the old one, and new images are needed."""
+        if not reduced.get("gradients"):
+            return None
+        own = server[self.name]
+        changed = {**own, "queue": torch.cat(list(reduced["gradients"].values()))}
         for gone in ("images", "labels"):
             changed.pop(gone, None)
         if "current" in own:
             changed |= {"previous": own["current"], "previous_since": own["current_since"]}
         return {**changed, "best": 0.0} if self.reset else changed
 
-    def _reconstruct(self, own: Tree, ctx: Context) -> Tree:
+    def _reconstruct(self, server: State, reduced: Tree, ctx: Context) -> Slots:
         """The images of one prototype of the queue."""
-        encoder = ctx.train.companion(_blueprint(ctx))
+        own = server[self.name]
+        if "queue" not in own:
+            return None
+        encoder = ctx.train.auxiliary(_blueprint(ctx))
         layout, device = encoder.layout, ctx.train.device
         weights = layout.named(own["encoder"].to(device))
         gradient, rest = own["queue"][0].to(device), own["queue"][1:]
@@ -156,9 +156,15 @@ class GLFC(Part):
         others = {k: v for k, v in own.items() if k != "queue"}
         return {**others, **grown, "queue": rest.clone()} if len(rest) else {**others, **grown}
 
-    def _choose(self, server: State, own: Tree, ctx: Context) -> Tree:
+    def _reconstructed(self, server: State, ctx: Context) -> bool:
+        """True when every prototype of this round has its images."""
+        return "queue" not in server[self.name]
+
+    def _choose(self, server: State, reduced: Tree, ctx: Context) -> Slots:
         """The new model becomes the best if none was better on the images."""
-        trainer = ctx.train
+        own, trainer = server[self.name], ctx.train
+        if "images" not in own:
+            return None
         trainer.replica.load(server[MODEL])
         trainer.replica.module.eval()
         known = competing(ctx).to(trainer.device)
@@ -171,20 +177,20 @@ class GLFC(Part):
         return {**own, **best, "best": right, "score": right}
 
     def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        """The next `count` images that were made of clients' gradients, and the labels read off these."""
+        """The next `count` images reconstructed from clients' gradients, and the labels read off these."""
         own = server.get(self.name, {})
         if self.old_model != "proxy":
             raise ValueError(f"method.glfc.old_model = {self.old_model!r} makes no images; only 'proxy' does")
         if "images" not in own:
-            raise ValueError("no prototypes have come yet: they do when a client notices a change of task")
+            raise ValueError("no prototypes have arrived yet: clients send them when they detect a change of task")
         here = slice(ctx.repeat * count, (ctx.repeat + 1) * count)
         return own["images"][here].to(ctx.train.device), own["labels"][here].to(ctx.train.device)
 
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        own = server.get(self.name, {})
-        return {"prototype_accuracy": own["score"]} if ctx.phase == "choose" and "score" in own else {}
+    def _score(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+        own = server[self.name]
+        return {"prototype_accuracy": own["score"]} if "score" in own else {}
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
         own = server.get(self.name, {})
         message: dict[str, Any] = {k: Once(own[f"{k}_since"], own[k]) for k in ("previous", "current") if k in own}
         if "old" in own:
@@ -192,29 +198,27 @@ class GLFC(Part):
         return {**message, "encoder": Once(0, own["encoder"])} if "encoder" in own else message
 
     # on the client -----------------------------------------------------------------------------------------------
-    def start(
-        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
-    ) -> tuple[Tree, Model]:
-        """What the loss needs: the outputs that compete, the learned classes, the old model and what it knows."""
-        host = client[memory.NAME]["host"]
-        heard = message.get(self.name, {})
+    def start(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
+        """The inputs of the loss: the outputs that compete, the learned classes, the old model."""
+        host, received = client[memory.NAME]["host"], message.get(self.name, {})
         learned = torch.zeros(ctx.facts.classes, dtype=torch.bool)
         learned[host.get("learned", torch.zeros(0, dtype=torch.int64))] = True
         own: Tree = {"learned": learned, "classes": self._classes(ctx)}
-        old = self._old(heard, bool(host.get("signal", False)))
+        old = self._old(received, bool(host.get("signal", False)))
         if old is not None and self.relation:
             own["old"] = old
-        return {**own, **({"encoder": heard["encoder"]} if "encoder" in heard else {})}, model
+        return {**own, **({"encoder": received["encoder"]} if "encoder" in received else {})}, model
 
     def _classes(self, ctx: Context) -> Tensor:
         """(C,) mask of the outputs that compete."""
         return mask_of(ctx, competing(ctx) if self.head == "seen" else torch.arange(ctx.facts.classes))
 
-    def _old(self, heard: Tree, signal: bool) -> Tree | None:
-        """Whoever just noticed a change looks back at the best model so far; others at the best of the task before."""
+    def _old(self, received: Tree, signal: bool) -> Slots:
+        """From a proxy: the best model so far for a client that just detected a change of task (signal), the best of
+        the task before for the others."""
         if self.old_model != "proxy":
-            return heard.get("old")
-        return heard.get("current", heard.get("previous")) if signal else heard.get("previous")
+            return received.get("old")
+        return received.get("current", received.get("previous")) if signal else received.get("previous")
 
     def objective(self, step: Step) -> Tensor:
         own = step.state[self.name]
@@ -233,15 +237,15 @@ class GLFC(Part):
         return (p.detach() * targets).sum(1)
 
     def _distance(self, outputs: Tensor, targets: Tensor, classes: Tensor) -> Tensor:
-        """(n,) of every sample's outputs from its targets: the mean binary cross-entropy over the classes of a mask, or
-        the divergence of distributions (for one-hot targets, cross-entropy)."""
+        """(n,) distance of every sample's outputs from its targets: the mean binary cross-entropy over the classes of a
+        mask, or the divergence of distributions (for one-hot targets, cross-entropy)."""
         if self.form == "sigmoid":
             each = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
             return (each * classes).sum(1) / classes.sum()
         return functional.kl_div(functional.log_softmax(outputs, dim=1), targets, reduction="none").sum(1)
 
     def _relations(self, step: Step, own: Tree, targets: Tensor) -> Tensor:
-        """(n, outputs) targets with what the old model says of the classes it knows."""
+        """(n, outputs) targets, replaced by the old model's outputs at the classes it was trained on."""
         joined = [batch.x for batch in step.batches.values() if batch.joined]
         x = torch.cat([step.x, *joined]) if joined else step.x
         old, known = frozen_outputs(step, own["old"], x), own["old"]["known"] & own["classes"]
@@ -250,8 +254,8 @@ class GLFC(Part):
         mixed = torch.where(known, functional.softmax(among(old, known), dim=1), targets)
         return mixed / mixed.sum(1, keepdim=True)
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """Whoever noticed a change of task makes its prototypes, to be sent in a phase of their own."""
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """A client that detected a change of task makes its prototypes, to be sent in a phase of their own."""
         own, host = client[self.name], client[memory.NAME]["host"]
         if "encoder" not in own or not host.get("signal", False):
             return {"learned": own["learned"]}, {}
@@ -267,19 +271,20 @@ class GLFC(Part):
         inputs = trainer.stream.inputs(data.x[rows].to(trainer.device))
         with in_precision(trainer):
             images = perturbed(trainer, model, inputs, y, classes, self.perturbation, self.perturbation_lr)
-        encoder = trainer.companion(_blueprint(ctx))
+        encoder = trainer.auxiliary(_blueprint(ctx))
         weights = encoder.layout.named(own["encoder"].to(trainer.device))
         return torch.stack([encoded(encoder.module, weights, x, label) for x, label in zip(images, y, strict=True)])
 
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """Send the prototypes, if there are any, and keep nothing of them."""
+    def _send(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+        """Send the prototypes, if there are any, and forget them."""
         own = client.get(self.name, {})
-        kept = {k: v for k, v in own.items() if k != "prototypes"}
-        return kept, {"gradients": own["prototypes"]} if "prototypes" in own else {}
+        if "prototypes" not in own:
+            return None, {}
+        return {k: v for k, v in own.items() if k != "prototypes"}, {"gradients": own["prototypes"]}
 
 
 def class_weights(confidence: Tensor, learned: Tensor, any_learned: Tensor) -> Tensor:
-    """(n,) w_i: how far a sample is from its label, over the mean of its group (learned classes, others).
+    """(n,) w_i: a sample's distance from its label, over the mean of its group (learned classes, others).
 
     confidence: (n,) probability of the true class. learned: (n,) bool. All ones while no class is learned.
     """

@@ -1,4 +1,4 @@
-"""A pool of synthetic images: how they are stored, drawn, augmented and shown to a network."""
+"""A pool of synthetic images: storage as bytes, drawing, augmentation, and the map to network inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.stream import Stream
+from everfed.core.stream import Stream, StreamView
 
 LEVELS = 255.0  # of an 8-bit pixel
 
@@ -26,7 +26,7 @@ def cycled(size: int, steps: int, batch: int, rng: np.random.Generator) -> np.nd
 class Augmentation:
     """The stream's own augmentation, drawn ahead for `steps` steps of `batch` images."""
 
-    def __init__(self, stream: Stream, steps: int, batch: int, device: torch.device) -> None:
+    def __init__(self, stream: StreamView, steps: int, batch: int, device: torch.device) -> None:
         self.stream, self.count = stream, steps * batch
         probe = stream.draw_augmentation(np.random.default_rng(0), 1)
         shape = None if probe is None else (steps, batch, *probe.shape[1:])
@@ -45,7 +45,7 @@ class Augmentation:
         return self.stream.augment(pixels, self.table.index_select(0, step)[0])
 
 
-def affine(stream: Stream, shape: tuple[int, ...], device: torch.device | str) -> tuple[Tensor, Tensor]:
+def affine(stream: Stream | StreamView, shape: tuple[int, ...], device: torch.device | str) -> tuple[Tensor, Tensor]:
     """(offset, scale), each (1, *shape): the network input of an image x in [0, 1] is offset + scale x."""
     black, white = (
         stream.inputs(torch.full((1, *shape), level, dtype=torch.uint8, device=device)) for level in (0, 255)

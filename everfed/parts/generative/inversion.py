@@ -1,4 +1,4 @@
-"""Losses that invert a frozen classifier: what a generator is trained on where there is no data (ABD, MFCL, TARGET).
+"""Losses that invert a frozen classifier, to train a generator without data (ABD, MFCL, TARGET).
 
 The classifier is in eval mode; gradients flow through it to the images and on to the generator. Nothing here waits for
 the device or branches on data, so all of it can be captured.
@@ -25,17 +25,17 @@ SPREAD = 2.0  # of its weights exp(-(d / SPREAD)^2): a Gaussian with a standard 
 
 
 def only(outputs: Tensor, classes: Tensor) -> Tensor:
-    """Logits (n, C) in which all but the classes of a mask (C,) are out of the question: softmax gives them exactly 0,
-    and no gradient reaches them."""
+    """Logits (n, C) with minus infinity for all but the classes of a mask (C,): softmax gives these exactly 0, and no
+    gradient reaches them."""
     return outputs.masked_fill(~classes, -torch.inf)
 
 
 def competing(outputs: Tensor) -> Tensor:
-    """0-d: how many classes compete for the logits (n, C)."""
+    """0-d: the number of classes that compete in logits (n, C)."""
     return (~torch.isneginf(outputs[0])).sum()
 
 
-# what images should be predicted as ---------------------------------------------------------------------------------
+# the predictions of images ------------------------------------------------------------------------------------------
 
 
 def content(outputs: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
@@ -61,12 +61,12 @@ def _mean_log_likelihood(outputs: Tensor) -> Tensor:
     return (p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum()  # 0 log 0 = 0, with a finite gradient
 
 
-# what the classifier remembers of its data ----------------------------------------------------------------------------
+# the statistics that BatchNorm stores -----------------------------------------------------------------------------
 
 
 @dataclass
 class Statistics:
-    """Mean and biased variance, per channel, of what each BatchNorm layer was given, and what the layers store."""
+    """Mean and biased variance, per channel, of the inputs of each BatchNorm layer, and the layers themselves."""
 
     layers: list[_BatchNorm]
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Statistics:
 
 @contextmanager
 def batch_statistics(module: nn.Module) -> Iterator[Statistics]:
-    """What the BatchNorm layers of a module are given in a forward pass meanwhile, in the order of their use."""
+    """Collects the input statistics of a module's BatchNorm layers in a forward pass, in the order of their use."""
     statistics = Statistics([])
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     handles = [layer.register_forward_pre_hook(statistics._note) for layer in norms]
@@ -107,11 +107,11 @@ def normal_divergence(mean: Tensor, variance: Tensor, other_mean: Tensor, other_
     return 0.5 * ((other_variance / variance).log() + distance - 1.0).mean()
 
 
-# what images look like --------------------------------------------------------------------------------------------
+# the smoothness of images -----------------------------------------------------------------------------------------
 
 
 def roughness(images: Tensor, smoother: Tensor) -> Tensor:
-    """Mean squared difference between images (n, c, side, side) and their smoothed selves."""
+    """Mean squared difference between images (n, c, side, side) and their smoothed versions."""
     return (images - smoother @ images @ smoother.T).square().mean()
 
 

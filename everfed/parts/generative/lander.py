@@ -1,7 +1,7 @@
 """LANDER: label-text-centred data-free knowledge transfer (Tran et al., 2024).
 
-Every class c has a fixed anchor e_c (`anchors.py`). A linear map M of the features is drawn to within a radius of it,
-which gives the features of all tasks a common frame; what is predicted does not depend on M.
+Every class c has a fixed anchor e_c (`anchors.py`). A linear map M of the features is pulled to within a radius of it,
+which gives the features of all tasks a common frame; predictions do not depend on M.
 
     Bound(x, y) = relu(MSE(M f(x), e_y) - r)
     first task:  L = CE + ltc Bound
@@ -9,7 +9,7 @@ which gives the features of all tasks a common frame; what is predicted does not
     a = log2(K / 2 + 1), b = sqrt(K_o / K):  c = cur (1 + 1 / a) / b,  p = pre a b
 
 with x' synthetic images, T the frozen teacher, K_o of K classes old. The server makes the images from anchors, under
-the same bound (`NoisySynthesizer`). At a task's end it goes back to the model with the lowest loss in the first local
+the same bound (`NoisySynthesizer`). At a task's end it restores the model with the lowest loss in the first local
 epoch, averaged over the clients' samples: the authors' sum over all minibatches, made comparable between rounds with
 different clients.
 """
@@ -19,37 +19,51 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.extras import Extras, registered
-from everfed.core.message import MODEL, Once
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Model, State, Tables
-from everfed.core.phase import END, FIRST, Cohort, Phase, Position
-from everfed.core.reduce import Mean, Reducer
-from everfed.core.schedule import Schedule, Table
-from everfed.core.step import Batch, Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed import (
+    END,
+    FIRST,
+    MODEL,
+    Batch,
+    Cohort,
+    CompositionError,
+    Context,
+    Data,
+    Fitted,
+    Mean,
+    Message,
+    Model,
+    Once,
+    Optimizer,
+    Phase,
+    Position,
+    Reducer,
+    Schedule,
+    Slots,
+    State,
+    Step,
+    Table,
+    Tables,
+    Tree,
+)
+from everfed.core.layout import Extras, registered
 from everfed.models.pixel_generators import NoisyBlueprint
 from everfed.parts.generative.adversary import HINGES, bound
 from everfed.parts.generative.anchors import FROM_NAMES, GAUSSIAN, anchors_of, check_named, read_anchors
 from everfed.parts.generative.noisy_synthesis import STATISTICS, Anchored, NoisySynthesizer
 from everfed.parts.generative.student import Lesson, Projection
 from everfed.parts.generative.synthesis import Synthesizer, Turn
-from everfed.parts.generative.synthetic_replay import SYNTHESIS, SyntheticReplay
+from everfed.parts.generative.synthetic_replay import SyntheticReplay
 from everfed.parts.shared.checks import at_least, one_of
 from everfed.parts.shared.features import head_weight, through_head
 from everfed.parts.shared.teacher import classes_of, frozen_pass
 
-START, RESTORE = "start", "restore"
 MODELS = ("best", "last")
 STUDENT = Optimizer(momentum=0.9, weight_decay=2e-4)
 MATRIX, BIAS = (registered("lander", name, personal=False) for name in ("weight", "bias"))
@@ -59,11 +73,11 @@ MATRIX, BIAS = (registered("lander", name, personal=False) for name in ("weight"
 class Lander(SyntheticReplay):
     """anchors: "gaussian", "names" (hashed class names), "wordllama" (names through a sentence encoder) or a file, see
     `anchors.py`; width: their length. ltc, r: weight and radius of the bound; hinge: over the "batch" (code) or each
-    "sample". cur, pre: weights of the current data and of what was known; scaling: do they follow the numbers of
-    classes? features_kd: weight of the second part of p's term. statistics: synthesis normalises its images with
-    "learned" channel means and deviations (code; lr_stats: their rate), or as the "stream" does, which is how clients
-    will see them. group: images under one noisy layer. model: at a task's end the server keeps its "best" model or the
-    "last". The others are those of `SyntheticReplay`."""
+    "sample". cur, pre: weights of the current data and of distillation; scaling: do they follow the numbers of classes?
+    features_kd: weight of the second part of p's term. statistics: synthesis normalises its images with "learned"
+    channel means and deviations (code; lr_stats: their rate), or as the "stream" does, which is what clients will do.
+    group: images under one noisy layer. model: at a task's end the server keeps its "best" model or the "last". The
+    others are those of `SyntheticReplay`."""
 
     batch: int = 128
     n_syn: int = 10_000
@@ -87,8 +101,8 @@ class Lander(SyntheticReplay):
     group: int = 10
     model: str = "best"
 
-    name: ClassVar[str] = "lander"
-    changes: ClassVar[frozenset[str] | None] = frozenset({"first"})
+    name = "lander"
+    changes = frozenset({"first"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,13 +112,13 @@ class Lander(SyntheticReplay):
 
     # the projection ------------------------------------------------------------------------------------------------
     def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        """M, drawn as layers usually are."""
+        """M, initialised as PyTorch's linear layers are."""
         inputs, rng = head_weight(ctx.facts.layout).shape[1], ctx.rng("lander/projection")
         shapes, reach = {"weight": (self.width, inputs), "bias": (self.width,)}, 1 / math.sqrt(inputs)
         return {name: torch.from_numpy(rng.uniform(-reach, reach, shape)).float() for name, shape in shapes.items()}
 
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
-        """The outputs as they are; in a training step the features are kept for `objective` and `loss`."""
+        """The unchanged outputs; a training step keeps the features for `objective` and `loss`."""
         outputs, features = through_head(module, x)
         if module.training and "first" in own:
             before = [own["features"]] if "features" in own else []
@@ -166,9 +180,9 @@ class Lander(SyntheticReplay):
         own["first"].add_(step.rows[self.name]["first"][0] * own["share"] * own.pop("now"))
         own.pop("features")
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
         """The mean loss of the first local epoch."""
-        return client[self.name], {"loss": client[self.name]["first"]}
+        return None, {"loss": client[self.name]["first"]}
 
     def reducers(self) -> Mapping[str, Reducer]:
         return {"loss": Mean(weighted=True)}
@@ -182,49 +196,42 @@ class Lander(SyntheticReplay):
         return {"anchors": read_anchors(self.anchors, ctx.facts.classes, self.width)}
 
     def phases(self) -> tuple[Phase, ...]:
-        start = Phase(START, owner=self.name, cohort=Cohort.SERVER, when=FIRST, position=Position.BEFORE)
-        restore = Phase(RESTORE, owner=self.name, cohort=Cohort.SERVER, when=END)
+        start = Phase("start", Cohort.SERVER, FIRST, position=Position.BEFORE, update=self._start)
+        restore = Phase("restore", Cohort.SERVER, END, update_model=self._restore)
         return (start, *([restore] if self.model == "best" else []), *super().phases())
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        own = server.get(self.name, {})
-        if phase == START:
-            return {**own, **self._named_anchors(own, ctx), **self._begun(server[MODEL])}
-        if phase == RESTORE:
-            return {**own, **self._begun(own["best"])}
-        if phase == SYNTHESIS:
-            return super().update(server, phase, reduced, ctx)
-        return self._compared(own, reduced.get("loss"), server[MODEL])
+    def _start(self, server: State, reduced: Tree, ctx: Context) -> Tree:
+        """The slots of the first task; anchors from class names, which `server_slots` cannot read."""
+        anchors = {}
+        if self.anchors in FROM_NAMES:
+            names = ctx.train.stream.class_names
+            if not names:
+                raise CompositionError(
+                    f"method.lander.anchors = {self.anchors!r}: this stream has no class names; name a file"
+                )
+            anchors = {"anchors": anchors_of(self.anchors, names, self.width)}
+        return {**server.get(self.name, {}), **anchors, **self._first(server[MODEL])}
 
-    def _named_anchors(self, own: Tree, ctx: Context) -> Tree:
-        if self.anchors not in FROM_NAMES:
-            return {}
-        names = getattr(ctx.train.stream, "class_names", None)
-        if names is None:
-            raise CompositionError(
-                f"method.lander.anchors = {self.anchors!r}: this stream has no class names; name a file"
-            )
-        return {"anchors": anchors_of(self.anchors, names, self.width)}
-
-    def _begun(self, model: Model) -> Tree:
+    def _first(self, model: Model) -> Tree:
         """Before the first round of a task. start: the model that the round starts from."""
         return {"start": dict(model), "best": dict(model), "lowest": math.inf} if self.model == "best" else {}
 
-    def _compared(self, own: Tree, loss: Tensor | None, new: Model) -> Tree:
-        """After a round's training from `start`."""
+    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        """Keep the model that this round started from, if its loss is the lowest so far."""
         if self.model == "last":
-            return own
+            return None
+        own, loss = server[self.name], reduced.get("loss")
         total = math.inf if loss is None else float(loss)
         better = {"best": own["start"], "lowest": total} if total < own["lowest"] else {}
-        return {**own, **better, "start": dict(new)}
+        return {**own, **better, "start": dict(server[MODEL])}
 
-    def revise(self, server: State, phase: str, model: Model, ctx: Context) -> Model:
+    def _restore(self, server: State, model: Model, ctx: Context) -> tuple[Tree, Model]:
         """The model that had the lowest loss."""
-        return dict(server[self.name]["best"]) if phase == RESTORE else model
+        own = server[self.name]
+        return {**own, **self._first(own["best"])}, dict(own["best"])
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
-        anchors = {"anchors": Once("anchors", server[self.name]["anchors"])} if phase == "train" else {}
-        return {**anchors, **super().broadcast(server, phase, ctx)}
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
+        return {"anchors": Once("anchors", server[self.name]["anchors"]), **super().broadcast(server, ctx)}
 
     @property
     def distils(self) -> bool:
@@ -235,7 +242,7 @@ class Lander(SyntheticReplay):
         return self.warmup + self.syn_round
 
     def turn(self, index: int) -> Turn:
-        """Images are kept, and the student is trained, from the end of the warm-up on; it takes part a little later."""
+        """From the end of the warm-up on images are kept and the student is trained; the adversary begins later."""
         kept = index + 1 >= self.warmup
         return Turn(self.adv > 0 and index >= self.warmup + 2, kept, self.lr_student if kept else 0.0)
 

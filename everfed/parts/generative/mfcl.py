@@ -16,26 +16,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from everfed import (
+    BOUNDARIES,
+    END,
+    MODEL,
+    TOGETHER,
+    Batch,
+    Cohort,
+    CompositionError,
+    Context,
+    Model,
+    Once,
+    Optimizer,
+    Part,
+    Phase,
+    Schedule,
+    State,
+    Step,
+    Tables,
+    Tree,
+    refuse_personal,
+)
 from everfed.core import random
-from everfed.core.companion import evaluated, first_vectors
-from everfed.core.context import Context
-from everfed.core.message import MODEL, Once
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, TOGETHER, CompositionError, Model, Part, State, Tables, refuse_personal
-from everfed.core.phase import END, TRAIN, Cohort, Phase
-from everfed.core.schedule import Schedule
-from everfed.core.step import Batch, Step
-from everfed.core.tree import Tree
-from everfed.metrics.scoring import class_mask
+from everfed.core.replica import frozen_forward, initial_weights
+from everfed.core.scoring import class_mask
 from everfed.models.generators import GeneratorBlueprint, image
 from everfed.parts.generative.data_free import TERMS, Inversion, draw, labels_of, training_on
 from everfed.parts.generative.inversion import only
+from everfed.parts.shared.checks import at_least, one_of, positive
 from everfed.parts.shared.features import head, head_weight, through_head
 from everfed.parts.shared.layers import in_precision
 from everfed.parts.shared.teacher import frozen_pass, tasks_before
@@ -54,15 +68,15 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class MFCL(Part):
     """On clients. syn_batch: generated samples per step. label: of a generated sample, the frozen model's prediction or
-    what its noise says. ft_on: L_FT on "all" samples (the authors' code) or on the "synthetic" ones (the paper).
-    w_ft, w_kd: weights. kd_scale: "code" as above, "paper" a sum over samples and classes. class_weights: "abd" weighs
-    samples of old classes by K_o/K and of new ones by 1 - K_o/K. bn_double_update: compute the features of L_FT in a
-    second forward pass, as the authors' code does: the same loss, but BatchNorm's statistics move twice per step.
+    the class encoded in its noise. ft_on: L_FT on "all" samples (the authors' code) or the "synthetic" ones (the
+    paper). w_ft, w_kd: weights. kd_scale: "code" as above, "paper" a sum over samples and classes. class_weights: "abd"
+    weighs samples of old classes by K_o/K and of new ones by 1 - K_o/K. bn_double_update: compute the features of L_FT
+    in a second forward pass, as the authors' code does: the same loss, but BatchNorm's statistics move twice per step.
 
     On the server. gen_steps steps of Adam at gen_lr on batches of gen_batch, gen_chunk of them between checkpoints.
-    z_dim: length of the noise (the authors: 1000). gen_light: a quarter of the width. gen_label, content_tau: what
-    generated images should be predicted as: what the "model" predicts, at a temperature of 1000 (the authors' code), or
-    what the "noise" says (the paper, at 1). diversity, w_div, w_bn, w_prior: the other terms, see `inversion.py`.
+    z_dim: length of the noise (the authors: 1000). gen_light: a quarter of the width. gen_label, content_tau: the
+    target class of generated images, the "model"'s own prediction at a temperature of 1000 (the authors' code) or the
+    one encoded in the "noise" at 1 (the paper). diversity, w_div, w_bn, w_prior: the other terms, see `inversion.py`.
     warm_start: begin with the last task's generator. keep_adam: and with its optimiser's moments (ABD)."""
 
     syn_batch: int = 32
@@ -89,22 +103,15 @@ class MFCL(Part):
     warm_start: bool = True
     keep_adam: bool = False
 
-    name: ClassVar[str] = "mfcl"
-    # the generator makes samples of the classes that a client has behind it: the same for all
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES, TOGETHER})
+    name = "mfcl"
+    needs = frozenset({BOUNDARIES, TOGETHER})  # one generator serves all clients, so their old classes must be the same
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        for name, least in (("syn_batch", 0), ("gen_steps", 1), ("gen_chunk", 1), ("gen_batch", 2), ("z_dim", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
-        for name in ("w_ft", "w_kd", "w_content", "w_div", "w_bn", "w_prior", "gen_lr"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
-        if not self.content_tau > 0:
-            raise ValueError(f"content_tau must be positive; got {self.content_tau}")
+        one_of(self, **CHOICES)
+        at_least(self, 0, "syn_batch", "w_ft", "w_kd", "w_content", "w_div", "w_bn", "w_prior", "gen_lr")
+        at_least(self, 1, "gen_steps", "gen_chunk", "z_dim")
+        at_least(self, 2, "gen_batch")
+        positive(self, "content_tau")
         if not self.w_content + self.w_div + self.w_bn + self.w_prior > 0:
             raise ValueError(
                 "w_content, w_div, w_bn and w_prior must not all be 0; got nothing to train a generator on"
@@ -124,14 +131,14 @@ class MFCL(Part):
         return GeneratorBlueprint(tuple(ctx.facts.input_shape), self.z_dim, self.gen_light)
 
     def server_slots(self, ctx: Context) -> Tree:
-        """None yet; but what cannot work is refused here, before the first round."""
+        """No slots; refuses what cannot work before the first round."""
         try:
             image(ctx.facts.input_shape)
         except ValueError as error:
             raise CompositionError(f"part {self.name!r}: {error}") from error
         if "noise" in (self.label, self.gen_label) and self.z_dim < ctx.facts.classes:
             raise CompositionError(
-                f"mfcl.z_dim must be at least the number of classes, {ctx.facts.classes}, when noise says the label"
+                f"mfcl.z_dim must be at least the number of classes, {ctx.facts.classes}, when noise encodes the label"
             )
         if self.w_bn and ctx.options.batchnorm == "local" and ctx.facts.layout.stats:
             raise CompositionError(
@@ -141,28 +148,27 @@ class MFCL(Part):
 
     def phases(self) -> tuple[Phase, ...]:
         chunks = -(-self.gen_steps // self.gen_chunk) if self.syn_batch else 1
-        return (Phase(PHASE, owner=self.name, cohort=Cohort.SERVER, when=END, repeat=chunks),)
+        return (
+            Phase(
+                PHASE, Cohort.SERVER, END, repeat=chunks, in_last_round=False, update=self._invert, measure=self._terms
+            ),
+        )
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return ctx.round + 1 < ctx.facts.rounds  # no task comes after the last
-
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+    def _invert(self, server: State, reduced: Tree, ctx: Context) -> Tree:
         """One chunk of generator training; the model at a task's end becomes the teacher."""
         own = server.get(self.name, {})
-        if phase != PHASE:
-            return own
         if ctx.repeat == 0:
-            behind = {"since": ctx.round, "tasks": (ctx.current_task or 0) + 1}
-            own = {**self._begin(own, ctx), "teacher": dict(server[MODEL]), **behind}
+            finished = {"since": ctx.round, "tasks": (ctx.current_task or 0) + 1}
+            own = {**self._begin(own, ctx), "teacher": dict(server[MODEL]), **finished}
         return self._chunk(own, server[MODEL], ctx) if self.syn_batch else own
 
     def _begin(self, own: Tree, ctx: Context) -> Tree:
-        """What generator training starts from."""
+        """The generator and the moments that generator training starts from."""
         if not self.syn_batch:
             return {}
         generator = own.get("generator") if self.warm_start else None
         if generator is None:
-            first = first_vectors(self.blueprint(ctx), random.key(ctx.seed, self.name, ctx.current_task))
+            first = initial_weights(self.blueprint(ctx), random.key(ctx.seed, self.name, ctx.current_task))
             generator = {k: v.to(ctx.train.device) for k, v in first.items()}
         fresh = self.inversion.optimizer.init(generator["params"])
         return {"generator": generator, "adam": own.get("adam", fresh) if self.keep_adam else fresh}
@@ -177,13 +183,13 @@ class MFCL(Part):
         over = (ctx.repeat + 1) * self.gen_chunk >= self.gen_steps
         return {k: v for k, v in kept.items() if k != "adam"} if over and not self.keep_adam else kept
 
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+    def _terms(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
         """The mean of each term of the generator's loss over the chunk."""
-        return dict(server.get(self.name, {}).get("terms", {})) if ctx.phase == PHASE else {}
+        return dict(server[self.name].get("terms", {}))
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
         own = server.get(self.name, {})
-        return {k: Once(own["since"], own[k]) for k in ("teacher", "generator") if k in own} if phase == TRAIN else {}
+        return {k: Once(own["since"], own[k]) for k in ("teacher", "generator") if k in own}
 
     def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
         """Generated images and the frozen model's labels for them."""
@@ -192,20 +198,20 @@ class MFCL(Part):
             raise ValueError("no generator was trained yet: the first one is, at the end of the first task")
         noise = draw(count, self.z_dim, torch.Generator(trainer.device).manual_seed(ctx.key("sample")))
         with in_precision(trainer):
-            images = evaluated(trainer.companion(self.blueprint(ctx)), own["generator"], noise).float()
-            outputs = evaluated(trainer.replica, own["teacher"], images).float()
+            images = frozen_forward(trainer.auxiliary(self.blueprint(ctx)), own["generator"], noise).float()
+            outputs = frozen_forward(trainer.replica, own["teacher"], images).float()
         known = _classes(ctx, range(own["tasks"])).to(trainer.device)
         return images, only(outputs, known).argmax(1)
 
     # the client ------------------------------------------------------------------------------------------------------
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        """Masks over the classes: those behind, those of this task, and all so far."""
+        """Masks of the classes of earlier tasks, of this task, and of all tasks so far."""
         now = ctx.current_task or 0
         tasks = {"old": tasks_before(ctx), "new": range(now, now + 1), "seen": range(now + 1)}
         return {name: _classes(ctx, which) for name, which in tasks.items()}, {}
 
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
-        """The model's own; in training beside a teacher the features are kept for the losses."""
+        """The model's own outputs; when there is a teacher, training keeps the features for the losses."""
         if not (module.training and "teacher" in message):
             outputs: Tensor = module(x)
             return outputs
@@ -214,14 +220,14 @@ class MFCL(Part):
         return outputs
 
     def batches(self, step: Step) -> dict[str, Batch]:
-        """Freshly generated samples, labelled; with them what the teacher makes of them and of the real ones."""
+        """Freshly generated samples with labels, and the teacher's features of the real and the generated ones."""
         message, own = step.message.get(self.name, {}), step.state[self.name]
         if "generator" not in message:
             return {}
         noise = draw(self.syn_batch, self.z_dim, step.replica.generator)
-        generator = step.ctx.train.companion(self.blueprint(step.ctx))
+        generator = step.ctx.train.auxiliary(self.blueprint(step.ctx))
         with in_precision(step.ctx.train):
-            images = evaluated(generator, message["generator"], noise).float()
+            images = frozen_forward(generator, message["generator"], noise).float()
         outputs, features = frozen_pass(step, message["teacher"], torch.cat([step.inputs(step.x), images]))
         predicted = only(outputs[len(step.x) :], own["old"]).argmax(1)
         labels = predicted if self.label == "teacher" else labels_of(noise, own["old"])
@@ -240,7 +246,7 @@ class MFCL(Part):
         return total
 
     def current(self, outputs: Tensor, y: Tensor, own: Tree) -> Tensor:
-        """L_CE of the real samples over the classes of this task: nothing reaches the old rows of the head."""
+        """L_CE of the real samples over the classes of this task: no gradient reaches the old rows of the head."""
         return self._cross_entropy(only(outputs, own["new"]), y, own)
 
     def _fine_tuning(self, step: Step, features: Tensor) -> Tensor:
@@ -261,7 +267,7 @@ class MFCL(Part):
         return (weights * functional.cross_entropy(outputs, y, reduction="none")).mean()
 
     def _distillation(self, step: Step, features: Tensor) -> Tensor:
-        """L_KD on real and generated samples; the frozen head says which directions of the features matter."""
+        """L_KD on real and generated samples; the frozen head weighs the directions of the features."""
         teacher, own = step.message[self.name]["teacher"], step.state[self.name]
         if self.name in step.batches:
             target = step.batches[self.name].extra["features"]

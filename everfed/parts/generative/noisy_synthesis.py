@@ -1,8 +1,8 @@
 """LANDER's synthesis: images from anchors, through layers that are redrawn in every round (NAYER, Tran et al., 2024).
 
-Channel means and deviations that the images are normalised with are trained along, so that the server need not know the
-data's; clients normalise the images as their own data, so it can be better to do the same here. The teacher's projected
-features are bound to the anchors as the clients' are.
+The channel means and deviations that normalise the images are trained too, so that the server need not know those of
+the data; clients normalise the images as their own data, so it can be better to do the same here. The teacher's
+projected features are bound to the anchors as the clients' are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.context import Context
-from everfed.core.part import Model
-from everfed.core.trainer import Trainer
-from everfed.core.tree import Tree
+from everfed import Context, Model, Trainer, Tree
 from everfed.models.pixel_generators import NoisyBlueprint
 from everfed.parts.generative.adversary import bound
 from everfed.parts.generative.image_pool import LEVELS
@@ -29,9 +26,8 @@ STATISTICS = ("learned", "stream")
 
 @dataclass(frozen=True)
 class Anchored:
-    """weight, radius, hinge: of the bound. statistics: the images are normalised with "learned"
-    channel means and deviations, or as the "stream" does. lr_stats: of the former. matrix, bias: names of the
-    projection in the model."""
+    """weight, radius, hinge: of the bound. statistics: images are normalised with "learned" channel means and
+    deviations (lr_stats: their rate), or as the "stream" does. matrix, bias: names of the projection in the model."""
 
     weight: float
     radius: float
@@ -43,7 +39,7 @@ class Anchored:
 
 
 class NoisySynthesizer(Synthesizer):
-    """The generator itself is trained in every round, by an Adam of the round's own."""
+    """The generator itself is trained in every round, by a fresh Adam."""
 
     def __init__(self, trainer: Trainer, blueprint: NoisyBlueprint, how: Synthesis, terms: Anchored) -> None:
         super().__init__(trainer, blueprint, how, blueprint.shape)
@@ -57,7 +53,7 @@ class NoisySynthesizer(Synthesizer):
         self.stats_moments = self.optimizer.init(self.channel_stats.detach())
 
     def use(self, anchors: Tensor) -> None:
-        """Take the anchors (C, d) of all classes."""
+        """Set the anchors (C, d) of all classes."""
         self.anchors.copy_(anchors)
 
     def first(self, generator: Model, ctx: Context) -> Tree:
@@ -119,6 +115,6 @@ class NoisySynthesizer(Synthesizer):
 
 
 def balanced(classes: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """(count,) labels: every class equally often, and what is left over at random."""
+    """(count,) labels: every class equally often, and the remainder at random."""
     repeated = np.tile(classes, count // len(classes))
     return np.concatenate([repeated, rng.choice(classes, count % len(classes))])

@@ -1,7 +1,7 @@
-"""Prototypes that travel as gradients (GLFC, Dong et al., 2022): how a client makes them and a proxy server reads them.
+"""Prototypes sent as gradients (GLFC, Dong et al., 2022): encoding on a client, reconstruction on the proxy server.
 
 A client perturbs the image nearest to its class mean and sends the gradient of a small, fixed, random network on it.
-The server, which has that network too, reads the label off the gradient and looks for an image with the same gradient.
+The server, which has that network too, reads the label off the gradient and searches an image with the same gradient.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from everfed.core.layout import Layout
-from everfed.core.part import Model
-from everfed.core.trainer import Trainer
+from everfed import Layout, Model, Trainer
 from everfed.parts.shared.features import class_means, features
 
 Weights = dict[str, Tensor]  # of the encoder, by name
@@ -34,8 +32,8 @@ def nearest_to_mean(trainer: Trainer, model: Model, x: Tensor, y: Tensor) -> Ten
 def perturbed(
     trainer: Trainer, model: Model, inputs: Tensor, y: Tensor, classes: Tensor, steps: int, lr: float
 ) -> Tensor:
-    """Network inputs moved by gradient steps that lower the model's own loss for their labels: mean binary
-    cross-entropy of each sample over the outputs `classes`. The model is not changed."""
+    """Network inputs after gradient steps that lower the model's loss for their labels: mean binary cross-entropy of
+    each sample over the outputs `classes`. The model stays as it is."""
     trainer.replica.load(model)
     module = trainer.replica.module.eval()
     targets = functional.one_hot(y, trainer.stream.classes).float().index_select(1, classes)
@@ -59,8 +57,8 @@ def encoded(encoder: nn.Module, weights: Weights, x: Tensor, y: Tensor, differen
 
 # on the proxy server -------------------------------------------------------------------------------------------------
 def label_of(gradient: Tensor, layout: Layout, head: str = "head.weight") -> Tensor:
-    """The label whose gradient this is. Of the last layer's rows only the label's own is negative in sum: row c is
-    (p_c - [c = label]) h, and h, a sigmoid's output, is positive."""
+    """The label of the sample that a gradient comes from. Of the last layer's rows only the label's own has a negative
+    sum: row c is (p_c - [c = label]) h, and h, a sigmoid's output, is positive."""
     return layout.param(head).view(gradient).sum(1).argmin()
 
 
@@ -83,7 +81,7 @@ def reconstructed(
         optimizer.step(closure)
         loss = float(closure().detach())
         if not loss < losses[-1]:
-            if loss != loss:  # it left the region where anything can be computed
+            if loss != loss:  # NaN: the search cannot go on
                 break
             continue
         accepted.append(x.detach().clone())

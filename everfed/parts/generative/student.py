@@ -1,4 +1,4 @@
-"""A student of the shared model's architecture: distilled from it on synthetic images, and asked about new ones."""
+"""A student with the shared model's architecture, distilled from it on synthetic images; synthesis's adversary."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.core.companion import tensors
-from everfed.core.context import Context
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model
-from everfed.core.trainer import Trainer
-from everfed.core.tree import Tree, clone
+from everfed import Context, Model, Optimizer, Trainer, Tree
+from everfed.core.replica import tensors
+from everfed.core.tree import clone
 from everfed.parts.generative.adversary import divergences
 from everfed.parts.generative.image_pool import Augmentation, cycled
 from everfed.parts.shared.features import head_inputs
@@ -37,8 +34,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class Lesson:
-    """How the student is trained in a round: `steps` steps of SGD on batches of the pool, T^2 KL at `temperature`.
-    keep: does momentum go on from round to round? projection: distilled too, where there is one."""
+    """The student's training in a round: `steps` steps of SGD on batches of the pool, T^2 KL at `temperature`.
+    keep: does momentum carry over from round to round? projection: distilled too, where there is one."""
 
     steps: int
     batch: int
@@ -49,8 +46,8 @@ class Lesson:
 
 
 class Student:
-    """Its vectors at fixed places, and a loop that trains it. The teacher is what the trainer's replica is loaded
-    with; the replica's module computes for both."""
+    """The student's vectors, at fixed addresses, and a loop that trains them. The teacher is the model loaded in the
+    trainer's replica, whose module computes for both."""
 
     def __init__(self, trainer: Trainer, lesson: Lesson, shape: tuple[int, ...], capacity: int) -> None:
         self.trainer, self.lesson, self.device = trainer, lesson, trainer.device
@@ -69,24 +66,24 @@ class Student:
         changed = [*self.model.values(), *self.moments.values(), self.step]
         self.loop = trainer.loop(self._step, changed, trainer.replica.generator)
 
-    # what it remembers ---------------------------------------------------------------------------------------------
+    # its state between rounds --------------------------------------------------------------------------------------
     def first(self, model: Model) -> Tree:
-        """Before the first round."""
+        """The state before the first round."""
         moments = self.lesson.optimizer.init(model["params"])
         return {**model, **({"moments": moments} if self.lesson.keep else {})}
 
     def load(self, own: Tree) -> None:
-        """Take up what `read` gave."""
+        """Load the state that `read` gave."""
         for name, place in self.model.items():
             place.copy_(own[name])
         for name, place in self.moments.items():
             place.copy_(own["moments"][name]) if self.lesson.keep else place.zero_()
 
     def read(self) -> Tree:
-        """What it remembers after a round; copies."""
+        """A copy of the state after a round."""
         return clone({**self.model, **({"moments": self.moments} if self.lesson.keep else {})})
 
-    # what it does --------------------------------------------------------------------------------------------------
+    # a round -------------------------------------------------------------------------------------------------------
     def answers(self, inputs: Tensor) -> Tensor:
         """(n, C) logits in eval mode; gradients flow to the inputs."""
         with in_precision(self.trainer):

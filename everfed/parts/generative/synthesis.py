@@ -1,13 +1,13 @@
-"""Synthesis on the server: images that a classifier recognises and a student of it does not know yet (TARGET, LANDER).
+"""Synthesis on the server: images that a classifier recognises and its student does not know yet (TARGET, LANDER).
 
 One synthesis round trains a generator against the frozen classifier (the teacher T) and the student S, keeps the best
-batch it made as 8-bit images, and then distils T into S on all images so far (`student.py`):
+batch as 8-bit images, and then distils T into S on all images so far (`student.py`):
 
-    L = bn L_bn + oh CE(T(x_a), y) + adv L_adv + what the method adds        x_a: the generator's images, augmented
+    L = bn L_bn + oh CE(T(x_a), y) + adv L_adv + the method's own terms      x_a: the generator's images, augmented
 
-L_bn compares what T's BatchNorm layers have stored with the statistics of their inputs, those of earlier rounds mixed
-in. What a round takes and gives are vectors, so a run can stop and go on between two rounds. Steps work on tensors at
-fixed places, which an engine may capture; all draws are made ahead, on the host.
+L_bn compares the stored statistics of T's BatchNorm layers with those of their inputs, mixed with earlier rounds'. The
+inputs and outputs of a round are vectors, so a run can be resumed between two rounds. Steps work on tensors at fixed
+addresses, which an engine may capture; all draws are made ahead, on the host.
 """
 
 from __future__ import annotations
@@ -23,12 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.companion import Blueprint, first_vectors
-from everfed.core.context import Context
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model
-from everfed.core.trainer import Trainer
-from everfed.core.tree import Tree
+from everfed import Context, Model, Optimizer, Trainer, Tree
+from everfed.core.replica import Blueprint, initial_weights
 from everfed.parts.generative.adversary import adversarial, statistics_distance
 from everfed.parts.generative.image_pool import LEVELS, Augmentation, affine, to_bytes
 from everfed.parts.generative.inversion import Statistics, batch_statistics
@@ -40,9 +36,9 @@ from everfed.parts.shared.teacher import among
 
 @dataclass(frozen=True)
 class Synthesis:
-    """How images are made. batch: images of a round. steps: of the generator in a round. lr: of the generator. bn, oh,
+    """Options of synthesis. batch: images of a round. steps: of the generator in a round. lr: of the generator. bn, oh,
     adv: weights of the terms. mask: where L_adv counts, see `adversarial`. momentum: share of the earlier rounds in the
-    batch statistics. capacity: images that are kept at most. lesson: how the student is trained in a round."""
+    batch statistics. capacity: the most images that are kept. lesson: the student's training in a round."""
 
     batch: int
     steps: int
@@ -58,8 +54,8 @@ class Synthesis:
 
 @dataclass(frozen=True)
 class Turn:
-    """What is particular to a round. adversary: does L_adv count? keep: is the batch kept? rate: the student's learning
-    rate, 0 where it is not trained."""
+    """Settings of one round. adversary: does L_adv count? keep: is the batch kept? rate: the student's learning rate, 0
+    where it is not trained."""
 
     adversary: bool
     keep: bool
@@ -67,13 +63,13 @@ class Turn:
 
 
 class Synthesizer(ABC):
-    """One kind of synthesis on one trainer. Subclasses say what the generator is given and how it is trained."""
+    """Synthesis on one trainer. Subclasses define the generator's input and its training."""
 
     optimizer = Optimizer("adam", beta1=0.5, beta2=0.999)
 
     def __init__(self, trainer: Trainer, blueprint: Blueprint, how: Synthesis, shape: tuple[int, ...]) -> None:
         self.trainer, self.blueprint, self.how, self.device = trainer, blueprint, how, trainer.device
-        self.generator = trainer.companion(blueprint)
+        self.generator = trainer.auxiliary(blueprint)
         self.student = Student(trainer, how.lesson, shape, how.capacity)
         self.augmentation = Augmentation(trainer.stream, how.steps, how.batch, self.device)
         self.classes = torch.zeros(trainer.stream.classes, dtype=torch.bool, device=self.device)
@@ -89,7 +85,7 @@ class Synthesizer(ABC):
         return torch.zeros(shape, device=self.device)
 
     def _statistics_places(self, shape: tuple[int, ...]) -> None:
-        """Room for the statistics of every BatchNorm layer, in the order of their use."""
+        """Allocate the statistics of every BatchNorm layer, in the order of their use."""
         module = self.trainer.replica.module.eval()
         with torch.no_grad(), in_precision(self.trainer), batch_statistics(module) as found:
             module(self.zeros(2, *shape))
@@ -97,26 +93,26 @@ class Synthesizer(ABC):
         self.kept, self.latest = self.zeros(2, sum(self.widths)), self.zeros(2, sum(self.widths))
         self.mix = self.zeros()
 
-    # what methods decide -------------------------------------------------------------------------------------------
+    # what subclasses define ----------------------------------------------------------------------------------------
     @abstractmethod
     def first(self, generator: Model, ctx: Context) -> Tree:
-        """What the generator's training remembers before the first round."""
+        """The state of the generator's training before the first round."""
 
     @abstractmethod
     def load(self, own: Tree, ctx: Context) -> None:
-        """Take up what the generator's training remembers, with the targets known; make this round's draws."""
+        """Load the state of the generator's training, after the targets are set; make this round's draws."""
 
     @abstractmethod
     def source(self) -> Tensor:
-        """What the generator is given."""
+        """The generator's input."""
 
     @abstractmethod
     def improve(self, loss: Tensor) -> None:
-        """One step of the generator, and of what is trained beside it."""
+        """One step of the generator and of the other trained tensors."""
 
     @abstractmethod
     def read(self) -> Tree:
-        """What the generator's training remembers after the round; copies."""
+        """A copy of the state of the generator's training after the round."""
 
     @abstractmethod
     def places(self) -> list[Tensor]:
@@ -124,25 +120,25 @@ class Synthesizer(ABC):
 
     @abstractmethod
     def choose(self, classes: np.ndarray, ctx: Context) -> np.ndarray:
-        """(batch,) what the images should be of."""
+        """(batch,) the target classes of the images."""
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Augmented images, values up to 255, as network inputs."""
         return self.offset + pixels / LEVELS * self.scale
 
     def further(self, features: Tensor) -> Tensor | None:
-        """What the method adds to the loss, given the teacher's features of the images."""
+        """The method's own term, from the teacher's features of the images."""
         return None
 
     # a round -------------------------------------------------------------------------------------------------------
     def begin(self, teacher: Model, ctx: Context) -> Tree:
-        """What is remembered before the first round."""
-        generator = first_vectors(self.blueprint, ctx.key("generator"))
+        """The state before the first round."""
+        generator = initial_weights(self.blueprint, ctx.key("generator"))
         student = fresh_student(self.trainer, teacher, ctx.rng("student"))
         return {"generator": self.first(generator, ctx), "student": self.student.first(student)}
 
     def round(self, teacher: Model, work: Tree, pool: Tensor, classes: Tensor, turn: Turn, ctx: Context) -> Tree:
-        """{"work": what is remembered, "pool": all images so far}; none of the inputs is changed.
+        """{"work": the state, "pool": all images so far}; none of the inputs is changed.
 
         pool: (n, ...) uint8. classes: (C,) mask of those that images may be of.
         """
@@ -170,7 +166,7 @@ class Synthesizer(ABC):
         self.lowest.fill_(math.inf)
 
     def _load_statistics(self, kept: Tensor | None) -> None:
-        """In the first round there is nothing to mix in."""
+        """Without earlier rounds the batch's own statistics count alone."""
         self.mix.fill_(0.0 if kept is None else self.how.momentum)
         if kept is not None:
             self.kept.copy_(kept)
@@ -207,7 +203,7 @@ class Synthesizer(ABC):
         return loss if added is None else loss + added
 
     def _statistics(self, found: Statistics) -> Tensor:
-        """L_bn; takes note of the batch's own statistics."""
+        """L_bn; stores the batch's own statistics in `latest`."""
         pairs = tracked(found)
         now = torch.stack([torch.cat([seen[row] for _, seen in pairs]) for row in (0, 1)])
         self.latest.copy_(now.detach())

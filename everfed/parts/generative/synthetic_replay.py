@@ -1,4 +1,4 @@
-"""What TARGET and LANDER share: after each task the server makes a pool of unlabelled images (`synthesis.py`); clients
+"""The base of TARGET and LANDER: after each task the server makes a pool of unlabelled images (`synthesis.py`); clients
 of the next task receive it once, with the frozen teacher, and distil on it beside their own data.
 
 A client's step has two forward passes, one for the real minibatch and one for the synthetic, so that each is normalised
@@ -10,31 +10,37 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL, Once
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import (
+from everfed import (
     BOUNDARIES,
+    END,
+    MODEL,
     TOGETHER,
+    Batch,
+    Cohort,
     CompositionError,
+    Context,
+    Data,
+    Message,
     Model,
+    Once,
+    Optimizer,
     Part,
+    Phase,
+    Schedule,
     State,
+    Step,
+    Table,
     Tables,
+    Tree,
     overrides,
     refuse_personal,
 )
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.schedule import Schedule, Table
-from everfed.core.step import Batch, Step
-from everfed.core.tree import Tree
 from everfed.models.pixel_generators import checked
 from everfed.parts.generative.adversary import MASKS
 from everfed.parts.generative.image_pool import cycled
@@ -49,12 +55,12 @@ SYNTHESIS = "synthesis"
 @dataclass(frozen=True)
 class SyntheticReplay(Part):
     """t_kd: temperature of the clients' distillation. batch: synthetic images in a client's step. n_syn: how many
-    images clients receive, the first ones. syn_round: synthesis rounds that make images; warmup: from which round on
-    the student takes part. synth_batch, g_steps, lr_g: images, generator steps and their learning rate in a round. nz:
-    length of what the generator's trunk is given. bn, oh, adv: weights of batch statistics, labels and adversary. mask:
-    the adversary counts where teacher and student "agree" (released code) or "disagree" (TARGET paper). bn_momentum:
-    share of earlier rounds in the batch statistics. kd_steps, kd_batch, t_student, lr_student: how the student is
-    trained in a round. upsamplings: of the generator; 0 chooses by the image's side."""
+    images clients receive, the first ones. syn_round: synthesis rounds that make images; warmup: the first round with
+    the student. synth_batch, g_steps, lr_g: images, generator steps and their learning rate in a round. nz: length of
+    the input of the generator's trunk. bn, oh, adv: weights of batch statistics, labels and adversary. mask: the
+    adversary counts where teacher and student "agree" (released code) or "disagree" (TARGET paper). bn_momentum: share
+    of earlier rounds in the batch statistics. kd_steps, kd_batch, t_student, lr_student: the student's training in a
+    round. upsamplings: of the generator; 0 chooses by the image's side."""
 
     t_kd: float = 2.0
     batch: int = 500
@@ -76,8 +82,7 @@ class SyntheticReplay(Part):
     lr_student: float = 0.2
     upsamplings: int = 0
 
-    # the images are of the classes that a client has behind it: the same for all
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES, TOGETHER})
+    needs = frozenset({BOUNDARIES, TOGETHER})  # one pool serves all clients, so their old classes must be the same
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch", "n_syn", "syn_round", "synth_batch", "g_steps", "nz", "kd_batch")
@@ -90,14 +95,14 @@ class SyntheticReplay(Part):
         one_of(self, mask=MASKS)
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        """The objective is over the new classes only: what others would replay has no place in it."""
+        """The objective is over the new classes only, so other parts may not replay samples."""
         refuse_personal(self, parts)
         for other in parts:
             if other is not self and overrides(other, "batches"):
                 raise CompositionError(f"part {self.name!r} trains on its own synthetic images; remove {other.name!r}")
         return ()
 
-    # what methods decide -------------------------------------------------------------------------------------------
+    # what subclasses define ----------------------------------------------------------------------------------------
     @property
     @abstractmethod
     def distils(self) -> bool:
@@ -110,11 +115,11 @@ class SyntheticReplay(Part):
 
     @abstractmethod
     def turn(self, index: int) -> Turn:
-        """What is particular to synthesis round `index`."""
+        """The settings of synthesis round `index`."""
 
     @abstractmethod
     def synthesizer(self, ctx: Context, server: State) -> Synthesizer:
-        """The trainer's own synthesizer, built when it is first asked for."""
+        """The trainer's synthesizer, built at first use."""
 
     def how(self, lesson: Lesson) -> Synthesis:
         """The options of synthesis together."""
@@ -133,7 +138,7 @@ class SyntheticReplay(Part):
 
     # on the server -------------------------------------------------------------------------------------------------
     def server_slots(self, ctx: Context) -> Tree:
-        """None yet; but what cannot work is refused here, before the first round."""
+        """No slots; refuses what cannot work before the first round."""
         blank = ctx.facts.blank.x
         if blank.dtype != torch.uint8 or blank.dim() != 4:
             raise CompositionError(
@@ -152,16 +157,24 @@ class SyntheticReplay(Part):
         return {}
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase(SYNTHESIS, owner=self.name, cohort=Cohort.SERVER, when=END, repeat=self.rounds),)
+        """Images are made after every task but the last, if clients distil."""
+        if not self.distils:
+            return ()
+        return (
+            Phase(
+                SYNTHESIS,
+                Cohort.SERVER,
+                END,
+                repeat=self.rounds,
+                in_last_round=False,
+                update=self._synthesise,
+                measure=self._progress,
+            ),
+        )
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        """After the last task nobody would use the images."""
-        return phase != SYNTHESIS or (self.distils and ctx.round + 1 < ctx.facts.rounds)
-
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+    def _synthesise(self, server: State, reduced: Tree, ctx: Context) -> Tree:
+        """One synthesis round; after the last one the pool and the teacher are frozen."""
         own = server.get(self.name, {})
-        if phase != SYNTHESIS:
-            return own
         synthesizer, teacher = self.synthesizer(ctx, server), server[MODEL]
         kept = {key: value for key, value in own.items() if key not in ("teacher", "since", "tasks", "pool", "work")}
         if ctx.repeat == 0:
@@ -175,18 +188,16 @@ class SyntheticReplay(Part):
         made = {"pool": made["pool"][: self.n_syn].clone(), "teacher": dict(teacher)}
         return {**kept, **made, "since": ctx.round, "tasks": tasks}
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
         own = server.get(self.name, {})
         if "teacher" not in own:
             return {}
         return {key: Once(own["since"], own[key]) for key in ("teacher", "pool")}
 
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        """Of a synthesis round: the loss of the batch that was kept, and how many images there are."""
-        own = server.get(self.name, {})
-        if ctx.phase != SYNTHESIS or "work" not in own:
-            return {}
-        return {"loss": float(own["work"]["loss"]), "images": float(len(own["pool"]))}
+    def _progress(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+        """The loss of the round's best batch, and the number of images so far."""
+        own = server[self.name]
+        return {"loss": float(own["work"]["loss"]), "images": float(len(own["pool"]))} if "work" in own else {}
 
     def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
         """The next `count` images of the pool, fewer at its end, and the frozen model's labels for them."""
@@ -198,18 +209,17 @@ class SyntheticReplay(Part):
         return trainer.stream.inputs(images), among(trainer.outputs(own["teacher"], images), known).argmax(1)
 
     # on the client -------------------------------------------------------------------------------------------------
-    def start(
-        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
-    ) -> tuple[Tree, Model]:
+    def start(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
         pool = message.get(self.name, {}).get("pool")
         return {**client.get(self.name, {}), "host": {"pool": 0 if pool is None else len(pool)}}, model
 
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        """Which classes are old and which are new, none in the first task; which images each step is given."""
+        """Masks of the old and the new classes, except in the first task; the images of each step."""
         size = client[self.name]["host"]["pool"]
         own: Tree = {"host": {"pool": size}}
         if ctx.current_task:
-            own |= {"old": mask_of(ctx, classes_of(ctx, tasks_before(ctx))), "new": mask_of(ctx, own_classes(ctx))}
+            tasks = {"old": tasks_before(ctx), "new": [ctx.current_task]}
+            own |= {name: mask_of(ctx, classes_of(ctx, which)) for name, which in tasks.items()}
         return own, self._images(size, schedule, ctx) if size else {}
 
     def _images(self, size: int, schedule: Schedule, ctx: Context) -> Tables:
@@ -227,7 +237,7 @@ class SyntheticReplay(Part):
         x = pool.index_select(0, rows["rows"])
         if "augment" in rows:
             x = step.ctx.train.stream.augment(x, rows["augment"])
-        return {self.name: Batch(x, torch.zeros_like(rows["rows"]))}  # nobody knows their labels
+        return {self.name: Batch(x, torch.zeros_like(rows["rows"]))}  # without labels
 
     def labels_loss(self, step: Step) -> Tensor:
         """Cross-entropy of the real minibatch, from the second task on among the new classes only."""
@@ -241,13 +251,6 @@ class SyntheticReplay(Part):
         old, student = step.state[self.name]["old"], step.batches[self.name].outputs
         assert student is not None
         return soft_cross_entropy(among(student, old), among(teacher, old), self.t_kd)
-
-
-def own_classes(ctx: Context) -> Tensor:
-    """The classes of this client's task; where clients' tasks differ, its own."""
-    stream, task = ctx.train.stream, ctx.current_task or 0
-    find = getattr(stream, "labels_of", None)
-    return torch.tensor(stream.labels(task) if find is None else find(ctx.client, task), dtype=torch.int64)
 
 
 def _table(values: np.ndarray) -> Table:

@@ -1,30 +1,25 @@
 """TARGET: exemplar-free distillation with images synthesised on the server (Zhang et al., 2023).
 
-After each task but the last the server inverts the shared model T (`synthesis.py`) and keeps the images alone: no
-labels, no generator. From the second task on a client trains with
+After each task but the last the server inverts the shared model T (`synthesis.py`) and keeps only the images. From the
+second task on a client trains with
 
     L = CE(s(x) over the new classes, y) + alpha L_kd                                                 (Eq. 3)
     L_kd = - mean_i sum_c softmax(t_i / 2)_c log softmax(s_i / 2)_c over the old classes              (Eq. 4)
 
-with x its own minibatch, s_i and t_i what student and frozen teacher say of synthetic images. The generator is
-trained by first-order MAML: from the same start in every round, with noise that is trained along.
+with x its own minibatch, s_i and t_i the logits of student and frozen teacher on synthetic images. The generator is
+trained by first-order MAML: from the same start in every round, with noise that is trained too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, State
-from everfed.core.step import Step
-from everfed.core.trainer import Trainer
-from everfed.core.tree import Tree, clone
+from everfed import Context, Model, Optimizer, State, Step, Trainer, Tree
+from everfed.core.tree import clone
 from everfed.models.pixel_generators import PixelBlueprint
 from everfed.parts.generative.student import Lesson
 from everfed.parts.generative.synthesis import Synthesis, Synthesizer, Turn
@@ -34,7 +29,7 @@ from everfed.parts.shared.teacher import frozen_outputs
 
 META = ("fomaml", "reptile")
 OBJECTIVES = ("split", "full")
-REPTILE = 67.0  # the code's factor on how far the generator went
+REPTILE = 67.0  # the code's factor on the generator's displacement
 STUDENT = Optimizer(momentum=0.9, weight_decay=1e-4)
 LAST_RATE, RATE_ROUNDS = 2e-4, 200  # the student's learning rate follows a cosine over so many rounds
 
@@ -50,7 +45,7 @@ class Target(SyntheticReplay):
     lr_z: float = 1e-2
     meta: str = "fomaml"
 
-    name: ClassVar[str] = "target"
+    name = "target"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +75,7 @@ class Target(SyntheticReplay):
         return self.syn_round
 
     def turn(self, index: int) -> Turn:
-        """The adversary takes part from round `warmup` on."""
+        """The adversary counts from round `warmup` on."""
         adversary = self.adv > 0 and index >= self.warmup
         schedule = Optimizer(lr=self.lr_student, schedule="cosine", lr_end=min(LAST_RATE, self.lr_student))
         rate = schedule.rate(min(index - self.warmup, RATE_ROUNDS), RATE_ROUNDS) if adversary else 0.0
@@ -96,8 +91,8 @@ class Target(SyntheticReplay):
 
 
 class MetaSynthesizer(Synthesizer):
-    """In every round a copy of the generator, and the noise that it is given, are trained; then the generator itself
-    takes one step, by the sum of the copy's gradients or by how far the copy went."""
+    """In every round a copy of the generator and its input noise are trained; then the generator itself takes one step,
+    by the sum of the copy's gradients or by the copy's displacement."""
 
     def __init__(self, trainer: Trainer, blueprint: PixelBlueprint, how: Synthesis, options: Target) -> None:
         super().__init__(trainer, blueprint, how, blueprint.shape)

@@ -10,17 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.context import Context
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Part, State, Tables
-from everfed.core.schedule import Schedule
-from everfed.core.step import Batch, Step
-from everfed.core.tree import Tree
+from everfed import Batch, CompositionError, Context, Optimizer, Part, Schedule, State, Step, Tables
 from everfed.parts.memory import buffer as memory
 from everfed.parts.memory.replay import drawn
 from everfed.parts.shared.checks import at_least
@@ -33,8 +27,8 @@ class DER(Part):
     weight: float = 1.0
     batch: int = 32
 
-    name: ClassVar[str] = "der"
-    needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
+    name = "der"
+    needs = frozenset({memory.NAME})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")
@@ -46,8 +40,8 @@ class DER(Part):
             raise CompositionError(f"part {self.name!r} needs the stored outputs: set memory.logits = true")
         return ()
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:
+        return None, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
     def batches(self, step: Step) -> dict[str, Batch]:
         return drawn(step, self.name) if self.weight else {}
@@ -67,15 +61,15 @@ class DERPlusPlus(DER):
     weight: float = 0.1
     label_weight: float = 0.5
 
-    name: ClassVar[str] = "der++"
+    name = "der++"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 0, "label_weight")
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        own, tables = super().plan(client, schedule, plans, ctx)
-        return own, {**tables, "labelled": memory.replay_rows(plans, self.batch, ctx.rng(f"{self.name}/labelled"))}
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:
+        _, tables = super().plan(client, schedule, plans, ctx)
+        return None, {**tables, "labelled": memory.replay_rows(plans, self.batch, ctx.rng(f"{self.name}/labelled"))}
 
     def batches(self, step: Step) -> dict[str, Batch]:
         labelled = drawn(step, self.name, rows="labelled") if self.label_weight else {}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.part import HISTORY, Part, State
+from everfed import HISTORY, Context, Data, Part, State
 
 
 @dataclass(frozen=True)
 class Ideal(Part):
-    """Nothing to choose."""
+    """No options."""
 
-    name: ClassVar[str] = "ideal"
-    needs: ClassVar[frozenset[str]] = frozenset({HISTORY})
+    name = "ideal"
+    needs = frozenset({HISTORY})
 
     def dataset(self, client: State, data: Data, ctx: Context) -> Data:
         earlier = ctx.history()

@@ -1,4 +1,4 @@
-"""The selection policies by name, and those that choose at the end of a task without looking at gradient directions.
+"""The selection policies by name, and those that choose at the end of a task and compare no gradient directions.
 
 Random policies: "Coordinated Replay Sample Selection for Continual Federated Learning", Appendix A. Herding: iCaRL
 (Rebuffi et al., 2017). Importance: Re-Fed (Li et al., 2024).
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everfed import Tree
 from everfed.core.schedule import minibatches
-from everfed.core.tree import Tree
+from everfed.naming import load_object
 from everfed.parts.memory import random_policies
 from everfed.parts.memory.herding import herd, quota
 from everfed.parts.memory.policy import Policy, Pool
@@ -32,11 +33,11 @@ Choice = tuple[np.ndarray, Tree]
 
 @dataclass(frozen=True)
 class NaiveUniform(Policy):
-    """Nothing to choose."""
+    """No options."""
 
-    kind: ClassVar[str] = "naive-uniform"
-    about: ClassVar[str] = "uniformly from the task's samples and the stored ones; old tasks fade geometrically"
-    needs_model: ClassVar[bool] = False
+    kind = "naive-uniform"
+    about = "uniformly from the task's samples and the stored ones; old tasks fade geometrically"
+    needs_model = False
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> Choice:
         return random_policies.naive_uniform(pool.new, pool.stored, size, pool.ctx.rng(self.kind)), host
@@ -44,11 +45,11 @@ class NaiveUniform(Policy):
 
 @dataclass(frozen=True)
 class ApproximateUniform(Policy):
-    """Nothing to choose."""
+    """No options."""
 
-    kind: ClassVar[str] = "approximate-uniform"
-    about: ClassVar[str] = "the same expected share of every task's samples"
-    needs_model: ClassVar[bool] = False
+    kind = "approximate-uniform"
+    about = "the same expected share of every task's samples"
+    needs_model = False
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> Choice:
         rng = pool.ctx.rng(self.kind)
@@ -61,9 +62,9 @@ class FixedProportion(Policy):
 
     proportion: float = 0.5
 
-    kind: ClassVar[str] = "fixed-proportion"
-    about: ClassVar[str] = "a fixed share of the buffer for the newest task"
-    needs_model: ClassVar[bool] = False
+    kind = "fixed-proportion"
+    about = "a fixed share of the buffer for the newest task"
+    needs_model = False
 
     def __post_init__(self) -> None:
         if not 0 < self.proportion < 1:
@@ -76,12 +77,12 @@ class FixedProportion(Policy):
 
 @dataclass(frozen=True)
 class Herding(Policy):
-    """Nothing to choose. Every class that the client has ever seen gets an equal share of the buffer. A class that
-    comes back is herded anew from its new samples and its exemplars together."""
+    """Every class that the client has ever seen gets an equal share of the buffer. A class that comes back is herded
+    anew from its new samples and its exemplars together."""
 
-    kind: ClassVar[str] = "herding"
-    about: ClassVar[str] = "iCaRL's herding: exemplars whose mean follows the class mean"
-    needs_classes: ClassVar[bool] = True
+    kind = "herding"
+    about = "iCaRL's herding: exemplars whose mean follows the class mean"
+    needs_classes = True
 
     def host(self, size: int) -> Tree:
         return {"classes": torch.zeros(0, dtype=torch.int64)}
@@ -111,8 +112,8 @@ class ReFed(Policy):
     power: int = 1
     exact: bool = True
 
-    kind: ClassVar[str] = "re-fed"
-    about: ClassVar[str] = "Re-Fed: the samples that matter most to a model between the local and the global one"
+    kind = "re-fed"
+    about = "Re-Fed: the samples that matter most to a model between the local and the global one"
 
     def __post_init__(self) -> None:
         proximity(self.informative)
@@ -135,7 +136,7 @@ class ReFed(Policy):
             return pool.x.index_select(0, index), pool.y.index_select(0, index)
 
         def norms(v: Tensor, rows: np.ndarray) -> Tensor:
-            return norms_at(ctx, {**model, "params": v}, *samples(rows), pool.how.limit)
+            return norms_at(ctx, {**model, "params": v}, *samples(rows), pool.gradient_options.limit)
 
         def gradient(v: Tensor, rows: np.ndarray) -> Tensor:
             return ctx.train.gradient(ctx, {**model, "params": v}, *samples(rows), mode="eval", tag=self.kind)
@@ -171,15 +172,14 @@ POLICIES: Mapping[str, type[Policy]] = {
 }
 
 
-def make_policy(value: str | Mapping[str, Any] | Policy) -> Policy:
-    """A policy from its kind, or from a table {kind, and its options}. Raises ValueError, which names the key."""
+def make_policy(value: str | Mapping[str, Any] | type[Policy] | Policy) -> Policy:
+    """A policy from its kind, its class, or a table {kind, and its options}; a kind may be `package.module:Name`.
+    Raises ValueError, which names the key."""
     if isinstance(value, Policy):
         return value
-    options = {"kind": value} if isinstance(value, str) else dict(value)
-    kind = str(options.pop("kind", ""))
-    if kind not in POLICIES:
-        raise ValueError(f"policy.kind must be one of {', '.join(POLICIES)}; got {kind!r}")
-    cls = POLICIES[kind]
+    options = dict(value) if isinstance(value, Mapping) else {"kind": value}
+    kind = options.pop("kind", "")
+    cls = _find(kind, "policy.kind" if isinstance(value, Mapping) else "policy")
     allowed = [field.name for field in fields(cls)]
     for key in options:
         if key not in allowed:
@@ -188,3 +188,14 @@ def make_policy(value: str | Mapping[str, Any] | Policy) -> Policy:
         return cls(**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"policy.{error}") from error
+
+
+def _find(kind: Any, key: str) -> type[Policy]:
+    found = kind
+    if isinstance(kind, str):
+        found = load_object(kind, key) if ":" in kind else POLICIES.get(kind)
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ValueError(
+            f"{key} must be one of {', '.join(POLICIES)}, or package.module:Name of a Policy; got {kind!r}"
+        )
+    return found

@@ -1,50 +1,45 @@
-"""What decides which samples a client's memory keeps: the interface of all selection policies.
+"""What decides which samples a client's memory holds: the interface of all selection policies.
 
-A policy is a frozen dataclass of options. It decides in the training steps (reservoir, GSS-greedy) or in a phase,
-mostly at the end of a task, from the current samples and the stored ones together; then `choose` is all there is to
-write.
+A policy is a frozen dataclass of options. It decides in the training steps (`plan`, `after`: reservoir, GSS-greedy) or
+in phases of the memory. By default that is one phase at the end of a task, which offers the task's samples and the
+stored ones together; such a policy defines `choose` and nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.part import CompositionError, Model, Tables
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.schedule import Schedule, Table
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import END, Cohort, CompositionError, Context, Model, Phase, Schedule, Step, Table, Tables, Tree
 from everfed.parts.selection.gradient_rows import GradientOptions, gradients_at
 
 if TYPE_CHECKING:
     from everfed.parts.memory.buffer import Memory
 
-REMEMBER = "remember"  # the phase at the end of a task in which every client chooses
+NAME = "memory"  # of the part: the namespace of its slots and messages
+REMEMBER = "remember"  # the phase in which clients choose
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What a client chooses from at the end of a task: its new samples X_t first, then its stored ones R_t.
+    """The samples that a client chooses from: its current samples X_t first, then its stored ones R_t.
 
-    x, y: (new + stored, ...) in storage form. seen_before: samples seen in all earlier tasks, stored or not.
-    model: the shared model at the end of the task; None for policies that need none. how: gradients are computed.
-    ids: (new + stored,) of the samples; None where nobody asks for them.
+    x, y: (new + stored, ...) in storage form. ids: (new + stored,). seen_before: samples seen in all earlier tasks,
+    stored or not. model: the shared model; None in a phase that sends none. gradient_options: how gradients are made.
     """
 
     x: Tensor
     y: Tensor
+    ids: np.ndarray
     new: int
     stored: int
     seen_before: int
     model: Model | None
-    how: GradientOptions
+    gradient_options: GradientOptions
     ctx: Context
-    ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.new + self.stored
@@ -53,60 +48,44 @@ class Pool:
     def weights(self) -> Model:
         """The model, for policies that need one."""
         if self.model is None:
-            raise ValueError("this policy needs the model, but its phase is silent")
+            raise ValueError("this policy uses the model, so it must set needs_model = True")
         return self.model
 
     def gradients(self) -> Tensor:
         """(new + stored, d) gradients of the single-sample losses at the model."""
-        return gradients_at(self.ctx, self.weights, self.x, self.y, self.how)
+        return gradients_at(self.ctx, self.weights, self.x, self.y, self.gradient_options)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Base of all policies. `kind` is its name in recipes."""
+    """Base of all policies. `kind` is its name in recipes; one of a user's own goes by package.module:Name."""
 
-    kind: ClassVar[str] = ""
-    about: ClassVar[str] = ""
-    needs_model: ClassVar[bool] = True  # must the model be sent to clients for them to choose?
-    needs_classes: ClassVar[bool] = False  # is every target a class?
-    capturable: ClassVar[bool] = True  # may what it does in a training step be captured?
-    together: ClassVar[bool] = False  # must all clients choose in the same round?
+    kind = ""
+    about = ""
+    needs_model = True  # does `choose` use the model?
+    needs_classes = False  # must every target be a class?
+    capturable = True  # may `after` be captured in a CUDA graph?
+    together = False  # must all clients choose in the same round?
 
     def host(self, size: int) -> Tree:
-        """What it remembers beside the buffer, on the host."""
+        """What it remembers beside the buffer, in host memory."""
         return {}
 
-    # at the end of a task --------------------------------------------------------------------------------------
-    def phases(self, owner: str) -> tuple[Phase, ...]:
-        return (Phase(REMEMBER, owner=owner, cohort=Cohort.BOUNDARY, when=END),)
-
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        """What is chosen after the last task would never be replayed."""
-        return ctx.round + 1 < ctx.facts.rounds
+    # in phases of its own ----------------------------------------------------------------------------------------
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+        """One phase at the end of every task but the last, after which nothing is replayed."""
+        sends = self.needs_model or memory.logits
+        return (Phase(REMEMBER, Cohort.BOUNDARY, END, in_last_round=False, sends=sends, run=memory.choose),)
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
         """(different positions of the pool, at most `size`, in the order of the buffer; `host` afterwards)."""
-        raise CompositionError(f"policy {self.kind!r} has a phase to choose in, but no choose()")
+        raise CompositionError(f"policy {self.kind or type(self).__name__!r} has a phase to choose in, but no choose()")
 
-    # phases of its own -----------------------------------------------------------------------------------------
-    def speak(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[Tree, Tree]:
-        """A client's turn in a phase before the choice: (`host`, reply)."""
-        raise CompositionError(f"policy {self.kind!r} has a phase of its own, but no speak()")
-
-    def broadcast(self, server: Tree, phase: str, ctx: Context) -> dict[str, Any]:
-        return {}
-
-    def update(self, server: Tree, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        return server
-
-    def done(self, server: Tree, phase: str, ctx: Context) -> bool:
-        return False
-
-    # in training -----------------------------------------------------------------------------------------------
+    # in training -------------------------------------------------------------------------------------------------
     def plan(self, memory: Memory, own: Tree, schedule: Schedule, ctx: Context) -> tuple[Tree, Tables]:
-        """(`host` after training, tables); "fill" tells how many rows are valid before every step."""
+        """(`host` after training, tables); "fill" holds the number of valid rows before every step."""
         stored = np.array([int(own["host"]["stored"])])
         return own["host"], {"fill": Table.of([stored] * schedule.steps)}
 
     def after(self, memory: Memory, step: Step) -> None:
-        """After a training step: nothing, for a policy that chooses at the end of a task."""
+        """After a training step; nothing to do for a policy that chooses in a phase."""

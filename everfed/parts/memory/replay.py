@@ -10,17 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.part import Part, State, Tables
-from everfed.core.schedule import Schedule
-from everfed.core.step import Batch, Step
-from everfed.core.tree import Tree
+from everfed import Batch, Context, Data, Part, Schedule, State, Step, Tables
 from everfed.parts.memory import buffer as memory
 from everfed.parts.shared.checks import at_least, one_of
 
@@ -34,8 +28,8 @@ class Replay(Part):
     batch: int = 32
     mode: str = "per_step"
 
-    name: ClassVar[str] = "er"
-    needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
+    name = "er"
+    needs = frozenset({memory.NAME})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch")
@@ -49,10 +43,10 @@ class Replay(Part):
         others = np.flatnonzero(~np.isin(kept.ids, data.ids))
         return Data.union([data, kept.take(others)]) if len(others) else data
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:
         if self.mode == "union":
-            return {}, {}
-        return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
+            return None, {}
+        return None, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
     def batches(self, step: Step) -> dict[str, Batch]:
         return drawn(step, self.name, joined=True) if self.mode == "per_step" else {}

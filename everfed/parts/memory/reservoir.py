@@ -7,17 +7,12 @@ sample goes into which row is decided on the host before training (`plan`); the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from everfed.core.context import Context
-from everfed.core.part import Tables
-from everfed.core.phase import Phase
-from everfed.core.schedule import Schedule, Table
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import Context, Phase, Schedule, Step, Table, Tables, Tree
 from everfed.parts.memory.policy import Policy
 
 if TYPE_CHECKING:
@@ -26,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reservoir(Policy):
-    """Nothing to choose."""
+    """No options."""
 
-    kind: ClassVar[str] = "reservoir"
-    about: ClassVar[str] = "every sample of the client's life with the same probability; needs no task boundaries"
-    needs_model: ClassVar[bool] = False
+    kind = "reservoir"
+    about = "every sample of the client's life with the same probability; needs no task boundaries"
+    needs_model = False
 
-    def phases(self, owner: str) -> tuple[Phase, ...]:
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
         return ()
 
     def plan(self, memory: Memory, own: Tree, schedule: Schedule, ctx: Context) -> tuple[Tree, Tables]:

@@ -1,4 +1,4 @@
-"""Exemplars that are kept when a client itself notices that its task has changed (GLFC, Dong et al., 2022).
+"""Exemplars kept when a client detects by itself that its task has changed (GLFC, Dong et al., 2022).
 
 Before every local training a client passes its data through the model it just received. Its mean prediction entropy
 
@@ -6,35 +6,36 @@ Before every local training a client passes its data through the model it just r
 
 jumps when the data is new to the model: by more than a threshold, and the classes of the data before count as learned.
 Their data is gone by then, so exemplars of the current data are set aside in every round; a jump makes them part of the
-memory, and otherwise they are replaced. A change of task that nobody notices is a task of which nothing is kept.
+memory, and otherwise they are replaced. Of a task whose end is not detected nothing is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.context import Context
-from everfed.core.phase import Cohort, Phase, Position
-from everfed.core.tree import Tree
+from everfed import Context, Phase, Position, Tree
 from everfed.parts.memory.herding import herd, quota
 from everfed.parts.memory.policy import REMEMBER, Policy, Pool
 from everfed.parts.shared.checks import at_least, one_of
 from everfed.parts.shared.features import outputs_and_features
 from everfed.parts.shared.teacher import classes_of
 
+if TYPE_CHECKING:
+    from everfed.parts.memory.buffer import Memory
+
 DETECT = ("entropy", "boundary")
 
 
 @dataclass(frozen=True)
 class OnTransition(Policy):
-    """threshold: by how much the entropy must rise. detect: "entropy", or "boundary": the stream tells.
+    """threshold: by how much the entropy must rise. detect: by "entropy", or at the stream's task "boundary".
 
     Every learned class and every current one has the same share of the buffer, chosen by iCaRL's herding. Rows of the
     buffer: exemplars of learned classes, each class in herding order, then `host/staged` of the current data.
@@ -43,29 +44,26 @@ class OnTransition(Policy):
     threshold: float = 1.2
     detect: str = "entropy"
 
-    kind: ClassVar[str] = "on-transition"
-    about: ClassVar[str] = "GLFC's exemplars: herding, when a client's entropy tells it that its task has changed"
-    needs_classes: ClassVar[bool] = True
+    kind = "on-transition"
+    about = "GLFC's exemplars: herding, when a client's entropy shows that its task has changed"
+    needs_classes = True
 
     def __post_init__(self) -> None:
         at_least(self, 0, "threshold")
         one_of(self, detect=DETECT)
 
     def host(self, size: int) -> Tree:
-        """entropy: H when last asked. signal: did it jump then? task: the last told. learned: classes with exemplars.
-        staged: how many of the stored rows, the last ones, are of current data."""
+        """entropy: H in the last round. signal: did it jump then? task: the last one known. learned: classes with
+        exemplars. staged: how many of the stored rows, the last ones, are of current data."""
         none = torch.zeros(0, dtype=torch.int64)
         return {"entropy": 0.0, "signal": False, "task": -1, "learned": none, "staged": 0}
 
-    def phases(self, owner: str) -> tuple[Phase, ...]:
-        return (Phase(REMEMBER, owner=owner, cohort=Cohort.SAMPLED, position=Position.BEFORE),)
-
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        """In the last round too: it comes before training."""
-        return True
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+        """Before training, in every round."""
+        return (Phase(REMEMBER, position=Position.BEFORE, run=memory.choose),)
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
-        if pool.new == 0:  # nothing to notice anything by
+        if pool.new == 0:  # no entropy to compare
             return np.arange(pool.stored), {**host, "signal": False}
         outputs, features = outputs_and_features(pool.ctx.train, pool.weights, pool.x)
         now = entropy(outputs[: pool.new].index_select(1, competing(pool.ctx).to(outputs.device)))
@@ -82,9 +80,9 @@ class OnTransition(Policy):
             return rows[:m] if (rows < border).all() or (rows >= border).all() else herded(rows)
 
         kept, staged = _by_class(old, labels, cut), _by_class(np.arange(pool.new), labels, herded)
-        told = -1 if pool.ctx.current_task is None else pool.ctx.current_task
+        task = -1 if pool.ctx.current_task is None else pool.ctx.current_task
         learned = torch.from_numpy(np.unique(labels[kept]))
-        seen = {"entropy": now, "signal": signal, "task": told, "learned": learned, "staged": len(staged)}
+        seen = {"entropy": now, "signal": signal, "task": task, "learned": learned, "staged": len(staged)}
         return np.concatenate([kept, staged]), {**host, **seen}
 
     def fires(self, now: float, host: Tree, ctx: Context) -> bool:
@@ -112,7 +110,6 @@ def competing(ctx: Context) -> Tensor:
 def _committed(pool: Pool, border: int, signal: bool) -> np.ndarray:
     """Positions in the pool of what is kept for good: exemplars of learned classes and, on a signal, what was set aside
     (from `border` on) of data that is no longer there."""
-    assert pool.ids is not None
     settled, aside = np.arange(pool.new, border), np.arange(border, len(pool))
     gone = aside[~np.isin(pool.ids[aside], pool.ids[: pool.new])]
     return np.concatenate([settled, gone]) if signal else settled

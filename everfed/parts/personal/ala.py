@@ -17,19 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, Part, State
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed import Context, Data, Fitted, Message, Model, Optimizer, Part, Slots, State, Step, Tree
 from everfed.parts.shared.checks import at_least
 from everfed.parts.shared.features import network, span
 
@@ -47,8 +40,7 @@ class ALA(Part):
     threshold: float = 0.1
     max_epochs: int = 100
 
-    name: ClassVar[str] = "ala"
-    personal: ClassVar[bool] = True
+    name = "ala"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "layers", "eta", "threshold")
@@ -62,16 +54,14 @@ class ALA(Part):
         entries = network(ctx.facts.layout)
         return span(entries[-self.layers :] if self.layers else entries)
 
-    def start(
-        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
-    ) -> tuple[Tree, Model]:
+    def start(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
         own = client.get(self.name, {})
         if "own" not in own:  # it has no model of its own yet
-            return own, model
+            return None, model
         where = self.upper(ctx)
         gap = model["params"][where] - own["own"].to(model["params"].device)
         if not gap.any():
-            return own, model
+            return None, model
         own = {**own, "weights": self._learn(own, gap, model, data, ctx)}
         return own, self.personalise({self.name: own}, message, model, ctx)
 
@@ -115,7 +105,7 @@ class ALA(Part):
         )
         return fitted.state[inner.name]["weights"], float(fitted.loss) / max(fitted.steps, 1)
 
-    def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
+    def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
         """The mixture; the global model as it is before there is one."""
         own = client.get(self.name, {})
         if "weights" not in own:
@@ -124,7 +114,7 @@ class ALA(Part):
         mine, weights = own["own"].to(params.device), own["weights"].to(params.device)
         return _mixed(model, where, mine + weights * (params[where] - mine))  # Eq. 2
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         """Keep what the next mixture needs of the trained model: its upper layers."""
         return {**client.get(self.name, {}), "own": fitted.model["params"][self.upper(ctx)].clone()}, {}
 
@@ -137,8 +127,8 @@ class Mixing(Part):
     begin: int = 0
     end: int = 0
 
-    name: ClassVar[str] = "ala-weights"
-    changes: ClassVar[frozenset[str]] = frozenset({"weights"})
+    name = "ala-weights"
+    changes = frozenset({"weights"})
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         own = step.state[self.name]

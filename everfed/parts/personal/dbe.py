@@ -16,22 +16,31 @@ initialisation is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.extras import Extras
-from everfed.core.message import MODEL, Once
-from everfed.core.part import Model, Part, State
-from everfed.core.phase import FIRST, Cohort, Phase, Position
-from everfed.core.reduce import Mean
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import (
+    FIRST,
+    MODEL,
+    Cohort,
+    Context,
+    Data,
+    Mean,
+    Message,
+    Model,
+    Once,
+    Part,
+    Phase,
+    Position,
+    Slots,
+    State,
+    Step,
+    Tree,
+)
+from everfed.core.layout import Extras
 from everfed.parts.shared.checks import at_least
 from everfed.parts.shared.features import head_weight, through_head
 
@@ -43,8 +52,7 @@ class DBE(Part):
     weight: float = 0.0
     momentum: float = 0.1
 
-    name: ClassVar[str] = "dbe"
-    personal: ClassVar[bool] = True
+    name = "dbe"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")
@@ -64,36 +72,37 @@ class DBE(Part):
 
     # the consensus -----------------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
-        everybody = Phase(
-            "features", owner=self.name, cohort=Cohort.ALL, when=FIRST, position=Position.BEFORE, reduce=self._mean()
+        consensus = Phase(
+            "features",
+            cohort=Cohort.ALL,
+            when=FIRST,
+            position=Position.BEFORE,
+            reduce={"mean": Mean(weighted=True)},
+            run=self._features,
+            update=self._consensus,
         )
-        return (everybody,) if self.weight else ()
+        return (consensus,) if self.weight else ()
 
-    def _mean(self) -> Mapping[str, Mean]:
-        return {"mean": Mean(weighted=True)}
-
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """One local training without c_k, of which nothing is kept but the running mean."""
+    def _features(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
+        """One local training without c_k, of which only the running mean is kept."""
         if len(data) == 0:
-            return {}, {}
+            return None, {}
         model = message[MODEL]
         mean = self._zeros(ctx, model)
         state = {self.name: {"mean": mean, "alone": torch.ones_like(mean)}}
         fitted = ctx.train.fit(ctx, (self,), model, model["params"], state, {}, data, tag="features")
-        return {}, {"mean": fitted.state[self.name]["mean"]}
+        return None, {"mean": fitted.state[self.name]["mean"]}
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        if phase != "features" or reduced.get("mean") is None:
-            return server.get(self.name, {})
-        return {"mean": reduced["mean"]}
+    def _consensus(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        return None if reduced.get("mean") is None else {"mean": reduced["mean"]}
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
-        held = server.get(self.name, {})
-        return {"mean": Once("consensus", held["mean"])} if phase == "train" and held else {}
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
+        held = server.get(self.name)
+        return {"mean": Once("consensus", held["mean"])} if held else {}
 
-    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
         """The running mean begins anew with every local training."""
-        return ({"mean": self._zeros(ctx, model)} if self.weight else {}), model
+        return ({"mean": self._zeros(ctx, model)} if self.weight else None), model
 
     def _zeros(self, ctx: Context, model: Model) -> Tensor:
         return torch.zeros(head_weight(ctx.facts.layout).shape[1], device=model["params"].device)

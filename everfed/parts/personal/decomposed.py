@@ -1,4 +1,4 @@
-"""Weights put together from shared, masked and task-adaptive pieces, and what such a network answers (FedWeIT)."""
+"""Weights composed of shared, masked and task-adaptive pieces, and the predictions of such a network (FedWeIT)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everfed.core.layout import Entry
-from everfed.core.tree import Tree
+from everfed import Entry, Tree
 from everfed.parts.personal.sparse import dense
 from everfed.parts.shared.layers import hidden_names
 
-NO_ANSWER = -1e4  # a logit that no real one comes near
+IMPOSSIBLE = -1e4  # far below any real log-probability
 
 
 def composed(base: Tensor, mask: Tensor, fixed: Tensor) -> Tensor:
@@ -51,8 +50,8 @@ def channel_means(replies: Sequence[Tree], layers: Sequence[Entry]) -> Iterable[
         yield piece.reshape(entry.shape)
 
 
-def answers(module: nn.Module, x: Tensor, kept: Tree) -> Tensor:
-    """(n, classes) log-probabilities over the classes of a task, by its weights; NO_ANSWER elsewhere."""
+def predictions(module: nn.Module, x: Tensor, kept: Tree) -> Tensor:
+    """(n, classes) log-probabilities over the classes of a task, by its weights; IMPOSSIBLE elsewhere."""
     base = dict(module.named_parameters())
     names = layers_of(module)
     pieces = dense(kept["fixed"]).split([base[name].numel() for name in names])
@@ -61,13 +60,13 @@ def answers(module: nn.Module, x: Tensor, kept: Tree) -> Tensor:
         tensors[name] = composed(base[name], kept["masks"][name], piece.reshape(base[name].shape))
     outputs = functional_call(module, {**tensors, **_buffers(module, kept)}, (x,)).float()
     classes = kept["classes"]
-    answer = torch.full_like(outputs, NO_ANSWER)
-    return answer.index_copy_(1, classes, outputs.index_select(1, classes).log_softmax(1))
+    predicted = torch.full_like(outputs, IMPOSSIBLE)
+    return predicted.index_copy_(1, classes, outputs.index_select(1, classes).log_softmax(1))
 
 
-def least_entropy(answered: Sequence[Tensor]) -> Tensor:
-    """(n, classes): of the answers to each sample, the one with the least entropy."""
-    stacked = torch.stack(list(answered))
+def least_entropy(predicted: Sequence[Tensor]) -> Tensor:
+    """(n, classes): of the predictions for each sample, the one with the least entropy."""
+    stacked = torch.stack(list(predicted))
     entropies = -(stacked.exp() * stacked).sum(2)
     best = entropies.argmin(0)
     return stacked[best, torch.arange(stacked.shape[1], device=stacked.device)]

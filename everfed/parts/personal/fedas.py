@@ -5,7 +5,7 @@ epoch that draws the new base's features to the class means of its own previous 
 
     sum over the classes of a minibatch of MSE(f_g(x), mean feature of the class)                     (Eq. 4)
 
-Then it trains as usual and tells how much its data says about its model, the trace of the empirical Fisher information
+Then it trains as usual and sends how informative its data is about its model, the trace of the empirical Fisher matrix
 
     T_k = sum over minibatches and parameters of (gradient of the mean loss)^2                        (Eq. 6)
 
@@ -17,20 +17,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Model, Part, State
-from everfed.core.reduce import Collect, Mean, Reducer
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed import (
+    MODEL,
+    Collect,
+    CompositionError,
+    Context,
+    Data,
+    Fitted,
+    Mean,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Reducer,
+    State,
+    Step,
+    Tree,
+)
 from everfed.parts.project.matching import combine
 from everfed.parts.shared.checks import at_least
 from everfed.parts.shared.features import class_means, features, through_head
@@ -47,9 +54,7 @@ class FedAS(Part):
     align_lr: float = 0.01
     align_batch: int = 16
 
-    name: ClassVar[str] = "fedas"
-    aggregates: ClassVar[bool] = True
-    personal: ClassVar[bool] = True
+    name = "fedas"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "align_epochs", "align_lr")
@@ -59,7 +64,7 @@ class FedAS(Part):
         return parameter.startswith(f"{self.head}.")
 
     def server_slots(self, ctx: Context) -> Tree:
-        """None; but a model in which nothing is the head is refused here."""
+        """No slots; refuses a model without such a head."""
         layout = ctx.facts.layout
         if not 0 < layout.shared < layout.size:
             owners = dict.fromkeys(entry.name.partition(".")[0] for entry in layout.params)
@@ -69,12 +74,10 @@ class FedAS(Part):
         return {}
 
     # on the client -----------------------------------------------------------------------------------------------
-    def start(
-        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
-    ) -> tuple[Tree, Model]:
+    def start(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[None, Model]:
         own = client.get(self.name, {})
         if "params" not in own or self.align_epochs == 0:
-            return own, model
+            return None, model
         trainer = ctx.train
         known = features(trainer, {k: own[k] for k in ("params", "stats", "counters")}, data.x)
         means = class_means(known, data.y.to(known.device), ctx.facts.classes)
@@ -91,16 +94,16 @@ class FedAS(Part):
             optimizer=Optimizer("sgd", lr=self.align_lr),
             tag="alignment",
         )
-        return own, {**model, "params": fitted.model["params"]}
+        return None, {**model, "params": fitted.model["params"]}
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         model = {k: v.clone() for k, v in fitted.model.items()}
         return model, {"trace": fisher_trace(model, data, ctx)}
 
-    def upload(self, model: Model, message: dict[str, Tree], ctx: Context) -> Tree:
+    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
         return {"params": model["params"]} if ctx.options.batchnorm == "local" else dict(model)
 
-    def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
+    def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
         own = client.get(self.name, {})
         return {k: own[k].to(v.device) for k, v in model.items()} if "params" in own else model
 
@@ -137,7 +140,7 @@ def fisher_trace(model: Model, data: Data, ctx: Context) -> Tensor:
 class Alignment(Part):
     """Eq. 4 as the objective of a training."""
 
-    name: ClassVar[str] = "fedas-alignment"
+    name = "fedas-alignment"
 
     def objective(self, step: Step) -> Tensor:
         trainer = step.ctx.train

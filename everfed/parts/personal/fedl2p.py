@@ -1,6 +1,6 @@
 """FedL2P: federated learning to personalise (Lee et al., 2023).
 
-Two small meta-nets (`meta_nets.py`), shared by all clients, say from the statistics of a client's data how the global
+Two small meta-nets (`meta_nets.py`), shared by all clients, map the statistics of a client's data to how the global
 model is fine-tuned there: a learning rate for every parameter tensor (LR-Net) and, for every BatchNorm layer, how far
 its statistics move to the client's own (BN-Net),
 
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,18 +30,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.layout import Layout
-from everfed.core.message import MODEL
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, Part, State
-from everfed.core.phase import Phase
-from everfed.core.reduce import Mean
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import MODEL, Context, Data, Layout, Mean, Message, Model, Optimizer, Part, Phase, Slots, State, Step, Tree
 from everfed.parts.personal.meta_nets import MEAN, VARIANCE, MetaNets, Sites, symmetric_divergence
-from everfed.parts.personal.moments import Seen, watch_inputs
+from everfed.parts.personal.moments import InputMoments, input_moments
 from everfed.parts.shared.checks import at_least
 from everfed.parts.shared.features import network
 
@@ -64,8 +55,7 @@ class FedL2P(Part):
     base_rate: float = 1e-3
     limit: float = 1000.0
 
-    name: ClassVar[str] = "fedl2p"
-    personal: ClassVar[bool] = True
+    name = "fedl2p"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "epochs", "outer_epochs", "meta_lr", "step", "base_rate", "limit")
@@ -83,13 +73,16 @@ class FedL2P(Part):
             return {"meta": self.nets(ctx.facts.layout).vector()}
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("meta", owner=self.name, reduce={"meta": Mean(weighted=True)}),)
+        phase = Phase(
+            "meta", reduce={"meta": Mean(weighted=True)}, broadcast=self._send, run=self._meta, update=self._average
+        )
+        return (phase,)
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
-        return dict(server[self.name]) if phase == "meta" else {}
+    def _send(self, server: State, ctx: Context) -> dict[str, Any]:
+        return dict(server[self.name])
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        return {"meta": reduced["meta"]} if phase == "meta" and reduced.get("meta") is not None else server[self.name]
+    def _average(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        return None if reduced.get("meta") is None else {"meta": reduced["meta"]}
 
     # the client --------------------------------------------------------------------------------------------------
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
@@ -101,9 +94,10 @@ class FedL2P(Part):
             outputs = module(x)
         return outputs
 
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def _meta(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+        """Fine-tune by the meta-nets, keep that model, and send better meta-nets."""
         if len(data) < 2:
-            return {}, {}
+            return None, {}
         model, device = message[MODEL], ctx.train.device
         train, held = self._split(data, ctx)
         look = Look.at(model, train, ctx)
@@ -114,7 +108,7 @@ class FedL2P(Part):
         meta = self._improve(meta, nets, look, tuned, train, held, ctx)
         return {k: v.clone() for k, v in tuned.items()}, {"meta": meta}
 
-    def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
+    def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
         own = client.get(self.name, {})
         return {k: own[k].to(v.device) for k, v in model.items()} if "params" in own else model
 
@@ -180,7 +174,7 @@ class FedL2P(Part):
 
 @dataclass(frozen=True)
 class Look:
-    """What a client's data looks like to a model. inputs: (2 layers,) mean and deviation of every layer's input.
+    """Statistics of a client's data under a model. inputs: (2 layers,) mean and deviation of every layer's input.
     divergences: (norms,). client, stored: {norm: (mean, variance)} of its input here, and as the model has them."""
 
     layout: Layout
@@ -194,7 +188,7 @@ class Look:
     def at(model: Model, data: Data, ctx: Context) -> Look:
         layout = ctx.facts.layout
         sites = Sites.of(layout)
-        seen = watch_inputs(ctx.train, model, data.x, sites.layers)
+        seen = input_moments(ctx.train, model, data.x, sites.layers)
         stats = {entry.name: entry.view(model["stats"]).to(ctx.train.device) for entry in layout.stats}
         stored = {norm: (stats[f"{norm}.{MEAN}"], stats[f"{norm}.{VARIANCE}"]) for norm in sites.norms}
         client = {norm: seen[norm].by_channel() for norm in sites.norms}
@@ -209,7 +203,7 @@ class Look:
         return mean, variance
 
     def mixed(self, model: Model, betas: Tensor) -> Model:
-        """The model with the statistics that the betas ask for."""
+        """The model with the statistics mixed by the betas."""
         stats, places = model["stats"].clone(), {entry.name: entry for entry in self.layout.stats}
         for norm, beta in self._betas(betas):
             for kind, value in zip((MEAN, VARIANCE), self.mixture(norm, beta), strict=True):
@@ -233,9 +227,9 @@ class Look:
 
 @dataclass(frozen=True)
 class Rates(Part):
-    """Fine-tuning with a learning rate of its own for every parameter."""
+    """Fine-tuning with a learning rate for every parameter."""
 
-    name: ClassVar[str] = "fedl2p-rates"
+    name = "fedl2p-rates"
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         return gradient * step.state[self.name]["rates"]
@@ -288,6 +282,6 @@ def mixed_norms(module: nn.Module, statistics: dict[str, tuple[Tensor, Tensor]])
             handle.remove()
 
 
-def _summary(seen: list[Seen]) -> Tensor:
+def _summary(seen: list[InputMoments]) -> Tensor:
     """(2 layers,) mean and deviation of every layer's input."""
     return torch.stack([torch.stack(layer.overall()) for layer in seen]).reshape(-1)

@@ -1,6 +1,6 @@
 """FedWeIT: federated weighted inter-client transfer (Yoon et al., 2021), with and without the task id at test time.
 
-The weights of every hidden layer, for client c and task t, are put together from shared and personal pieces:
+The weights of every hidden layer, for client c and task t, are composed of shared and personal pieces:
 
     theta = B (.) sigmoid(m^t) + A^t + sum_j a^t_j KB_j                                          (Eq. 2)
 
@@ -16,49 +16,67 @@ is |(B - B at the beginning) (.) sigmoid(m^i)|^2, and one number per channel sta
 
 Clients send the channels of B whose mask is among the larger 70 %; the server averages each over those that sent it.
 
-Models are scored on the clients. A sample goes through the weights of every task the client trained on, and the answer
-with the least entropy counts; where the task is known (`task` logits), that task's weights answer.
+Models are scored on the clients. A sample goes through the weights of every task the client trained on, and the
+prediction with the least entropy counts; where the task is known (`task` logits), its weights alone are used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.extras import EXTRAS, Extras, registered
-from everfed.core.layout import Entry, Layout
-from everfed.core.message import MODEL, Once
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, CompositionError, Model, Part, State, overrides
-from everfed.core.phase import END, FIRST, Cohort, Phase, Position
-from everfed.core.reduce import Collect, Mean, Reducer
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed import (
+    BOUNDARIES,
+    END,
+    FIRST,
+    MODEL,
+    Cohort,
+    Collect,
+    CompositionError,
+    Context,
+    Data,
+    Entry,
+    Fitted,
+    Layout,
+    Mean,
+    Message,
+    Model,
+    Once,
+    Optimizer,
+    Part,
+    Phase,
+    Position,
+    Reducer,
+    Slots,
+    State,
+    Step,
+    Tree,
+    overrides,
+)
+from everfed.core.layout import Extras, registered
 from everfed.parts.personal.decomposed import (
-    answers,
     by_channel,
     channel_means,
     composed,
     large,
     layers_of,
     least_entropy,
+    predictions,
     pruned,
 )
 from everfed.parts.personal.sparse import dense, sparse
 from everfed.parts.shared.checks import at_least
+from everfed.parts.shared.features import network
 from everfed.parts.shared.layers import hidden_weights
 from everfed.parts.shared.teacher import classes_of
 
-MASK_SPREAD = 0.1  # deviation of the first mask logits, so that channels can be told apart from the first round on
+MASK_SPREAD = 0.1  # deviation of the first mask logits, so that channels differ from the first round on
 
 
 @dataclass(frozen=True)
@@ -71,10 +89,8 @@ class FedWeIT(Part):
     weight_decay: float = 1e-4
     share: float = 0.3
 
-    name: ClassVar[str] = "fedweit"
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
-    aggregates: ClassVar[bool] = True
-    personal: ClassVar[bool] = True
+    name = "fedweit"
+    needs = frozenset({BOUNDARIES})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "sparsity", "retention", "weight_decay")
@@ -99,7 +115,7 @@ class FedWeIT(Part):
     def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
         """adaptive/, mask/ and attention/ of every hidden layer, and own/ of every other parameter."""
         layers = hidden_weights(ctx.facts.layout)
-        others = [e for e in _network(ctx.facts.layout) if e not in layers]
+        others = [e for e in network(ctx.facts.layout) if e not in layers]
         return {
             **{f"adaptive/{e.name}": torch.zeros(e.shape) for e in layers},
             **{f"mask/{e.name}": torch.zeros(e.shape[0]) for e in layers},
@@ -114,7 +130,7 @@ class FedWeIT(Part):
         tasks: dict[str, Tree] = own["tasks"]
         route = str(own["host"].get("route"))
         chosen = [tasks[route]] if route in tasks else list(tasks.values())
-        return least_entropy([answers(module, x, kept) for kept in chosen])
+        return least_entropy([predictions(module, x, kept) for kept in chosen])
 
     def _current(self, module: nn.Module, own: Tree) -> dict[str, Tensor]:
         """The network's parameters for the task under way."""
@@ -150,16 +166,20 @@ class FedWeIT(Part):
 
     # a client's rounds -------------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
-        """Everybody holds the first model: where the server knows nothing (zeros), clients go on from their own."""
+        """`base` gives every client the first model, which it keeps where no client ever sends a value."""
         return (
-            Phase("base", owner=self.name, cohort=Cohort.ALL, when=FIRST, position=Position.BEFORE),
-            Phase("publish", owner=self.name, when=END, reduce={"adaptive": Collect()}),
+            Phase("base", cohort=Cohort.ALL, when=FIRST, position=Position.BEFORE, run=self._keep_base),
+            Phase(
+                "publish",
+                when=END,
+                reduce={"adaptive": Collect()},
+                in_last_round=False,
+                run=self._publish,
+                update=self._published,
+            ),
         )
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return phase == "base" or ctx.round + 1 < ctx.facts.rounds
-
-    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
         own = dict(client.get(self.name, {}))
         received = message[MODEL]["params"]
         if ctx.round % ctx.options.sync_every == 0:
@@ -171,7 +191,7 @@ class FedWeIT(Part):
         return {**own, "knowledge": self._knowledge(knowledge, ctx)} if knowledge else own, model
 
     def _merged(self, own: Tree, received: Tensor, params: Tensor) -> Tensor:
-        """Own values where nobody sent any: there the aggregate is exactly 0."""
+        """Own values where no client sent any: there the aggregate is exactly 0."""
         if "base" not in own:
             return params
         base = torch.where(received == 0, own["base"].to(received.device), received)
@@ -188,7 +208,7 @@ class FedWeIT(Part):
             self._entry(layout, "adaptive", entry).view(params).copy_(entry.view(params) / 3.0)
             logits = rng.normal(0.0, MASK_SPREAD, entry.shape[0]).astype(np.float32)
             self._entry(layout, "mask", entry).view(params).copy_(torch.from_numpy(logits))
-        for entry in _network(layout):
+        for entry in network(layout):
             if entry not in layers:
                 self._entry(layout, "own", entry).view(params).copy_(entry.view(first))
         return params
@@ -204,7 +224,7 @@ class FedWeIT(Part):
         return own
 
     def _knowledge(self, published: dict[str, Tree], ctx: Context) -> Tree:
-        """{layer: (S, ...) adaptives} and who they are from."""
+        """{layer: (S, ...) adaptives} and the clients that published them."""
         holders = sorted(published, key=int)
         vectors = torch.stack([dense(published[holder]) for holder in holders])
         layers = hidden_weights(ctx.facts.layout)
@@ -212,7 +232,7 @@ class FedWeIT(Part):
         shaped = {e.name: piece.reshape(-1, *e.shape) for e, piece in zip(layers, pieces, strict=True)}
         return {"holders": torch.tensor([int(holder) for holder in holders]), **shaped}
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         own = dict(client[self.name])
         knowledge = own.pop("knowledge", None)
         kept = self._keep(fitted.model, knowledge, ctx)
@@ -221,14 +241,14 @@ class FedWeIT(Part):
         return own, {"channels": self._channels(fitted.model["params"], ctx.facts.layout)}
 
     def _keep(self, model: Model, knowledge: Tree | None, ctx: Context) -> Tree:
-        """What the client needs to answer for this task later: A and the knowledge it uses as one sparse vector, masks,
-        its own parameters and statistics, and the task's classes."""
+        """What later predictions for this task need: A and the knowledge it uses as one sparse vector, masks, the
+        client's own parameters and statistics, and the task's classes."""
         layout, w = ctx.facts.layout, model["params"]
         layers = hidden_weights(layout)
         return {
             "fixed": sparse(torch.cat([self._fixed(w, e, knowledge, layout).reshape(-1) for e in layers])),
             "masks": {e.name: self._entry(layout, "mask", e).view(w).clone() for e in layers},
-            "own": {e.name: self._entry(layout, "own", e).view(w).clone() for e in _network(layout) if e not in layers},
+            "own": {e.name: self._entry(layout, "own", e).view(w).clone() for e in network(layout) if e not in layers},
             "stats": model["stats"].clone(),
             "counters": model["counters"].clone(),
             "classes": classes_of(ctx, [ctx.current_task or 0]).to(w.device),
@@ -250,26 +270,28 @@ class FedWeIT(Part):
             "kept": torch.cat([kept[e.name] for e in layers]),
         }
 
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        own, w = client.get(self.name, {}), message[MODEL]["params"]
-        if phase == "base":
-            return {**own, "base": w[: ctx.facts.layout.shared]}, {}
+    def _keep_base(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        base = message[MODEL]["params"][: ctx.facts.layout.shared]
+        return {**client.get(self.name, {}), "base": base}, {}
+
+    def _publish(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
+        """A, of a client that trained on this task."""
+        own, layout, w = client.get(self.name, {}), ctx.facts.layout, message[MODEL]["params"]
         if own.get("host", {}).get("task") != ctx.current_task or str(ctx.current_task) not in own.get("tasks", {}):
-            return {}, {}
-        layout = ctx.facts.layout
+            return None, {}
         adaptive = [self._entry(layout, "adaptive", e).view(w).reshape(-1) for e in hidden_weights(layout)]
-        return {}, {"adaptive": sparse(pruned(torch.cat(adaptive), self.sparsity))}
+        return None, {"adaptive": sparse(pruned(torch.cat(adaptive), self.sparsity))}
 
     # the server --------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
         return {"channels": Collect(), "stats": Mean(), "counters": Mean()}
 
-    def upload(self, model: Model, message: dict[str, Tree], ctx: Context) -> Tree:
+    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
         """Statistics; the channels of B are part of `reply`, which sees the masks."""
         return {} if ctx.options.batchnorm == "local" else {k: model[k] for k in ("stats", "counters")}
 
     def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        """Every channel averaged over the clients that sent it; 0 where nobody did."""
+        """Every channel averaged over the clients that sent it; 0 where none did."""
         model = {k: v if reduced.get(k) is None else reduced[k] for k, v in server[MODEL].items()}
         if not reduced.get("channels"):
             return model
@@ -280,27 +302,22 @@ class FedWeIT(Part):
             entry.view(params).copy_(mean)
         return {**model, "params": params}
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        if phase != "publish" or not reduced.get("adaptive"):
-            return server.get(self.name, {})
+    def _published(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        if not reduced.get("adaptive"):
+            return None
         return {"knowledge": {str(client): tree for client, tree in reduced["adaptive"].items()}, "since": ctx.round}
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
         own = server.get(self.name)
-        return {"knowledge": Once(own["since"], own["knowledge"])} if own and phase == "train" else {}
+        return {"knowledge": Once(own["since"], own["knowledge"])} if own else {}
 
     # scoring -----------------------------------------------------------------------------------------------------
-    def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
+    def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
         own = client.get(self.name, {})
         return {**model, "params": self._merged(own, message[MODEL]["params"], model["params"])}
 
-    def told(self, own: Tree, task: int) -> Tree:
+    def slots_for_task(self, own: Tree, task: int) -> Tree:
         return {**own, "host": {**own.get("host", {}), "route": task}}
 
     def _entry(self, layout: Layout, kind: str, entry: Entry) -> Entry:
         return layout.param(registered(self.name, f"{kind}/{entry.name}", personal=True))
-
-
-def _network(layout: Layout) -> list[Entry]:
-    """The network's own parameters."""
-    return [entry for entry in layout.params if not entry.name.startswith(EXTRAS)]

@@ -1,4 +1,4 @@
-"""The two meta-nets of FedL2P: from what a client's data looks like to how the model should be personalised."""
+"""The two meta-nets of FedL2P: from statistics of a client's data to how the model is personalised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everfed.core.layout import Layout
+from everfed import Layout
 from everfed.parts.shared.features import network
 
 MEAN, VARIANCE = "running_mean", "running_var"
@@ -55,7 +55,7 @@ class MetaNets(nn.Module):
         return torch.cat([p.detach().reshape(-1) for p in self.parameters()])
 
     def at(self, vector: Tensor, inputs: Tensor, divergences: Tensor) -> tuple[Tensor, Tensor]:
-        """What it gives with the parameters of `vector`, which may ask for gradients."""
+        """`forward` with the parameters of `vector`, which may require gradients."""
         named = dict(self.named_parameters())
         pieces = vector.split([p.numel() for p in named.values()])
         tensors = {name: piece.view_as(p) for (name, p), piece in zip(named.items(), pieces, strict=True)}

@@ -1,4 +1,4 @@
-"""Mean and spread of what the layers of a network are given, over a client's data."""
+"""Mean and spread of the inputs of a network's layers, over a client's data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from everfed.core.part import Model
-from everfed.core.trainer import Trainer
+from everfed import Model, Trainer
 from everfed.parts.shared.features import CHUNK
 from everfed.parts.shared.layers import in_precision
 
 
-class Seen:
+class InputMoments:
     """Running sums over the samples of one layer's input, by channel, in float64."""
 
     def __init__(self) -> None:
@@ -43,12 +42,12 @@ class Seen:
         return mean.float(), variance.sqrt().float()
 
 
-def watch_inputs(trainer: Trainer, model: Model, x: Tensor, layers: Iterable[str]) -> dict[str, Seen]:
-    """What each of `layers` is given when `model` sees the samples x (storage form): eval mode, no gradients."""
+def input_moments(trainer: Trainer, model: Model, x: Tensor, layers: Iterable[str]) -> dict[str, InputMoments]:
+    """Moments of the inputs of `layers` when `model` runs on samples x (storage form): eval mode, no gradients."""
     trainer.replica.load(model)
     module = trainer.replica.module.eval()
-    seen = {name: Seen() for name in layers}
-    handles = [module.get_submodule(n).register_forward_pre_hook(partial(_note, s)) for n, s in seen.items()]
+    seen = {name: InputMoments() for name in layers}
+    handles = [module.get_submodule(n).register_forward_pre_hook(partial(_record, s)) for n, s in seen.items()]
     try:
         with torch.no_grad(), in_precision(trainer):
             for part in x.split(CHUNK):
@@ -59,5 +58,5 @@ def watch_inputs(trainer: Trainer, model: Model, x: Tensor, layers: Iterable[str
     return seen
 
 
-def _note(seen: Seen, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+def _record(seen: InputMoments, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
     seen.add(args[0])

@@ -1,11 +1,11 @@
-"""Vectors that are mostly zero, as trees: what they cost on the wire is what they hold."""
+"""Vectors that are mostly zero, as trees of their nonzero entries."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from everfed.core.tree import Tree
+from everfed import Tree
 
 
 def sparse(vector: Tensor) -> Tree:

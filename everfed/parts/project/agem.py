@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.part import Part, State, Tables
-from everfed.core.schedule import Schedule
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import Context, Part, Schedule, State, Step, Tables
 from everfed.parts.memory import buffer as memory
 from everfed.parts.memory.replay import drawn
 from everfed.parts.project.projection import project
@@ -29,14 +24,14 @@ class AGEM(Part):
 
     batch: int = 32
 
-    name: ClassVar[str] = "agem"
-    needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
+    name = "agem"
+    needs = frozenset({memory.NAME})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch")
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        return {}, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:
+        return None, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         replayed = drawn(step, self.name).get(self.name)

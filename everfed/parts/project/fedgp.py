@@ -12,20 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Model, Part, State, overrides, refuse_personal
-from everfed.core.phase import Phase
-from everfed.core.reduce import Mean
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import (
+    MODEL,
+    CompositionError,
+    Context,
+    Data,
+    Mean,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Phase,
+    Slots,
+    State,
+    Step,
+    Tree,
+    overrides,
+    refuse_personal,
+)
 from everfed.parts.memory import buffer as memory
 from everfed.parts.project.projection import check_finite, project, squared_norm
 
@@ -38,8 +47,8 @@ class FedGP(Part):
     samples: int = 32
     mode: str = "train"
 
-    name: ClassVar[str] = "fedgp"
-    needs: ClassVar[frozenset[str]] = frozenset({memory.NAME})
+    name = "fedgp"
+    needs = frozenset({memory.NAME})
 
     def __post_init__(self) -> None:
         if self.samples < 0:
@@ -59,33 +68,34 @@ class FedGP(Part):
         return ()
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("reference", owner=self.name, reduce={"gradient": Mean()}),)
+        return (Phase("reference", reduce={"gradient": Mean()}, run=self._buffer_gradient, update=self._keep),)
 
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def _buffer_gradient(
+        self, client: State, message: Message, data: Data, ctx: Context
+    ) -> tuple[None, dict[str, Tensor]]:
         """ComputeBufferGrad (Algorithm 3): labels, not logits, and the plain task loss."""
         own = client[memory.NAME]
         filled = memory.filled(own, own["x"].shape[0] - 1)
         if filled == 0:
-            return {}, {}
+            return None, {}
         chosen = ctx.rng("reference").permutation(filled)[: self.samples or filled]
         rows = torch.from_numpy(chosen).to(own["x"].device)
         x, y = own["x"].index_select(0, rows), own["y"].index_select(0, rows)
-        return {}, {"gradient": ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")}
+        return None, {"gradient": ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")}
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        if phase != "reference":
-            return server.get(self.name, {})
-        if reduced.get("gradient") is None:  # nobody had a buffer: there is no reference
+    def _keep(self, server: State, reduced: Tree, ctx: Context) -> Tree:
+        """The reference of the next round; none when all buffers were empty."""
+        if reduced.get("gradient") is None:
             return {}
         return {"reference": check_finite(reduced["gradient"], "the mean buffer gradient")}
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
-        return dict(server.get(self.name, {})) if phase == "train" else {}
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
+        return dict(server.get(self.name, {}))
 
-    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
         """|g_ref|^2 stays the same for the whole round, so it is computed once."""
         reference = message.get(self.name, {}).get("reference")
-        return ({} if reference is None else {"norm": squared_norm(reference)}), model
+        return (None if reference is None else {"norm": squared_norm(reference)}), model
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         reference = step.message.get(self.name, {}).get("reference")

@@ -3,7 +3,7 @@
     Delta_u = theta_u - theta,   theta <- theta + rate * GM_kappa(Delta_1 .. Delta_U)
 
 GM is the direction near the mean update that serves the worst-served client best (`matching.py`). Clients send as many
-bytes as under FedAvg, but the server must see each update by itself, so secure aggregation is out of the question. Only
+bytes as under FedAvg, but the server must see each update by itself, so secure aggregation is impossible. Only
 trainable parameters are matched; BatchNorm statistics are averaged as under FedAvg.
 """
 
@@ -11,18 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import get_args
 
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL
-from everfed.core.part import Model, Part, State
-from everfed.core.reduce import Collect, Mean, Reducer
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed import MODEL, Collect, Context, Data, Fitted, Mean, Message, Model, Part, Reducer, State, Tree
 from everfed.parts.project.matching import Scale, Solver, match_gradients, pairwise_cosines
+from everfed.parts.shared.checks import one_of, positive
 
 
 @dataclass(frozen=True)
@@ -40,27 +35,25 @@ class FedOMG(Part):
     solver: Solver = "exact"
     angles: bool = False
 
-    name: ClassVar[str] = "fedomg"
-    aggregates: ClassVar[bool] = True
+    name = "fedomg"
 
     def __post_init__(self) -> None:
-        check_matching(self.kappa, self.scale, self.solver, self.rate)
-        if self.weighting not in ("uniform", "samples"):
-            raise ValueError(f"weighting must be 'uniform' or 'samples'; got {self.weighting!r}")
+        check_matching(self, self.kappa)
+        one_of(self, weighting=("uniform", "samples"))
 
     def reducers(self) -> Mapping[str, Reducer]:
         mean = Mean(weighted=self.weighting == "samples")
         return {"update": Collect(), "samples": Collect(), "stats": mean, "counters": mean}
 
-    def upload(self, model: Model, message: dict[str, Tree], ctx: Context) -> Tree:
+    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
         """The update rather than the model: as many bytes, and the server need not hold both."""
         params = model["params"]
         sent: Tree = {"update": params - message[MODEL]["params"].to(params.device)}
         return sent if ctx.options.batchnorm == "local" else {**sent, **{k: model[k] for k in ("stats", "counters")}}
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """With weights, how many samples they stand for: a plain number beside the payload."""
-        return {}, {"samples": fitted.samples} if self.weighting == "samples" else {}
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
+        """The number of samples, where it is the client's weight: a plain number, which costs no payload."""
+        return None, {"samples": fitted.samples} if self.weighting == "samples" else {}
 
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
         updates = list((reduced.get("update") or {}).values())
@@ -76,18 +69,15 @@ class FedOMG(Part):
         return {**model, "params": server[MODEL]["params"].to(matched.device) + self.rate * matched}  # Eq. 4
 
 
-def check_matching(kappa: float, scale: str, solver: str, rate: float) -> None:
-    """Refuse options outside their range."""
+def check_matching(part: Part, kappa: float) -> None:
+    """Refuse options of the matching outside their range."""
     if not 0.0 <= kappa < 1.0:
         raise ValueError(f"kappa must be at least 0 and below 1; got {kappa}")
-    for name, value, allowed in (("scale", scale, get_args(Scale)), ("solver", solver, get_args(Solver))):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
-    if not rate > 0:
-        raise ValueError(f"rate must be above 0; got {rate}")
+    one_of(part, scale=get_args(Scale), solver=get_args(Solver))
+    positive(part, "rate")
 
 
-def angles(kind: str, cosine: float, count: int) -> dict[str, Any]:
+def angles(kind: str, cosine: float, count: int) -> dict[str, float]:
     """A mean cosine over the pairs i < j of `count` updates, and over all ordered pairs with i = j, as in the released
     code; nothing where no pair has a direction."""
     if cosine != cosine:

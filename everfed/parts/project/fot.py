@@ -18,22 +18,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.layout import Entry
-from everfed.core.message import MODEL
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import TOGETHER, Model, Part, State
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.reduce import Mean, Sum
-from everfed.core.trainer import on_device
-from everfed.core.tree import Tree
+from everfed import (
+    END,
+    MODEL,
+    TOGETHER,
+    Cohort,
+    Context,
+    Data,
+    Entry,
+    Mean,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Phase,
+    Slots,
+    State,
+    Sum,
+    Tree,
+    on_device,
+    options_of,
+    overrides,
+)
 from everfed.parts.shared.checks import at_least
 from everfed.parts.shared.layers import fan_in, hidden_weights, in_precision
 
@@ -53,9 +65,9 @@ class FOT(Part):
     samples: int = 0
     max_rank: int = 0
 
-    name: ClassVar[str] = "fot"
+    name = "fot"
     # what is protected once one client has finished a task is what the others would still have to learn
-    needs: ClassVar[frozenset[str]] = frozenset({TOGETHER})
+    needs = frozenset({TOGETHER})
 
     def __post_init__(self) -> None:
         if not 0.0 < self.threshold <= 1.0:
@@ -63,41 +75,48 @@ class FOT(Part):
         at_least(self, 0, "threshold_step", "sketch_cols", "samples", "max_rank")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        weighting = next((part.options().get("weighting") for part in parts if part.aggregates), None)
+        weighting = next((options_of(part).get("weighting") for part in parts if overrides(part, "aggregate")), None)
         if weighting == "samples":
             return ("fot: its authors average clients uniformly; method.weighting is 'samples'",)
         return ()
 
     def phases(self) -> tuple[Phase, ...]:
-        reduce = {"sketch": Sum(), "outside": Mean(weighted=True)}
-        return (Phase("subspace", owner=self.name, cohort=Cohort.BOUNDARY, when=END, reduce=reduce),)
-
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return ctx.round + 1 < ctx.facts.rounds
+        return (
+            Phase(
+                "subspace",
+                Cohort.BOUNDARY,
+                END,
+                reduce={"sketch": Sum(), "outside": Mean(weighted=True)},
+                in_last_round=False,
+                broadcast=self._send_bases,
+                run=self._sketch,
+                update=self._extend,
+            ),
+        )
 
     # every round, on the server ----------------------------------------------------------------------------------
-    def transform(self, server: State, model: Model, ctx: Context) -> Model:
+    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[None, Model]:
         """The round's update, projected layer by layer."""
         bases: dict[str, Tensor] = server.get(self.name, {}).get("bases", {})
         if not bases:
-            return model
+            return None, model
         old = server[MODEL]["params"].to(model["params"].device)
         update = old - model["params"]
         for entry in hidden_weights(ctx.facts.layout):
             if entry.name in bases:
                 part = entry.view(update)
                 part.copy_(outside(part.reshape(len(part), -1), bases[entry.name]).reshape(part.shape))
-        return {**model, "params": old - update}
+        return None, {**model, "params": old - update}
 
     # at a task's end, on clients ---------------------------------------------------------------------------------
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+    def _send_bases(self, server: State, ctx: Context) -> dict[str, Any]:
         bases = server.get(self.name, {}).get("bases")
-        return {"bases": bases} if phase == "subspace" and bases else {}
+        return {"bases": bases} if bases else {}
 
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def _sketch(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
         """{sketch: all layers' A one after the other, outside: (layers,) rho}."""
         if len(data) == 0:
-            return {}, {}
+            return None, {}
         if self.samples:
             data = data.take(ctx.rng("sketch").permutation(len(data))[: self.samples])
         device = ctx.train.device
@@ -106,7 +125,7 @@ class FOT(Part):
         for inputs in layer_inputs(ctx, message[MODEL], data, [s.entry for s in sketches]):
             for sketch in sketches:
                 sketch.add(inputs[sketch.entry.name])
-        return {}, {
+        return None, {
             "sketch": torch.cat([sketch.total.reshape(-1) for sketch in sketches]),
             "outside": torch.stack([sketch.share() for sketch in sketches]),
         }
@@ -116,10 +135,10 @@ class FOT(Part):
         return self.sketch_cols or (fan_in(entry) if len(entry.shape) == 4 else 5 * fan_in(entry))
 
     # at a task's end, on the server ------------------------------------------------------------------------------
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+    def _extend(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        if reduced.get("sketch") is None:
+            return None
         own = server.get(self.name, {})
-        if phase != "subspace" or reduced.get("sketch") is None:
-            return own
         finished = int(own.get("finished", 0))
         threshold = min(1.0, self.threshold + finished * self.threshold_step)
         bases = dict(own.get("bases", {}))
@@ -182,9 +201,7 @@ def extended(basis: Tensor | None, new: Tensor, limit: int) -> Tensor:
     """An orthonormal basis of the span of both, of at most `limit` directions (the old ones first)."""
     joined = new if basis is None else torch.cat([basis.to(new.device), new], dim=1)
     vectors, _ = torch.linalg.qr(joined[:, :limit])
-    return (
-        vectors.contiguous()
-    )  # in the memory order in which it will be sent and saved, so that products agree to the bit
+    return vectors.contiguous()  # the memory order after sending or loading, so that products agree to the bit
 
 
 def layer_inputs(ctx: Context, model: Model, data: Data, entries: list[Entry]) -> Iterator[dict[str, Tensor]]:
@@ -208,10 +225,10 @@ def layer_inputs(ctx: Context, model: Model, data: Data, entries: list[Entry]) -
 def _record(module: nn.Module, entry: Entry, seen: dict[str, Tensor]) -> Any:
     layer = module.get_submodule(entry.name.rpartition(".")[0])
 
-    def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    def record(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         seen[entry.name] = input_columns(layer, arguments[0].float(), entry.name)
 
-    return layer.register_forward_pre_hook(note)
+    return layer.register_forward_pre_hook(record)
 
 
 def input_columns(layer: nn.Module, x: Tensor, name: str) -> Tensor:

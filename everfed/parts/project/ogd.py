@@ -15,21 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError, Model, Part, State, Tables, overrides
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.schedule import Schedule
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted, on_device
-from everfed.core.tree import Tree
+from everfed import (
+    END,
+    MODEL,
+    Cohort,
+    CompositionError,
+    Context,
+    Data,
+    Fitted,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Phase,
+    Schedule,
+    Slots,
+    State,
+    Step,
+    Tables,
+    Tree,
+    on_device,
+    overrides,
+)
 from everfed.parts.shared.checks import at_least, one_of
 
 STORAGE = {"float32": torch.float32, "float16": torch.float16}
@@ -49,8 +60,8 @@ class OGD(Part):
     max_vectors: int = 0
     project: str = "auto"
 
-    name: ClassVar[str] = "ogd"
-    changes: ClassVar[frozenset[str]] = frozenset({"before"})  # the basis is large and stays as it is
+    name = "ogd"
+    changes = frozenset({"before"})  # the basis is large and stays as it is
 
     def __post_init__(self) -> None:
         at_least(self, 1, "vectors")
@@ -70,14 +81,11 @@ class OGD(Part):
 
     # building the basis ------------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("basis", owner=self.name, cohort=Cohort.BOUNDARY, when=END),)
+        return (Phase("basis", Cohort.BOUNDARY, END, in_last_round=False, run=self._extend),)
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return ctx.round + 1 < ctx.facts.rounds
-
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def _extend(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
         if len(data) == 0:
-            return {}, {}
+            return None, {}
         own = on_device(client.get(self.name, {}), ctx.train.device)
         chosen = data.take(ctx.rng("basis").permutation(len(data))[: self.vectors])
         rows, lengths = self._load(own, ctx)
@@ -105,10 +113,12 @@ class OGD(Part):
             return optimizer.kind != "sgd" or optimizer.weight_decay > 0
         return self.project == "update"
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+    def plan(
+        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
+    ) -> tuple[Slots, Tables]:
         own = client.get(self.name, {})
         if "basis" not in own or not self.on_update(ctx.options.optimizer):
-            return own, {}
+            return None, {}
         return {**own, "before": torch.zeros(ctx.facts.layout.size)}, {}
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
@@ -123,7 +133,7 @@ class OGD(Part):
         if "before" in own:
             step.params.copy_(own["before"] + project_out(step.params - own["before"], own["basis"]))
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         return {k: v for k, v in client.get(self.name, {}).items() if k != "before"}, {}
 
 

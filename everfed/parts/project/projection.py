@@ -11,8 +11,8 @@ _TINY = 1e-30  # |reference|^2 at or below this counts as zero
 def project(gradient: Tensor, reference: Tensor | None, norm: Tensor | None = None) -> Tensor:
     """`gradient` when <gradient, reference> >= 0 or there is no reference, else its part orthogonal to `reference`.
 
-    Both are (P,) gradients, ascent directions of a loss. The branch is arithmetic, so that no device has to be asked:
-    the coefficient is zero unless there is a conflict. Scalar products of long vectors are summed in float64.
+    Both are (P,) gradients, ascent directions of a loss. Without a conflict the coefficient is zero: arithmetic in
+    place of a branch, which would wait for the device. Scalar products of long vectors are summed in float64.
     norm: `squared_norm(reference)`, when it is known already.
     """
     if reference is None:
@@ -35,7 +35,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def check_finite(reference: Tensor, what: str) -> Tensor:
-    """Refuse a reference that would silently poison training."""
+    """Raise FloatingPointError for a reference with NaN or Inf, which would spread to the parameters."""
     if not bool(torch.isfinite(reference).all()):
         raise FloatingPointError(f"{what} is not finite")
     return reference

@@ -16,22 +16,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everfed import (
+    BOUNDARIES,
+    END,
+    MODEL,
+    Cohort,
+    Context,
+    Data,
+    Fitted,
+    Mean,
+    Message,
+    Part,
+    Phase,
+    Reducer,
+    Schedule,
+    Slots,
+    State,
+    Step,
+    Table,
+    Tables,
+    Tree,
+)
 from everfed.core.client import OWN
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.part import BOUNDARIES, Model, Part, State, Tables
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.reduce import Mean, Reducer
-from everfed.core.schedule import Schedule, Table
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
 from everfed.parts.project.fedomg import angles, check_matching, mean_cosine
 from everfed.parts.project.matching import Scale, Solver, match_gradients
 from everfed.parts.shared.checks import at_least, one_of
@@ -70,9 +81,8 @@ class STAMP(Part):
     solver: Solver = "exact"
     angles: bool = False
 
-    name: ClassVar[str] = "stamp"
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
-    silent: ClassVar[frozenset[str]] = frozenset({"exemplars"})
+    name = "stamp"
+    needs = frozenset({BOUNDARIES})
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
@@ -80,79 +90,70 @@ class STAMP(Part):
         return self.granularity == "round"
 
     def __post_init__(self) -> None:
-        check_matching(self.kappa, self.scale, self.solver, self.rate)
+        check_matching(self, self.kappa)
         one_of(self, **CHOICES)
         at_least(self, 0, "exemplars", "epochs")
-
-    def kept(self, own: Tree, task_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        pool = own["host"]["pool"]
-        return np.repeat([int(task) for task in pool], [len(kept["y"]) for kept in pool.values()]).astype(np.int64)
 
     # the pool ----------------------------------------------------------------------------------------------------
     def client_slots(self, ctx: Context) -> Tree:
         """host/pool: {task: {x, y}} in storage form, in host memory."""
         return {"host": {"pool": {}}}
 
+    def buffer_tasks(self, own: Tree, task_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        pool = own["host"]["pool"]
+        return np.repeat([int(task) for task in pool], [len(kept["y"]) for kept in pool.values()]).astype(np.int64)
+
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("exemplars", owner=self.name, cohort=Cohort.BOUNDARY, when=END),)
+        if self.exemplars == 0:
+            return ()
+        return (Phase("exemplars", Cohort.BOUNDARY, END, sends=False, run=self._draw),)
 
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        own = client[self.name]
-        if len(data) == 0 or self.exemplars == 0:
-            return own, {}
+    def _draw(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+        if len(data) == 0:
+            return None, {}
         kept = data.take(per_class(data.y.numpy(force=True), self.exemplars, ctx.rng("exemplars")))
-        pool = {**own["host"]["pool"], str(ctx.current_task): {"x": kept.x.cpu(), "y": kept.y.cpu()}}
-        return {**own, "host": {**own["host"], "pool": pool}}, {}
+        pool = {**client[self.name]["host"]["pool"], str(ctx.current_task): {"x": kept.x.cpu(), "y": kept.y.cpu()}}
+        return {"host": {"pool": pool}}, {}
 
-    # matching what trainings moved -------------------------------------------------------------------------------
-    def finish(
-        self, client: State, message: dict[str, Tree], start: Model, fitted: Fitted, data: Data, ctx: Context
-    ) -> Fitted:
+    # matching the updates of whole trainings ---------------------------------------------------------------------
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
+        """The matched model in place of the trained one, and the mean cosine between the updates."""
         pool = client[self.name]["host"]["pool"]
         if not pool or self.granularity == "step":
-            return fitted
-        theta, shared = start["params"].cpu(), ctx.facts.layout.shared
-        trained = [self._clone(task, kept, client, message, start, fitted, ctx) for task, kept in pool.items()]
+            return None, {}
+        theta, shared = fitted.start["params"].cpu(), ctx.facts.layout.shared
+        trained = [self._clone(task, kept, client, message, fitted, ctx) for task, kept in pool.items()]
         ends = [*trained, fitted.model["params"]]
         updates = [(end.cpu() - theta)[:shared] for end in ends]  # in host memory: t vectors may outgrow a device
         matched = theta[:shared] + self.rate * self._matched(updates)  # Eq. 3
         params = fitted.model["params"].clone()  # personal parameters stay as they were trained
         params[:shared] = matched.to(params.device)
+        values: Tree = {MODEL: {**fitted.model, "params": params}}
         cosine = mean_cosine(updates) if self.angles else None
-        own = {**client[self.name], "host": {"pool": pool, "cosine": cosine}}
-        return replace(fitted, model={**fitted.model, "params": params}, state={**client, self.name: own})
+        return None, values if cosine is None else {**values, "cosine": cosine, "updates": len(updates)}
 
-    def _clone(
-        self, task: str, kept: Tree, client: State, message: dict[str, Tree], start: Model, fitted: Fitted, ctx: Context
-    ) -> Tensor:
+    def _clone(self, task: str, kept: Tree, client: State, message: Message, fitted: Fitted, ctx: Context) -> Tensor:
         """(P,) where training on the exemplars of an earlier task ends."""
         after = self.clone_from == "after_current"
-        model = fitted.model if after else start
+        model = fitted.model if after else fitted.start
         epochs = ctx.options.local_epochs if self.epochs is None else self.epochs
         if epochs == 0:
             return model["params"]
         copied = fitted.moments if after else client[OWN].get("moments")
         exemplars = Data(kept["x"], kept["y"], np.arange(len(kept["y"]), dtype=np.int64))
-        # a whole pool may be smaller than a minibatch
-        context = ctx.at(options=replace(ctx.options, drop_last=False))
+        context = ctx.at(options=replace(ctx.options, drop_last=False))  # a pool may be smaller than a minibatch
         moments = copied if self.moments == "copied" else None
-        changed = ctx.train.forward_part  # the only other part whose say matters: how the network is run
-        parts = () if changed is None else (changed,)
-        args = (context, parts, model, start["params"], client, message, exemplars)
+        forward = ctx.train.forward_part  # the only other part that matters: it changes the forward pass
+        parts = () if forward is None else (forward,)
+        args = (context, parts, model, fitted.start["params"], client, message, exemplars)
         return ctx.train.fit(*args, epochs=epochs, moments=moments, tag=f"exemplars {task}").model["params"]
 
     def _matched(self, updates: list[Tensor]) -> Tensor:
-        """GM of the updates; equal norms first and times their number afterwards, where that is asked for."""
+        """GM of the updates, with the options `balance` and `combine`."""
         if self.balance:
             updates = balanced(updates)
         matched = match_gradients(updates, self.kappa, self.scale, solver=self.solver)
         return matched * len(updates) if self.combine == "sum" else matched
-
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        own = client[self.name]
-        cosine = own["host"].get("cosine")
-        told = {} if cosine is None else {"cosine": cosine, "updates": len(own["host"]["pool"]) + 1}
-        return {**own, "host": {"pool": own["host"]["pool"]}}, told
 
     def reducers(self) -> Mapping[str, Reducer]:
         return {"cosine": Mean(), "updates": Mean()}
@@ -162,14 +163,13 @@ class STAMP(Part):
         return {} if cosine is None else angles("temporal", float(cosine), round(reduced["updates"]))
 
     # matching the gradients of every step ------------------------------------------------------------------------
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:
         """For every step and stored task, which of its exemplars are replayed."""
-        own = client[self.name]
         if self.granularity == "round":
-            return own, {}
+            return None, {}
         rng, size = ctx.rng("replayed"), ctx.options.batch_size
-        pool = own["host"]["pool"]
-        return own, {
+        pool = client[self.name]["host"]["pool"]
+        return None, {
             task: Table.of([rng.permutation(len(kept["y"]))[:size] for _ in range(schedule.steps)])
             for task, kept in pool.items()
         }

@@ -1,26 +1,35 @@
-"""FedCurv: stay where the other clients' Fisher information says it matters (Shoham et al., 2019).
+"""FedCurv: penalise moves of parameters that matter to the other clients (Shoham et al., 2019).
 
-Round r, client j minimises L_j(w) + lambda * sum_{s != j} (w - w_s)^T diag(I_s) (w - w_s), with w_s and I_s from the
-previous round. Clients send u_s = diag(I_s) and v_s = u_s * w_s; the server returns the sums U and V.
+Round r, client j minimises L_j(w) + lambda * sum_{s != j} (w - w_s)^T diag(I_s) (w - w_s), with w_s and the Fisher
+information I_s from the previous round. Clients send u_s = diag(I_s) and v_s = u_s * w_s; the server returns the sums U
+and V.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
+from everfed import (
+    Context,
+    Data,
+    Fitted,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Reducer,
+    Slots,
+    State,
+    Step,
+    Sum,
+    Tree,
+    refuse_personal,
+)
 from everfed.core.client import synchronises
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Part, State, refuse_personal
-from everfed.core.reduce import Reducer, Sum
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
 from everfed.parts.regularise.fisher import FISHER_KINDS, diagonal_fisher
 from everfed.parts.shared.checks import at_least, one_of
 
@@ -34,7 +43,7 @@ class FedCurv(Part):
     fisher: str = "sample"
     fisher_samples: int = 500
 
-    name: ClassVar[str] = "fedcurv"
+    name = "fedcurv"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")
@@ -48,28 +57,20 @@ class FedCurv(Part):
     def reducers(self) -> Mapping[str, Reducer]:
         return {"u": Sum(), "v": Sum()}
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
         return dict(server.get(self.name, {}))
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
         if reduced.get("u") is None:
-            return server.get(self.name, {})
+            return None
         return {"u": reduced["u"], "v": reduced["v"], "round": ctx.round}
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        if not synchronises(ctx):  # what the sums hold of this client is what it sent last
-            return client.get(self.name, {}), {}
-        chosen = ctx.rng("fisher").permutation(len(data))[: self.fisher_samples]
-        u = diagonal_fisher(ctx, fitted.model, data.take(chosen), self.fisher)
-        sent = {"u": u, "v": u * fitted.model["params"]}
-        return {**sent, "sent": ctx.round}, sent
-
-    def receive(self, client: State, message: dict[str, Tree], model: Any, ctx: Context) -> tuple[Tree, Any]:
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
         """U_j = U - u_j and V_j = V - v_j, out of place: the sums are shared by all clients of a round. A client that
         did not contribute to them subtracts nothing."""
         own, sums = client.get(self.name, {}), message.get(self.name)
         if not sums:
-            return own, model
+            return None, model
         contributed = own.get("sent") == sums.get("round") and "u" in own
         others = {f"{k}_others": sums[k] - own[k].to(sums[k].device) if contributed else sums[k] for k in ("u", "v")}
         return {**own, **others}, model
@@ -80,3 +81,11 @@ class FedCurv(Part):
             return gradient
         penalty = own["u_others"] * step.params - own["v_others"]
         return gradient.add(penalty, alpha=2.0 * self.weight)
+
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+        if not synchronises(ctx):  # the server's sums still hold what this client sent last
+            return None, {}
+        chosen = ctx.rng("fisher").permutation(len(data))[: self.fisher_samples]
+        u = diagonal_fisher(ctx, fitted.model, data.take(chosen), self.fisher)
+        sent = {"u": u, "v": u * fitted.model["params"]}
+        return {**sent, "sent": ctx.round}, sent

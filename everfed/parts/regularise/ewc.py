@@ -10,19 +10,11 @@ At a task's end each client computes the diagonal Fisher information of its data
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL
-from everfed.core.part import Part, State
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.step import Step
-from everfed.core.trainer import on_device
-from everfed.core.tree import Tree
+from everfed import END, MODEL, Cohort, Context, Data, Message, Part, Phase, State, Step, Tree, on_device
 from everfed.parts.regularise.fisher import FISHER_KINDS, diagonal_fisher
 from everfed.parts.shared.checks import at_least, one_of
 
@@ -38,7 +30,7 @@ class EWC(Part):
     fisher: str = "sample"
     fisher_samples: int = 0
 
-    name: ClassVar[str] = "ewc"
+    name = "ewc"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight", "fisher_samples")
@@ -47,22 +39,17 @@ class EWC(Part):
         one_of(self, fisher=FISHER_KINDS)
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("fisher", owner=self.name, cohort=Cohort.BOUNDARY, when=END),)
+        return (Phase("fisher", Cohort.BOUNDARY, END, in_last_round=False, run=self._consolidate),)
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return ctx.round + 1 < ctx.facts.rounds
-
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def _consolidate(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         """A client without data of this task keeps its Fisher information and gets the new anchor."""
         model = on_device(message[MODEL], ctx.train.device)
         own = on_device(client.get(self.name, {}), ctx.train.device)
         fisher = own.get("fisher", torch.zeros_like(model["params"]))
         if len(data):
-            fisher = self.gamma * fisher + diagonal_fisher(ctx, model, self._sample(data, ctx), self.fisher)
+            chosen = ctx.rng("fisher").permutation(len(data))[: self.fisher_samples or len(data)]
+            fisher = self.gamma * fisher + diagonal_fisher(ctx, model, data.take(chosen), self.fisher)
         return {"fisher": fisher, "anchor": model["params"]}, {}
-
-    def _sample(self, data: Data, ctx: Context) -> Data:
-        return data.take(ctx.rng("fisher").permutation(len(data))[: self.fisher_samples or len(data)])
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         own = step.state.get(self.name, {})

@@ -13,19 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL
-from everfed.core.part import BOUNDARIES, Model, Part, State, Tables
-from everfed.core.reduce import Reducer, Sum
-from everfed.core.schedule import Schedule
-from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree
+from everfed import (
+    BOUNDARIES,
+    MODEL,
+    Context,
+    Data,
+    Fitted,
+    Message,
+    Model,
+    Part,
+    Schedule,
+    Slots,
+    State,
+    Step,
+    Sum,
+    Tables,
+    Tree,
+)
 from everfed.parts.shared.checks import at_least, one_of, positive
 from everfed.parts.shared.teacher import among, classes_of, frozen_outputs, mask_of, soft_cross_entropy
 
@@ -35,7 +43,7 @@ OUTPUTS = ("known", "all")
 @dataclass(frozen=True)
 class FedLwF2T(Part):
     """alpha: weight of the labels; beta: of the client's own teacher; the rest is the server's. temperature: T.
-    outputs: distil over the classes that a teacher "known"s, or over "all" outputs of the head.
+    outputs: distil over the classes "known" to a teacher, or over "all" outputs of the head.
 
     A client that has no teacher of its own gives that weight to the server's; how often is counted on the server."""
 
@@ -44,8 +52,8 @@ class FedLwF2T(Part):
     temperature: float = 2.0
     outputs: str = "known"
 
-    name: ClassVar[str] = "fedlwf2t"
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
+    name = "fedlwf2t"
+    needs = frozenset({BOUNDARIES})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "alpha", "beta")
@@ -55,17 +63,15 @@ class FedLwF2T(Part):
         one_of(self, outputs=OUTPUTS)
 
     # the client's own teacher ------------------------------------------------------------------------------------
-    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
-        """At a task change the model kept last becomes the teacher."""
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
+        """At a task change the latest model becomes the teacher."""
         own = client.get(self.name, {})
-        host = own.get("host", {})
-        if "latest" in own and host["latest_task"] != ctx.current_task:
-            own = {"teacher": own["latest"], "host": {"teacher_task": host["latest_task"]}}
-        return own, model
+        if "latest" not in own or own["host"]["latest_task"] == ctx.current_task:
+            return None, model
+        return {"teacher": own["latest"], "host": {"teacher_task": own["host"]["latest_task"]}}, model
 
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        """Which outputs each teacher speaks about; no server teacher in the first task. A step has no use for the model
-        kept last."""
+        """The classes of each teacher; no server teacher in the first task. Steps do not use the latest model."""
         own = {k: v for k, v in client.get(self.name, {}).items() if k in ("teacher", "host")}
         task = ctx.current_task or 0
         if task == 0:
@@ -81,8 +87,8 @@ class FedLwF2T(Part):
         """(C,) mask of what a model of that task knows."""
         return mask_of(ctx, classes_of(ctx, range(ctx.facts.tasks) if self.outputs == "all" else range(task + 1)))
 
-    def reply(self, client: State, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """The model after every local training is kept, since nobody knows which one is the task's last."""
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """Keep the model after every local training: which one is the task's last is not known in advance."""
         own = dict(client.get(self.name, {}))
         own["latest"] = dict(fitted.model)
         own["host"] = {**own.get("host", {}), "latest_task": ctx.current_task or 0}
@@ -90,10 +96,10 @@ class FedLwF2T(Part):
         return kept, {"missing": float("classes" in own and "own_classes" not in own)}
 
     # counting missing teachers -----------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self) -> dict[str, Sum]:
         return {"missing": Sum()}
 
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+    def update(self, server: State, reduced: Tree, ctx: Context) -> Tree:
         before = server.get(self.name, {}).get("missing", 0.0)
         return {"missing": before + (reduced.get("missing") or 0.0)}
 

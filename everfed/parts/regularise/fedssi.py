@@ -14,17 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, Part
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import Context, Data, Model, Optimizer, Part, Step, Tree
 from everfed.parts.regularise.path import PathRegulariser, begin_step, end_step, scratch
 from everfed.parts.shared.checks import at_least, one_of
 
@@ -57,7 +51,7 @@ class FedSSI(PathRegulariser):
     psm_grad_reduction: str = "mean"
     psm_participation: str = "all"
 
-    name: ClassVar[str] = "fedssi"
+    name = "fedssi"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +112,7 @@ class Surrogate(Part):
     q: float = 0.5
     reduction: str = "mean"
 
-    name: ClassVar[str] = "surrogate"
+    name = "surrogate"
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         if self.reduction == "sum":
@@ -132,5 +126,5 @@ class Surrogate(Part):
 
 @cache
 def _surrogate(q: float, reduction: str) -> Surrogate:
-    """One object per setting, so that an engine that keeps captured steps per part finds them again."""
+    """One object per setting, because engines keep captured steps by part."""
     return Surrogate(q, reduction)

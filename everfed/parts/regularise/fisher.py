@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.part import Model
+from everfed import Context, Data, Model
 
 FISHER_KINDS = ("sample", "batch")
 _CHUNK_BYTES = 256 << 20  # of per-sample gradients held at once

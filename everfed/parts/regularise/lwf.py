@@ -12,17 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.message import MODEL, Once
-from everfed.core.part import Part, State, Tables
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.schedule import Schedule
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import END, MODEL, Cohort, Context, Once, Part, Phase, Schedule, State, Step, Tables, Tree
 from everfed.parts.shared.checks import at_least, positive
 from everfed.parts.shared.teacher import among, classes_of, divergence, frozen_outputs, mask_of, tasks_before
 
@@ -34,25 +28,20 @@ class LwF(Part):
     weight: float = 1.0
     temperature: float = 2.0
 
-    name: ClassVar[str] = "lwf"
+    name = "lwf"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")
         positive(self, "temperature")
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("teacher", owner=self.name, cohort=Cohort.SERVER, when=END),)
+        return (Phase("teacher", Cohort.SERVER, END, in_last_round=False, update=self._new_teacher),)
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return ctx.round + 1 < ctx.facts.rounds
-
-    def update(self, server: State, phase: str, reduced: Tree, ctx: Context) -> Tree:
+    def _new_teacher(self, server: State, reduced: Tree, ctx: Context) -> Tree:
         """The model at a task's end becomes the teacher."""
-        if phase != "teacher":
-            return server.get(self.name, {})
         return {"teacher": dict(server[MODEL]), "since": ctx.round}
 
-    def broadcast(self, server: State, phase: str, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
         own = server.get(self.name)
         return {"teacher": Once(own["since"], own["teacher"])} if own and self.weight else {}
 

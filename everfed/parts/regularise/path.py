@@ -19,14 +19,24 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.message import MODEL
-from everfed.core.part import Model, Part, State
-from everfed.core.phase import END, FIRST, Cohort, Phase, Position
-from everfed.core.step import Step
-from everfed.core.trainer import on_device
-from everfed.core.tree import Tree
+from everfed import (
+    END,
+    FIRST,
+    MODEL,
+    Cohort,
+    Context,
+    Data,
+    Message,
+    Model,
+    Part,
+    Phase,
+    Position,
+    Slots,
+    State,
+    Step,
+    Tree,
+    on_device,
+)
 from everfed.parts.shared.checks import at_least, positive
 
 SCRATCH = ("before", "gradient")
@@ -40,7 +50,7 @@ def importance(omega: Tensor, contribution: Tensor, squared_distance: Tensor, ep
 
 
 def begin_step(own: Tree, params: Tensor, gradient: Tensor) -> None:
-    """Note where a step starts, and the gradient of the data loss there."""
+    """Record where a step starts, and the gradient of the data loss there."""
     own["before"].copy_(params)
     own["gradient"].copy_(gradient)
 
@@ -51,7 +61,7 @@ def end_step(own: Tree, params: Tensor) -> None:
 
 
 def scratch(params: Tensor) -> Tree:
-    """Room for `begin_step`."""
+    """The buffers that `begin_step` writes."""
     return {name: torch.zeros_like(params) for name in SCRATCH}
 
 
@@ -70,25 +80,24 @@ class PathRegulariser(Part, ABC):
         positive(self, "eps")
 
     def phases(self) -> tuple[Phase, ...]:
-        """Everybody must know the first model, since importance is contribution per distance from it."""
+        """Every client needs the first model, since importance is contribution per distance from it."""
         return (
-            Phase("anchor", owner=self.name, cohort=Cohort.ALL, when=FIRST, position=Position.BEFORE),
-            Phase("consolidate", owner=self.name, cohort=Cohort.BOUNDARY, when=END),
+            Phase("anchor", Cohort.ALL, FIRST, Position.BEFORE, run=self._anchor),
+            Phase("consolidate", Cohort.BOUNDARY, END, in_last_round=False, run=self._consolidate),
         )
 
-    def wanted(self, phase: str, ctx: Context) -> bool:
-        return phase == "anchor" or ctx.round + 1 < ctx.facts.rounds
-
-    def receive(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> tuple[Tree, Model]:
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
         """A client that joined after the first round starts from the model it first gets."""
         own = client.get(self.name, {})
-        return (own if "anchor" in own else {**own, "anchor": message[MODEL]["params"]}), model
+        return (None if "anchor" in own else {**own, "anchor": message[MODEL]["params"]}), model
 
-    def run(self, client: State, phase: str, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def _anchor(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        return on_device({"anchor": message[MODEL]["params"], **client.get(self.name, {})}, ctx.train.device), {}
+
+    def _consolidate(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """Update the importance; the model at the task's end is the new anchor."""
         model = on_device(message[MODEL], ctx.train.device)
-        own = on_device({"anchor": model["params"], **client.get(self.name, {})}, ctx.train.device)
-        if phase == "anchor":
-            return own, {}
+        own, _ = self._anchor(client, message, data, ctx)
         omega = own.get("omega", torch.zeros_like(model["params"]))
         contribution, squared_distance = self.path(own, model, data, ctx)
         omega = importance(omega, contribution, squared_distance, self.eps, self.omega_max)

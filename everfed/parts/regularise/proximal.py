@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from everfed.core.optimizer import Optimizer
-from everfed.core.part import Part
-from everfed.core.step import Step
+from everfed import Optimizer, Part, Step
 from everfed.parts.shared.checks import at_least
 
 
@@ -21,7 +18,7 @@ class FedProx(Part):
 
     mu: float = 0.01
 
-    name: ClassVar[str] = "fedprox"
+    name = "fedprox"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "mu")

@@ -7,26 +7,27 @@ but the mean of their weighted sums of unit gradients, so that the phase runs un
     select, T times:   client -> server   y_m = G_m x_m            server -> client   the mean of all y
     remember:          h_m = y_m - mean,  x_m <- argmin ||G_m x - h_m||^2,  keep the N samples it points to
 
-Gradients are computed anew in every exchange instead of being kept: a client remembers its weights x_m, nothing else.
+Gradients are computed anew in every exchange: a client keeps its weights x_m, nothing else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.phase import END, Cohort, Phase
-from everfed.core.reduce import Mean
-from everfed.core.tree import Tree
-from everfed.parts.memory.policy import REMEMBER, Policy, Pool
+from everfed import END, Cohort, Context, Data, Mean, Message, Phase, Slots, State, Tree
+from everfed.parts.memory.policy import NAME, Policy, Pool
 from everfed.parts.selection.coordination import ROUNDINGS, client_choice, client_step, client_target
 from everfed.parts.selection.diversity import RELAXATIONS, Candidates, select
 from everfed.parts.shared.checks import at_least, one_of
+
+if TYPE_CHECKING:
+    from everfed.parts.memory.buffer import Memory
 
 SELECT = "select"
 COHORTS = {"all": Cohort.BOUNDARY, "sampled": Cohort.SAMPLED}
@@ -41,8 +42,8 @@ class Uncoordinated(Policy):
     relaxation: str = "zero-diagonal"
     swap_refine: bool = False
 
-    kind: ClassVar[str] = "uncoordinated"
-    about: ClassVar[str] = "each client by itself: samples whose gradients point in different directions"
+    kind = "uncoordinated"
+    about = "each client by itself: samples whose gradients point in different directions"
 
     def __post_init__(self) -> None:
         one_of(self, relaxation=RELAXATIONS)
@@ -68,8 +69,8 @@ class Coordinated(Policy):
     tolerance: float = 0.0
     speakers: str = "all"
 
-    kind: ClassVar[str] = "coordinated"
-    about: ClassVar[str] = "all clients together: samples whose gradients cancel over the federation"
+    kind = "coordinated"
+    about = "all clients together: samples whose gradients cancel over the federation"
 
     def __post_init__(self) -> None:
         at_least(self, 0, "exchanges", "tolerance")
@@ -79,73 +80,94 @@ class Coordinated(Policy):
 
     @property
     def together(self) -> bool:  # type: ignore[override]
-        """A mean over the few clients whose task happens to end now would coordinate nobody."""
+        """Where clients change tasks at different rounds, too few choose at once to be coordinated."""
         return self.exchanges > 0
 
-    def phases(self, owner: str) -> tuple[Phase, ...]:
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+        (choice,) = super().phases(memory)
         if self.exchanges == 0:
-            return super().phases(owner)
-        reduce = {"sum": Mean()}
-        exchange = Phase(SELECT, owner, COHORTS[self.speakers], END, reduce=reduce, repeat=self.exchanges)
-        return (exchange, *super().phases(owner))
+            return (choice,)
+        exchange = Phase(
+            SELECT,
+            COHORTS[self.speakers],
+            END,
+            reduce={"sum": Mean()},
+            repeat=self.exchanges,
+            in_last_round=False,
+            broadcast=_send_mean,
+            run=partial(self._exchange, memory),
+            update=_keep_mean,
+            done=self._converged,
+        )
+        return exchange, replace(choice, broadcast=_send_mean, update=_forget)
 
-    # on the server -----------------------------------------------------------------------------------------------
-    def broadcast(self, server: Tree, phase: str, ctx: Context) -> dict[str, Any]:
-        """The mean of the exchange before; there is none at the beginning."""
-        later = phase == REMEMBER or (phase == SELECT and ctx.repeat > 0)
-        return {"mean": server["mean"]} if later and "mean" in server else {}
-
-    def update(self, server: Tree, phase: str, reduced: Tree, ctx: Context) -> Tree:
-        """mean: of what the clients sent. square: its squared length, M^-2 times the relaxed objective; it never
-        increases from one exchange to the next. Nothing is kept once clients have chosen."""
-        if phase == REMEMBER:
-            return {}
-        if phase != SELECT or reduced.get("sum") is None:
-            return server
-        mean: Tensor = reduced["sum"]
-        return {"mean": mean, "square": float(mean.double().square().sum()), "before": server.get("square")}
-
-    def done(self, server: Tree, phase: str, ctx: Context) -> bool:
-        before = server.get("before")
-        if phase != SELECT or not self.tolerance or before is None:
+    def _converged(self, server: State, ctx: Context) -> bool:
+        """Did the last exchange shorten the sum by too little?"""
+        own = server.get(NAME, {})
+        before = own.get("before")
+        if not self.tolerance or before is None:
             return False
-        return bool(before - server["square"] <= self.tolerance * before)
+        return bool(before - own["square"] <= self.tolerance * before)
 
-    # on the client -----------------------------------------------------------------------------------------------
-    def speak(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[Tree, Tree]:
-        """One exchange: solve for the weights, send the weighted sum. A client without samples says nothing."""
+    def _exchange(
+        self, memory: Memory, client: State, message: Message, data: Data, ctx: Context
+    ) -> tuple[Slots, Tree]:
+        """Solve for the weights and send the weighted sum; a client without samples sends nothing."""
+        own, pool = client[NAME], memory.pool(client, message, data, ctx)
         if len(pool) == 0:
-            return host, {}
+            return None, {}
         candidates = Candidates.of(pool.gradients())
-        weights = self._weights(candidates, size, host, message, pool.ctx)
-        mine = {"weights": torch.from_numpy(weights), "round": pool.ctx.round}
-        return {**host, "spoken": mine}, {"sum": _sent(candidates, weights)}
+        weights = self._weights(candidates, memory.size, own["host"], message.get(NAME, {}), ctx)
+        sent = {"weights": torch.from_numpy(weights), "round": ctx.round}
+        return {**own, "host": {**own["host"], "sent": sent}}, {"sum": _sent(candidates, weights)}
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
-        rest = {key: value for key, value in host.items() if key != "spoken"}
+        rest = {key: value for key, value in host.items() if key != "sent"}
         if len(pool) <= size or size == 0:
             return np.arange(min(len(pool), size)), rest
         candidates, seed = Candidates.of(pool.gradients()), pool.ctx.key(_SEED)
         target = self._target(candidates, host, message, pool.ctx)
         weights = np.zeros(len(candidates.directed))
-        if self.rounding == "top-n" or size == 1:  # else they are not looked at
+        if self.rounding == "top-n" or size == 1:  # otherwise they are not used
             weights = self._weights(candidates, size, host, message, pool.ctx)
         return client_choice(candidates, size, weights, target, self.rounding, seed), rest
 
     def _weights(self, candidates: Candidates, size: int, host: Tree, message: Tree, ctx: Context) -> np.ndarray:
         target = self._target(candidates, host, message, ctx)
-        start = None if target is None else host["spoken"]["weights"].numpy()
+        start = None if target is None else host["sent"]["weights"].numpy()
         return client_step(candidates, size, target, start, self.delta)
 
     def _target(self, candidates: Candidates, host: Tree, message: Tree, ctx: Context) -> Tensor | None:
-        """h_m = y_m - mean, y_m as it was sent; None for a client that has not spoken in this selection."""
-        spoken = host.get("spoken")
-        if "mean" not in message or spoken is None or spoken["round"] != ctx.round:
+        """h_m = y_m - mean, y_m as it was sent; None for a client that sent nothing in this selection."""
+        sent = host.get("sent")
+        if "mean" not in message or sent is None or sent["round"] != ctx.round:
             return None
-        said = _sent(candidates, spoken["weights"].numpy())
-        return client_target(said.double(), message["mean"].to(said.device).double())
+        own_sum = _sent(candidates, sent["weights"].numpy())
+        return client_target(own_sum.double(), message["mean"].to(own_sum.device).double())
 
 
 def _sent(candidates: Candidates, weights: np.ndarray) -> Tensor:
     """y_m = G_m x_m as it crosses the wire, in single precision."""
     return candidates.weighted_sum(weights).float()
+
+
+# on the server --------------------------------------------------------------------------------------------------------
+def _send_mean(server: State, ctx: Context) -> dict[str, Any]:
+    """The mean of the exchange before; there is none at the beginning."""
+    own = server.get(NAME, {})
+    return {"mean": own["mean"]} if "mean" in own else {}
+
+
+def _keep_mean(server: State, reduced: Tree, ctx: Context) -> Slots:
+    """mean: of what the clients sent. square: its squared length, M^-2 times the relaxed objective; it never increases
+    from one exchange to the next. before: the square of the exchange before."""
+    mean: Tensor | None = reduced.get("sum")
+    if mean is None:
+        return None
+    before = server.get(NAME, {}).get("square")
+    return {"mean": mean, "square": float(mean.double().square().sum()), "before": before}
+
+
+def _forget(server: State, reduced: Tree, ctx: Context) -> Tree:
+    """Once clients have chosen, the server keeps nothing."""
+    return {}

@@ -88,7 +88,7 @@ def coordinate(
     """Coordinated selection of n (or n[m]) samples per client after `iterations` exchanges of a mean.
 
     gradients_by_client: one (n'_m, d) matrix per taking-part client, same d. A client without samples keeps nothing
-    and is not counted in the mean; one with n or fewer keeps all and still speaks.
+    and is not counted in the mean; one with n or fewer keeps all and is counted.
     tolerance: stop earlier once one exchange lowers the objective by no more than this fraction.
     seeds: one per client; 0 for all by default, as in `select`.
     """
@@ -110,13 +110,13 @@ def coordinate(
     return Coordination(tuple(choices), tuple(weights), tuple(targets), tuple(objectives))
 
 
-def _share(messages: Sequence[Tensor], speaking: Sequence[bool]) -> list[Tensor | None]:
-    """The server step: the mean over those who speak, and from it each one's target."""
-    spoken = [message for message, speaks in zip(messages, speaking, strict=True) if speaks]
-    mean = torch.stack(spoken).mean(dim=0) if spoken else None
+def _share(messages: Sequence[Tensor], counted: Sequence[bool]) -> list[Tensor | None]:
+    """The server step: the mean over the counted clients, and each one's target."""
+    sent = [message for message, counts in zip(messages, counted, strict=True) if counts]
+    mean = torch.stack(sent).mean(dim=0) if sent else None
     return [
-        client_target(message, mean) if mean is not None and speaks else None
-        for message, speaks in zip(messages, speaking, strict=True)
+        client_target(message, mean) if mean is not None and counts else None
+        for message, counts in zip(messages, counted, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The gradients of a client's single samples, as policies ask for them: of all layers or the last, projected or not."""
+"""Gradients of a client's single samples, of all layers or the last, projected or not; and their features."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everfed import Context, Model
 from everfed.core import random
-from everfed.core.context import Context
-from everfed.core.part import Model
 from everfed.parts.selection.random_projection import RandomProjection
 from everfed.parts.selection.sample_gradients import last_layer, sample_gradient_norms, sample_gradients
+from everfed.parts.shared.checks import at_least, one_of, positive
 
 LAYERS = ("all", "last")
 
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """How policies that look at gradients compute them, and what is sent of them is that long.
+    """How policies compute gradients of samples.
 
     layers: differentiate "all" parameters, or those of the "last" layer. projection: project every gradient to so
-    many dimensions at random, the same at all clients (0: not at all). memory: GiB that gradients may take.
+    many dimensions at random, the same at all clients (0: not at all); what is sent has that length. memory: GiB that
+    gradients may take.
     """
 
     layers: str = "all"
@@ -31,12 +32,9 @@ class GradientOptions:
     memory: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.layers not in LAYERS:
-            raise ValueError(f"layers must be one of {', '.join(LAYERS)}; got {self.layers!r}")
-        if self.projection < 0:
-            raise ValueError(f"projection must be at least 0 (0: none); got {self.projection}")
-        if not self.memory > 0:
-            raise ValueError(f"memory must be positive (GiB); got {self.memory}")
+        one_of(self, layers=LAYERS)
+        at_least(self, 0, "projection")
+        positive(self, "memory")
 
     @property
     def limit(self) -> int:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context
-from everfed.core.part import Tables
-from everfed.core.phase import Phase
-from everfed.core.schedule import Schedule, Table
-from everfed.core.step import Step
-from everfed.core.tree import Tree
+from everfed import Context, Phase, Schedule, Step, Table, Tables, Tree
 from everfed.parts.memory.policy import Policy, Pool
 from everfed.parts.memory.reservoir import offers
 from everfed.parts.selection.gradient_rows import gradients_here
@@ -32,10 +27,10 @@ class GSSGreedy(Policy):
 
     references: int = 10
 
-    kind: ClassVar[str] = "gss-greedy"
-    about: ClassVar[str] = "GSS-greedy: replaces stored samples by ones whose gradients oppose them, step by step"
-    needs_model: ClassVar[bool] = False
-    capturable: ClassVar[bool] = False  # where a sample goes depends on its gradient
+    kind = "gss-greedy"
+    about = "GSS-greedy: replaces stored samples by ones whose gradients oppose them, step by step"
+    needs_model = False
+    capturable = False  # where a sample goes depends on its gradient
 
     def __post_init__(self) -> None:
         at_least(self, 1, "references")
@@ -43,7 +38,7 @@ class GSSGreedy(Policy):
     def host(self, size: int) -> Tree:
         return {"scores": torch.zeros(size, dtype=torch.float64)}
 
-    def phases(self, owner: str) -> tuple[Phase, ...]:
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
         return ()
 
     def plan(self, memory: Memory, own: Tree, schedule: Schedule, ctx: Context) -> tuple[Tree, Tables]:
@@ -67,7 +62,7 @@ class GSSGreedy(Policy):
         x, y = step.x.index_select(0, offered), step.y.index_select(0, offered)
         buffer = _Buffer(self, memory, own, step.ctx, int(rows["fill"][0]))
         rng = np.random.default_rng(int(rows["draws"][0]))
-        gradients = gradients_here(step.ctx, x, y, memory.how)
+        gradients = gradients_here(step.ctx, x, y, memory.gradient_options)
         for row, gradient in enumerate(gradients):
             slot = buffer.offer(gradient, rng)
             if slot is not None:
@@ -78,7 +73,7 @@ class GSSGreedy(Policy):
 
 
 class _Buffer:
-    """The stored samples' gradients at the current weights, computed when they are first asked for."""
+    """The stored samples' gradients at the current weights, computed on first use."""
 
     def __init__(self, policy: GSSGreedy, memory: Memory, own: Tree, ctx: Context, filled: int) -> None:
         self.references, self.memory, self.own, self.ctx, self.filled = policy.references, memory, own, ctx, filled
@@ -99,7 +94,9 @@ class _Buffer:
         if missing:
             index = torch.tensor(missing, device=self.own["x"].device)
             x, y = (self.own[key].index_select(0, index) for key in ("x", "y"))
-            self.gradients.update(zip(missing, gradients_here(self.ctx, x, y, self.memory.how), strict=True))
+            self.gradients.update(
+                zip(missing, gradients_here(self.ctx, x, y, self.memory.gradient_options), strict=True)
+            )
         return torch.stack([self.gradients[int(row)] for row in rows]) if len(rows) else like.new_zeros(0, len(like))
 
 
@@ -110,8 +107,8 @@ class GSSCluster(Policy):
 
     growth: float = 0.01
 
-    kind: ClassVar[str] = "gss-cluster"
-    about: ClassVar[str] = "GSS-clustering: samples whose gradients are further apart than a growing distance"
+    kind = "gss-cluster"
+    about = "GSS-clustering: samples whose gradients are further apart than a growing distance"
 
     def __post_init__(self) -> None:
         positive(self, "growth")

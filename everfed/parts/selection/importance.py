@@ -55,7 +55,7 @@ def importance(
         start = v
         for rows in batches:
             scores[rows] += _numbers(norms(start if exact else v, rows)) ** power / p
-            if p < passes or not exact:  # after the last scores nobody looks at v again
+            if p < passes or not exact:  # v is not used after the last scores
                 v = informative_step(v, weights, gradient(v, rows), learning_rate, pull)
     return scores
 

@@ -1,6 +1,6 @@
-"""What parts ask of their options when they are made; the messages name the option, what is allowed and what was given.
+"""Checks of a part's options. Error messages name the option, the allowed values and the given one.
 
-An option of None stands for a default that is chosen later, and is not looked at.
+An option of None stands for a default that is chosen later, and is not checked.
 """
 
 from __future__ import annotations

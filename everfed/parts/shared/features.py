@@ -1,4 +1,4 @@
-"""What a network's head is given: features, and passes through the head with features changed on the way."""
+"""Features, the inputs of a network's head: reading them in a forward pass, and changing them on the way."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from everfed.core.extras import EXTRAS
-from everfed.core.layout import Entry, Layout
-from everfed.core.part import Model
-from everfed.core.trainer import Trainer
+from everfed import Entry, Layout, Model, Trainer
+from everfed.core.layout import EXTRAS
 from everfed.parts.shared.layers import in_precision
 
 CHUNK = 1000  # samples at once in a pass over a client's data
 
 
 def network(layout: Layout) -> list[Entry]:
-    """The network's own parameters, in order: without those that methods add."""
+    """The network's own parameters, in order, without those that parts add."""
     return [entry for entry in layout.params if not entry.name.startswith(EXTRAS)]
 
 
@@ -39,7 +37,7 @@ def head(module: nn.Module) -> nn.Module:
 def through_head(
     module: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(outputs, features (n, F)) of network inputs x; the head is given change(features)."""
+    """(outputs, features (n, F)) of network inputs x; the head gets change(features)."""
     with head_inputs(module, change) as seen:
         outputs: Tensor = module(x)
     return outputs, seen[0]
@@ -49,8 +47,8 @@ def through_head(
 def head_inputs(
     module: nn.Module, change: Callable[[Tensor], Tensor] | None = None, layer: nn.Module | None = None
 ) -> Iterator[list[Tensor]]:
-    """What the head is given in each pass meanwhile; it is then given change(features) instead. layer: what counts as
-    the head; by default the last linear layer."""
+    """Collects the head's input of every forward pass inside the context; the head gets change(features) instead.
+    layer: what counts as the head; by default the last linear layer."""
     seen: list[Tensor] = []
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -86,6 +84,6 @@ def class_means(rows: Tensor, y: Tensor, classes: int) -> Tensor:
 
 
 def span(entries: Iterable[Entry]) -> slice:
-    """Where consecutive entries lie in a parameter vector."""
+    """The slice of a parameter vector that consecutive entries take."""
     listed = list(entries)
     return slice(listed[0].start, listed[-1].start + listed[-1].size)

@@ -1,4 +1,4 @@
-"""Which of a network's weights are layers that a method treats one by one, and how to run a network beside training."""
+"""The hidden layers of a network, for methods that treat layers one by one, and the precision that networks run in."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
-from everfed.core.extras import EXTRAS
-from everfed.core.layout import Entry, Layout
-from everfed.core.trainer import Trainer
+from everfed import Entry, Layout, Trainer
+from everfed.core.layout import EXTRAS
 
 
 def hidden_names(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]:
     """Of (name, shape) of all parameters in order: the weights of convolutions (4-D) and of linear layers (2-D), but
-    not the head, which is the last linear layer, and nothing that a method added to the network."""
+    not the head (the last linear layer), and no parameters that parts added."""
     own = [(name, len(shape)) for name, shape in shapes if not name.startswith(EXTRAS)]
     head = [name for name, dimensions in own if dimensions == 2][-1:]
     return [name for name, dimensions in own if dimensions in (2, 4) and name not in head]

@@ -1,6 +1,7 @@
-"""A frozen model inside a training step, and how a student is drawn to its outputs.
+"""A frozen teacher inside a training step, and distillation losses.
 
-Classes are told by masks (C,) and not by lists: shapes stay the same from task to task, and so do captured steps.
+Classes are given as masks (C,) and not as lists, so that shapes, and with them captured steps, stay the same from task
+to task.
 """
 
 from __future__ import annotations
@@ -11,30 +12,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.companion import evaluated
-from everfed.core.context import Context
-from everfed.core.part import Model
-from everfed.core.step import Step
+from everfed import Context, Model, Step
+from everfed.core.replica import frozen_forward
 from everfed.parts.shared.features import head_inputs
 from everfed.parts.shared.layers import in_precision
 
-OUT = -1e9  # a logit that is out of the question: softmax gives it exactly 0, and 0 times it is 0
+OUT = -1e9  # the logit of an excluded class: softmax gives it exactly 0, and 0 times it is 0
 
 
 def frozen_outputs(step: Step, model: Model, x: Tensor) -> Tensor:
-    """(n, classes) outputs of another model on samples in storage form: eval mode, no gradient, nothing of it changes.
+    """(n, classes) outputs of another model on samples in storage form: eval mode, no gradient.
 
-    The step's own module computes them with the other model's tensors in place of its own.
+    The step's own module computes them with the other model's tensors, which stay as they are.
     """
     with in_precision(step.ctx.train):
-        outputs: Tensor = evaluated(step.replica, model, step.inputs(x))
+        outputs: Tensor = frozen_forward(step.replica, model, step.inputs(x))
     return outputs.float()
 
 
 def frozen_pass(step: Step, model: Model, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """(outputs (n, classes), features (n, F)) of another model on network inputs, in the same way."""
     with in_precision(step.ctx.train), head_inputs(step.replica.module) as seen:
-        outputs: Tensor = evaluated(step.replica, model, inputs)
+        outputs: Tensor = frozen_forward(step.replica, model, inputs)
     return outputs.float(), seen[0].float()
 
 
@@ -56,20 +55,19 @@ def among(outputs: Tensor, classes: Tensor) -> Tensor:
 
 
 def mask_of(ctx: Context, classes: Tensor) -> Tensor:
-    """(C,) which classes these are."""
+    """(C,) bool, true at these classes."""
     mask = torch.zeros(ctx.facts.classes, dtype=torch.bool)
     mask[classes] = True
     return mask
 
 
 def classes_of(ctx: Context, tasks: Iterable[int]) -> Tensor:
-    """The classes of some tasks together, ascending: of the client's own, where clients' tasks differ."""
-    stream = ctx.train.stream
-    own = getattr(stream, "labels_of", None) if ctx.client is not None else None
-    found = (stream.labels(task) if own is None else own(ctx.client, task) for task in tasks)
+    """The classes of some tasks together, ascending; on a client those of its own tasks."""
+    stream, client = ctx.train.stream, ctx.client
+    found = (stream.labels(task) if client is None else stream.labels_of(client, task) for task in tasks)
     return torch.tensor(sorted({label for labels in found for label in labels}), dtype=torch.int64)
 
 
 def tasks_before(ctx: Context) -> range:
-    """The tasks that this client has behind it."""
+    """The tasks that this client has finished."""
     return range(ctx.current_task or 0)

@@ -1,4 +1,4 @@
-"""Reducers that withstand liars: closed forms, and what a minority can do at most."""
+"""Robust reducers: closed forms, and what a minority of attackers can do at most."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ def test_several_processes_reduce_together(values: list[list[float]], ranks: int
     for client, value in enumerate(tensors(values)):
         parts[client % ranks].add(client, value, 1.0)
     assert all(isinstance(part, Shared) for part in parts)
-    told = [tree.from_bytes(tree.to_bytes(part.tell())) for part in parts if isinstance(part, Shared)]
+    exported = [tree.from_bytes(tree.to_bytes(part.export())) for part in parts if isinstance(part, Shared)]
     expected = reduced(reducer, tensors(values))
     for part in parts:
-        part.hear(told)  # type: ignore[attr-defined]
+        part.merge(exported)  # type: ignore[attr-defined]
         found = part.result()
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -109,18 +109,18 @@ def test_several_processes_reduce_together(values: list[list[float]], ranks: int
 def test_processes_none_of_which_had_a_reply(reducer: Reducer) -> None:
     part = reducer.start()
     assert isinstance(part, Shared)
-    part.hear([part.tell(), {}])
+    part.merge([part.export(), {}])
     assert part.result() is None
 
 
 @given(rows, st.integers(0, 2), st.floats(-1e6, 1e6))
 @settings(max_examples=60, deadline=None)
-def test_one_liar_cannot_leave_the_honest_range(values: list[list[float]], at: int, lie: float) -> None:
+def test_one_attacker_cannot_leave_the_honest_range(values: list[list[float]], at: int, lie: float) -> None:
     honest = [row for index, row in enumerate(values) if index != at]
-    told = [*honest[:at], [lie] * 4, *honest[at:]]
+    sent = [*honest[:at], [lie] * 4, *honest[at:]]
     low, high = np.min(honest, axis=0) - 1e-3, np.max(honest, axis=0) + 1e-3
     for reducer in (TrimmedMean(1), Median()):
-        found = reduced(reducer, tensors(told)).numpy()
+        found = reduced(reducer, tensors(sent)).numpy()
         assert np.all(found >= low) and np.all(found <= high)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.part import Part, overrides
-from everfed.core.world import Moment
+from everfed.core.context import Context, Moment
+from everfed.core.part import State
 from everfed.engines.base import new_trainer
 from everfed.errors import UserError
 from everfed.session import Assembly
@@ -29,6 +29,15 @@ PRIVACY = (
 TRIES = 4  # images made for every one that is shown, so that rare classes are found
 BATCH = 250
 GAP, MARGIN, LETTER, LINE = 2, 4, 7, 14  # pixels
+
+
+@runtime_checkable
+class HasGenerator(Protocol):
+    """A part with a generator on the server."""
+
+    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
+        """`count` of its images, as network inputs, and their labels (count,); ctx.train is at hand. Raises ValueError
+        while there is no generator yet."""
 
 
 class SamplesError(UserError):
@@ -66,9 +75,9 @@ def sample(folder: RunFolder, assembly: Assembly, per_class: int) -> Sheet:
     return _sorted(torch.cat(images).cpu(), torch.cat(labels).cpu(), _names(world.stream), per_class)
 
 
-def _generative(assembly: Assembly) -> Part:
+def _generative(assembly: Assembly) -> HasGenerator:
     for part in assembly.method.parts:
-        if overrides(part, "sample"):
+        if isinstance(part, HasGenerator):
             return part
     raise SamplesError(f"method {assembly.method.name!r} has no generator, so there is nothing to sample from")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.compact import from_repeats, from_spans, repeats, spans
+from everfed.core.spans import from_repeats, from_spans, repeats, spans
 from tests.support.toy import Bench, Toy
 
 

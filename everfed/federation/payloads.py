@@ -10,7 +10,7 @@ from everfed.federation.packet import PacketError, digest
 from everfed.store.files import make_folder, remove_temporaries, write_atomic
 
 
-class Shelf:
+class PayloadCache:
     """One file per kind (part and key), `<kind>.<name>`. What is damaged is as good as not there: it is sent again."""
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a simulation tells of the samples that clients keep, by task."""
+"""What a simulation reports of the samples in the clients' buffers, by task."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 import everfed
-from everfed.core import keeping
 from everfed.parts.project.stamp import STAMP
-from everfed.report.figures import buffers
+from everfed.report import figures
 from everfed.report.read import read_run
+from everfed.session import buffers
 from everfed.store.clients import ClientStore
 from everfed.streams import build
 from tests.support.toy import Bench
 
 
-def told(folder: Path, method: str, **options: Any) -> list[dict[str, Any]]:
+def buffer_events(folder: Path, method: str, **options: Any) -> list[dict[str, Any]]:
     """The buffer events of a small run with three tasks and three clients."""
     recipe = {
         "stream": {"dataset": "digits", "scenario": "class-incremental", "tasks": 3, "clients": 3},
@@ -39,7 +39,7 @@ def samples_by_task(folder: Path) -> list[int]:
 
 
 def test_a_buffer_that_holds_everything_holds_every_task_in_full(tmp_path: Path) -> None:
-    found = told(tmp_path / "a", "er", memory={"size": 2000})
+    found = buffer_events(tmp_path / "a", "er", memory={"size": 2000})
     sizes = samples_by_task(tmp_path / "a")
     assert [event["by_task"] for event in found] == [sizes[:1], sizes[:2], sizes]
     assert [(event["round"], event["task"], event["clients"], event["of"]) for event in found] == [
@@ -50,25 +50,25 @@ def test_a_buffer_that_holds_everything_holds_every_task_in_full(tmp_path: Path)
 
 
 def test_a_small_buffer_is_shared_by_the_tasks(tmp_path: Path) -> None:
-    found = told(tmp_path / "a", "er", memory={"size": 50})
+    found = buffer_events(tmp_path / "a", "er", memory={"size": 50})
     assert [sum(event["by_task"]) for event in found] == [150, 150, 150]
     assert all(count > 0 for count in found[-1]["by_task"])
-    drawn = buffers(read_run(tmp_path / "a"))
+    drawn = figures.buffers(read_run(tmp_path / "a"))
     assert "All clients together." in drawn and f"task 1 {found[-1]['by_task'][0]}" in drawn
 
 
-def test_a_method_without_a_buffer_tells_nothing(tmp_path: Path) -> None:
-    assert told(tmp_path / "a", "fedavg") == []
+def test_a_method_without_a_buffer_reports_nothing(tmp_path: Path) -> None:
+    assert buffer_events(tmp_path / "a", "fedavg") == []
 
 
 def test_stamps_pool() -> None:
     pool = {str(task): {"x": np.zeros((n, 2)), "y": np.zeros(n)} for task, n in ((0, 3), (2, 1))}
-    assert STAMP().kept({"host": {"pool": pool}}, lambda ids: ids).tolist() == [0, 0, 0, 2]
-    assert STAMP().kept({"host": {"pool": {}}}, lambda ids: ids).tolist() == []
+    assert STAMP().buffer_tasks({"host": {"pool": pool}}, lambda ids: ids).tolist() == [0, 0, 0, 2]
+    assert STAMP().buffer_tasks({"host": {"pool": {}}}, lambda ids: ids).tolist() == []
 
 
-def test_a_stream_that_does_not_know_is_not_asked() -> None:
-    assert not keeping.tells(Bench("er").world())
+def test_a_stream_that_does_not_know_the_tasks_reports_nothing() -> None:
+    assert not buffers.reports(Bench("er").world())
 
 
 @pytest.mark.parametrize("paged", [False, True])

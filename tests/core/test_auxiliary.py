@@ -1,17 +1,14 @@
-"""Networks beside the shared model, samples that never were in storage form, and loops."""
+"""Auxiliary networks beside the shared model, batches of network inputs, and loops."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from everfed.core.companion import evaluated, first_vectors
-from everfed.core.method import Method, compose
-from everfed.core.part import Part
-from everfed.core.step import Batch, Step
+from everfed import Batch, Method, Part, Step, compose
+from everfed.core.replica import frozen_forward, initial_weights
 from everfed.core.tree import clone, equal
 from everfed.parts.aggregate.average import FedAvg
 from tests.support.toy import Bench, Norm
@@ -27,7 +24,7 @@ class NormBlueprint:
 
 def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_generator_alone() -> None:
     before = torch.get_rng_state()
-    first, again, other = (first_vectors(NormBlueprint(), seed) for seed in (1, 1, 2))
+    first, again, other = (initial_weights(NormBlueprint(), seed) for seed in (1, 1, 2))
     assert equal(first, again)
     assert not torch.equal(first["params"], other["params"])
     assert torch.equal(torch.get_rng_state(), before)
@@ -35,13 +32,13 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_generator_al
 
 def test_a_frozen_network_computes_with_the_vectors_it_is_given_and_nothing_changes() -> None:
     trainer, x = Bench().trainer(), torch.randn(3, 1, 4, 4)
-    replica = trainer.companion(NormBlueprint())
-    assert trainer.companion(NormBlueprint()) is replica
-    assert trainer.companion(NormBlueprint(3)) is not replica
-    mine, model = clone(replica.model()), first_vectors(NormBlueprint(), 5)
+    replica = trainer.auxiliary(NormBlueprint())
+    assert trainer.auxiliary(NormBlueprint()) is replica
+    assert trainer.auxiliary(NormBlueprint(3)) is not replica
+    mine, model = clone(replica.model()), initial_weights(NormBlueprint(), 5)
     untouched = clone(model)
     replica.module.train()
-    outputs = evaluated(replica, model, x)
+    outputs = frozen_forward(replica, model, x)
     assert equal(model, untouched)
     assert equal(replica.model(), mine)
     assert replica.module.training
@@ -76,7 +73,7 @@ class Brings(Part):
     joined: bool = True
     noted: list[Tensor] = field(default_factory=list, compare=False)
 
-    name: ClassVar[str] = "brings"
+    name = "brings"
 
     def batches(self, step: Step) -> dict[str, Batch]:
         x = step.inputs(step.x) if self.ready else step.x

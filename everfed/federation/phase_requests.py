@@ -36,7 +36,7 @@ class Waiting:
     trouble: Absent = field(default_factory=lambda: Absent(LATE, "it was not connected"))
 
 
-class Asking:
+class PhaseRequests:
     """write: (client, what it lacks) -> request; read: (client, answer) -> what the phase is after, or PacketError.
     hopeless: the clients that were given up when they were last asked; they have one try until they answer again."""
 

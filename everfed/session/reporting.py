@@ -1,4 +1,4 @@
-"""What a session says around its rounds: that it starts, from where it goes on, what clients keep, what ended it."""
+"""Events around a run's rounds: its start, a resume, the contents of buffers, the error that ended it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from everfed.core import keeping
+from everfed.core.context import World
+from everfed.core.events import Event
 from everfed.core.run_state import RunState
-from everfed.core.telling import Event
-from everfed.core.world import World
 from everfed.engines.group import Group
 from everfed.errors import UserError
+from everfed.session import buffers
 from everfed.session.assembly import Assembly
 from everfed.store.clients import ClientStore
 
 Observer = Callable[[Event], None]
-_MOST_LOOKED_AT = 1000  # clients whose states are read at a task's end for what they keep
+_MOST_CLIENTS = 1000  # whose buffers are read at a task's end
 
 
 def fan_out(observers: Sequence[Observer]) -> Observer:
@@ -28,39 +28,39 @@ def fan_out(observers: Sequence[Observer]) -> Observer:
     return notify
 
 
-def tell_fault(observers: Sequence[Observer], error: BaseException) -> None:
-    """Tell whoever still listens: the log may be what failed."""
+def report_fault(observers: Sequence[Observer], error: BaseException) -> None:
+    """Report an error to every observer that still works: the log may be what failed."""
     for observer in observers:
         with contextlib.suppress(OSError, UserError):
             observer({"event": "fault", "message": f"{type(error).__name__}: {error}"})
 
 
-def kept_teller(
+def buffer_reporter(
     world: World, store: ClientStore, group: Group | None, notify: Observer
 ) -> Callable[[RunState], None] | None:
-    """Tells at a task's end from which tasks the samples come that clients keep; None when there is nothing to tell."""
-    if not keeping.tells(world):
+    """Reports at a task's end from which tasks the buffered samples come; None where there are no buffers."""
+    if not buffers.reports(world):
         return None
 
-    def tell(state: RunState) -> None:
+    def report(state: RunState) -> None:
         index, known = state.round - 1, store.clients()
         task = world.stream.round(index).task
-        looked = known[:_MOST_LOOKED_AT]
-        states = ((client, held) for client in looked if (held := store.peek(client)) is not None)
-        note: dict[str, Any] = {"by_task": keeping.kept_by_task(world, states, task + 1)}
-        note |= {"clients": len(looked), "of": len(known)}
-        notes = [note] if group is None else group.gather(note)
-        by_task = [sum(counts) for counts in zip_longest(*(one["by_task"] for one in notes), fillvalue=0)]
-        total = {key: sum(one[key] for one in notes) for key in ("clients", "of")}
+        read = known[:_MOST_CLIENTS]
+        states = ((client, held) for client in read if (held := store.peek(client)) is not None)
+        here: dict[str, Any] = {"by_task": buffers.samples_by_task(world, states, task + 1)}
+        here |= {"clients": len(read), "of": len(known)}
+        ranks = [here] if group is None else group.gather(here)
+        by_task = [sum(counts) for counts in zip_longest(*(one["by_task"] for one in ranks), fillvalue=0)]
+        total = {key: sum(one[key] for one in ranks) for key in ("clients", "of")}
         notify({"event": "buffer", "round": index, "task": task, "by_task": by_task, **total})
 
-    return tell
+    return report
 
 
 def announce(notify: Observer, assembly: Assembly, state: RunState | None) -> None:
-    """That it starts, with what a run that goes on has behind it."""
+    """Report the start, with the round and the bytes that a resumed run begins with."""
     stream = assembly.stream
-    behind = {"round": state.round, **_bytes(state)} if state is not None else {"round": 0}
+    so_far = {"round": state.round, **_bytes(state)} if state is not None else {"round": 0}
     if state is not None:
         notify({"event": "resume", "round": state.round})
     notify(
@@ -72,7 +72,7 @@ def announce(notify: Observer, assembly: Assembly, state: RunState | None) -> No
             "rounds": stream.rounds,
             "tasks": stream.tasks,
             "clients": stream.clients,
-            **behind,
+            **so_far,
         }
     )
     for warning in assembly.method.warnings:

@@ -9,14 +9,14 @@ import torch
 
 from everfed import engines
 from everfed.errors import UserError
-from everfed.federation.site import Kit
+from everfed.federation.site import ClientRuntime
 from everfed.recipe import Recipe, from_table, scaled
 from everfed.session import assemble
 from everfed.store.clients import ClientStore
 
 
 @dataclass(frozen=True)
-class KitBuilder:
+class RuntimeBuilder:
     """data_dir: the folder of data sets that the recipe's stream is read from; data: instead, a stream of one's own,
     `package.module:function`; device: where it trains, which is not the server's to say."""
 
@@ -24,13 +24,13 @@ class KitBuilder:
     data: str | None = None
     device: str = "cpu"
 
-    def __call__(self, text: str, scale: float) -> Kit:
+    def __call__(self, text: str, scale: float) -> ClientRuntime:
         torch.set_num_threads(1)  # as in every engine: results are exact only at one thread
         recipe = self._own_engine(self._own_data(from_table(tomllib.loads(text))))
         assembly = assemble(scaled(recipe, scale), self.data_dir, scale)
         store = ClientStore()
         engine = engines.build(recipe.engine, assembly.world, store, assembly.build_module, lambda event: None)
-        return Kit(assembly.world, engine, store)
+        return ClientRuntime(assembly.world, engine, store)
 
     def _own_data(self, recipe: Recipe) -> Recipe:
         if self.data is None:

@@ -1,0 +1,147 @@
+"""What a run reports while it runs: events, drift monitors that read them, and the check that losses stay finite."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from everfed.core.context import Moment
+from everfed.core.engine import Replies, Trained
+from everfed.core.part import Part
+from everfed.core.phase import EVALUATE, TRAIN, Phase
+from everfed.core.run_state import RunState
+from everfed.core.spans import NAMED, repeats, spans
+from everfed.core.stream import RoundPlan
+from everfed.core.tree import Tree
+
+Event = dict[str, Any]
+Memory = dict[str, Any]
+LOSS = "loss"
+Signals = Mapping[str, Mapping[int, float]]  # signal -> client -> value; "loss": its mean step loss; others: from parts
+
+
+class Diverged(RuntimeError):
+    """A loss is no longer finite."""
+
+
+class Monitor(Protocol):
+    """An observer: reads what clients report of their training, emits events, and changes nothing.
+
+    Its memory is JSON-ready and saved with the run's state, so that a resumed run emits the same events. A method
+    cannot read a monitor; a run with one has the same numbers as without.
+    """
+
+    name: str
+
+    def observe(self, memory: Memory, index: int, signals: Signals) -> tuple[Memory, list[Event]]:
+        """After the training of round `index`: (memory afterwards, events); `memory` is empty at first."""
+
+
+@runtime_checkable
+class HasSignals(Protocol):
+    """A part with numbers by client for monitors."""
+
+    def signals(self, reduced: Tree) -> dict[str, dict[int, float]]:
+        """{signal: {client: value}} from what its `train` replies were reduced to."""
+
+
+class Reporter:
+    """Emits the events of phases, and runs the monitors on losses and on the parts' signals."""
+
+    def __init__(
+        self, notify: Callable[[Event], None], monitors: Sequence[Monitor], parts: Sequence[Part], state: RunState
+    ) -> None:
+        self.notify, self.monitors, self.state = notify, tuple(monitors), state
+        self._signalling = [part for part in parts if isinstance(part, HasSignals)]
+
+    def phase(self, phase: Phase, moment: Moment, replies: Replies, down: int, started: float) -> None:
+        """Emit that one repeat of a phase is done. Raises Diverged instead, when a client's loss is not finite."""
+        # reading the losses waits for a device that is still at work, so the time is taken afterwards
+        losses = mean_losses(phase, moment, replies.trained) if replies.trained else None
+        event: Event = {
+            "event": "phase",
+            **_where(moment, phase.name),
+            "repeats": phase.repeat,
+            **_who(phase, moment.plan),
+            "bytes_up": sum(replies.traffic.up.values()),
+            "bytes_down": down,
+            "seconds": time.monotonic() - started,
+        }
+        if phase.name == TRAIN:
+            event |= moment.plan.notes
+        if losses is not None:
+            event |= {"loss": float(losses.mean()), "trained": len(replies.trained)}
+        self.notify({**event, **_absences(replies)})
+        if losses is not None and self.monitors:
+            by_client = {one.client: loss for one, loss in zip(replies.trained, losses.tolist(), strict=True)}
+            self._observe(moment, {LOSS: by_client, **self._signals(replies)})
+
+    def measured(self, moment: Moment, phase: str, part: str, values: dict[str, float]) -> None:
+        """Emit what a part measured."""
+        self.notify({"event": "measure", **_where(moment, phase), "part": part, **values})
+
+    def not_scored(self, moment: Moment, replies: Replies) -> None:
+        """Emit which clients were absent from scoring."""
+        if replies.absent:
+            self.notify({"event": "absent", "round": moment.round, "phase": EVALUATE, **_absences(replies)})
+
+    def _signals(self, replies: Replies) -> Signals:
+        found = [part.signals(replies.reduction.result_of(part.name)) for part in self._signalling]
+        return {signal: values for own in found for signal, values in own.items()}
+
+    def _observe(self, moment: Moment, signals: Signals) -> None:
+        for monitor in self.monitors:
+            memory = self.state.watched.get(monitor.name, {})
+            self.state.watched[monitor.name], events = monitor.observe(memory, moment.round, signals)
+            for event in events:
+                self.notify({"round": moment.round, "task": moment.plan.task, **event})
+
+
+def _where(moment: Moment, phase: str) -> Event:
+    return {"round": moment.round, "task": moment.plan.task, "phase": phase, "repeat": moment.repeat}
+
+
+def _who(phase: Phase, plan: RoundPlan) -> Event:
+    """The clients of a phase, and their tasks where they differ from the round's; as compact text if they are many."""
+    clients = phase.clients(plan)
+    tasks = [plan.tasks.get(client, plan.task) for client in clients]
+    few = len(clients) <= NAMED
+    event: Event = {"clients": list(clients) if few else spans(clients)}
+    if any(task != plan.task for task in tasks):
+        event["tasks"] = tasks if few else repeats(tasks)
+    return event
+
+
+def _absences(replies: Replies) -> Event:
+    """For an event: who did not count, and why."""
+    named = {str(client): f"{one.kind}: {one.reason}" for client, one in replies.absent.items()}
+    return {"absent": named} if named else {}
+
+
+# losses ---------------------------------------------------------------------------------------------------------------
+def mean_losses(phase: Phase, moment: Moment, trained: list[Trained]) -> Tensor:
+    """(clients,) float64, each client's mean step loss; reads the device once. Raises Diverged."""
+    sums = torch.stack([torch.as_tensor(one.loss).detach() for one in trained]).cpu().double()
+    steps = torch.tensor([one.steps for one in trained], dtype=torch.float64)
+    bad = [one.client for one, total in zip(trained, sums.tolist(), strict=True) if not math.isfinite(total)]
+    if bad:
+        raise Diverged(
+            f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {moment.round} "
+            f"({len(bad)} of {len(trained)} clients); lower train.optimizer.lr or the method's weights"
+        )
+    return sums / steps
+
+
+def check_finite(phase: Phase, moment: Moment, measured: Mapping[str, float]) -> None:
+    """Raises Diverged when a number measured in the server's own phase is not finite."""
+    bad = [name for name, value in measured.items() if not math.isfinite(value)]
+    if bad:
+        raise Diverged(
+            f"{bad[0]} is not finite in the server's phase {phase.name!r} of round {moment.round}, repeat "
+            f"{moment.repeat}; lower the learning rate of part {phase.owner!r}, or its weights"
+        )

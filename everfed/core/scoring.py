@@ -1,0 +1,154 @@
+"""How good a model is on the test sets of some tasks: counts of correct answers under every logit rule at once, or what
+the stream itself measures.
+
+Which classes may answer is a rule: `full` (all outputs), `seen` (classes seen so far), `task` (the classes of the
+sample's own task, task-IL). Everything is batched, has static shapes and stays on the device of the logits, so that
+counts can be added up there and read once. A label that the rule excludes is wrong, and so is a NaN logit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from everfed.core.data import Data
+from everfed.core.part import Model, State
+from everfed.core.stream import HeldOut
+from everfed.core.trainer import Trainer
+from everfed.core.tree import Tree
+from everfed.scores import perplexity
+
+RULES = ("full", "seen", "task")
+_LOGITS_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What to score: `tasks`, when `seen` tasks have begun (their classes are the seen ones), on which split, and how
+    many of the highest logits count as the answer."""
+
+    tasks: tuple[int, ...]
+    seen: int
+    split: str = "test"
+    top_k: int = 1
+
+    def to_tree(self) -> Tree:
+        return {"tasks": ",".join(map(str, self.tasks)), "seen": self.seen, "split": self.split, "top_k": self.top_k}
+
+    @staticmethod
+    def from_tree(tree: Tree) -> Exam:
+        tasks = tuple(int(task) for task in str(tree["tasks"]).split(","))
+        return Exam(tasks, int(tree["seen"]), str(tree["split"]), int(tree["top_k"]))
+
+
+def score_tasks(
+    trainer: Trainer,
+    held_out: HeldOut,
+    model: Model,
+    exam: Exam,
+    state: State | None = None,
+    message: dict[str, Tree] | None = None,
+    client: int | None = None,
+) -> Tensor:
+    """(tasks, 4) int64 on the host: samples scored, then correct under `full`, `seen` and `task` logits.
+
+    On a stream that is not scored by accuracy: what its `measure_all` gives, the sum under every rule, and the further
+    scores in `also` as further columns.
+    state, message: a client's own, for a personalised forward pass. client: whose tests, where each has its own.
+    """
+    stream, device = trainer.stream, trainer.device
+    tests = (held_out.get(client, task, exam.split, device) for task in exam.tasks)
+    if stream.score != "accuracy":
+        return torch.stack([_measured(trainer, model, data, state, message) for data in tests])
+    known = sorted({label for task in range(exam.seen) for label in held_out.labels(client, task)})
+    seen_mask = class_mask(known, stream.classes).to(device)
+    rows = []
+    for task, data in zip(exam.tasks, tests, strict=True):
+        outputs = trainer.outputs(model, data.x, state, message)
+        own = class_mask(held_out.labels(client, task), stream.classes).to(device)
+        counts = correct_counts(outputs, data.y.to(device), seen_mask, own, exam.top_k)
+        rows.append(torch.stack([torch.tensor(len(data), device=device), *(counts[rule] for rule in RULES)]))
+    return torch.stack(rows).cpu()
+
+
+def score_value(score: str, total: float, count: float) -> float | None:
+    """The score that `total` over `count` things stands for; None when nothing was scored."""
+    if not count:
+        return None
+    return perplexity(total, count) if score == "perplexity" else total / count
+
+
+def _measured(
+    trainer: Trainer, model: Model, data: Data, state: State | None, message: dict[str, Tree] | None
+) -> Tensor:
+    """A row of `score_tasks` by the stream's own measure, a piece of the test set at a time: outputs may be large."""
+    stream = trainer.stream
+    piece = max(1, _LOGITS_AT_ONCE // (prod(stream.input_shape) * stream.classes))
+    outputs = (trainer.outputs(model, x, state, message) for x in data.x.split(piece))
+    total: Tensor = stream.measure_all(outputs, data.y)
+    return torch.cat([total[:1], total[1:2].repeat(len(RULES)), total[2:]])
+
+
+# counting correct answers ---------------------------------------------------------------------------------------------
+def class_mask(labels: Iterable[int], classes: int) -> Tensor:
+    """(classes,) bool on the host, true at `labels`; move it to the device once, before the loop."""
+    chosen = sorted(set(labels))
+    if chosen and not 0 <= chosen[0] <= chosen[-1] < classes:
+        raise ValueError(f"labels {chosen} do not fit a head with {classes} classes; allowed: 0 to {classes - 1}")
+    mask = torch.zeros(classes, dtype=torch.bool)
+    mask[chosen] = True
+    return mask
+
+
+def task_masks(labels_by_task: Sequence[Iterable[int]], classes: int) -> Tensor:
+    """(tasks, classes) bool; `task_masks(...)[task_ids]` serves a batch that mixes tasks."""
+    return torch.stack([class_mask(labels, classes) for labels in labels_by_task])
+
+
+def label_rank(logits: Tensor, labels: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """(...,) int64: how many allowed classes come before the label's. Ties go to the lower class, as in argmax.
+
+    logits: (..., C). labels: (...) int64. allowed: bool, broadcast against the logits; None allows all.
+    """
+    own = logits.gather(-1, labels.unsqueeze(-1))
+    lower = torch.arange(logits.shape[-1], device=logits.device) < labels.unsqueeze(-1)
+    # "not <=" instead of ">": a comparison with NaN is false, and a model that diverged must not score.
+    before = ~(logits <= own) | ((logits == own) & lower)
+    return (before if allowed is None else before & allowed).sum(-1)
+
+
+def hits(logits: Tensor, labels: Tensor, allowed: Tensor | None = None, k: int = 1) -> Tensor:
+    """(...,) bool: is the label among the k highest allowed logits? Shapes as in `label_rank`."""
+    if k < 1:
+        raise ValueError(f"top-k needs k of 1 or more, got {k}")
+    within = label_rank(logits, labels, allowed) < k
+    if allowed is None:
+        return within
+    return within & allowed.expand_as(logits).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def correct_counts(logits: Tensor, labels: Tensor, seen: Tensor, task: Tensor, k: int = 1) -> dict[str, Tensor]:
+    """Rule -> 0-d int64 count of correct samples, all three rules from the same logits.
+
+    seen, task: bool masks, (C,) for the whole batch or (..., C) per sample.
+    """
+    masks = dict(zip(RULES, (None, seen, task), strict=True))
+    return {rule: hits(logits, labels, mask, k).sum() for rule, mask in masks.items()}
+
+
+def counts_by_task(hit: Tensor, task_ids: Tensor, tasks: int) -> Tensor:
+    """(tasks, 2) int64, columns correct and scored: a row of the accuracy matrix from a batch that mixes tasks.
+
+    hit: (n,) bool. task_ids: (n,) int64. Add the counts of batches and clients, then divide: that is the LTP rule.
+    """
+    member = task_ids.unsqueeze(-1) == torch.arange(tasks, device=task_ids.device)
+    return torch.stack([(member & hit.unsqueeze(-1)).sum(0), member.sum(0)], dim=-1)
+
+
+def accuracies_from_counts(counts: Iterable[tuple[int, int]]) -> list[float | None]:
+    """One row of the accuracy matrix from (correct, scored) pairs on the host; None where nothing was scored."""
+    return [correct / scored if scored else None for correct, scored in counts]
