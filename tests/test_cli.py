@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from everfed import methods, models, recipes, streams
 from everfed.cli import app
-from everfed.markdown import markdown_table
 from everfed.commands.sweep import folder_name, split_values
+from everfed.markdown import markdown_table
 
 TINY = """\
 [stream]

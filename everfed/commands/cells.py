@@ -1,4 +1,4 @@
-"""Many runs of one comparison: each cell is an ordinary run folder, run once, resumed or kept as it is."""
+"""The runs of a comparison: each cell is an ordinary run folder, which is run, resumed, or kept if finished."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from everfed.commands import tracking
-from everfed.commands.output import stdout, tell_interrupted
+from everfed.commands.output import interrupt_message, stdout
 from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.recipe import Places, Recipe, placed, read_placed, settled, to_toml
 from everfed.recipe.places import Key
@@ -20,7 +20,7 @@ from everfed.store.run import RunFolder
 
 @dataclass(frozen=True)
 class Cell:
-    """row: what the table calls it. recipe: settled. folder: its run folder."""
+    """row: its name in the table. recipe: settled. folder: its run folder."""
 
     row: str
     recipe: Recipe
@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """result: what result.json holds, or None when the run diverged, and `problem` says how."""
+    """result: the content of result.json, or None when the run diverged; `problem` is then the error."""
 
     cell: Cell
     result: dict[str, Any] | None
@@ -70,20 +70,21 @@ def key_of_set(entry: str) -> Key:
 
 
 def check(cells: Sequence[Cell], settings: Settings) -> None:
-    """Refuse what any cell would refuse, before the first one runs: one check per row and one per seed."""
+    """Raises the error of any cell that would be refused, before the first one runs; checks one cell per row and one
+    per seed."""
     check_folders(cells, settings)
     for cell in _representatives(cells):
         check_run(cell, settings)
 
 
 def check_folders(cells: Iterable[Cell], settings: Settings) -> None:
-    """Refuse folders from an earlier time that hold other runs."""
+    """Raises UserError for existing folders of other runs."""
     for cell in cells:
         _check_folder(cell, settings)
 
 
 def check_run(cell: Cell, settings: Settings) -> None:
-    """Refuse what the run of a cell would refuse."""
+    """Raises the error with which the run of a cell would be refused."""
     from everfed import api
 
     with placed(cell.places):
@@ -109,7 +110,7 @@ def _first_by(cells: Iterable[Cell], key: Callable[[Cell], Any]) -> list[Cell]:
 
 
 def _check_folder(cell: Cell, settings: Settings) -> None:
-    """A folder from an earlier time must be the same run."""
+    """An existing folder must belong to the same run."""
     run = RunFolder(cell.folder)
     if not run.recipe.exists():
         return
@@ -126,10 +127,10 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
     from everfed.progress import watching
 
     title = f"{number}{cell.row} seed {cell.recipe.seed}"
-    with tell_interrupted("the same command"), watching(stdout(), settings.as_json, title) as observer:
-        told = _with_folder(observer, cell.folder) if settings.as_json else observer
+    with interrupt_message("the same command"), watching(stdout(), settings.as_json, title) as observer:
+        display = _with_folder(observer, cell.folder) if settings.as_json else observer
         trackers = tracking.observers(settings.track, cell.folder, cell.recipe)
-        how: dict[str, Any] = {"observers": [told, *trackers], "checkpoint_every": settings.checkpoint_every}
+        how: dict[str, Any] = {"observers": [display, *trackers], "checkpoint_every": settings.checkpoint_every}
         try:
             if RunFolder(cell.folder).recipe.exists():
                 return Outcome(cell, api.resume(cell.folder, **how).data)
@@ -138,7 +139,7 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
         except Exception as error:
             if exit_code(error) != FAULT:
                 raise
-            # A cell that diverges is a finding; the others go on.
+            # a cell that diverges is a result; the others go on
             typer.echo(f"{title}: {error}", err=True)
             return Outcome(cell, None, str(error))
 

@@ -36,10 +36,11 @@ def compare(
 ) -> None:
     """Run several methods over several seeds and print one table, the best first.
 
-    Every cell is an ordinary run folder DIR/METHOD-SEED. Asked again, finished
-    cells are kept and interrupted ones resumed. The table is also written as
-    compare.json, compare.md and compare.csv. An option of a part (--set
-    method.PART.OPTION=...) serves the methods that have that part.
+    Every cell is an ordinary run folder DIR/METHOD-SEED. When the command is
+    repeated, finished cells are kept and interrupted ones resumed. The table is
+    also written as compare.json, compare.md and compare.csv. An option of a
+    part (--set method.PART.OPTION=...) applies to the methods that have that
+    part.
 
     \b
     Examples:
@@ -51,7 +52,7 @@ def compare(
 
     settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track)
     folder, rows = compared(recipe, methods, seeds, sets, out, settings)
-    tell(folder, rows, as_json)
+    print_comparison(folder, rows, as_json)
     if any(outcome.result is None for row in rows for outcome in row.outcomes):
         raise typer.Exit(1)
 
@@ -74,8 +75,8 @@ def compared(
     return folder, rows
 
 
-def tell(folder: Path, rows: list[Row], as_json: bool) -> None:
-    """The table, and where it was written."""
+def print_comparison(folder: Path, rows: list[Row], as_json: bool) -> None:
+    """Print the table, and where it was written."""
     from everfed.commands import summary
     from everfed.commands.output import show_table
 
@@ -109,7 +110,7 @@ def _cells(recipe: str, methods: Sequence[str], seeds: Sequence[int], sets: Sequ
 
     grid, used = [], set()
     for method in methods:
-        usable = [entry for entry in sets if _serves(entry, method)]
+        usable = [entry for entry in sets if _applies(entry, method)]
         used.update(usable)
         for seed in seeds:
             grid.append(new_cell(method, recipe, folder / f"{method}-{seed}", method=method, seed=seed, sets=usable))
@@ -128,8 +129,8 @@ def _is_method_option(entry: str) -> bool:
     return key[0] == "method" and len(key) > 1 and key[1] not in MethodSection.model_fields
 
 
-def _serves(entry: str, method: str) -> bool:
-    """Does a `--set` say something about this method? One of a part's options does where the method has the part."""
+def _applies(entry: str, method: str) -> bool:
+    """Does a `--set` apply to this method? An option of a part does if the method has the part."""
     from everfed import methods
     from everfed.commands.cells import key_of_set
 

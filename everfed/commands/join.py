@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from everfed.commands.output import tell_interrupted
+from everfed.commands.output import interrupt_message
 from everfed.federation.runs import KEPT
 
 
 def join(
-    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the federation is.")],
+    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the federation.")],
     data: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="Your own stream; else the recipe's, from --data-dir."),
@@ -24,7 +24,7 @@ def join(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="This client's name (default: the host's).")] = None,
     client: Annotated[int, typer.Option(metavar="K", help="Which client of the recipe's stream to be (-1: any).")] = -1,
     folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where its state lies (default: everfed-NAME).")
+        Path | None, typer.Option(metavar="DIR", help="Folder of its state (default: everfed-NAME).")
     ] = None,
     root: Annotated[
         Path | None, typer.Option("--certificate", metavar="FILE", help="ca.crt of the federation.")
@@ -32,15 +32,15 @@ def join(
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="This client's private key.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor a key; on loopback only.")] = False,
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
-    poll: Annotated[float, typer.Option(metavar="S", min=0.05, help="Seconds between two looks for work.")] = 0.5,
+    poll: Annotated[float, typer.Option(metavar="S", min=0.05, help="Seconds between two polls for messages.")] = 0.5,
     keep_runs: Annotated[
         int, typer.Option(metavar="N", min=0, help="Earlier runs whose state is kept; older ones are removed.")
     ] = KEPT,
 ) -> None:
     """Take part in a federation with this machine's data, until interrupted.
 
-    Data, buffers and state stay in --folder; what leaves is what the recipe's
-    method sends. Its processes are started again whenever they end.
+    Data, buffers and state stay on this machine; only what the recipe's method
+    sends leaves it. Its processes are restarted whenever they end.
 
     \b
     Examples:
@@ -80,5 +80,5 @@ def join(
         poll,
         keep_runs,
     )
-    with tell_interrupted("the same command"):
+    with interrupt_message("the same command"):
         take_part(joining, lambda line: typer.echo(line, err=True))

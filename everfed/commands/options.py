@@ -35,5 +35,5 @@ Seeds = Annotated[str | None, typer.Option("--seeds", metavar="S,S,...", help="S
 
 
 def absolute(folder: Path | None) -> Path | None:
-    """As a run should remember it: right from wherever it is resumed."""
+    """An absolute path: a run may be resumed from another folder."""
     return None if folder is None else folder.expanduser().absolute()

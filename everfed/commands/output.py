@@ -1,4 +1,4 @@
-"""What commands say: results and tables to stdout, everything else to stderr."""
+"""Output of commands: results and tables to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rich.table import Table
 from everfed.markdown import markdown_table
 from everfed.scores import METRICS, score_of
 
-INTERRUPTED = 130  # what shells give a command that ctrl-C ended
+INTERRUPTED = 130  # exit code after ctrl-C
 
 
 def stdout() -> Console:
     return Console()
 
 
-def tell_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
-    """The end of a run: its main numbers and where it lies."""
+def print_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
+    """Print the main metrics of a run and its folder."""
     metrics = result["metrics"]
     if as_json:
         typer.echo(json.dumps({"event": "result", "folder": str(folder), "metrics": metrics}))
@@ -36,8 +36,8 @@ def tell_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
 
 
 @contextmanager
-def tell_interrupted(remedy: str) -> Iterator[None]:
-    """Ctrl-C ends a command with a word on how to go on."""
+def interrupt_message(remedy: str) -> Iterator[None]:
+    """After ctrl-C, print how to go on. remedy: the command for that."""
     try:
         yield
     except KeyboardInterrupt:
@@ -46,7 +46,7 @@ def tell_interrupted(remedy: str) -> Iterator[None]:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table: drawn on a terminal, Markdown elsewhere."""
+    """Print a table: drawn on a terminal, Markdown elsewhere."""
     console = stdout()
     if not console.is_terminal:
         typer.echo(markdown_table(columns, rows))

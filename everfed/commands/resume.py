@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options, tracking
-from everfed.commands.output import stdout, tell_interrupted, tell_result
+from everfed.commands.output import interrupt_message, print_result, stdout
 
 
 def resume(
@@ -31,6 +31,6 @@ def resume(
     from everfed.store.run import RunFolder
 
     trackers = tracking.observers(track, run, read(RunFolder.open(run).recipe)) if track else []
-    with tell_interrupted(f"`everfed resume {run}`"), watching(stdout(), as_json) as observer:
+    with interrupt_message(f"`everfed resume {run}`"), watching(stdout(), as_json) as observer:
         result = api.resume(run, observers=[observer, *trackers], checkpoint_every=checkpoint_every)
-    tell_result(result.folder, result.data, as_json)
+    print_result(result.folder, result.data, as_json)

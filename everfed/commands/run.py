@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everfed.commands import options, tracking
-from everfed.commands.output import stdout, tell_interrupted, tell_result
+from everfed.commands.output import interrupt_message, print_result, stdout
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
     remedy = f"`everfed resume {folder}`"
     with placed(reading.places):
         trackers = tracking.observers(track, folder, reading.recipe)
-    with placed(reading.places), tell_interrupted(remedy), watching(stdout(), as_json) as observer:
+    with placed(reading.places), interrupt_message(remedy), watching(stdout(), as_json) as observer:
         result = api.run(
             reading.recipe,
             folder,
@@ -50,4 +50,4 @@ def run(
             observers=[observer, *trackers],
             checkpoint_every=checkpoint_every,
         )
-    tell_result(result.folder, result.data, as_json)
+    print_result(result.folder, result.data, as_json)

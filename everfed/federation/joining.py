@@ -1,4 +1,4 @@
-"""The client's side: a worker, a SuperNode and what runs its apps, kept running whatever happens to them."""
+"""`everfed join`: runs and supervises the three processes of a client: worker, SuperNode and executor."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
-from everfed.federation.supervisor import Child, Say, environment, tend
 from everfed.federation.local import NODE_KEY, socket_path
 from everfed.federation.runs import KEPT
+from everfed.federation.supervisor import Child, Say, environment, supervise
 from everfed.store.files import make_folder
 from everfed.store.lock import Locked, locked
 
 KEY_REFUSED = (
-    "the SuperLink refused this client's key: nobody enrolled it there, or the SuperNode that was killed is not missed "
-    "yet, which takes up to half a minute"
+    "the SuperLink refused this client's key: it is not enrolled there, or the SuperLink still waits for the heartbeat "
+    "of a SuperNode that was killed, for up to half a minute"
 )
 
 
 @dataclass(frozen=True)
 class Joining:
-    """server: HOST:PORT; folder: this client's own; name: what the server knows it by; client: the index it asks for,
-    -1 for any; data_dir, data: where its samples come from; root, key: of TLS and node authentication, None without;
-    keep_runs: how many runs it remembers beside the one that goes on."""
+    """server: HOST:PORT; folder: of this client's state; name: under which the server enrols it; client: the index to
+    request, -1 for any; data_dir, data: where its samples come from; root, key: files of TLS and node authentication,
+    None without; poll: seconds between two looks for messages; keep_runs: runs kept beside the current one."""
 
     server: str
     folder: Path
@@ -40,12 +40,12 @@ class Joining:
 
 
 def join(joining: Joining, say: Say) -> None:
-    """Until it is interrupted. Raises UserError when this client runs already."""
+    """Runs until it is interrupted. Raises UserError when this client runs already."""
     make_folder(joining.folder)
     try:
         with locked(joining.folder / ".join.lock"):
             say(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}")
-            tend(children(joining, _free_port()), say)
+            supervise(children(joining, _free_port()), say)
     except Locked as error:
         raise UserError(f"another `everfed join` runs with --folder {joining.folder}") from error
 
@@ -65,15 +65,15 @@ def children(joining: Joining, port: int) -> list[Child]:
 
 
 def refusal(text: str) -> str:
-    """Why a SuperNode ended, from what it wrote."""
-    said = text.partition("Failed to initialize the connection to the SuperLink.")[2].strip().splitlines()
-    if not said:
+    """Why a SuperNode ended, from its output."""
+    reason = text.partition("Failed to initialize the connection to the SuperLink.")[2].strip().splitlines()
+    if not reason:
         return last_line(text)
-    return KEY_REFUSED if "[code: 2004]" in said[0] else said[0].strip()
+    return KEY_REFUSED if "[code: 2004]" in reason[0] else reason[0].strip()
 
 
 def last_line(text: str) -> str:
-    """The error that most programs end with; nothing for one that was killed in the middle of something else."""
+    """The last line of the output if it is an error message, else nothing."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines and "rror" in lines[-1] else ""
 

@@ -1,5 +1,5 @@
-"""The worker of a client: a long-lived process that keeps model, data and captured steps warm, and answers packets on a
-unix socket. Started by `everfed join`, or by hand beside a SuperNode:
+"""The worker of a client: a process that holds model, data and captured steps in memory and answers packets on a unix
+socket. Started by `everfed join`, or by hand beside a SuperNode:
 
     python -m everfed.federation.worker --folder DIR --name NAME [--client K] [--data-dir DIR | --data MODULE:FUNCTION]
 """
@@ -23,27 +23,27 @@ from everfed.store.lock import Locked, locked
 
 
 def serve(site: Site, listener: socket.socket) -> None:
-    """Answer one packet per connection, for ever; one at a time."""
+    """Answer one packet per connection, one at a time, for ever."""
     while True:
         connection, _ = listener.accept()
-        # whoever asked may be gone; what was done is in the journal, and it will be asked for again
+        # the sender may be gone; finished steps are in the journal, and the request will be repeated
         with connection, contextlib.suppress(PacketError, EOFError, OSError):
             wire.send(connection, site.answer(wire.receive(connection)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="everfed-worker", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where this client's state lies")
-    parser.add_argument("--name", required=True, help="what the server knows this client by")
-    parser.add_argument("--client", type=int, default=-1, help="the index it asks for in the recipe's stream")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of this client's state")
+    parser.add_argument("--name", required=True, help="name under which the server enrols this client")
+    parser.add_argument("--client", type=int, default=-1, help="index to request in the recipe's stream; -1: any")
     parser.add_argument("--data-dir", default=None, help="folder of data sets")
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda where training steps are captured")
-    parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs are remembered")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, where training steps are captured")
+    parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
     chosen = parser.parse_args(arguments)
     from everfed.federation.runtime import RuntimeBuilder
 
-    _talk()
+    _log_to_stderr()
     make_folder(chosen.folder)
     build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{chosen.folder} has a worker already")
 
 
-def _talk() -> None:
-    """What a client does goes to standard error, which is its log; `everfed join` repeats it."""
+def _log_to_stderr() -> None:
+    """Standard error is the worker's log file; `everfed join` prints it, too."""
     logger, handler = logging.getLogger("everfed"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""Masked language modelling: which tokens of a sample are hidden, its loss, and what a perplexity is made of."""
+"""Masked language modelling: masks of a sample, the loss, and the counts of a perplexity."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Periods(PlannedStream):
     # How data comes about
 
     def _use_periods(self, division: Division, min_utterances: int, vocabulary: int) -> None:
-        """Choose the clients, train the tokenizer, and keep the tokens of all that may be asked for."""
+        """Choose the clients, train the tokenizer, and encode all texts that are used."""
         if self.tasks > len(division.starts):
             raise OptionError(
                 "tasks", f"{self.tasks} is too many; {self.utterances.name} has {len(division.starts)} periods"
@@ -151,7 +151,7 @@ class Periods(PlannedStream):
         train, test = self._split(division)
         first = [self.utterances.texts[row] for rows in train[0].values() for row in rows]
         if not first:
-            raise OptionError("clients", "the chosen users say nothing in the first period; nothing to make tokens of")
+            raise OptionError("clients", "the chosen users have no text in the first period to train the tokenizer on")
         self.tokenizer = Tokenizer.train(first, vocabulary)
         self.classes = self.tokenizer.size
         if self.classes <= len(SPECIAL):
@@ -186,11 +186,11 @@ class Periods(PlannedStream):
         return np.sort(generator(self.seed, "some", user + 1, task).choice(rows, size=count, replace=False))
 
     def _tokenize(self, train: list[dict[int, np.ndarray]], test: list[np.ndarray]) -> None:
-        """Encode what is used; rows without an ordinary token say nothing and go."""
+        """Encode the rows that are used; those without an ordinary token are dropped."""
         used = np.unique(np.concatenate([*test, *(rows for period in train for rows in period.values())]))
         tokens = self.tokenizer.encode([self.utterances.texts[row] for row in used], self.input_shape[0])
-        speaking = (tokens >= len(SPECIAL)).any(axis=1)
-        self._used, self._tokens = used[speaking], tokens[speaking]
+        usable = (tokens >= len(SPECIAL)).any(axis=1)
+        self._used, self._tokens = used[usable], tokens[usable]
         kept = [{user: rows[np.isin(rows, self._used)] for user, rows in period.items()} for period in train]
         self._test = [rows[np.isin(rows, self._used)] for rows in test]
         self._train, self._validation = [], []
@@ -198,9 +198,9 @@ class Periods(PlannedStream):
             held = {user: self._validated(rows, user, task) for user, rows in period.items()}
             self._train.append({user: np.setdiff1d(rows, held[user]) for user, rows in period.items()})
             self._validation.append(np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *held.values()])))
-        silent = [task + 1 for task, rows in enumerate(self._test) if not len(rows)]
-        if silent:
-            raise OptionError("tasks", f"period {silent[0]} of {self.tasks} has no test utterance to be scored on")
+        untested = [task + 1 for task, rows in enumerate(self._test) if not len(rows)]
+        if untested:
+            raise OptionError("tasks", f"period {untested[0]} of {self.tasks} has no test utterance to be scored on")
 
     def _validated(self, rows: np.ndarray, user: int, task: int) -> np.ndarray:
         count = round(self.options.validation * len(rows))

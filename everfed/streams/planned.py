@@ -1,7 +1,7 @@
-"""What every stream shares: the calendar, who takes part, and how samples become network inputs.
+"""Base of all scenarios: the plan of every round, and how samples become network inputs.
 
-Where the samples come from is each stream's own: divided from a data set (`incremental.py`), utterances of users
-(`periods.py`), images of vehicles (`driving.py`), periods that a user's function yields (`own.py`).
+Subclasses define the samples: divided from a data set (`incremental.py`), utterances of users (`periods.py`), images of
+vehicles (`driving.py`), periods that a user's function yields (`own.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from everfed.streams.calendar import Calendar
 from everfed.streams.draws import cohort_size, generator
 from everfed.streams.options import Options, require_number, require_whole
 
-# Materialised samples kept at most; what is dropped is made again when it is asked for.
-CACHE_BYTES = 512 * 2**20
+CACHE_BYTES = 512 * 2**20  # of materialised samples; dropped ones are made again on demand
 SPLITS = ("test", "validation")
 
 
@@ -50,16 +49,16 @@ class PlannedStream(Stream):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """JSON-ready facts for result.json: `outline` and what is the stream's own."""
+        """JSON-ready facts for result.json: `outline` and the stream's own."""
 
     # The plan
 
     def round(self, index: int) -> RoundPlan:
-        """The plan of round `index`. With hidden boundaries nobody is said to begin or end."""
+        """The plan of round `index`. With hidden boundaries `begins` and `ends` are empty."""
         return self.calendar.plan(index)
 
     def clock_of(self, client: int, index: int) -> tuple[int, int]:
-        """(rounds of the client's task behind it, rounds that it lasts)."""
+        """(rounds of the client's task before `index`, rounds that the task lasts)."""
         return self.calendar.within(client, index)
 
     def data_in(self, client: int, index: int) -> Data:
@@ -74,7 +73,7 @@ class PlannedStream(Stream):
         return Data.union(some)
 
     def outline(self) -> dict[str, Any]:
-        """What every scenario says in `describe`."""
+        """The entries that `describe` has in every scenario."""
         return {
             "name": self.name,
             "scenario": self.scenario,
@@ -97,7 +96,7 @@ class PlannedStream(Stream):
         return transforms.scale(x, self._mean, self._std)
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """Network inputs as uint8 images: the inverse of `inputs`, for looking at what a generator makes."""
+        """Network inputs as uint8 images: the inverse of `inputs`, to show generated images."""
         return transforms.unscale(inputs, self._mean, self._std)
 
     def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:

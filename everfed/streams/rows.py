@@ -1,4 +1,4 @@
-"""Which samples of a source a stream uses: thinned for quick looks, with a validation part held out."""
+"""The samples of a source that a stream uses: a share of them at scales below 1, with a validation part held out."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_reply_of_an_earlier_round_is_not_taken_again(tmp_path: Path, honest: 
         return next(packet for client, packet in loop.received if client == 1)
 
     outcome = strike(loop, tmp_path, replay)
-    assert rejected(outcome) == ["it answered something else than it was asked"] * 2
+    assert rejected(outcome) == ["it answered another request"] * 2
     assert torch.equal(outcome.params, honest.params)
 
 
@@ -75,7 +75,7 @@ def test_a_reply_to_another_federation_is_not_taken(tmp_path: Path, honest: Outc
         return answer
 
     outcome = strike(loop, tmp_path, astray, times=1)
-    assert rejected(outcome) == ["it answered something else than it was asked"]
+    assert rejected(outcome) == ["it answered another request"]
     assert torch.equal(outcome.params, honest.params)
 
 
@@ -172,7 +172,7 @@ def test_a_node_that_does_not_say_where_its_worker_is(config: dict[str, Any]) ->
     from everfed.federation.flower.client_app import forward
 
     context: Any = SimpleNamespace(node_config=config)
-    with pytest.raises(ValueError, match="does not say where its worker is"):
+    with pytest.raises(ValueError, match="configuration lacks its worker"):
         forward(SimpleNamespace(), context)  # type: ignore[arg-type]
 
 

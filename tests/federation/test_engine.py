@@ -24,7 +24,7 @@ from everfed.federation import request as ask
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.patience import Patience
 from everfed.federation.request import Answer, Request
-from everfed.federation.site import Identity, ClientRuntime, Site
+from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.federation.transport import Failure
 from everfed.monitor import FeatureShift
 from tests.federation.loop import Loop, federated, loop_of, site, states
@@ -283,7 +283,7 @@ def test_one_that_cannot_be_reached_is_waited_for_however_often(tmp_path: Path) 
     assert_same(bench, bench.run(), outcome, tmp_path)
 
 
-@pytest.mark.parametrize(("minimum", "said"), [(0, "so did all others"), (3, "2 answers are left")])
+@pytest.mark.parametrize(("minimum", "said"), [(0, "so did all others"), (3, "2 replies are left")])
 def test_a_run_with_too_few_left_ends_and_says_why(minimum: int, said: str, tmp_path: Path) -> None:
     bench = Bench("fedavg")
     loop = loop_of(bench, tmp_path)

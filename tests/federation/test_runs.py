@@ -13,7 +13,7 @@ from everfed.federation.packet import Packet
 from everfed.federation.request import Answer
 from everfed.federation.runs import Runs
 from everfed.federation.site import Identity, Site
-from tests.federation.loop import federated, runtime, loop_of
+from tests.federation.loop import federated, loop_of, runtime
 from tests.support.toy import Bench, Toy
 
 BENCH = Bench("fedgp+der", stream=Toy(clients=1, tasks=1, rounds_per_task=1, samples=4))
@@ -44,7 +44,7 @@ def test_the_runs_that_went_on_last_are_kept(tmp_path: Path, first: Packet, capl
     answers = {run: told(made, first, run) for run in ("a", "b", "c", "d", "e")}
     assert {answer.kind for answer in answers.values()} == {ask.REPLY}
     assert remembered(tmp_path) == {"c", "d", "e"}
-    assert [record.args[0] for record in caplog.records if "forgotten" in record.msg] == ["a", "b"]  # type: ignore[index]
+    assert [record.args[0] for record in caplog.records if "was removed" in record.msg] == ["a", "b"]  # type: ignore[index]
     assert told(made, first, "c").replies == answers["c"].replies  # from its journal; and now it is the newest
     made = site(tmp_path, keep=2)  # the order outlives the process
     told(made, first, "f")

@@ -263,7 +263,7 @@ def test_the_public_sets_stand_in_for_private_text(name: str, tasks: int) -> Non
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"partition": {"kind": "dirichlet", "alpha": 1.0}}, "stream.partition: means nothing for utterances"),
+        ({"partition": {"kind": "dirichlet", "alpha": 1.0}}, "stream.partition: has no effect for utterances"),
         ({"augment": "crop-flip"}, "stream.augment: means nothing"),
         ({"train_weeks": 0}, "stream.train_weeks"),
         ({"mask_rate": 0.0}, "stream.mask_rate"),

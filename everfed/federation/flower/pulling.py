@@ -1,9 +1,8 @@
-"""Replies from a SuperLink, of clients that are not trusted.
+"""Pulls the replies of untrusted clients from a SuperLink.
 
-Flower's own pull takes whatever a client has stored there: as many bytes as it likes, and bytes that cannot be made
-into a message raise here, which would end the run and lose the replies that came with it. Here a reply has a limit, and
-one that cannot be read is an error of that client alone. What it replies to is what the SuperLink has checked, not what
-its own bytes say.
+Flower's own pull has no size limit, and raises for bytes that are no message, which would end the run and lose the
+other replies. Here a reply has a limit, and one that cannot be read is an error of that client alone. The message that
+it replies to is taken from the SuperLink, which has checked it, not from the reply's own bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
 
-UNUSABLE = 1000  # an error code of ours: the reply is there, and may not be used
+UNUSABLE = 1000  # an error code of ours: the reply is too large or cannot be read
 Pull = Callable[[str], bytes]
 
 
@@ -37,8 +36,8 @@ class Unreadable(ValueError):
 
 
 def pull(client: Any, node: Node, run_id: int, tickets: list[str], limit: int) -> list[Message]:
-    """The replies that are there, or errors instead of them. client: of the SuperLink's Runtime API; limit: the bytes
-    of a reply. Raises what the connection raises."""
+    """The replies that have arrived, or errors in their place. client: of the SuperLink's Runtime API; limit: bytes of
+    a reply. Raises what the connection raises."""
     found = client.PullMessages(PullAppMessagesRequest(message_ids=tickets))
     fetch = make_pull_object_fn_protobuf(client.PullObject, node, run_id)
     replies = []
@@ -58,7 +57,7 @@ def pull(client: Any, node: Node, run_id: int, tickets: list[str], limit: int) -
 
 
 def _bounded(fetch: Pull, limit: int) -> Pull:
-    """The same, up to so many bytes in all. Flower asks for several objects at a time."""
+    """`fetch` with a limit on all bytes together; called from several threads."""
     taken, lock = [0], threading.Lock()
 
     def bounded(name: str) -> bytes:
@@ -77,7 +76,7 @@ def _bounded(fetch: Pull, limit: int) -> Pull:
 def _inflated(name: str, ticket: str, contents: dict[str, bytes]) -> Message:
     try:
         message = inflate_object_from_contents(name, contents)
-    except Exception as error:  # a stranger's bytes in Flower's decoders: they may raise anything
+    except Exception as error:  # untrusted bytes in Flower's decoders may raise anything
         raise Unreadable(f"the reply cannot be read: {type(error).__name__}: {error}"[:300]) from error
     if not isinstance(message, Message):
         raise Unreadable(f"the reply is no message but {type(message).__name__}")
