@@ -23,7 +23,7 @@ class Optimizer:
     """
 
     kind: str = "sgd"
-    lr: float = 0.01
+    lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
     beta1: float = 0.9

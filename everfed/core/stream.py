@@ -6,6 +6,8 @@ a `StreamView`, which has no samples; the test sets are reached through `HeldOut
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +170,22 @@ class Stream(ABC):
     def describe(self) -> dict[str, Any]:
         """JSON-ready facts for result.json."""
         return {"name": self.name}
+
+    def identity(self) -> str:
+        """A digest of the data and of how it is divided; seeds are no part of it: those of one experiment share it."""
+        shape = [self.name, self.clients, self.tasks, self.rounds, self.classes, self.input_shape]
+        tests = (tensor for task in range(self.tasks) for tensor in (self.test(task).x, self.test(task).y))
+        return digest_of(json.dumps(shape), *tests)
+
+
+def digest_of(text: str, *tensors: Tensor) -> str:
+    """16 hexadecimal digits of a text and the content of tensors."""
+    found = hashlib.blake2b(text.encode(), digest_size=8)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 class Hidden(RuntimeError):

@@ -54,15 +54,30 @@ def make_source(
     class_names: Sequence[str] | None = None,
     encoder: str = "",
 ) -> Source:
-    """A source from arrays in any of the usual layouts; classes default to the names given, else to the labels seen."""
+    """A source from arrays in any of the usual layouts; classes default to the names given, else to the labels seen.
+    Labels that are text, or do not count from 0 without a gap, are numbered in their order and give the names."""
+    if classes is None and not class_names:
+        y_train, y_test, class_names = numbered_labels(y_train, y_test)
     train, test = storage_labels(y_train, name), storage_labels(y_test, name)
     if classes is None:
-        classes = (
-            len(class_names) if class_names else 1 + max((int(y.max()) for y in (train, test) if len(y)), default=0)
-        )
+        classes = len(class_names or ())
     names = tuple(class_names) if class_names else tuple(str(c) for c in range(classes))
     x = storage_form(x_train, name), storage_form(x_test, name)
     return Source(name, x[0], train, x[1], test, classes, names, origin, encoder)
+
+
+def numbered_labels(
+    y_train: np.ndarray | Tensor, y_test: np.ndarray | Tensor
+) -> tuple[np.ndarray | Tensor, np.ndarray | Tensor, tuple[str, ...] | None]:
+    """(train labels, test labels, class names); what is no list of labels is left for `storage_labels` to refuse."""
+    train, test = (y.numpy(force=True) if isinstance(y, Tensor) else np.asarray(y) for y in (y_train, y_test))
+    if train.dtype.kind not in "iuUSO" or test.dtype.kind != train.dtype.kind:
+        return y_train, y_test, None
+    known = np.unique(np.concatenate([train.ravel(), test.ravel()]))
+    if train.dtype.kind in "iu" and (not len(known) or known[0] < 0):
+        return y_train, y_test, tuple(map(str, known))
+    names = tuple(str(label) for label in known.tolist())
+    return np.searchsorted(known, train), np.searchsorted(known, test), names
 
 
 def storage_form(x: np.ndarray | Tensor, name: str = "x") -> Tensor:

@@ -19,7 +19,18 @@ from everfed.models.tinybert import TinyBERT
 from everfed.models.yolo import MicroYOLO, TinyYOLO
 from everfed.naming import load_object
 
+AUTO = "auto"
+SMALLEST_IMAGE = 16  # pixels a side from which convolutions pay
+
+
+def automatic(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A network that suits the form of the data."""
+    square = len(input_shape) == 3 and input_shape[1] == input_shape[2] >= SMALLEST_IMAGE
+    return McMahanCNN(input_shape, classes) if square else MLP(input_shape, classes)
+
+
 MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
+    AUTO: (automatic, "by the data: mcmahan-cnn for square images of 16 pixels or more, else mlp"),
     "mlp": (MLP, "flatten and hidden ReLU layers; option hidden = [100, 100]"),
     "small-cnn": (SmallCNN, "the 21,840-parameter CNN of FedGP's code; option dropout = 0.5"),
     "mcmahan-cnn": (McMahanCNN, "the 1,663,370-parameter CNN of the FedAvg paper"),

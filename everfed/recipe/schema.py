@@ -47,15 +47,15 @@ class StreamSection(OpenSection):
 class ModelSection(OpenSection):
     """[model]: kind, and the model's own options beside it."""
 
-    kind: str = "small-cnn"
+    kind: str = "auto"
     batchnorm: Literal["mean", "local"] = "mean"
 
 
 class OptimizerSection(Section):
-    """train.optimizer."""
+    """train.optimizer. lr: 0.1 for sgd and 0.001 for adam, where nothing is said."""
 
     kind: Literal["sgd", "adam"] = "sgd"
-    lr: float = Field(0.01, ge=0)
+    lr: float = Field(0.1, ge=0)
     momentum: float = Field(0.0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -64,6 +64,12 @@ class OptimizerSection(Section):
     schedule: Literal["constant", "linear", "exponential", "geometric", "cosine"] = "constant"
     lr_end: float = Field(1e-3, gt=0)
     state: Literal["fresh", "kept", "task"] = "fresh"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_rate(cls, table: Any) -> Any:
+        adam = isinstance(table, dict) and table.get("kind") == "adam"
+        return {"lr": 0.001, **table} if adam else table
 
 
 class TrainSection(Section):

@@ -18,7 +18,7 @@ from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.session.assembly import Assembly, fingerprint
 from everfed.session.outcome import save_model, save_pictures
 from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_fault
-from everfed.session.result import result
+from everfed.session.result import at_chance, result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
 from everfed.store.run import EventLog, RunFolder
@@ -93,6 +93,8 @@ def _drive(
         summary = result(assembly, final, engine.describe(), state_bytes)
         if group is None or group.leads:
             _save_results(folder, assembly, engine, final, summary)
+        if (warning := at_chance(assembly.stream, summary)) is not None:
+            notify({"event": "warning", "message": warning})
         notify({"event": "end", "metrics": summary["metrics"], "seconds": final.seconds})
         return summary
     finally:
