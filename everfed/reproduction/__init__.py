@@ -1,4 +1,4 @@
-"""The tables and figures of the papers: what they print, which runs give the same numbers, and how the two compare.
+"""The tables and figures of the papers: the printed numbers, the runs that reproduce them, and the comparison.
 
 targets     what the papers print, one row per cell (targets.csv)
 tables      which recipe, method and metric stand for a cell (tables.toml)

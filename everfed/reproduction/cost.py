@@ -1,6 +1,6 @@
-"""What a plan costs: training samples processed, from the recipe alone, before any data is read.
+"""The cost of a plan: training samples processed, from the recipe alone, before any data is read.
 
-The published sizes of the data sets also tell whether a run had all of its set.
+The published sizes of the data sets also show whether a run used all of its set.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DOMAINS = {"digit10": ("mnist", "emnist-digits", "usps", "svhn")}
 
 
 def training_samples(recipe: Recipe, method: str, scale: float = 1.0) -> float | None:
-    """Samples that one run processes, each counted whenever it is trained on; None where it cannot be told.
+    """Samples that one run processes, each counted whenever it is trained on; None where it is not known.
 
     Replayed, generated and reference samples of a method are not counted; `ideal` trains on all tasks so far.
     """
@@ -72,7 +72,7 @@ def _size(dataset: str, most: int | None) -> float | None:
 
 
 def shortfall(stream: Mapping[str, Any]) -> str:
-    """What a run's data lacks of the published set, by the facts of its stream; empty when it lacks nothing known."""
+    """What a run's data lacks of the published set, by the facts of its stream; "" if it lacks nothing known."""
     published, used = _size(str(stream.get("dataset")), stream.get("max_train")), stream.get("samples", {})
     found = used.get("train", 0) + used.get("validation", 0)
     if published is None or not used or found >= ROUNDING * published:

@@ -18,7 +18,7 @@ COLUMNS = ["table", "about", "cells", "runs", "samples", "missing", "not judged"
 @dataclass(frozen=True)
 class Overview:
     """cells, runnable: how many there are, and how many can be run. runs: over all seeds. samples: processed in
-    training, None where it cannot be told. missing, not_judged: the reasons, with how many cells each concerns.
+    training, None where it is not known. missing, not_judged: the reasons, with how many cells each concerns.
     nothing: why there is nothing to run."""
 
     table: str
@@ -70,7 +70,7 @@ def _cost(experiment: Experiment, seeds: int, scale: float) -> float | None:
 
 
 def _recipe(experiment: Experiment) -> Recipe:
-    """The recipe with what the cells set in its stream and its training, which is what a cost depends on."""
+    """The recipe with the cells' settings of its stream and its training, on which the cost depends."""
     relevant = tuple(entry for entry in experiment.sets if entry.startswith(("stream.", "train.")))
     return _read(experiment.recipe, relevant)
 

@@ -21,8 +21,8 @@ LAST_ROUNDS = 10  # FedSSI's A(f) is their mean
 
 @dataclass(frozen=True)
 class Sample:
-    """A finished run as a cell looks at it. task: counted from 1; None for the end. logits: which logits are scored,
-    None for the recipe's own. against: the other run of the same seed, where the measure needs one."""
+    """A finished run, for one cell. task: counted from 1; None for the end. logits: which logits are scored, None for
+    the recipe's own. against: the other run of the same seed, where the measure needs one."""
 
     folder: Path
     result: Result
@@ -49,7 +49,7 @@ Measure = Callable[[Sample], float | None]
 
 
 def measure(name: str, unit: str, sample: Sample) -> float | None:
-    """The number that `name` stands for; of a ratio, that of the run over that of the other one."""
+    """The number of the measure `name`; of a ratio, that of the run over that of the other one."""
     value = MEASURES[name](sample)
     if unit != "ratio" or value is None:
         return value
@@ -192,7 +192,7 @@ def _train_seconds(first: bool) -> Measure:
     return found
 
 
-# from what parts tell while they run -------------------------------------------------------------------------------
+# from the measurements of parts ------------------------------------------------------------------------------------
 
 
 def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
@@ -205,8 +205,8 @@ def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     yield from newest.values()
 
 
-def _told(name: str) -> Measure:
-    """Mean over the rounds of what a part tells."""
+def _measured(name: str) -> Measure:
+    """Mean over the rounds of a part's measurement."""
 
     def found(sample: Sample) -> float | None:
         values = [event[name] for event in events(sample.folder, "measure") if name in event]
@@ -257,7 +257,7 @@ MEASURES: dict[str, Measure] = {
     "state_mebibytes": _state_mebibytes,
     "train_seconds_first_task": _train_seconds(first=True),
     "train_seconds_later_tasks": _train_seconds(first=False),
-    "temporal_cosine": _told("temporal_cosine"),
-    "spatial_cosine": _told("spatial_cosine"),
+    "temporal_cosine": _measured("temporal_cosine"),
+    "spatial_cosine": _measured("spatial_cosine"),
     "gap": _gap,
 }

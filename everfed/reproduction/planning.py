@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What it shares with the cells that it can be compared with."""
+        """Equal for cells that can be compared with each other."""
         return self.dataset, self.setting, self.metric
 
 
@@ -79,7 +79,7 @@ def names() -> frozenset[str]:
 
 
 def experiments(cells: Iterable[Cell]) -> list[Experiment]:
-    """What has to be run for the cells that can be, each once, in order."""
+    """The experiments of the cells that can be run, each once, in order."""
     needed = [run for cell in cells if not cell.missing for run in (cell.experiment, cell.against) if run]
     return list(dict.fromkeys(needed))
 
@@ -172,13 +172,13 @@ def _why_not_judged(table: Table, measured: Metric, target: Target | None) -> st
     return never or ("" if measured.unit == "points" else f"in {measured.unit}; the rule is for points")
 
 
-def _wanted_methods(table: Table, asked: Sequence[str]) -> set[str]:
-    """The paper's names of the methods asked for."""
+def _wanted_methods(table: Table, chosen: Sequence[str]) -> set[str]:
+    """The paper's names of the chosen methods."""
     mapping = table.methods
-    if not asked:
+    if not chosen:
         return set(mapping)
     wanted = set()
-    for name in asked:
+    for name in chosen:
         fitting = {theirs for theirs, ours in mapping.items() if name.lower() in (theirs.lower(), ours)}
         if not fitting:
             allowed = [*mapping.values(), *mapping]

@@ -1,4 +1,4 @@
-"""Which runs stand for which cells: tables.toml, checked when it is read."""
+"""Maps cells to runs: tables.toml, checked when it is read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Block(Section):
     tasks: int = 0
 
     def declared(self) -> list[str]:
-        """The settings of the cells that `metrics` asks for."""
+        """The settings of the cells in `metrics`."""
         return [f"after task {t}" for t in range(1, self.tasks + 1)] or self.settings
 
     def sets_of(self, setting: str) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class Table:
         return {**self.paper.methods, **self.item.methods}
 
     def baseline_of(self, method: str) -> str:
-        """What the paper's method is compared with."""
+        """The method that the paper's method is compared with."""
         return {**self.paper.baselines, **self.item.baselines}.get(method, self.paper.baseline)
 
 

@@ -1,4 +1,4 @@
-"""What a reproduction found, as tables for reading, CSV and JSON for computing, and one line."""
+"""Writes the results of a reproduction as tables, CSV and JSON, and sums them up in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN_NAMES = 6  # of methods and columns that a reason is spelled out for
 
 @dataclass(frozen=True)
 class Found:
-    """All that a reproduction found. problems: runs that failed, with what they said."""
+    """The results of a reproduction. problems: runs that failed, with their errors."""
 
     table: Table
     scale: float
@@ -82,7 +82,7 @@ def missing(judged: Iterable[Judged]) -> Lines:
 
 
 def summary(found: Found) -> str:
-    """What it comes to, in a line."""
+    """The outcome in one line."""
     judged = [one for one in found.judged if one.verdict in VERDICTS]
     claims = [one for one in found.differences if one.agrees is not None]
     absent = sum(bool(one.cell.missing) for one in found.judged)
@@ -100,7 +100,7 @@ def summary(found: Found) -> str:
 
 
 def as_dict(found: Found) -> dict[str, Any]:
-    """The same as JSON has it."""
+    """The content of the JSON file."""
     return {
         "table": found.table.name,
         "paper": found.table.paper.title,

@@ -13,7 +13,7 @@ from everfed.reproduction.planning import Cell, Experiment
 from everfed.reproduction.tables import Metric
 from everfed.reproduction.targets import Target
 
-M1 = [[0.9, 0.1, 0.2], [0.6, 0.8, 0.1], [0.5, 0.7, 0.85]]  # the specification's example; rows are tasks learned
+M1 = [[0.9, 0.1, 0.2], [0.6, 0.8, 0.1], [0.5, 0.7, 0.85]]  # a worked example; rows are tasks learned
 POINTS = Metric(measure="acc")
 
 

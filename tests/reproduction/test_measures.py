@@ -1,4 +1,4 @@
-"""A cell's number from a run, against the specification's examples."""
+"""A cell's number from a run, against worked examples and printed numbers of the papers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_perplexity_by_period() -> None:
     assert value("rcp_of_period", ours, "relative") is None
 
 
-def test_what_parts_tell(tmp_path: Path) -> None:
+def test_measurements_of_parts(tmp_path: Path) -> None:
     first = {"event": "measure", "round": 0, "part": "stamp", "task": 0, "temporal_cosine": 0.2}
     told = [first, {**first, "round": 1, "temporal_cosine": 0.4}]
     write_events(tmp_path, *told, {"event": "checkpoint", "round": 1}, {**told[1], "temporal_cosine": 0.6})
