@@ -76,6 +76,13 @@ def test_a_number_in_the_band_is_not_judged_on_part_of_the_data() -> None:
     assert one.verdict == "not judged: 6,000 of the 60,000 published training samples"
 
 
+def test_runs_whose_samples_are_counted_by_client_and_period_have_numbers() -> None:
+    """Coordinated replay: the stream reports a table of samples, and no number is printed."""
+    facts = {"dataset": "chitchat", "clients": 2, "samples": {"train": [[3, 4]], "test": [[1, 1]]}}
+    (one,) = judge([cell(value=None)], {Experiment("recipe", "FedAvg"): {0: sample([[0.5]], stream=facts)}})
+    assert one.spread is not None and one.verdict == "not judged: no number is printed"
+
+
 def test_a_printed_ratio_is_to_the_printed_baseline() -> None:
     """FedSSI, Table 5: 4.46 hours beside 3.13 is 1.42."""
     hours = Metric(measure="seconds", unit="ratio", against="FedAvg")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from everfed.data import DataError, load
 from everfed.data.source import make_source
 from everfed.recipe import read
 from everfed.reproduction.planning import plan
+from everfed.reproduction.published import SETS
 from everfed.reproduction.records import settings_of
 from everfed.reproduction.shortfall import not_stated, of_run, of_settings
 from everfed.reproduction.tables import Item, Stated, find, tables
@@ -152,3 +155,16 @@ def test_a_test_part_is_known_by_its_labels_in_order() -> None:
         return make_source("s", x, np.arange(3), x, np.array(labels, dtype=kind), origin="").test_labels
 
     assert digest([0, 2, 1], np.int64) == digest([0, 2, 1], np.uint8) != digest([0, 1, 2], np.int64)
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
+def test_the_labels_of_official_test_parts(data_dir: Path, name: str) -> None:
+    """A set that was split anew, or is a part, must not pass for the official one."""
+    try:
+        source = load(name, data_dir)
+    except DataError:
+        pytest.skip(f"{name} is not in EVERFED_DATA")
+    official = SETS[name]
+    first = {"mnist": [7, 2, 1, 0, 4], "cifar10": [3, 8, 8, 0, 6], "cifar100": [49, 33, 72, 51, 71]}[name]
+    whole = len(source.y_test) == official.test and source.y_test[:5].tolist() == first
+    assert (source.test_labels == official.test_labels) == whole
