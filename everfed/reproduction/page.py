@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from everfed.errors import UserError
 from everfed.markdown import markdown_table
 from everfed.reproduction import writing
-from everfed.reproduction.judging import Judged, Runs, judge
+from everfed.reproduction.judging import NOT_JUDGED, Judged, Runs, judge
 from everfed.reproduction.matching import runs_of
 from everfed.reproduction.planning import plan
 from everfed.reproduction.records import Record
@@ -36,7 +36,16 @@ def section(name: str, runs: Runs) -> str:
     if not judged:
         return "No records."
     columns, lines = writing.cells(judged)
-    return f"{markdown_table(columns, lines)}\n\n{_sources(judged, runs)}"
+    reasons = _numbered([line[-1] for line in lines])
+    table = markdown_table(columns, [[*line[:-1], reasons.get(line[-1], line[-1])] for line in lines])
+    notes = [f"{short.removeprefix(NOT_JUDGED).strip()} {long}" for long, short in reasons.items()]
+    return "\n\n".join([table, *notes, _sources(judged, runs)])
+
+
+def _numbered(verdicts: Iterable[str]) -> dict[str, str]:
+    """A short form for every verdict with reasons: these are long, and shared by many cells."""
+    reasons = dict.fromkeys(verdict for verdict in verdicts if verdict.startswith(NOT_JUDGED))
+    return {long: f"{NOT_JUDGED} ({number})" for number, long in enumerate(reasons, start=1)}
 
 
 def _sources(judged: Sequence[Judged], runs: Runs) -> str:
