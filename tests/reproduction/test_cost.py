@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everfed.recipe import read
-from everfed.reproduction.cost import shortfall, training_samples
+from everfed.reproduction.cost import training_samples
 
 DIGIT10 = 60_000 + 240_000 + 7_291 + 73_257  # MNIST, EMNIST digits, USPS, SVHN
 SAMPLES = [
@@ -39,18 +39,3 @@ def test_limits_and_held_out_data_count() -> None:
 
 def test_unknown_sizes_are_not_guessed() -> None:
     assert training_samples(read("demo", sets=["stream.dataset=mine"]), "fedavg") is None
-
-
-@pytest.mark.parametrize(
-    ("facts", "lacking"),
-    [
-        ({"dataset": "mnist", "samples": {"train": 60_000, "validation": 0}}, ""),
-        ({"dataset": "mnist", "samples": {"train": 54_000, "validation": 6_000}}, ""),
-        ({"dataset": "mnist", "samples": {"train": 6_000}}, "on 6,000 of the 60,000 published training samples"),
-        ({"dataset": "digit10", "max_train": 6000, "samples": {"train": 24_000}}, ""),
-        ({"dataset": "mine", "samples": {"train": 5}}, ""),
-        ({}, ""),
-    ],
-)
-def test_data_that_lacks_something(facts: dict, lacking: str) -> None:
-    assert shortfall(facts) == lacking
