@@ -174,7 +174,7 @@ def test_commands_in_the_comments_set_keys_that_exist() -> None:
             assert read_placed(name, sets=[entry]).recipe
 
 
-def test_mfcls_table_has_the_settings_of_its_specification() -> None:
+def test_mfcls_table_1_has_the_settings_of_the_paper() -> None:
     recipe = read("mfcl/table1-cifar100")
     optimizer, stream = recipe.train.optimizer, recipe.stream.model_extra
     assert settings(recipe) | {"participation": stream["participation"]} == {

@@ -1,4 +1,4 @@
-"""Transforms of whole batches on the device they lie on. Images are (n, channels, height, width)."""
+"""Transforms of whole batches, on the batch's device. Images are (n, channels, height, width)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def scale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> T
 
 
 def unscale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:
-    """What `scale` made of uint8 images, as uint8 images again; what lies outside the range is cut off."""
+    """The inverse of `scale`, as uint8 images; values outside the range are clipped."""
     per_channel = [torch.tensor(v or default).to(x).reshape(-1, 1, 1) for v, default in ((mean, (0.0,)), (std, (1.0,)))]
     return (x * per_channel[1] + per_channel[0]).mul(255.0).round().clamp(0, 255).to(torch.uint8)
 

@@ -21,14 +21,15 @@ LAST_ROUNDS = 10  # FedSSI's A(f) is their mean
 
 @dataclass(frozen=True)
 class Sample:
-    """A finished run as a cell looks at it. task: counted from 1; None for the end. logits: which logits are scored,
-    None for the recipe's own. against: the other run of the same seed, where the measure needs one."""
+    """A finished run for one cell. result: its record. task: counted from 1; None for the end. logits: which
+    logits are scored, None for the recipe's own. against: the other run of the same seed, where the measure needs one.
+    differs: the keys in which its settings are not those of the table's recipe."""
 
-    folder: Path
     result: Result
     task: int | None = None
     logits: Logits | None = None
     against: Sample | None = None
+    differs: tuple[str, ...] = ()
 
     @property
     def scores(self) -> Result:
@@ -181,18 +182,18 @@ def _state_mebibytes(sample: Sample) -> float | None:
     return sample.result["cost"]["client_state_bytes"] / clients / MIB if clients else None
 
 
-def _train_seconds(first: bool) -> Measure:
+# from the events of a run ------------------------------------------------------------------------------------------
+
+
+def _train_seconds(first: bool) -> Callable[[Path], float | None]:
     """Mean seconds of local training per client and round, in the first task or in the later ones."""
 
-    def found(sample: Sample) -> float | None:
-        lines = [line for line in events(sample.folder, "phase") if line["phase"] == "train" and line.get("trained")]
+    def found(folder: Path) -> float | None:
+        lines = [line for line in events(folder, "phase") if line["phase"] == "train" and line.get("trained")]
         values = [line["seconds"] / line["trained"] for line in lines if (line["task"] == 0) == first]
         return sum(values) / len(values) if values else None
 
     return found
-
-
-# from what parts tell while they run -------------------------------------------------------------------------------
 
 
 def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
@@ -205,24 +206,43 @@ def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     yield from newest.values()
 
 
-def _told(name: str) -> Measure:
-    """Mean over the rounds of what a part tells."""
+def _mean(name: str) -> Callable[[Path], float | None]:
+    """Mean over the rounds of a number that a part reports."""
 
-    def found(sample: Sample) -> float | None:
-        values = [event[name] for event in events(sample.folder, "measure") if name in event]
+    def found(folder: Path) -> float | None:
+        values = [event[name] for event in events(folder, "measure") if name in event]
         return sum(values) / len(values) if values else None
 
     return found
 
 
-def _gap(sample: Sample) -> float | None:
+def _gap(folder: Path) -> float | None:
     """Local less global accuracy in each task's round with the best global one, mean over tasks."""
     best: dict[int, tuple[float, float]] = {}
-    for event in events(sample.folder, "measure"):
+    for event in events(folder, "measure"):
         if "local_global_gap" in event:
             found = (event["global_accuracy"], event["local_global_gap"])
             best[event["task"]] = max(best.get(event["task"], found), found)
     return 100 * sum(gap for _, gap in best.values()) / len(best) if best else None
+
+
+FROM_EVENTS: dict[str, Callable[[Path], float | None]] = {
+    "train_seconds_first_task": _train_seconds(first=True),
+    "train_seconds_later_tasks": _train_seconds(first=False),
+    "temporal_cosine": _mean("temporal_cosine"),
+    "spatial_cosine": _mean("spatial_cosine"),
+    "gap": _gap,
+}
+
+
+def from_events(folder: Path) -> dict[str, float]:
+    """The measures that a record cannot give from its numbers, computed from a run folder's events."""
+    found = {name: of(folder) for name, of in FROM_EVENTS.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _recorded(name: str) -> Measure:
+    return lambda sample: sample.result.get("from_events", {}).get(name)
 
 
 MEASURES: dict[str, Measure] = {
@@ -255,9 +275,5 @@ MEASURES: dict[str, Measure] = {
     "mebibytes_down": _mebibytes("bytes_down"),
     "device_mebibytes": _device_mebibytes,
     "state_mebibytes": _state_mebibytes,
-    "train_seconds_first_task": _train_seconds(first=True),
-    "train_seconds_later_tasks": _train_seconds(first=False),
-    "temporal_cosine": _told("temporal_cosine"),
-    "spatial_cosine": _told("spatial_cosine"),
-    "gap": _gap,
+    **{name: _recorded(name) for name in FROM_EVENTS},
 }

@@ -139,6 +139,7 @@ class IncrementalStream(PlannedStream):
             "dataset": self.source.name,
             "origin": self.source.origin,
             "samples": {part: len(rows) for part, rows in vars(self._rows).items()},
+            "test_labels": self.source.test_labels,
             **_plain(vars(self.options)),
             "normalise": _plain(self.normalise),
             "encoder": self.source.encoder or None,

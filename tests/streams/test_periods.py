@@ -264,7 +264,7 @@ def test_the_public_sets_stand_in_for_private_text(name: str, tasks: int) -> Non
     ("options", "problem"),
     [
         ({"partition": {"kind": "dirichlet", "alpha": 1.0}}, "stream.partition: has no effect for utterances"),
-        ({"augment": "crop-flip"}, "stream.augment: means nothing"),
+        ({"augment": "crop-flip"}, "stream.augment: has no effect"),
         ({"train_weeks": 0}, "stream.train_weeks"),
         ({"mask_rate": 0.0}, "stream.mask_rate"),
         ({"vocabulary": 3}, "stream.vocabulary"),
