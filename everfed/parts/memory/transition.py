@@ -101,10 +101,11 @@ def entropy(outputs: Tensor) -> float:
 
 
 def competing(ctx: Context) -> Tensor:
-    """The outputs that a head grown class by class would have now: of all tasks so far; all, when tasks are hidden."""
+    """The outputs that the shared head, grown class by class, would have now: of all tasks so far, with the classes of
+    every client; all, when tasks are hidden."""
     if ctx.current_task is None:
         return torch.arange(ctx.facts.classes)
-    return classes_of(ctx, range(ctx.current_task + 1))
+    return classes_of(ctx, range(ctx.current_task + 1), everyone=True)
 
 
 def _committed(pool: Pool, border: int, signal: bool) -> np.ndarray:
