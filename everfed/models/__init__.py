@@ -59,7 +59,7 @@ def build(
     """
     factory = _factory(kind)
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in (options or {}).items()}
-    init = "torch" if "init" in _options_of(factory) else options.pop("init", "torch")
+    init = "torch" if _takes(factory, "init") else options.pop("init", "torch")
     if init not in INITS:
         raise ModelError(f"model.init must be one of {', '.join(INITS)}; got {init!r}")
     _check_options(kind, factory, options)
@@ -84,19 +84,17 @@ def draw_he(module: nn.Module) -> None:
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
-def _options_of(factory: Callable[..., nn.Module]) -> list[str]:
-    """The names of a factory's parameters behind (input_shape, classes)."""
-    return list(inspect.signature(factory).parameters)[2:]
+def _takes(factory: Callable[..., nn.Module], option: str) -> bool:
+    """Is it an option of the factory's own?"""
+    parameters = inspect.signature(factory).parameters
+    return option in list(parameters)[2:] or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _check_options(kind: str, factory: Callable[..., nn.Module], options: dict[str, Any]) -> None:
-    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(factory).parameters.values()):
-        return
-    allowed = _options_of(factory)
     for key in options:
-        if key not in allowed:
-            listed = ", ".join(dict.fromkeys([*allowed, "init"]))
-            raise ModelError(f"model.{key} is not an option of {kind!r}; its options are: {listed}")
+        if not _takes(factory, key):
+            allowed = dict.fromkeys([*list(inspect.signature(factory).parameters)[2:], "init"])
+            raise ModelError(f"model.{key} is not an option of {kind!r}; its options are: {', '.join(allowed)}")
 
 
 def _factory(kind: str) -> Callable[..., nn.Module]:

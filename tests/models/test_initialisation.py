@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -54,9 +55,17 @@ class Own(nn.Module):
         nn.init.constant_(self.head.weight, init)
 
 
-def test_an_option_of_the_model_s_own_comes_first_and_others_are_refused() -> None:
-    own = models.build(f"{__name__}:Own", SHAPE, 2, 0, {"init": 0.5})
-    assert own.get_parameter("head.weight").unique().tolist() == [0.5]
+def any_options(input_shape: tuple[int, ...], classes: int, **options: float) -> nn.Module:
+    return Own(input_shape, classes, **options)
+
+
+@pytest.mark.parametrize("own", [Own, any_options])
+def test_an_option_of_the_model_s_own_comes_first(own: Callable[..., nn.Module]) -> None:
+    module = models.build(f"{__name__}:{own.__name__}", SHAPE, 2, 0, {"init": 0.5})
+    assert module.get_parameter("head.weight").unique().tolist() == [0.5]
+
+
+def test_options_that_are_not_there_are_refused() -> None:
     with pytest.raises(models.ModelError, match=r"model.init must be one of torch, he-fan-out; got 'xavier'"):
         models.build("resnet18", SHAPE, 10, 0, {"init": "xavier"})
     with pytest.raises(models.ModelError, match=r"model.depth is not an option of 'resnet18'; its options are: init"):
