@@ -383,7 +383,10 @@ def test_compare_runs_a_method_with_its_own_options_and_the_command_line_s_after
     ("options", "problem"),
     [
         ("der = ['train.batch_size=3']", r"compare: options.der: not among methods = \['fedavg'\]"),
-        ("fedavg = ['train.batch_size']", r"compare: options.fedavg: write settings as key=value; got 'train.batch_size'"),
+        (
+            "fedavg = ['train.batch_size']",
+            r"compare: options.fedavg: write settings as key=value; got 'train.batch_size'",
+        ),
     ],
 )
 def test_options_of_a_comparison_are_checked(options: str, problem: str) -> None:
