@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PAD = 4
+BRIGHTNESS = 63 / 255  # the largest change of brightness, as TARGET, LANDER and GLFC have it
+FINE = 2**16  # steps of a drawn brightness in 1
 # Weights of red, green and blue in a grey level, in thousandths (ITU-R 601, as Pillow has them).
 LUMA = (299, 587, 114)
 # Images resized at once, so that float copies of a large set never exist as a whole.
@@ -73,6 +75,19 @@ def crop_and_flip(x: Tensor, draws: Tensor) -> Tensor:
 def draw_crop_and_flip(rng: np.random.Generator, count: int) -> np.ndarray:
     """(count, 3) draws for `crop_and_flip`, uniform over all positions and both sides."""
     return rng.integers(0, (2 * PAD + 1, 2 * PAD + 1, 2), size=(count, 3))
+
+
+def brighten(x: Tensor, draws: Tensor) -> Tensor:
+    """Multiply images with 1 + draws / FINE, draws (n,); cut to 0..255 and, in whole numbers, rounded down as Pillow
+    does. A draw of 0 leaves an image as it is."""
+    factor = 1.0 + draws.to(torch.float32).reshape(-1, 1, 1, 1) / FINE
+    return (x.to(torch.float32) * factor).clamp(0, 255).to(x.dtype)
+
+
+def draw_brightness(rng: np.random.Generator, count: int) -> np.ndarray:
+    """(count, 1) draws for `brighten`, uniform over 1 - BRIGHTNESS to 1 + BRIGHTNESS."""
+    reach = math.floor(BRIGHTNESS * FINE)
+    return rng.integers(-reach, reach, size=(count, 1), endpoint=True)
 
 
 def scale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:

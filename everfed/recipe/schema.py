@@ -61,8 +61,9 @@ class OptimizerSection(Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
-    schedule: Literal["constant", "linear", "exponential", "geometric", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "exponential", "geometric", "cosine", "table"] = "constant"
     lr_end: float = Field(1e-3, gt=0)
+    factors: list[Annotated[float, Field(ge=0)]] = []  # of lr, with schedule = "table"
     state: Literal["fresh", "kept", "task"] = "fresh"
 
     @model_validator(mode="before")
@@ -70,6 +71,12 @@ class OptimizerSection(Section):
     def _usual_rate(cls, table: Any) -> Any:
         adam = isinstance(table, dict) and table.get("kind") == "adam"
         return {"lr": 0.001, **table} if adam else table
+
+    @model_validator(mode="after")
+    def _factors_with_a_table(self) -> OptimizerSection:
+        if bool(self.factors) != (self.schedule == "table"):
+            raise ValueError('factors, a list of numbers, belong to schedule = "table", which needs them')
+        return self
 
 
 class TrainSection(Section):
@@ -208,10 +215,24 @@ class FederationSection(Section):
 
 
 class CompareSection(Section):
-    """[compare]: what `everfed compare RECIPE` compares when the command line does not say."""
+    """[compare]: what `everfed compare RECIPE` compares when the command line does not say.
+
+    options: {method: settings that it alone is run with, as `--set` takes them}.
+    """
 
     methods: list[str] = Field(min_length=1)
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
+    options: dict[str, list[str]] = {}
+
+    @model_validator(mode="after")
+    def _options_of_its_methods(self) -> CompareSection:
+        for method, settings in self.options.items():
+            if method not in self.methods:
+                raise ValueError(f"options.{method}: not among methods = {self.methods}")
+            for entry in settings:
+                if "=" not in entry:
+                    raise ValueError(f"options.{method}: write settings as key=value; got {entry!r}")
+        return self
 
 
 class Recipe(Section):

@@ -287,6 +287,18 @@ def test_augmentation_is_drawn_from_the_given_generator_only_when_asked_for():
     assert torch.equal(plain.augment(x, torch.from_numpy(draws)), x)
 
 
+def test_brightness_is_drawn_beside_crop_and_flip():
+    x = stream(TABLES[2]).test(0).x[:5]
+    s, plain = (stream(TABLES[2], augment=augment) for augment in ("crop-flip-brightness", "crop-flip"))
+    draws = s.draw_augmentation(np.random.default_rng(3), 5)
+    assert draws.shape == (5, 4) and (s.colour_draws, plain.colour_draws) == (1, 0)
+    bright = torch.tensor([[4, 4, 0, 16191]] * 5)  # 1 + 63/255, to the step
+    by_hand = (x.double() * (1 + 16191 / 65536)).clamp(0, 255).to(torch.uint8)
+    assert torch.equal(s.augment(x, bright), by_hand)
+    draws[:, 3] = 0
+    assert torch.equal(s.augment(x, torch.from_numpy(draws)), plain.augment(x, torch.from_numpy(draws[:, :3])))
+
+
 def test_images_can_be_brought_to_another_format():
     s = stream(TABLES[0], image_size=28, channels=3)
     assert s.input_shape == (3, 28, 28)
