@@ -53,7 +53,7 @@ def test_table_2_has_the_settings_of_table_6(data: str) -> None:
     )
     assert found == TABLE6[data]
     assert (train.optimizer.kind, train.optimizer.schedule, train.optimizer.state) == ("adam", "linear", "fresh")
-    assert recipe.model.kind == "resnet18"
+    assert recipe.model.kind == ("resnet18-imagenet" if data.startswith("office") else "resnet18")
     assert recipe.method.model_extra["fedssi"]["lam"] == LAMBDA[data]  # type: ignore[index]
     assert recipe.eval.every == 1 and recipe.compare is not None and len(recipe.compare.methods) == 11
 

@@ -13,7 +13,7 @@ from everfed.core import random
 from everfed.models.acgan import ACGANCNN
 from everfed.models.cnn import MLP, McMahanCNN, SmallCNN, TwoConvCNN
 from everfed.models.deep_head import ResNet18Deep, SConvNet
-from everfed.models.resnet import ResNet18
+from everfed.models.resnet import ResNet18, ResNet18ImageNet
 from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
 from everfed.models.yolo import MicroYOLO, TinyYOLO
@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "resnet18-deep": (ResNet18Deep, "ResNet-18 with a head of three layers, as in AF-FCL's code"),
     "acgan-cnn": (ACGANCNN, "the discriminators of FedCIL's code, for grey or for colour images"),
     "resnet18": (ResNet18, "ResNet-18 with a 3x3 stem for small images"),
+    "resnet18-imagenet": (ResNet18ImageNet, "ResNet-18 as published, with a 7x7 stem and a max-pool for large images"),
 }
 
 

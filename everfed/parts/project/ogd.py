@@ -8,8 +8,8 @@ orthonormal basis Q. In later tasks it moves at right angles to all of them:
 
 With any optimiser but plain SGD the step is no longer along -g, so then the step itself is projected.
 
-Memory: `vectors` x parameters x 4 bytes for every finished task; `storage` halves it. `max_vectors` bounds it: then Q are
-the top right singular vectors of the old ones, each at its singular value, stacked with the task's gradients.
+Memory: `vectors` x parameters x 4 bytes for every finished task; `storage` halves it. `max_vectors` bounds it: then the
+rows of Q are the top right singular vectors of the old rows, each at its singular value, stacked with the gradients.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def extended(basis: Tensor, vector: Tensor) -> Tensor:
 
 
 def principal(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """(at most `most` top right singular vectors of the rows (n, P), their singular values), by the small Gram matrix."""
+    """(at most `most` top right singular vectors of rows (n, P), their singular values), by the small Gram matrix."""
     gram = sum((block @ block.T for block in column_blocks(rows)), rows.new_zeros((), dtype=torch.float64))
     squares, weights = torch.linalg.eigh(gram)
     values = squares.flip(0)[:most].clamp_min(0.0).sqrt()
