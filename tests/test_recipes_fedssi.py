@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everfed import recipes
+from everfed.parts.project.fot import FOT
 from everfed.recipe import read
 
 NAMES = [name for name in recipes.names() if name.startswith("fedssi/")]
@@ -72,3 +73,10 @@ def test_table_7(data: str) -> None:
     assert (stream["clients"], stream["participation"], stream["partition"]["alpha"]) == (100, 0.1, 10.0)
     assert (thin.stream.model_extra or {})["participation"] == 0.2
     assert thin.train.rounds_per_task == TABLE6[data][-1] // 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fot_sketches_all_samples_with_five_columns_an_input(name: str) -> None:
+    """As its authors do for their ResNets; fewer columns hold less than the threshold (tests/parts/test_fot.py)."""
+    fot = FOT(**read(name).method.defaults["fot"])
+    assert (fot.sketch_cols, fot.sketch_factor, fot.samples) == (0, 5, 0)

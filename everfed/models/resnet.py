@@ -27,7 +27,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """The usual CIFAR variant: 11,173,962 parameters with 10 classes, 11,220,132 with 100; 9,600 BatchNorm statistics."""
+    """The CIFAR variant: 11,173,962 parameters with 10 classes, 11,220,132 with 100; 9,600 BatchNorm statistics."""
 
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
