@@ -6,7 +6,9 @@ import pytest
 
 from everfed import recipes
 from everfed.parts.project.fot import FOT
-from everfed.recipe import read
+from everfed.recipe import read, settled
+from everfed.reproduction.planning import experiments, plan
+from everfed.reproduction.tables import Table, tables
 
 NAMES = [name for name in recipes.names() if name.startswith("fedssi/")]
 # tasks, batch, learning rate, Dirichlet alpha, clients, local epochs, selection ratio, rounds per task
@@ -56,7 +58,7 @@ def test_table_2_has_the_settings_of_table_6(data: str) -> None:
     assert (train.optimizer.kind, train.optimizer.schedule, train.optimizer.state) == ("adam", "linear", "fresh")
     assert recipe.model.kind == ("resnet18-imagenet" if data.startswith("office") else "resnet18")
     assert recipe.method.model_extra["fedssi"]["lam"] == LAMBDA[data]  # type: ignore[index]
-    assert recipe.eval.every == 1 and recipe.compare is not None and len(recipe.compare.methods) == 11
+    assert recipe.eval.every == 1 and recipe.compare is not None and len(recipe.compare.methods) == 12
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,3 +82,14 @@ def test_fot_sketches_all_samples_with_five_columns_an_input(name: str) -> None:
     """As its authors do for their ResNets; fewer columns hold less than the threshold (tests/parts/test_fot.py)."""
     fot = FOT(**read(name).method.defaults["fot"])
     assert (fot.sketch_cols, fot.sketch_factor, fot.samples) == (0, 5, 0)
+
+
+@pytest.mark.parametrize("table", [t for t in tables().values() if t.paper.name == "FedSSI"], ids=lambda t: t.item.name)
+def test_compare_has_the_rows_of_reproduce(table: Table) -> None:
+    """The same methods, and Re-Fed and GLFC with the same options."""
+    for run in experiments(plan(table)):
+        recipe = read(run.recipe)
+        assert recipe.compare is not None and run.method in recipe.compare.methods
+        if run.method in ("re-fed", "glfc"):
+            compared, reproduced = (settled(read(run.recipe, method=run.method, sets=s)) for s in ((), run.sets))
+            assert compared.method == reproduced.method
