@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed import metrics
+from everfed.metrics.convergence import Curves
 from everfed.metrics.numbers import mean
 from everfed.recipe.schema import Logits
 
@@ -96,7 +97,7 @@ def _acc_avg_incremental_last_rounds(sample: Sample) -> float | None:
     return _points(mean(_last_rounds(found[: task + 1]) for task in range(len(found))))
 
 
-def _last_rounds(found: metrics.Curves) -> float | None:
+def _last_rounds(found: Curves) -> float | None:
     return metrics.acc_last_rounds(found, min(LAST_ROUNDS, len(found[-1])) or 1)
 
 

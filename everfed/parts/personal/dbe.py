@@ -4,10 +4,10 @@ Between base f and head h every client adds a vector of its own, which takes up 
 
     prediction = h(f(x) + c_k)                                                                        (Eq. 4)
 
-c_k is trained with the model, by plain SGD at the round's rate whatever the run's optimiser is (as in the authors' code),
-never sent, and used when the client is scored. Optionally the mean feature is drawn to a
-consensus m, fixed before the first round: the data-weighted mean of the clients' running feature means after one local
-training without c_k. The term is
+c_k is trained with the model, by plain SGD at the round's rate whatever the run's optimiser is (so the authors' code),
+never sent, and used when the client is scored. Optionally the mean feature is drawn to a consensus m, fixed before the
+first round: the data-weighted mean of the clients' running feature means after one local training without c_k. The term
+is
 
     weight * mean_j (r_j - m_j)^2 / 2,   r <- (1 - momentum) r + momentum * (mean feature of the batch)  (Eq. 5)
 
@@ -104,7 +104,7 @@ class DBE(Part):
         return {"mean": Once("consensus", held["mean"])} if held else {}
 
     def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
-        """The running mean begins anew with every local training; rate: of c_k, where the optimiser is not SGD itself."""
+        """The running mean begins anew with every local training. rate: of c_k, unless the optimiser is plain SGD."""
         own: Tree = {"mean": self._zeros(ctx, model)} if self.weight else {}
         if not _plain_sgd(ctx.options.optimizer):
             own["rate"] = torch.tensor(ctx.rate, device=model["params"].device)

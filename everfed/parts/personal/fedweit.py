@@ -5,8 +5,8 @@ The weights of every hidden layer, for client c and task t, are composed of shar
     theta = B (.) sigmoid(m^t) + A^t + sum_j a^t_j KB_j                                          (Eq. 2)
 
 B: shared weights, m: one mask logit per output channel, A: task-adaptive and sparse, KB: the adaptives that the
-clients of the previous task's last round published, a client's own among them, a: one scalar per layer and entry. Biases, BatchNorm and the head
-are the client's own, anew for every task. Training adds to the loss
+clients of the previous task's last round published, a client's own among them, a: one scalar per layer and entry.
+Biases, BatchNorm and the head are the client's own, anew for every task. Training adds to the loss
 
     lambda1 |A|_1 + (wd / 2) (|A|^2 + |m|^2) [+ (wd / 2) |B|^2 in the first task]
     + (lambda2 / 2) sum_{i < t} | B (.) sigmoid(m^i) + A^i - theta^i |^2                          (Eq. 4)
@@ -186,7 +186,7 @@ class FedWeIT(Part):
         if ctx.round % ctx.options.sync_every == 0:
             model = {**model, "params": self._merged(own, received, model["params"])}
         if own.get("host", {}).get("task") != ctx.current_task:
-            first = own.get("first", received)  # a client that came after the first round has nothing earlier
+            first = own["first"] if "first" in own else received  # one that came later has nothing earlier
             model = {**model, "params": self._fresh(model["params"], first, ctx)}
             own = self._begin(own, ctx)
         knowledge = message.get(self.name, {}).get("knowledge")
