@@ -247,6 +247,7 @@ MEASURES: dict[str, Measure] = {
             "forgetting",
             "forgetting_standard",
             "forgetting_clipped",
+            "forgetting_full",
         )
     },
     "acc_after_task": _acc_after_task,

@@ -186,7 +186,7 @@ class FedWeIT(Part):
         if ctx.round % ctx.options.sync_every == 0:
             model = {**model, "params": self._merged(own, received, model["params"])}
         if own.get("host", {}).get("task") != ctx.current_task:
-            first = own["first"] if "first" in own else received  # one that came later has nothing earlier
+            first = cast(Tensor, own.get("first", received))  # a client that came later has nothing earlier
             model = {**model, "params": self._fresh(model["params"], first, ctx)}
             own = self._begin(own, ctx)
         knowledge = message.get(self.name, {}).get("knowledge")
