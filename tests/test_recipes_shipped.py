@@ -264,3 +264,15 @@ def test_mfcls_table_1_has_the_settings_of_the_paper() -> None:
     assert recipe.compare is not None
     assert set(recipe.compare.methods) == {"fedavg", "fedprox", "fedcil", "fedlwf2t", "mfcl", "ideal"}
     assert recipe.compare.seeds == [0, 1, 2]
+
+
+def test_stamps_code_has_the_options_of_the_released_code() -> None:
+    """Clones go on with the client's moments, 25 solver steps with momentum 0.1 on clients, the first task matched."""
+    stamp = read("stamp/code-cifar100").method.model_extra["stamp"]
+    assert (stamp["moments"], stamp["match_first"], stamp["rate"]) == ("copied", True, 2.0)
+    assert (stamp["solver"], stamp["solver_steps"], stamp["solver_momentum"]) == ("softmax_sgd", 25, 0.1)
+
+
+def test_the_gap_is_compared_with_the_methods_of_figure_1() -> None:
+    compared = read("stamp/fig1-cifar100").compare
+    assert compared is not None and {"af-fcl", "fedssi", "stamp"} <= set(compared.methods)

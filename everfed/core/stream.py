@@ -123,6 +123,10 @@ class Stream(ABC):
         """Apply drawn augmentations in storage form: same shape and dtype, batched, no host synchronisation."""
         return x
 
+    def augment_samples(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for samples and their targets, where these change with the sample (masks of a language model)."""
+        return self.augment(x, draws), y
+
     # loss and score ----------------------------------------------------------------------------------------------
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The task loss of a minibatch."""
@@ -196,8 +200,8 @@ class Hidden(RuntimeError):
 _VISIBLE = frozenset(
     {
         "name", "clients", "tasks", "rounds", "classes", "input_shape", "score", "boundaries", "task_ids",
-        "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "loss", "measure",
-        "measure_all", "also", "colour_draws",
+        "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "augment_samples",
+        "colour_draws", "loss", "measure", "measure_all", "also",
     }
 )  # fmt: skip
 _OF_TASKS = frozenset({"tasks", "labels", "labels_of"})  # hidden with the tasks

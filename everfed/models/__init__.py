@@ -43,10 +43,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "resnet18-deep": (ResNet18Deep, "ResNet-18 with a head of three layers, as in AF-FCL's code"),
     "acgan-cnn": (ACGANCNN, "the discriminators of FedCIL's code, for grey or for colour images"),
     "resnet18": (ResNet18, "ResNet-18 with a 3x3 stem for small images"),
-    "resnet18-imagenet": (
-        ResNet18ImageNet,
-        "ResNet-18 with the 7x7 stem and the max-pool of its paper, for large images",
-    ),
+    "resnet18-imagenet": (ResNet18ImageNet, "ResNet-18 as published, with a 7x7 stem and a max-pool for large images"),
 }
 INITS = ("torch", "he-fan-out")
 

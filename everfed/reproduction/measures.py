@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from everfed import metrics
+from everfed.metrics.convergence import Curves
+from everfed.metrics.numbers import mean
 from everfed.recipe.schema import Logits
 
 Result = dict[str, Any]
 MIB = 2**20
-LAST_ROUNDS = 10  # FedSSI's A(f) is their mean
+LAST_ROUNDS = 10  # FedSSI's A_t and A(f) are their mean
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,18 @@ def curves(result: Result) -> list[list[list[float | None]]]:
 
 
 def _acc_last_rounds(sample: Sample) -> float | None:
-    """Over the last ten rounds; a scaled run may have fewer."""
+    """Over the last ten rounds of the cell's task, or of the last one; a scaled run may have fewer."""
+    return _points(_last_rounds(curves(sample.result)[: sample.task]))
+
+
+def _acc_avg_incremental_last_rounds(sample: Sample) -> float | None:
+    """The mean over the tasks of what `_acc_last_rounds` gives for each."""
     found = curves(sample.result)
-    return _points(metrics.acc_last_rounds(found, min(LAST_ROUNDS, len(found[-1])) or 1))
+    return _points(mean(_last_rounds(found[: task + 1]) for task in range(len(found))))
+
+
+def _last_rounds(found: Curves) -> float | None:
+    return metrics.acc_last_rounds(found, min(LAST_ROUNDS, len(found[-1])) or 1)
 
 
 def _rounds_to_best(sample: Sample) -> float | None:
@@ -256,11 +267,13 @@ MEASURES: dict[str, Measure] = {
             "forgetting",
             "forgetting_standard",
             "forgetting_clipped",
+            "forgetting_full",
         )
     },
     "acc_after_task": _acc_after_task,
     "forgetting_clipped_after_task": _forgetting_clipped_after_task,
     "acc_last_rounds": _acc_last_rounds,
+    "acc_avg_incremental_last_rounds": _acc_avg_incremental_last_rounds,
     "rounds_to_best": _rounds_to_best,
     "rounds_to_best_of_task": _rounds_to_best_of_task,
     "delta": _delta,

@@ -167,6 +167,7 @@ def _with_claims(table: Table, cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _experiment(table: Table, block: Block, method: str, sets: tuple[str, ...]) -> Experiment:
+    sets = (*sets, *block.sets_of_method.get(method, ()))
     parts_named = any(entry.startswith("method.parts=") for entry in sets)
     options = tuple(table.paper.options.get(method, ()))
     return Experiment(block.recipe, "" if parts_named else table.methods[method], (*sets, *options))

@@ -61,8 +61,9 @@ class Block(Section):
     """Cells that one recipe gives.
 
     dataset, setting: as targets.csv has them; without `setting` any will do. recipe: its short name. logits: which
-    logits are scored, if others than the recipe's own. sets: settings on top of the recipe. keys: names in the setting
-    ("B=500") that set a key of the recipe ({B = "method.memory.size"}). methods: only these of the paper's.
+    logits are scored, if others than the recipe's own. sets: settings on top of the recipe; sets_of_method: others
+    for single methods. keys: names in the setting ("B=500") that set a key of the recipe ({B = "method.memory.size"}).
+    methods: only these of the paper's.
 
     metrics: also cells that no number is printed for: every method with every one of these metrics, in each of
     `settings`, or after each of `tasks` tasks.
@@ -73,6 +74,7 @@ class Block(Section):
     setting: str | None = None
     logits: Logits | None = None
     sets: list[str] = []
+    sets_of_method: dict[str, list[str]] = {}
     keys: dict[str, str] = {}
     methods: list[str] | None = None
     metrics: list[str] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from everfed.reproduction.measures import MEASURES, MIB, Sample, curves, events, measure
+from everfed.reproduction.tables import papers
 from tests.reproduction.made import M1, result, sample, write_events
 
 
@@ -54,6 +55,17 @@ def test_the_last_rounds_and_the_rounds_to_the_best() -> None:
     assert value("acc_last_rounds", run) == pytest.approx(100 * sum(0.1 * r for r in range(6)) / 6)
     long = curve([[0.9]], [[0.0, 0.0]] * 5 + [[0.0, 1.0]] * 10)
     assert value("acc_last_rounds", long) == pytest.approx(50.0)
+
+
+def test_fedssis_accuracies_have_one_definition() -> None:
+    """A(f) is A_t of the last task and A_bar the mean of all A_t, as in FedSSI's Tables 2 and 8; all from the last ten
+    rounds: (0.5 + 1) / 2 and, over two tasks, (0.2 + 0.4) / 2."""
+    long = curve([[0.0]] * 3 + [[0.5]] * 5 + [[1.0]] * 5, [[0.2, 0.4]] * 12)
+    metric = papers()["fedssi"].metrics
+    after = [value(metric["A_t"].measure, Sample(Path(), long.result, task=t)) for t in (1, 2)]
+    assert after == pytest.approx([75.0, 30.0])
+    assert value(metric["A(f)"].measure, long) == after[-1]
+    assert value(metric["A_bar"].measure, long) == pytest.approx(52.5)
 
 
 def test_delta() -> None:
