@@ -75,16 +75,15 @@ def make_source(
 
 def numbered_labels(
     y_train: np.ndarray | Tensor, y_test: np.ndarray | Tensor
-) -> tuple[np.ndarray | Tensor, np.ndarray | Tensor, tuple[str, ...] | None]:
+) -> tuple[np.ndarray | Tensor, np.ndarray | Tensor, tuple[str, ...]]:
     """(train labels, test labels, class names); what is no list of labels is left for `storage_labels` to refuse."""
     train, test = (y.numpy(force=True) if isinstance(y, Tensor) else np.asarray(y) for y in (y_train, y_test))
-    if train.dtype.kind not in "iuUSO" or test.dtype.kind != train.dtype.kind:
-        return y_train, y_test, None
+    if not all(y.dtype.kind in "iu" for y in (train, test)) and not all(y.dtype.kind in "UO" for y in (train, test)):
+        return y_train, y_test, ("",)
     known = np.unique(np.concatenate([train.ravel(), test.ravel()]))
-    if train.dtype.kind in "iu" and (not len(known) or known[0] < 0):
-        return y_train, y_test, tuple(map(str, known))
-    names = tuple(str(label) for label in known.tolist())
-    return np.searchsorted(known, train), np.searchsorted(known, test), names
+    if known.dtype.kind in "iu" and len(known) and known[0] < 0:
+        return y_train, y_test, tuple(map(str, range(int(known[-1]) + 1)))
+    return np.searchsorted(known, train), np.searchsorted(known, test), tuple(str(label) for label in known.tolist())
 
 
 def storage_form(x: np.ndarray | Tensor, name: str = "x") -> Tensor:

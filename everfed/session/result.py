@@ -41,7 +41,7 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         "everfed": everfed.__version__,
         "method": assembly.method.name,
         "recipe": recipe.name,
-        "stream": stream.describe(),
+        "stream": {**stream.describe(), "scale": assembly.scale},  # of the work; the stream itself keeps the root of it
         "seed": recipe.seed,
         "scale": assembly.scale,
         "score": stream.score,

@@ -62,7 +62,7 @@ def test_fedssis_accuracies_have_one_definition() -> None:
     rounds: (0.5 + 1) / 2 and, over two tasks, (0.2 + 0.4) / 2."""
     long = curve([[0.0]] * 3 + [[0.5]] * 5 + [[1.0]] * 5, [[0.2, 0.4]] * 12)
     metric = papers()["fedssi"].metrics
-    after = [value(metric["A_t"].measure, Sample(Path(), long.result, task=t)) for t in (1, 2)]
+    after = [value(metric["A_t"].measure, Sample(long.result, task=t)) for t in (1, 2)]
     assert after == pytest.approx([75.0, 30.0])
     assert value(metric["A(f)"].measure, long) == after[-1]
     assert value(metric["A_bar"].measure, long) == pytest.approx(52.5)
