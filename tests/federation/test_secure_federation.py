@@ -56,7 +56,7 @@ def test_nothing_bare_is_among_what_was_sent(tmp_path: Path) -> None:
     loop = loop_of(own, tmp_path)
     run(own, loop)
     replies = [to_reply(data) for _, packet in loop.received for data in Answer.of(packet).replies]
-    assert len(replies) == 3 * 4 and all(isinstance(reply, Reply) for reply in replies)
+    assert len(replies) == 3 * 5 and all(isinstance(reply, Reply) for reply in replies)
     kinds = {leaf.dtype for reply in replies for _, leaf in leaves(reply.values) if isinstance(leaf, torch.Tensor)}
     assert kinds == {torch.uint8, torch.int32, torch.int64}  # no float ever leaves a client
     assert all((reply.samples, reply.steps, reply.loss) == (0, 0, None) for reply in replies)

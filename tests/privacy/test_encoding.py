@@ -36,7 +36,7 @@ def added(replies: list[Reply], code: Code = CODE) -> Sums:
     vectors = [encode(reply, form, code) for reply in replies]
     narrow, wide = (np.sum([v[i] for v in vectors], axis=0, dtype=vectors[0][i].dtype) for i in (0, 1))
     assert (len(narrow), len(wide)) == sizes(form)
-    return decode(narrow, wide, form, code)
+    return decode(narrow, wide, form, code, len(replies))
 
 
 floats = st.lists(st.floats(-4, 4, width=32), min_size=5, max_size=5)

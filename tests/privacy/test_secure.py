@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed import CompositionError, Method, Model, Phase, Trainer, methods
+from everfed import CompositionError, Each, Method, Model, Phase, Trainer, methods
 from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.context import Moment, World
@@ -23,14 +24,15 @@ from everfed.core.events import Diverged
 from everfed.core.message import Message
 from everfed.core.scoring import Exam
 from everfed.engines.processes import Processes
+from everfed.privacy.members import needed
 from everfed.privacy.secure import (
+    AGREE,
     MASK,
     NAME,
     SHARE,
     UNMASK,
     ProtocolError,
     SecureAggregation,
-    needed,
     secured,
 )
 from everfed.privacy.secure_engine import Secured, TooFewClients
@@ -181,7 +183,7 @@ def test_who_goes_before_unmasking_still_counts() -> None:
     assert all("absent" not in event for event in events(secure, event="phase"))
 
 
-@pytest.mark.parametrize("step", [SHARE, MASK, UNMASK])
+@pytest.mark.parametrize("step", [SHARE, MASK, AGREE, UNMASK])
 def test_too_few_fail_with_a_clear_message(step: str) -> None:
     with pytest.raises(TooFewClients, match=r"phase 'train' in round 0: 2 clients are left, 3 are needed"):
         secure_run(SMALL, {step: (0, 2, 3)}, threshold=0.6)
@@ -193,7 +195,8 @@ def test_two_clients_are_too_few_in_any_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clients", "threshold", "expected"), [(3, 2 / 3, 2), (10, 2 / 3, 7), (10, 0.51, 6), (4, 0.6, 3), (3, 1.0, 3)]
+    ("clients", "threshold", "expected"),
+    [(3, 2 / 3, 3), (3, 0.51, 3), (4, 0.51, 3), (10, 2 / 3, 7), (10, 0.51, 6), (4, 0.6, 3), (3, 1.0, 3)],
 )
 def test_how_many_must_stay(clients: int, threshold: float, expected: int) -> None:
     assert needed(clients, threshold) == expected > clients / 2
@@ -236,10 +239,15 @@ def test_nothing_but_keys_letters_masked_vectors_and_shares_arrives() -> None:
     seen: list[tuple[str, int, Reply]] = []
     bench = Bench("fedgp+der", module=Norm)
     secure_run(bench, seen=seen)
-    assert {phase for phase, _, _ in seen} == {"train", "reference", SHARE, MASK, UNMASK}
+    assert {phase for phase, _, _ in seen} == {"train", "reference", SHARE, MASK, AGREE, UNMASK}
     for phase, _, reply in seen:
         assert set(reply.values) == {NAME} and (reply.samples, reply.steps, reply.loss) == (0, 0, None)
-        allowed = {SHARE: {"letters"}, MASK: {"narrow", "wide"}, UNMASK: {"seeds"}}.get(phase, {"keys", "form"})
+        allowed = {
+            SHARE: {"letters", "commitments", "proof"},
+            MASK: {"narrow", "wide"},
+            AGREE: {"votes"},
+            UNMASK: {"seeds"},
+        }.get(phase, {"keys", "form"})
         assert set(reply.values[NAME]) == allowed
 
 
@@ -370,16 +378,40 @@ class Cheat(Flaky):
         return super().exchange(phase, clients, message, moment)
 
 
+OFF_CURVE = torch.full((1, 66), 255, dtype=torch.uint8)
+
+
+def other_form(asked: dict[str, Any]) -> str:
+    """Each shape of client 0's form with one number more."""
+    form = json.loads(asked["forms"]["0"])
+    return json.dumps({path: [kind, [*shape, 2]] for path, (kind, shape) in form.items()})
+
+
+def huge_form(asked: dict[str, Any]) -> str:
+    return json.dumps({"fedavg/counters": ["int64", [1 << 34]]})
+
+
+def flipped(votes: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {voter: vote ^ 1 for voter, vote in votes.items()}
+
+
 CHEATS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "another client's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}),
-    "a group of two": (SHARE, lambda a: {"clients": a["clients"][:2], "keys": a["keys"][:2]}),
+    "a group of two": (SHARE, lambda a: {**a, "clients": a["clients"][:2], "keys": a["keys"][:2]}),
     "not a list of keys": (SHARE, lambda a: {**a, "keys": a["keys"][:, :5]}),
+    "keys that are no points on the curve": (SHARE, lambda a: {**a, "keys": torch.cat([a["keys"][:-1], OFF_CURVE])}),
+    "another form of its reply": (SHARE, lambda a: {**a, "forms": {**a["forms"], "0": "{}"}}),
+    "two forms of one value": (SHARE, lambda a: {**a, "forms": {**a["forms"], "4": other_form(a)}}),
+    "a form larger than memory": (SHARE, lambda a: {**a, "forms": {**a["forms"], "4": huge_form(a)}}),
     "hardly anybody shared": (MASK, lambda a: {**a, "sharing": a["sharing"][:1]}),
     "strangers shared": (MASK, lambda a: {**a, "sharing": torch.tensor([0, 1, 2, 9])}),
     "no letters": (MASK, lambda a: {k: v for k, v in a.items() if k != "letters"}),
-    "seeds and keys of the same client": (UNMASK, lambda a: {**a, "gone": a["alive"][:1]}),
-    "hardly anybody alive": (UNMASK, lambda a: {"alive": a["alive"][:1], "gone": a["alive"][1:]}),
-    "a client left out": (UNMASK, lambda a: {**a, "alive": a["alive"][:-1]}),
+    "letters of another size": (MASK, lambda a: {**a, "letters": {"1": torch.zeros(3, dtype=torch.uint8)}}),
+    "hardly anybody alive": (AGREE, lambda a: {"alive": a["alive"][:1]}),
+    "a set without the client": (AGREE, lambda a: {"alive": a["alive"][1:]}),
+    "strangers alive": (AGREE, lambda a: {"alive": torch.tensor([0, 1, 2, 3, 9])}),
+    "no votes": (UNMASK, lambda a: {}),
+    "votes of another set": (UNMASK, lambda a: {"votes": Each({c: flipped(v) for c, v in a["votes"].values.items()})}),
 }
 
 
