@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed import CompositionError, Each, Method, Model, Phase, Trainer, methods
+from everfed import CompositionError, Each, Phase, methods
 from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.context import Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.events import Diverged
 from everfed.core.message import Message
-from everfed.core.scoring import Exam
 from everfed.engines.processes import Processes
 from everfed.privacy.members import needed
 from everfed.privacy.secure import (
@@ -37,71 +36,10 @@ from everfed.privacy.secure import (
 )
 from everfed.privacy.secure_engine import Secured, TooFewClients
 from everfed.store.clients import ClientStore
+from tests.support.flaky import STEP, Flaky, events, plain_run, protected, secure_run
 from tests.support.phases import phase_of
-from tests.support.toy import Bench, Norm, Outcome, Toy
+from tests.support.toy import Bench, Norm, Toy
 from tests.support.wire import Wire, crossed
-
-Lost = Mapping[str, Sequence[int]]
-STEP = 2 * 16.0 / (1 << 24)
-
-
-@dataclass
-class Flaky(Engine):
-    """An engine whose clients are absent in some phases, and that writes down all that reaches the server."""
-
-    inner: Engine
-    lost: Lost = field(default_factory=dict)
-    seen: list[tuple[str, int, Reply]] = field(default_factory=list)
-    name: str = "flaky"
-
-    def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
-    ) -> Iterator[tuple[int, Reply | Absent]]:
-        gone = self.lost.get(phase.name, ())
-        for client in clients:
-            if client in gone:
-                yield client, Absent("failed", "gone")
-                continue
-            for _, reply in self.inner.exchange(phase, [client], message, moment):
-                assert isinstance(reply, Reply)
-                self.seen.append((phase.name, client, reply))
-                yield client, reply
-
-    def workbench(self) -> Trainer:
-        return self.inner.workbench()
-
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return self.inner.evaluate(model, exam)
-
-    def describe(self) -> dict[str, Any]:
-        return self.inner.describe()
-
-
-def protected(bench: Bench, **options: Any) -> Bench:
-    plain = bench.build_method
-
-    def build() -> Method:
-        return secured(plain(), **options)
-
-    return replace(bench, method=build)
-
-
-def secure_run(bench: Bench, lost: Lost | None = None, seen: list[Any] | None = None, **options: Any) -> Outcome:
-    own = protected(bench, **options)
-
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(Flaky(own.eager(world, store), lost or {}, [] if seen is None else seen), world)
-
-    return own.run(engine)
-
-
-def plain_run(bench: Bench, lost: Lost | None = None) -> Outcome:
-    return bench.run(lambda world, store: Flaky(bench.eager(world, store), lost or {}))
-
-
-def events(outcome: Outcome, **wanted: Any) -> list[dict[str, Any]]:
-    return [event for event in outcome.events if wanted.items() <= event.items()]
-
 
 # the same as without -------------------------------------------------------------------------------------------------
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fedcurv", "fot", "fedl2p", "feddbe", "coordinated-4")]
@@ -192,6 +130,12 @@ def test_too_few_fail_with_a_clear_message(step: str) -> None:
 def test_two_clients_are_too_few_in_any_case() -> None:
     with pytest.raises(TooFewClients, match="at least 3"):
         secure_run(replace(SMALL, stream=Toy(clients=2)))
+
+
+@pytest.mark.parametrize("step", [SHARE, MASK])
+def test_the_sum_of_two_of_three_is_never_opened(step: str) -> None:
+    with pytest.raises(TooFewClients, match="2 clients are left, 3 are needed"):
+        secure_run(replace(SMALL, stream=Toy(clients=3)), {step: (1,)})
 
 
 @pytest.mark.parametrize(
