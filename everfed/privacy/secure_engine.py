@@ -198,8 +198,6 @@ class _Round:
             return
         if keys is None or not are_keys(keys):
             self.reject(client, "malformed: its keys are not two points on the curve")
-        elif keys in self.keys.values():
-            self.reject(client, "malformed: its keys are another client's")
         else:
             self.forms[client], self.keys[client] = form, keys
 
@@ -485,8 +483,11 @@ def _blame(client: int, pairs: set[tuple[int, int]]) -> str:
 
 def _total(vectors: dict[int, Vectors], index: int) -> np.ndarray:
     """The sum of one of all clients' vectors; it wraps around."""
-    every = [one[index] for one in vectors.values()]
-    return np.sum(every, axis=0, dtype=every[0].dtype)
+    first, *others = (one[index] for one in vectors.values())
+    total = first.copy()
+    for vector in others:
+        total += vector
+    return total
 
 
 def _unmasked(

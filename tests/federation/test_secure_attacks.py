@@ -24,6 +24,7 @@ from everfed.core.runner import Runner
 from everfed.core.tree import Tree
 from everfed.federation.codec import MessageEncoder, to_reply
 from everfed.federation.engine import Federated, RunIdentity
+from everfed.federation.journal import Journal
 from everfed.federation.packet import Packet, digest
 from everfed.federation.patience import Patience
 from everfed.federation.request import RECIPE, REPLY, Answer, Request, Step
@@ -72,12 +73,12 @@ def reply_of(client: int) -> Tensor:
 
 
 def server(
-    loop: Loop, epoch: int = 1, run: str = "a1", ledger: Any = None, killed: bool = True
+    loop: Loop, epoch: int = 1, run: str = "a1", ledger: Any = None, killed: bool = True, tries: int = 1
 ) -> tuple[Secured, Runner]:
     """A server of the run, from its beginning. killed: it ends after its first phase, before a checkpoint."""
     world, events = BENCH.world(), []  # type: ignore[var-annotated]
     identity = RunIdentity(run, epoch, TEXT)
-    patience = Patience(deadline=1.0, retry=0.0, tries=1)
+    patience = Patience(deadline=1.0, retry=0.0, tries=tries)
     inner = Federated(world, BENCH.build_module, loop, identity, patience, lambda: (0, 0, 0, 0), events.append)
     engine = Secured(inner, world, notify=events.append, **({} if ledger is None else {"ledger": ledger}))
 
@@ -270,6 +271,25 @@ def test_a_server_killed_while_it_opens_keeps_to_the_set(tmp_path: Path) -> None
     runner.run()
     whole = BENCH.run(lambda world, store: Secured(BENCH.eager(world, store), world))
     assert torch.equal(runner.state.model["params"], whole.params)
+
+
+def test_a_client_that_dies_between_its_ledger_and_its_journal_answers_the_same_set_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It recorded the set, and its reply was lost before it was written; the request is repeated."""
+    honest, died = Journal.record, []
+
+    def record(journal: Journal, place: Any, *rest: Any) -> None:
+        if place[3] == 4 and not died:  # the first client that unmasks
+            died.append(place)
+            raise OSError("the disk is full")
+        honest(journal, place, *rest)
+
+    monkeypatch.setattr(Journal, "record", record)
+    _, runner = server(loop_of(BENCH, tmp_path), killed=False, tries=3)
+    runner.run()
+    whole = BENCH.run(lambda world, store: Secured(BENCH.eager(world, store), world))
+    assert died and torch.equal(runner.state.model["params"], whole.params)
 
 
 def server_ledger(folder: Path) -> Any:
