@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.core.context import Moment, World
+from everfed.core.context import Attempt, Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.stream import RoundPlan
@@ -34,6 +34,7 @@ from everfed.federation.request import (
 from everfed.federation.runs import KEPT, STEPS, Runs
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
+from everfed.store.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class ClientRuntime:
     store: ClientStore
 
 
+LEDGER = "ledger.jsonl"  # what this client has revealed, in all runs: never rolled back, never removed with a run
 _LOG = logging.getLogger("everfed.site")
 BuildRuntime = Callable[[str, float], ClientRuntime]  # recipe in TOML, scale
 
@@ -81,6 +83,7 @@ class Site:
     def __init__(self, folder: Path, identity: Identity, build: BuildRuntime, keep_runs: int = KEPT) -> None:
         self.folder, self.identity, self._build = folder, identity, build
         self._on_disk = Runs(folder, keep_runs)
+        self._ledger = Ledger(folder / LEDGER)
         self._current = ""
         self._runs: dict[str, Run] = {}
         self._runtime: tuple[tuple[str, float], ClientRuntime] | None = None
@@ -122,7 +125,10 @@ class Site:
 
     def _step(self, run: Run, request: Request, step: Step, recipe: str, packet: Packet) -> bytes:
         """Make a step, or repeat the reply of one that was made before."""
+        runtime = self._runtime_for(recipe, request)
         name = f"{step.name}.{request.client}"
+        if any(part.per_epoch for part in runtime.world.method.protections):
+            name = f"{name}.{request.epoch}"  # masked with other keys for a server that was started again
         known = run.journal.find(step.place, name)
         where = f"round {step.place[0] + 1}, {step.phase}"
         if known is not None:
@@ -132,8 +138,8 @@ class Site:
             if content in packet.pieces:
                 run.payloads.put(part, key, content, packet.pieces[content])
         message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
-        runtime, before = self._runtime_for(recipe, request), run.journal.before(step.place)
-        state, reply = _call(runtime, request.client, step, message, before)
+        attempt = Attempt(request.run, request.epoch, self._ledger)
+        state, reply = _call(runtime, request.client, step, message, run.journal.before(step.place), attempt)
         tree = reply_to_tree(reply)
         data = to_bytes(tree)
         run.journal.record(step.place, name, state, tree)
@@ -177,7 +183,9 @@ class Site:
         return self._runtime[1]
 
 
-def _call(runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any) -> tuple[Any, Any]:
+def _call(
+    runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any, attempt: Attempt
+) -> tuple[Any, Any]:
     """(state, reply) of one step."""
     phases = runtime.world.method.phases_by_name()
     if step.phase not in phases:
@@ -191,7 +199,7 @@ def _call(runtime: ClientRuntime, client: int, step: Step, message: Message | No
     store.clear()
     if before is not None:
         store.put(client, before)
-    moment = Moment(round_index, plan, repeat, position, stage)
+    moment = Moment(round_index, plan, repeat, position, stage, attempt)
     ((_, reply),) = runtime.engine.exchange(phases[step.phase], (client,), message, moment)
     if isinstance(reply, Absent):
         raise ClientError(client, step.phase, round_index, reply.reason)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from everfed import CompositionError, Method
-from everfed.core.context import World
+from everfed.core.context import Ledger, World
 from everfed.core.engine import Engine
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def check(world: World) -> None:
     check_world(world)
 
 
-def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
-    """The engine with the server's side of the method's protections."""
+def wrap(engine: Engine, world: World, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:
+    """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
     from everfed.privacy.secure import NAME
 
     if not any(part.name == NAME for part in world.method.parts):
@@ -45,4 +45,4 @@ def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
         raise CompositionError("privacy.secure_aggregation needs all clients behind one server; engine.kind is 'ranks'")
     from everfed.privacy.secure_engine import Secured
 
-    return Secured(engine, world, device, notify)
+    return Secured(engine, world, device, notify, ledger)

@@ -21,7 +21,10 @@ from everfed.session.reporting import Observer, announce, buffer_reporter, fan_o
 from everfed.session.result import at_chance, result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
+from everfed.store.ledger import Ledger
 from everfed.store.run import EventLog, RunFolder
+
+LEDGER = "ledger.jsonl"  # of a federation: what its clients were asked to reveal
 
 
 class BuildEngine(Protocol):
@@ -81,7 +84,8 @@ def _drive(
         engine = build_engine(assembly, notify, lambda: alone.durable)
     else:
         engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
-    engine = privacy.wrap(engine, world, str(where), notify)
+    ledger = None if build_engine is None else Ledger(folder.path / LEDGER)
+    engine = privacy.wrap(engine, world, str(where), notify, ledger)
     try:
         announce(notify, assembly, state)
         report_buffers = buffer_reporter(world, store, group, notify) if build_engine is None else None
