@@ -18,14 +18,16 @@ class FedAvg(Part):
 
     reducer: "mean"; against malicious clients, "trimmed-mean" (of every coordinate the `trim` smallest and largest are
     cut off), "median" (of every coordinate), "norm-clipping" (updates of an L2 norm above `norm` are scaled down to
-    it; 0: above the median of the round's norms), or "geometric-median" (of the updates). The robust ones see every
-    client's model, and give each the same weight.
+    it; 0: above the median of the round's norms), or "geometric-median" (of the updates, each mixed with its nearest
+    neighbours if some of the clients may be `liars`). The robust ones see every client's model, and give each the same
+    weight.
     """
 
     weighting: str = "uniform"
     reducer: str = "mean"
     trim: int = 1
     norm: float = 0.0
+    liars: int = 0
 
     name = "fedavg"
 
@@ -42,10 +44,12 @@ class FedAvg(Part):
             raise ValueError(f"trim must be at least 1; got {self.trim}")
         if not self.norm >= 0:
             raise ValueError(f"norm must be at least 0; got {self.norm}")
+        if self.liars < 0:
+            raise ValueError(f"liars must be at least 0; got {self.liars}")
 
     def reducers(self) -> Mapping[str, Reducer]:
         if self.reducer in _OF_UPDATES:
-            update = ClippedMean(self.norm) if self.reducer == "norm-clipping" else GeometricMedian()
+            update = ClippedMean(self.norm) if self.reducer == "norm-clipping" else GeometricMedian(self.liars)
             return {"update": update, "stats": Median(), "counters": Median()}
         robust: dict[str, Reducer] = {"trimmed-mean": TrimmedMean(self.trim), "median": Median()}
         mean = robust.get(self.reducer, Mean(weighted=self.weighting == "samples"))

@@ -1,5 +1,6 @@
 """Reducers that withstand a minority of malicious clients: coordinate-wise trimmed mean and median (Yin et al., 2018),
-a mean of updates whose norms are clipped (Sun et al., 2019), and the geometric median (Pillutla et al., 2022).
+a mean of updates whose norms are clipped (Sun et al., 2019), and the geometric median (Pillutla et al., 2022), of
+updates that are mixed with their nearest neighbours first (Allouah et al., 2023).
 
 None is a sum, so none can run under secure aggregation. All clients weigh the same: weights would be claims of theirs.
 """
@@ -214,20 +215,42 @@ class MedianClipping(Held):
 
 
 class Weiszfeld(Held):
-    """Finds the point from which the sum of distances to all updates is smallest, as a weighted mean of them."""
+    """Finds the point from which the sum of distances to all updates is smallest, as a weighted mean of them. liars:
+    each update is replaced by the mean of the K - liars that are nearest to it first."""
+
+    def __init__(self, liars: int = 0) -> None:
+        super().__init__()
+        self.liars = liars
 
     def weights(self, gram: Tensor) -> Tensor:
-        """The smoothed algorithm of Weiszfeld from the point 0 (Pillutla et al., 2022, Algorithm 2). Distances come
-        from the inner products: |x_i - z|^2 = G_ii - 2 (G w)_i + w'Gw for z = sum of w_i x_i."""
-        squares = gram.diagonal()
-        least = max(float(squares.sqrt().quantile(0.5)) * _SMOOTHING, 1e-300)
-        weights = _inverse(squares, least)
-        for _ in range(_ITERATIONS):
-            along = gram @ weights
-            before, weights = weights, _inverse(squares - 2.0 * along + weights @ along, least)
-            if float((weights - before).abs().max()) < _TOLERANCE:
-                break
-        return weights
+        if len(gram) <= 2 * self.liars:
+            raise TooFewReplies(f"{len(gram)} replies, {self.liars} of which may be false; lower liars")
+        if self.liars == 0:
+            return geometric_median(gram)
+        mixing = nearest_means(gram, len(gram) - self.liars)
+        return geometric_median(mixing @ gram @ mixing.T) @ mixing
+
+
+def nearest_means(gram: Tensor, count: int) -> Tensor:
+    """(K, K), whose row i makes the mean of the `count` replies that are nearest to reply i, itself among them
+    (nearest neighbour mixing: Allouah et al., 2023, "Fixing by Mixing", Algorithm 2)."""
+    squares = gram.diagonal()
+    nearest = (squares[:, None] + squares[None] - 2.0 * gram).argsort(dim=1, stable=True)[:, :count]
+    return torch.zeros_like(gram).scatter_(1, nearest, 1.0 / count)
+
+
+def geometric_median(gram: Tensor) -> Tensor:
+    """(K,) weights, by the smoothed algorithm of Weiszfeld from the point 0 (Pillutla et al., 2022, Algorithm 2).
+    Distances come from the inner products: |x_i - z|^2 = G_ii - 2 (G w)_i + w'Gw for z = sum of w_i x_i."""
+    squares = gram.diagonal()
+    least = max(float(squares.sqrt().quantile(0.5)) * _SMOOTHING, 1e-300)
+    weights = _inverse(squares, least)
+    for _ in range(_ITERATIONS):
+        along = gram @ weights
+        before, weights = weights, _inverse(squares - 2.0 * along + weights @ along, least)
+        if float((weights - before).abs().max()) < _TOLERANCE:
+            break
+    return weights
 
 
 def _inverse(squares: Tensor, least: float) -> Tensor:
@@ -239,10 +262,13 @@ def _inverse(squares: Tensor, least: float) -> Tensor:
 @dataclass(frozen=True)
 class GeometricMedian(Reducer):
     """The point with the smallest sum of distances to all updates; fewer than half of the clients cannot move it far,
-    whatever they send: each pulls by the direction in which its update lies, not by how far away it is."""
+    whatever they send: each pulls by the direction in which its update lies, not by how far away it is. liars: how many
+    replies may be false; with any, it also holds where the honest ones differ much from each other."""
+
+    liars: int = 0
 
     def start(self) -> Reducing:
-        return Weiszfeld()
+        return Weiszfeld(self.liars)
 
 
 @dataclass(frozen=True)
