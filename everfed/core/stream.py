@@ -87,6 +87,7 @@ class Stream(ABC):
     boundaries: bool = True  # may a method know when a task begins or ends?
     task_ids: bool = True  # may a method know which task it is in?
     asynchronous: bool = False  # do clients change tasks at different rounds?
+    private_data: bool = False  # are a client's samples known to that client alone, and not to a server?
     own_tests: bool = False  # has every client tests of its own? Then every model is scored on the clients
     fingerprint: str = ""  # of what was read from files beside the data
     colour_draws: int = 0  # columns at the end of `draw_augmentation` that change colours; 0 in them changes nothing

@@ -202,6 +202,8 @@ class FederationSection(Section):
     retry: seconds before a client that failed is asked again, doubled up to longest_retry. silence: seconds after which
     one that is connected but says nothing is asked again, doubled each time. tries: how often one whose own code fails
     is asked in a phase before it counts as absent, 0 for ever.
+    outlier: a trained model that moved more than so many times as far as the median client's is refused, 0 for never.
+    samples: as how many samples a client, by its name, counts at most with weighting = "samples".
     """
 
     deadline: float = Field(0.0, ge=0)
@@ -212,6 +214,8 @@ class FederationSection(Section):
     longest_retry: float = Field(30.0, ge=0)
     silence: float = Field(120.0, gt=0)
     tries: int = Field(10, ge=0)
+    outlier: float = Field(1000.0, ge=0)
+    samples: dict[str, Annotated[int, Field(ge=0)]] = {}
 
 
 class CompareSection(Section):

@@ -89,13 +89,16 @@ def _drive(
     try:
         announce(notify, assembly, state)
         report_buffers = buffer_reporter(world, store, group, notify) if build_engine is None else None
-        save, options = _saver(checkpoints, notify, report_buffers), EvalOptions(**recipe.eval.model_dump())
+        leads = group is None or group.leads
+        account = privacy.accounting(world, folder.path, notify) if leads else None
+        save = _saver(checkpoints, notify, report_buffers, account)
+        options = EvalOptions(**recipe.eval.model_dump())
         first = on_device(assembly.first_model(), where)
         final = Runner(world, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
         checkpoints.wait()
         state_bytes = engine.total(store.bytes())
         summary = result(assembly, final, engine.describe(), state_bytes)
-        if group is None or group.leads:
+        if leads:
             _save_results(folder, assembly, engine, final, summary)
         if (warning := at_chance(assembly.stream, summary)) is not None:
             notify({"event": "warning", "message": warning})
@@ -116,9 +119,16 @@ def _save_results(
 
 
 def _saver(
-    checkpoints: Checkpoints | RankCheckpoints, notify: Observer, report_buffers: Callable[[RunState], None] | None
+    checkpoints: Checkpoints | RankCheckpoints,
+    notify: Observer,
+    report_buffers: Callable[[RunState], None] | None,
+    account: Callable[[RunState], None] | None,
 ) -> Callable[[RunState, bool], None]:
+    """account: records what was released, before anything is sent that follows from it."""
+
     def save(state: RunState, task_end: bool) -> None:
+        if account is not None:
+            account(state)
         if task_end and report_buffers is not None:
             report_buffers(state)
         if checkpoints.offer(state, task_end):

@@ -78,7 +78,8 @@ def test_nothing_else_in_the_folder_is_touched(tmp_path: Path, first: Packet) ->
     made = site(tmp_path, keep=0)
     for run in ("a", "b"):
         answer_to(made, first, run)
-    assert {path.name for path in tmp_path.iterdir()} == {"flwr", "my-own", "worker.log", "runs.json", "b"}
+    own = {"runs.json", "privacy.jsonl", "b"}
+    assert {path.name for path in tmp_path.iterdir()} == {"flwr", "my-own", "worker.log", *own}
 
 
 def test_a_kill_while_a_run_is_removed_leaves_nothing_behind(
