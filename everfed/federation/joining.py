@@ -1,14 +1,14 @@
-"""`everfed join`: runs and supervises the three processes of a client: worker, SuperNode and executor."""
+"""`everfed join`: runs and supervises the two processes of a client: worker and SuperNode."""
 
 from __future__ import annotations
 
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
-from everfed.federation.local import NODE_KEY, socket_path
+from everfed.federation.local import socket_path
+from everfed.federation.logs import stamped
 from everfed.federation.runs import KEPT
 from everfed.federation.supervisor import Child, Say, environment, supervise
 from everfed.store.files import make_folder
@@ -44,23 +44,19 @@ def join(joining: Joining, say: Say) -> None:
     make_folder(joining.folder)
     try:
         with locked(joining.folder / ".join.lock"):
-            say(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}")
-            supervise(children(joining, _free_port()), say)
+            say(stamped(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}"))
+            supervise(children(joining), say)
     except Locked as error:
         raise UserError(f"another `everfed join` runs with --folder {joining.folder}") from error
 
 
-def children(joining: Joining, port: int) -> list[Child]:
-    """The three processes of a client."""
+def children(joining: Joining) -> list[Child]:
+    """The two processes of a client."""
     folder, env = joining.folder.absolute(), environment(joining.folder.absolute() / "flwr")
-    commands = {
-        "worker": _worker(joining, folder),
-        "supernode": _supernode(joining, folder, port),
-        "executor": _executor(folder, port),
-    }
+    commands = {"worker": _worker(joining, folder), "supernode": _supernode(joining, folder)}
     made = [Child(f"the {name}", command, folder / f"{name}.log", env) for name, command in commands.items()]
-    worker, supernode, executor = made
-    worker.relays, supernode.explain, executor.explain = True, refusal, last_line
+    worker, supernode = made
+    worker.relays, supernode.explain = True, refusal
     return made
 
 
@@ -86,24 +82,10 @@ def _worker(joining: Joining, folder: Path) -> list[str]:
     return [*words, "--data", joining.data] if joining.data else words
 
 
-def _executor(folder: Path, port: int) -> list[str]:
-    words = [sys.executable, "-m", "everfed.federation.flower.executor", "--runtime", f"127.0.0.1:{port}"]
-    return [*words, "--wake-socket", str(socket_path(folder, "executor"))]
-
-
-def _supernode(joining: Joining, folder: Path, port: int) -> list[str]:
-    words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--poll", str(joining.poll)]
-    words += ["--wake-socket", str(socket_path(folder, "executor"))]
-    words += ["--superlink", joining.server, "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--node-config", f'{NODE_KEY}="{socket_path(folder)}"']
+def _supernode(joining: Joining, folder: Path) -> list[str]:
+    words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--superlink", joining.server]
+    words += ["--poll", str(joining.poll), "--worker", str(socket_path(folder))]
     if joining.root is None:
         return [*words, "--insecure"]
     words += ["--root-certificates", str(joining.root)]
-    return [*words, "--auth-supernode-private-key", str(joining.key)] if joining.key else words
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return [*words, "--key", str(joining.key)] if joining.key else words

@@ -38,17 +38,14 @@ def enrolled(folder: Path) -> dict[str, bytes]:
 
 
 def register(address: Address, keys: dict[str, bytes]) -> None:
-    """Enrol these keys on the SuperLink; keys that it has already are skipped."""
-    import httpx
-    from flwr.proto.control_pb2 import RegisterNodeRequest
-    from flwr.supercore.control import ControlHttpClient
-    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+    """Make these keys the ones that the SuperLink accepts: new ones are added, those of clients that were removed or
+    have a new key are withdrawn, and their connections end."""
+    from everfed.federation.flower.internals import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+    from everfed.federation.flower.link import open_control
 
-    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
-    with ControlHttpClient.from_server_address(str(address), address.root is None, address.root, [version]) as client:
-        for key in keys.values():
-            try:
-                client.RegisterNode(RegisterNodeRequest(public_key=key))
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code not in (400, 409, 412):
-                    raise
+    with open_control(address) as client:
+        known = {node.public_key: node.node_id for node in client.ListNodes(ListNodesRequest()).nodes_info}
+        for key in set(keys.values()) - set(known):
+            client.RegisterNode(RegisterNodeRequest(public_key=key))
+        for key in set(known) - set(keys.values()) if keys else ():
+            client.UnregisterNode(UnregisterNodeRequest(node_id=known[key]))

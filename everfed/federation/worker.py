@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from everfed.federation import packet as wire
 from everfed.federation.local import listen, socket_path
+from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
 from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     from everfed.federation.runtime import RuntimeBuilder
 
-    _log_to_stderr()
+    log_to_stderr()
     make_folder(chosen.folder)
     build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
@@ -52,15 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             serve(site, listener)
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
-
-
-def _log_to_stderr() -> None:
-    """Standard error is the worker's log file; `everfed join` prints it, too."""
-    logger, handler = logging.getLogger("everfed"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 if __name__ == "__main__":

@@ -12,16 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 from flwr.app import Error, Message, Metadata, RecordDict
-from flwr.app.message import make_message
-from flwr.common.constant import ErrorCode
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
-from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
-from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
+
+from everfed.federation.flower.internals import (
+    SYSTEM_MESSAGE_TYPE,
+    ConfirmMessageReceivedRequest,
+    ErrorCode,
+    Node,
+    ObjectPullError,
+    PullAppMessagesRequest,
+    fetch_objects,
+    inflate_object_from_contents,
+    iterate_object_tree,
+    make_message,
+    make_pull_object_fn_protobuf,
+    now,
+)
 
 UNUSABLE = 1000  # an error code of ours: the reply is too large or cannot be read
 Pull = Callable[[str], bytes]
@@ -44,11 +49,11 @@ def pull(client: Any, node: Node, run_id: int, tickets: list[str], limit: int) -
     for proto, tree in zip(found.messages_list, found.message_object_trees, strict=True):
         name, ticket = proto.metadata.message_id, proto.metadata.reply_to_message_id
         try:
-            contents = pull_objects([one.object_id for one in iterate_object_tree(tree)], _bounded(fetch, limit))
+            contents = fetch_objects([one.object_id for one in iterate_object_tree(tree)], bounded(fetch, limit))
             client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=name)
             )
-            replies.append(_inflated(name, ticket, contents))
+            replies.append(inflated(name, ticket, contents))
         except (TooLarge, Unreadable) as error:
             replies.append(_error(run_id, node, ticket, UNUSABLE, str(error)))
         except ObjectPullError as error:
@@ -56,32 +61,32 @@ def pull(client: Any, node: Node, run_id: int, tickets: list[str], limit: int) -
     return replies
 
 
-def _bounded(fetch: Pull, limit: int) -> Pull:
+def bounded(fetch: Pull, limit: int) -> Pull:
     """`fetch` with a limit on all bytes together; called from several threads."""
     taken, lock = [0], threading.Lock()
 
-    def bounded(name: str) -> bytes:
+    def limited(name: str) -> bytes:
         if taken[0] > limit:
-            raise TooLarge(name, f"the reply has more than {limit} bytes")
+            raise TooLarge(name, f"the message has more than {limit} bytes")
         content = fetch(name)
         with lock:
             taken[0] += len(content)
         if taken[0] > limit:
-            raise TooLarge(name, f"the reply has more than {limit} bytes")
+            raise TooLarge(name, f"the message has more than {limit} bytes")
         return content
 
-    return bounded
+    return limited
 
 
-def _inflated(name: str, ticket: str, contents: dict[str, bytes]) -> Message:
+def inflated(name: str, ticket: str, contents: dict[str, bytes]) -> Message:
     try:
         message = inflate_object_from_contents(name, contents)
     except Exception as error:  # untrusted bytes in Flower's decoders may raise anything
-        raise Unreadable(f"the reply cannot be read: {type(error).__name__}: {error}"[:300]) from error
+        raise Unreadable(f"the message cannot be read: {type(error).__name__}: {error}"[:300]) from error
     if not isinstance(message, Message):
-        raise Unreadable(f"the reply is no message but {type(message).__name__}")
+        raise Unreadable(f"it is no message but {type(message).__name__}")
     if message.has_content() and not isinstance(message.content, RecordDict):
-        raise Unreadable(f"the reply holds no records but {type(message.content).__name__}")
+        raise Unreadable(f"the message holds no records but {type(message.content).__name__}")
     message.metadata.__dict__["_message_id"] = name
     message.metadata.__dict__["_reply_to_message_id"] = ticket
     return message
