@@ -52,6 +52,7 @@ def join(
     from everfed.federation.extra import require_flower
 
     require_flower()
+    from everfed.federation.certificates import require_private
     from everfed.federation.joining import Joining
     from everfed.federation.joining import join as take_part
     from everfed.federation.names import check_name
@@ -65,6 +66,8 @@ def join(
     for option, file in (("--certificate", root), ("--key", key)):
         if file is not None and not file.is_file():
             raise UserError(f"{option} {file}: there is no such file")
+    if key is not None:
+        require_private(key)
     if data is not None:
         load_object(data, "--data")  # here rather than in the first round
     joining = Joining(

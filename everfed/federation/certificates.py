@@ -109,9 +109,27 @@ def check_server(folder: Path, now: datetime.datetime | None = None) -> list[str
             raise CertificateError(f"{path} expired on {ended}; make a new one with `everfed federation keys`")
         if left < datetime.timedelta(days=30):
             warnings.append(f"{path} expires in {left.days} days")
-    if os.name == "posix" and (folder / SERVER_KEY).stat().st_mode & 0o077:
-        raise CertificateError(f"{folder / SERVER_KEY} can be read by others; chmod 600 it")
+    require_private(folder / SERVER_KEY)
     return warnings
+
+
+def require_private(path: Path) -> None:
+    """Raises CertificateError for a private key that others can read."""
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise CertificateError(f"{path} can be read by others; chmod 600 it, or make a new key if they may have")
+
+
+def misplaced(folder: Path) -> list[str]:
+    """Warnings about keys that do not belong on a server."""
+    found = []
+    if (folder / CA_KEY).exists():
+        found.append(f"{folder / CA_KEY} signs certificates that every client accepts; move it away from the server")
+    secrets = sorted(path.name for path in (folder / SECRETS).glob("*"))
+    if secrets:
+        found.append(
+            f"{folder / SECRETS} holds the private keys of {', '.join(secrets)}; move each to its client and delete it"
+        )
+    return found
 
 
 # files and keys ------------------------------------------------------------------------------------------------------

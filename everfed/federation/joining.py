@@ -11,7 +11,7 @@ from everfed.federation.local import socket_path
 from everfed.federation.logs import stamped
 from everfed.federation.runs import KEPT
 from everfed.federation.supervisor import Child, Say, environment, supervise
-from everfed.store.files import make_folder
+from everfed.store.files import make_private
 from everfed.store.lock import Locked, locked
 
 KEY_REFUSED = (
@@ -41,7 +41,7 @@ class Joining:
 
 def join(joining: Joining, say: Say) -> None:
     """Runs until it is interrupted. Raises UserError when this client runs already."""
-    make_folder(joining.folder)
+    make_private(joining.folder)
     try:
         with locked(joining.folder / ".join.lock"):
             say(stamped(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}"))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everfed.errors import UserError
-from everfed.federation.certificates import CA, CLIENTS, SERVER, SERVER_KEY, check_server
+from everfed.federation.certificates import CA, CLIENTS, SERVER, SERVER_KEY, check_server, misplaced
 from everfed.federation.superlink import Security
 
 if TYPE_CHECKING:
     from everfed.federation.flower.link import Address
 
 
-def read_security(folder: Path | None) -> Security:
-    """The files that `everfed federation keys` wrote. Raises UserError without a folder: security is the default."""
+def read_security(folder: Path | None, warn: Callable[[str], None] = lambda text: None) -> Security:
+    """The files that `everfed federation keys` wrote. Raises UserError without a folder: security is the default.
+    warn: called with what is wrong but no reason to refuse."""
     if folder is None:
         raise UserError("give --certificates DIR (see `everfed federation keys`), or --insecure on this machine alone")
-    check_server(folder)
+    for warning in (*check_server(folder), *misplaced(folder)):
+        warn(warning)
     if not enrolled(folder):
         raise UserError(f"--certificates {folder}: there is no {CLIENTS}/NAME.pub in it, so no client could join")
     return Security(folder / CA, folder / SERVER, folder / SERVER_KEY)

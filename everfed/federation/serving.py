@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.federation.patience import Patience
 from everfed.recipe import Recipe, read, scaled, to_toml
-from everfed.store.files import write_atomic
+from everfed.store.files import make_private, write_atomic
 from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def _run_folder(serving: Serving) -> AbstractContextManager[RunFolder]:
         return RunFolder.new(serving.folder, to_toml(serving.recipe), settings)
     if read(folder.recipe) != serving.recipe or not settings.items() <= folder.read_settings().items():
         raise RunError(f"{serving.folder} belongs to another recipe, or is no federation; choose another --out")
+    make_private(serving.folder)
     return _locked(folder)
 
 

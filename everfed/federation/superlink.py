@@ -18,7 +18,7 @@ from everfed.federation.local import answers, control_socket
 from everfed.federation.logs import stamped
 from everfed.federation.proxy import check_binding
 from everfed.federation.supervisor import Child, Say, environment
-from everfed.store.files import make_folder
+from everfed.store.files import make_private, write_atomic
 
 PID = "superlink.pid"
 START = 120.0  # seconds to wait for a SuperLink that is being started
@@ -67,7 +67,7 @@ def running(settings: Settings, say: Say) -> Iterator[bool]:
     """A SuperLink at the address: the one of this user that runs there, or a new one that is restarted whenever it ends
     and ends with this process. Yields whether it is a new one."""
     check_binding(settings.host, settings.security is None)
-    make_folder(settings.folder)
+    make_private(settings.folder)
     left = _left_behind(settings)
     if left is None and answers(control_socket(settings.port)):
         say(stamped(f"joining the SuperLink at {settings.host}:{settings.port}"))
@@ -96,11 +96,11 @@ def _supervised(settings: Settings, say: Say) -> Iterator[None]:
             before = child.process
             child.check(say)
             if child.process is not None and child.process is not before:
-                (settings.folder / PID).write_text(str(child.process.pid))
+                write_atomic(settings.folder / PID, str(child.process.pid).encode(), durable=False)
 
     child.start()
     assert child.process is not None
-    (settings.folder / PID).write_text(str(child.process.pid))
+    write_atomic(settings.folder / PID, str(child.process.pid).encode(), durable=False)
     thread = threading.Thread(target=supervise, name="superlink", daemon=True)
     thread.start()
     try:

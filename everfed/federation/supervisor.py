@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everfed.federation.logs import stamped
+from everfed.store.files import private
 
 FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is restarted: doubled each time, up to this
 STEADY = 30.0  # after this many seconds of life a process is restarted with the shortest wait
@@ -55,7 +56,7 @@ class Child:
     _log_read: int = 0  # bytes of the log that were printed
 
     def start(self) -> None:
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab", opener=private) as log:
             self._log_start = self._log_read = log.tell()
             self.process = subprocess.Popen(
                 self.command,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
 from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
-from everfed.store.files import make_folder
+from everfed.store.files import make_private
 from everfed.store.lock import Locked, locked
 
 
@@ -44,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from everfed.federation.runtime import RuntimeBuilder
 
     log_to_stderr()
-    make_folder(chosen.folder)
+    os.umask(0o077)
+    make_private(chosen.folder)
     build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:

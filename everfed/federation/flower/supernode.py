@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import os
 import signal
 import sys
 import time
@@ -146,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.insecure == (chosen.root_certificates is not None):
         parser.error("give --root-certificates or --insecure")
+    os.umask(0o077)
     log_to_stderr()
     use_large_objects()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the node is deactivated on the way out
