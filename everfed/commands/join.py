@@ -36,6 +36,9 @@ def join(
     keep_runs: Annotated[
         int, typer.Option(metavar="N", min=0, help="Earlier runs whose state is kept; older ones are removed.")
     ] = KEPT,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What this client agrees to, in TOML; the rest is refused.")
+    ] = None,
 ) -> None:
     """Take part in a federation with this machine's data, until interrupted.
 
@@ -56,6 +59,7 @@ def join(
     from everfed.federation.joining import Joining
     from everfed.federation.joining import join as take_part
     from everfed.federation.names import check_name
+    from everfed.federation.policy import Policy
     from everfed.naming import load_object
 
     if insecure == (root is not None):
@@ -68,6 +72,8 @@ def join(
             raise UserError(f"{option} {file}: there is no such file")
     if key is not None:
         require_private(key)
+    if policy is not None:
+        Policy.read(policy)
     if data is not None:
         load_object(data, "--data")  # here rather than in the first round
     joining = Joining(
@@ -82,6 +88,7 @@ def join(
         key,
         poll,
         keep_runs,
+        policy,
     )
     with interrupt_message("the same command"):
         take_part(joining, lambda line: typer.echo(line, err=True))

@@ -9,6 +9,7 @@ from pathlib import Path
 from everfed.errors import UserError
 from everfed.federation.local import socket_path
 from everfed.federation.logs import stamped
+from everfed.federation.policy import Policy
 from everfed.federation.runs import KEPT
 from everfed.federation.supervisor import Child, Say, environment, supervise
 from everfed.store.files import make_private
@@ -24,7 +25,8 @@ KEY_REFUSED = (
 class Joining:
     """server: HOST:PORT; folder: of this client's state; name: under which the server enrols it; client: the index to
     request, -1 for any; data_dir, data: where its samples come from; root, key: files of TLS and node authentication,
-    None without; poll: seconds between two looks for messages; keep_runs: runs kept beside the current one."""
+    None without; poll: seconds between two looks for messages; keep_runs: runs kept beside the current one; policy: the
+    file of what this client agrees to."""
 
     server: str
     folder: Path
@@ -37,6 +39,7 @@ class Joining:
     key: Path | None = None
     poll: float = 0.5
     keep_runs: int = KEPT
+    policy: Path | None = None
 
 
 def join(joining: Joining, say: Say) -> None:
@@ -77,6 +80,8 @@ def last_line(text: str) -> str:
 def _worker(joining: Joining, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
     words += ["--client", str(joining.client), "--device", joining.device, "--keep-runs", str(joining.keep_runs)]
+    if joining.policy:
+        words += ["--policy", str(joining.policy.absolute())]
     if joining.data_dir:
         words += ["--data-dir", joining.data_dir]
     return [*words, "--data", joining.data] if joining.data else words
@@ -85,6 +90,8 @@ def _worker(joining: Joining, folder: Path) -> list[str]:
 def _supernode(joining: Joining, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--superlink", joining.server]
     words += ["--poll", str(joining.poll), "--worker", str(socket_path(folder))]
+    if joining.policy:
+        words += ["--limit", str(Policy.read(joining.policy).message_limit)]
     if joining.root is None:
         return [*words, "--insecure"]
     words += ["--root-certificates", str(joining.root)]

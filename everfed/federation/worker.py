@@ -17,13 +17,14 @@ from everfed.federation import packet as wire
 from everfed.federation.local import listen, socket_path
 from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
+from everfed.federation.policy import Answers, Guard, Policy
 from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
 from everfed.store.files import make_private
 from everfed.store.lock import Locked, locked
 
 
-def serve(site: Site, listener: socket.socket) -> None:
+def serve(site: Answers, listener: socket.socket) -> None:
     """Answer one packet per connection, one at a time, for ever."""
     while True:
         connection, _ = listener.accept()
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data-dir", default=None, help="folder of data sets")
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, where training steps are captured")
+    parser.add_argument("--policy", type=Path, default=None, metavar="FILE", help="what this client agrees to")
     parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
     chosen = parser.parse_args(arguments)
     from everfed.federation.runtime import RuntimeBuilder
@@ -47,11 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log_to_stderr()
     os.umask(0o077)
     make_private(chosen.folder)
-    build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device)
+    policy = Policy.read(chosen.policy) if chosen.policy else Policy()
+    build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device, policy)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
             site = Site(chosen.folder, Identity(chosen.name, chosen.client), build, max(0, chosen.keep_runs))
-            serve(site, listener)
+            own = (chosen.data.partition(":")[0],) if chosen.data else ()
+            serve(Guard(site, policy, *own), listener)
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
 
