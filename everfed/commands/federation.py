@@ -107,6 +107,29 @@ def status(
     show_table(columns, [[str(one[name]) for name in columns] for one in found["clients"]])
 
 
+@federation.command()
+def audit(
+    log: Annotated[Path, typer.Argument(metavar="FILE", help="audit.jsonl of a run folder or of a client's folder.")],
+    holds: Annotated[str, typer.Option(metavar="HASH", help="A hash noted earlier, which the log must contain.")] = "",
+) -> None:
+    """Check that no line of an audit log was changed, removed or added.
+
+    A server's log notes the last hash of each client's log with every answer
+    ("their"), so --holds finds a client's log that was written anew.
+
+    \b
+    Examples:
+      everfed federation audit runs/hospital/audit.jsonl
+      everfed federation audit everfed-site-a/audit.jsonl --holds 5f1c...
+    """
+    from everfed.federation.audit import AuditError, verify
+
+    last = verify(log)
+    if holds and holds.encode() not in log.read_bytes():
+        raise AuditError(f"{log}: no line has the hash {holds}; the log was written anew")
+    typer.echo(f"{log}: {last.number} lines, unchanged; the last hash is {last.hash}")
+
+
 @federation.command("app")
 def write_app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")]) -> None:
     """Write everfed as a Flower app, for a site that uses `flwr run`.

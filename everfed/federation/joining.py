@@ -80,6 +80,7 @@ def last_line(text: str) -> str:
 def _worker(joining: Joining, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
     words += ["--client", str(joining.client), "--device", joining.device, "--keep-runs", str(joining.keep_runs)]
+    words += ["--server", joining.server]
     if joining.policy:
         words += ["--policy", str(joining.policy.absolute())]
     if joining.data_dir:

@@ -94,6 +94,7 @@ def _engine(
     notify: Observer,
     durable: Callable[[], Place],
 ) -> Engine:
+    from everfed.federation.audit import AUDIT, AuditedTransport, AuditLog, noted
     from everfed.federation.engine import Federated, RunIdentity
     from everfed.federation.flower.grid import GridTransport
     from everfed.federation.roster import ROSTER, Roster
@@ -105,7 +106,9 @@ def _engine(
 
     run, epoch = next_epoch(folder.path)
     identity = RunIdentity(run, epoch, to_toml(_with_memory_format(serving.recipe, folder)), serving.scale)
-    transport = GridTransport(open_grid, enrol, notify)
+    log = AuditLog(folder.path / AUDIT)
+    log.write(what="start", run=run, epoch=epoch)
+    transport = AuditedTransport(GridTransport(open_grid, enrol, noted(notify, log)), log)
     section = assembly.recipe.federation
     patience = Patience(
         deadline=section.deadline,

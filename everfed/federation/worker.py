@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from everfed.federation import packet as wire
+from everfed.federation.audit import AUDIT, Audited, AuditLog
 from everfed.federation.local import listen, socket_path
 from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, where training steps are captured")
     parser.add_argument("--policy", type=Path, default=None, metavar="FILE", help="what this client agrees to")
+    parser.add_argument("--server", default="", metavar="HOST:PORT", help="named in the audit log")
     parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
     chosen = parser.parse_args(arguments)
     from everfed.federation.runtime import RuntimeBuilder
@@ -55,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
             site = Site(chosen.folder, Identity(chosen.name, chosen.client), build, max(0, chosen.keep_runs))
             own = (chosen.data.partition(":")[0],) if chosen.data else ()
-            serve(Guard(site, policy, *own), listener)
+            log = AuditLog(chosen.folder / AUDIT)
+            serve(Audited(Guard(site, policy, *own), log, chosen.server), listener)
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
 

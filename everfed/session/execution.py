@@ -13,6 +13,7 @@ from everfed.core.engine import Engine
 from everfed.core.run_state import RunState
 from everfed.core.runner import EvalOptions, Runner
 from everfed.core.tree import on_device
+from everfed.data.errors import DataError
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.session.assembly import Assembly, fingerprint
@@ -88,6 +89,7 @@ def _drive(
         save, options = _saver(checkpoints, notify, report_buffers), EvalOptions(**recipe.eval.model_dump())
         first = on_device(assembly.first_model(), where)
         final = Runner(world, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
+        _require_data(assembly, final)
         checkpoints.wait()
         state_bytes = engine.total(store.bytes())
         summary = result(assembly, final, engine.describe(), state_bytes)
@@ -98,6 +100,16 @@ def _drive(
     finally:
         engine.close()
         checkpoints.close()
+
+
+def _require_data(assembly: Assembly, final: RunState) -> None:
+    """Raises DataError when no client sent anything in the whole run, because none had a sample. Sample counts alone do
+    not show it: under differential privacy they stay on the clients."""
+    if final.samples == 0 and not any(final.traffic.up.values()):
+        raise DataError(
+            f"no client had any sample in the whole run: stream.dataset = {assembly.recipe.stream.dataset!r} has no "
+            "data here. Data that lies on real clients is for `everfed serve` and `everfed join`"
+        )
 
 
 def _save_results(

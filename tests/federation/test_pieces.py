@@ -304,3 +304,12 @@ def test_the_examples_recipe_is_one() -> None:
 
     recipe = read(EXAMPLES / "recipe.toml")
     assert (recipe.stream.scenario, recipe.federation.deadline) == ("own", 0)
+
+
+def test_a_simulation_without_any_data_is_an_error(tmp_path: Path) -> None:
+    """The recipe of a real federation, whose data lies on its clients, has none where it is simulated."""
+    words = ["run", str(EXAMPLES / "recipe.toml"), "--out", str(tmp_path / "run"), "--set", "train.rounds_per_task=1"]
+    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert told.exit_code == 2
+    assert "no client had any sample" in " ".join(told.output.split())
+    assert not (tmp_path / "run" / "result.json").exists()
