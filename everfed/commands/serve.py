@@ -52,7 +52,7 @@ def serve(
 
     require_flower()
     from everfed.federation.flower.link import Address, open_grid
-    from everfed.federation.logs import stamped
+    from everfed.federation.logs import stamped, stamped_event
     from everfed.federation.security import enrolled, read_security, register
     from everfed.federation.serving import Serving
     from everfed.federation.serving import serve as run_server
@@ -68,7 +68,7 @@ def serve(
     address = Address(host, port, security.ca.read_bytes() if security else None)
     serving = Serving(reading.recipe, folder, _text(options.absolute(data)), scale, clients, names, checkpoint_every)
     link = Settings(host, port, folder.absolute().with_name(f"{folder.name}.superlink"), security)
-    watch = watching(stdout(), as_json)
+    watch = watching(stdout(), as_json, stamp=stamped_event)
     with placed(reading.places), interrupt_message("the same command"), watch as observer, running(link, say):
         register(address, names)
         result = run_server(serving, lambda: open_grid(address), [observer])

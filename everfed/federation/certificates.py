@@ -88,6 +88,22 @@ def make_client(folder: Path, name: str) -> Path:
     return secret
 
 
+def revoke(folder: Path, name: str) -> None:
+    """Remove a client's public key, so that it may no longer take part, and its private one if it still lies here."""
+    public = folder / CLIENTS / f"{check_name('the client', name)}.pub"
+    if not public.exists():
+        known = ", ".join(sorted(path.stem for path in (folder / CLIENTS).glob("*.pub"))) or "nobody"
+        raise CertificateError(f"{public} does not exist; enrolled in {folder}: {known}")
+    public.unlink()
+    (folder / SECRETS / name).unlink(missing_ok=True)
+
+
+def withdraw_server(folder: Path) -> None:
+    """Remove the server's certificate and key, to make room for new ones."""
+    for name in (SERVER, SERVER_KEY):
+        (folder / name).unlink(missing_ok=True)
+
+
 def check_server(folder: Path, now: datetime.datetime | None = None) -> list[str]:
     """Raises CertificateError for server files that clients would refuse: missing, not signed by ca.crt, not yet valid,
     expired, or with a key that others can read. Returns warnings, such as an expiry within thirty days."""

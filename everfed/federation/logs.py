@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 FORMAT, TIME = "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"
 
@@ -11,6 +13,12 @@ FORMAT, TIME = "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"
 def stamped(text: str, level: int = logging.INFO) -> str:
     """The line with this moment and its level in front."""
     return f"{time.strftime(TIME)} {logging.getLevelName(level)} {text}"
+
+
+def stamped_event(line: str, event: Mapping[str, Any]) -> str:
+    """The line of a run's event; what a client failed at is a warning."""
+    trouble = event["event"] == "warning" or (event["event"] == "client" and event["kind"] != "connected")
+    return stamped(line, logging.WARNING if trouble else logging.INFO)
 
 
 def log_to_stderr() -> None:

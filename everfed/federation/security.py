@@ -43,12 +43,21 @@ def enrolled(folder: Path) -> dict[str, bytes]:
 def register(address: Address, keys: dict[str, bytes]) -> None:
     """Make these keys the ones that the SuperLink accepts: new ones are added, those of clients that were removed or
     have a new key are withdrawn, and their connections end."""
+    import httpx
+
     from everfed.federation.flower.internals import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
     from everfed.federation.flower.link import open_control
 
     with open_control(address) as client:
-        known = {node.public_key: node.node_id for node in client.ListNodes(ListNodesRequest()).nodes_info}
-        for key in set(keys.values()) - set(known):
-            client.RegisterNode(RegisterNodeRequest(public_key=key))
+        nodes = client.ListNodes(ListNodesRequest()).nodes_info
+        known = {node.public_key: node.node_id for node in nodes if node.status != "unregistered"}
+        for name in [name for name, key in keys.items() if key not in known]:
+            try:
+                client.RegisterNode(RegisterNodeRequest(public_key=keys[name]))
+            except httpx.HTTPStatusError as error:
+                raise UserError(
+                    f"the SuperLink does not accept the key of {name!r}, which was withdrawn before; make a new one: "
+                    f"everfed federation keys --client {name} --renew"
+                ) from error
         for key in set(known) - set(keys.values()) if keys else ():
             client.UnregisterNode(UnregisterNodeRequest(node_id=known[key]))

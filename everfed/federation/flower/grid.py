@@ -15,7 +15,7 @@ from everfed.federation.flower.internals import ObjectPushError, RunNotRunningEx
 from everfed.federation.flower.pulling import UNUSABLE
 from everfed.federation.flower.records import from_records, to_records
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
-from everfed.federation.request import HELLO, require_protocol
+from everfed.federation.request import HELLO, NOTICE, require_protocol
 from everfed.federation.transport import Failure
 
 CODES = {
@@ -127,6 +127,8 @@ class GridTransport:
         except PacketError as error:
             self._refused.add(node)
             self.notify({"event": "client", "client": -1, "kind": "refused", "reason": str(error), "node": str(node)})
+            notice = Packet({"protocol": PROTOCOL, "kind": NOTICE, "reason": str(error)})
+            self._safely(lambda grid: self._push(grid, node, notice, "query"))  # its answer is not waited for
             return
         for older in [other for other, index in self._nodes.items() if index == client]:
             self._replaced(older)

@@ -39,7 +39,7 @@ from everfed.federation.flower.internals import (
     push_objects,
     use_large_objects,
 )
-from everfed.federation.flower.pulling import Unreadable, bounded, inflated
+from everfed.federation.flower.pulling import TooLarge, Unreadable, bounded, inflated
 from everfed.federation.flower.records import from_records, to_records
 from everfed.federation.local import ask
 from everfed.federation.logs import log_to_stderr
@@ -93,7 +93,7 @@ class SuperNode:
         try:
             packet = from_records(self._content(message, tree))
             return Message(to_records(self.ask(packet)), reply_to=message)
-        except (Unreadable, ValueError, OSError, EOFError) as error:
+        except (TooLarge, Unreadable, ValueError, OSError, EOFError) as error:
             _LOG.warning("a message failed: %s: %s", type(error).__name__, error)
             reason = f"{type(error).__name__}: {error}"
             return Message(Error(int(ErrorCode.CLIENT_APP_RAISED_EXCEPTION), reason), reply_to=message)
