@@ -10,6 +10,7 @@ import torch
 from everfed import engines, monitor, privacy
 from everfed.core.context import Place
 from everfed.core.engine import Engine
+from everfed.core.phase import EVALUATE
 from everfed.core.run_state import RunState
 from everfed.core.runner import EvalOptions, Runner
 from everfed.core.tree import on_device
@@ -103,9 +104,10 @@ def _drive(
 
 
 def _require_data(assembly: Assembly, final: RunState) -> None:
-    """Raises DataError when no client sent anything in the whole run, because none had a sample. Sample counts alone do
-    not show it: under differential privacy they stay on the clients."""
-    if final.samples == 0 and not any(final.traffic.up.values()):
+    """Raises DataError when no client sent anything but scores in the whole run, because none had a sample. Sample
+    counts alone do not show it: under differential privacy they stay on the clients."""
+    sent = sum(size for part, size in final.traffic.up.items() if part != EVALUATE)
+    if final.samples == 0 and sent == 0:
         raise DataError(
             f"no client had any sample in the whole run: stream.dataset = {assembly.recipe.stream.dataset!r} has no "
             "data here. Data that lies on real clients is for `everfed serve` and `everfed join`"

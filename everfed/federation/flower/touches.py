@@ -83,6 +83,7 @@ TOUCHES = (
     Touch(f"{_PROTOBUF}:make_pull_object_fn_protobuf", "fetching replies"),
     Touch("flwr.supercore.protobuf.client:ProtobufClient", "calls through a unix socket",
           ("base_url", "interceptors", "retry_invoker")),
+    Touch("flwr.supercore.protobuf.client:ProtobufClientInterceptor", "calls through a unix socket"),
     Touch("flwr.supercore.control:ControlHttpClient", "runs and nodes on the SuperLink",
           attributes=("StartRun", "ListNodes", "RegisterNode", "UnregisterNode")),
     Touch("flwr.supercore.runtime:RuntimeHttpClient", "tasks and messages on the SuperLink",
