@@ -126,7 +126,7 @@ def write(folder: Path, stem: str, found: Sequence[Row], heading: str, facts: di
 
 
 def _write(path: Path, text: str) -> None:
-    write_atomic(path, text.encode())
+    write_atomic(path, text.encode(), shared=True)
 
 
 def _csv(found: Sequence[Row]) -> str:

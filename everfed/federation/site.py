@@ -22,6 +22,7 @@ from everfed.federation.request import (
     FAILED,
     HELLO,
     MISSING,
+    NOTICE,
     RECIPE,
     REFUSED,
     REPLY,
@@ -107,6 +108,9 @@ class Site:
             require_protocol(packet)
             if packet.text("kind") == HELLO:
                 return self._hello()
+            if packet.text("kind") == NOTICE:
+                _LOG.warning("the server refuses %s: %s", self.identity.name, packet.text("reason")[:1000])
+                return Answer(REPLY).packet()
             return self._steps(packet, Request.of(packet)).packet()
         except (PacketError, Stale) as error:
             return Answer(REFUSED, reason=f"{type(error).__name__}: {error}").packet()

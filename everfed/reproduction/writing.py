@@ -109,7 +109,7 @@ def write(folder: Path, found: Found) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.{kind}" for kind in texts]
     for path, text in zip(paths, texts.values(), strict=True):
-        write_atomic(path, text.encode())
+        write_atomic(path, text.encode(), shared=True)
     return paths
 
 

@@ -10,9 +10,11 @@ import torch
 from everfed import engines, monitor, privacy
 from everfed.core.context import Place
 from everfed.core.engine import Engine
+from everfed.core.phase import EVALUATE
 from everfed.core.run_state import RunState
 from everfed.core.runner import EvalOptions, Runner
 from everfed.core.tree import on_device
+from everfed.data.errors import DataError
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.session.assembly import Assembly, fingerprint
@@ -95,6 +97,7 @@ def _drive(
         options = EvalOptions(**recipe.eval.model_dump())
         first = on_device(assembly.first_model(), where)
         final = Runner(world, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
+        _require_data(assembly, final)
         checkpoints.wait()
         state_bytes = engine.total(store.bytes())
         summary = result(assembly, final, engine.describe(), state_bytes)
@@ -107,6 +110,17 @@ def _drive(
     finally:
         engine.close()
         checkpoints.close()
+
+
+def _require_data(assembly: Assembly, final: RunState) -> None:
+    """Raises DataError when no client sent anything but scores in the whole run, because none had a sample. Sample
+    counts alone do not show it: under differential privacy they stay on the clients."""
+    sent = sum(size for part, size in final.traffic.up.items() if part != EVALUATE)
+    if final.samples == 0 and sent == 0:
+        raise DataError(
+            f"no client had any sample in the whole run: stream.dataset = {assembly.recipe.stream.dataset!r} has no "
+            "data here. Data that lies on real clients is for `everfed serve` and `everfed join`"
+        )
 
 
 def _save_results(

@@ -124,5 +124,5 @@ def test_a_damaged_order_says_nothing(damage: bytes, tmp_path: Path) -> None:
 
 
 def test_the_option_reaches_the_worker(tmp_path: Path) -> None:
-    (worker, *_) = children(Joining("127.0.0.1:1", tmp_path, "site-0", keep_runs=7), 2)
+    (worker, *_) = children(Joining("127.0.0.1:1", tmp_path, "site-0", keep_runs=7))
     assert worker.command[worker.command.index("--keep-runs") + 1] == "7"
