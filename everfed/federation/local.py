@@ -80,7 +80,7 @@ def wake(path: str) -> None:
         caller.sendto(b".", path)
 
 
-def ask(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
+def call_worker(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
     """Send a packet to the worker that listens at `path`; returns its answer."""
     with _connected(path, patience) as connection:
         wire.send(connection, packet)

@@ -119,7 +119,21 @@ def _engine(
         tries=section.tries,
     )
     _wait_for(transport, serving.clients or assembly.stream.clients, notify)
-    return Federated(assembly.world, assembly.build_module, transport, identity, patience, durable, notify)
+
+    def allowed(client: int) -> int | None:
+        return section.samples.get(roster.name(client))
+
+    return Federated(
+        assembly.world,
+        assembly.build_module,
+        transport,
+        identity,
+        patience,
+        durable,
+        notify,
+        outlier=section.outlier,
+        allowed=allowed,
+    )
 
 
 def next_epoch(folder: Path) -> tuple[str, int]:

@@ -32,6 +32,8 @@ from everfed.federation.request import (
     require_protocol,
 )
 from everfed.federation.runs import KEPT, STEPS, Runs
+from everfed.privacy.differential import BudgetSpent
+from everfed.privacy.spending import DELTA, ClientLedger
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
 from everfed.store.ledger import Ledger
@@ -78,10 +80,21 @@ class Run:
 
 class Site:
     """folder: of this client's state, with one folder per run; keep_runs: how many runs are kept beside the current
-    one. One process at a time."""
+    one; budget: the epsilon that its replies may cost in all runs together, 0 for no limit, at `delta`. One process at
+    a time."""
 
-    def __init__(self, folder: Path, identity: Identity, build: BuildRuntime, keep_runs: int = KEPT) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        build: BuildRuntime,
+        keep_runs: int = KEPT,
+        budget: float = 0.0,
+        delta: float = DELTA,
+    ) -> None:
+        make_folder(folder)
         self.folder, self.identity, self._build = folder, identity, build
+        self._spending = ClientLedger(folder, budget, delta)
         self._on_disk = Runs(folder, keep_runs)
         self._ledger = Ledger(folder / LEDGER)
         self._current = ""
@@ -97,6 +110,9 @@ class Site:
             return self._steps(packet, Request.of(packet)).packet()
         except (PacketError, Stale) as error:
             return Answer(REFUSED, reason=f"{type(error).__name__}: {error}").packet()
+        except BudgetSpent as error:
+            _LOG.warning("a request was refused: %s", error)
+            return Answer(REFUSED, reason=str(error)).packet()
         except Exception as error:  # a user's own stream or part may raise anything
             _LOG.exception("a step failed; the error was sent to the server")
             reason = str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
@@ -138,8 +154,11 @@ class Site:
             if content in packet.pieces:
                 run.payloads.put(part, key, content, packet.pieces[content])
         message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
+        before, method = run.journal.before(step.place), runtime.world.method
         attempt = Attempt(request.run, request.epoch, self._ledger)
-        state, reply = _call(runtime, request.client, step, message, run.journal.before(step.place), attempt)
+        self._spending.check(method)
+        state, reply = _call(runtime, request.client, step, message, before, attempt)
+        self._spending.charge(method, request.run, step.place, state, reply)
         tree = reply_to_tree(reply)
         data = to_bytes(tree)
         run.journal.record(step.place, name, state, tree)
@@ -169,6 +188,9 @@ class Site:
             self._current = name
 
     def _run(self, name: str) -> Run:
+        if name in self._runs and not self._runs[name].journal.folder.is_dir():
+            _LOG.warning("the state of run %s was removed from %s; it starts without", name, self.folder)
+            self._runs = {}
         if name not in self._runs:
             self._runs = {name: Run(self.folder / name)}  # one at a time is kept in memory
         return self._runs[name]

@@ -2,6 +2,8 @@
 socket. Started by `everfed join`, or by hand beside a SuperNode:
 
     python -m everfed.federation.worker --folder DIR --name NAME [--client K] [--data-dir DIR | --data MODULE:FUNCTION]
+
+It ends with code 3 when its folder is removed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,14 +21,25 @@ from everfed.federation.local import listen, socket_path
 from everfed.federation.packet import PacketError
 from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
+from everfed.federation.watch import FolderWatch, StateLost
+from everfed.privacy.spending import DELTA
+from everfed.store.appended import PRIVACY_LEDGER
 from everfed.store.files import make_folder
 from everfed.store.lock import Locked, locked
 
+LOST = 3  # exit code
+LOOK = 1.0  # seconds between two looks at the folder
 
-def serve(site: Site, listener: socket.socket) -> None:
-    """Answer one packet per connection, one at a time, for ever."""
+
+def serve(site: Site, listener: socket.socket, watch: FolderWatch) -> None:
+    """Answer one packet per connection, one at a time, until the folder is gone. Raises StateLost."""
+    listener.settimeout(LOOK)
     while True:
-        connection, _ = listener.accept()
+        watch.check()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
         # the sender may be gone; finished steps are in the journal, and the request will be repeated
         with connection, contextlib.suppress(PacketError, EOFError, OSError):
             wire.send(connection, site.answer(wire.receive(connection)))
@@ -40,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, where training steps are captured")
     parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
+    parser.add_argument("--budget", type=float, default=0.0, help="epsilon of all replies together; 0: any")
+    parser.add_argument("--delta", type=float, default=DELTA, help="at which epsilon is computed")
     chosen = parser.parse_args(arguments)
     from everfed.federation.runtime import RuntimeBuilder
 
@@ -48,10 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
-            site = Site(chosen.folder, Identity(chosen.name, chosen.client), build, max(0, chosen.keep_runs))
-            serve(site, listener)
+            identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
+            site = Site(chosen.folder, identity, build, keep, chosen.budget, chosen.delta)
+            serve(site, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
+    except StateLost as error:
+        logging.getLogger("everfed").error("%s", error)
+        sys.exit(LOST)
 
 
 def _log_to_stderr() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed import CompositionError, Method
 from everfed.core.context import Ledger, World
 from everfed.core.engine import Engine
+from everfed.core.run_state import RunState
 
 if TYPE_CHECKING:
     from everfed.recipe import PrivacySection
@@ -33,6 +35,14 @@ def check(world: World) -> None:
     from everfed.privacy.differential import check_world
 
     check_world(world)
+
+
+def accounting(world: World, folder: Path, notify: Notify) -> Callable[[RunState], None] | None:
+    """A function that records what a run has released in a ledger in its folder; None where nothing is counted."""
+    from everfed.privacy.spending import RunLedger, protection
+
+    part = protection(world.method)
+    return None if part is None else RunLedger(folder, part, notify).record
 
 
 def wrap(engine: Engine, world: World, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:

@@ -18,6 +18,7 @@ from everfed.federation.local import wake
 
 IDLE, REPLY = 3.0, 0.5  # seconds that Flower sleeps: without a message; while its app has not replied
 LOOK = 0.02  # seconds between two polls for the reply, which is in this process's own memory
+STALL = 30.0  # seconds for an app on this machine to deliver an object that it announced
 HEARTBEAT = 15  # seconds; Flower's is 30, its minimum 10
 
 
@@ -52,6 +53,36 @@ def with_wakeup(pull: Callable[..., int | None], wake_socket: str) -> Callable[.
     return pulled
 
 
+class StallLimit:
+    """The SuperNode's object store, which raises for an object that an app announced and has not delivered for
+    `seconds`. Flower's loop waits for it for ever, and answers no message meanwhile."""
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self._since = ("", 0.0)  # the object that is waited for, and since when
+
+    def get(self, name: str) -> bytes | None:
+        content: bytes | None = self._store.get(name)
+        if content == b"":
+            if self._since[0] != name:
+                self._since = (name, clock.monotonic())
+            if clock.monotonic() - self._since[1] > self._seconds:
+                raise TimeoutError(f"its app announced an object and did not deliver it for {self._seconds:.0f} s")
+        return content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def with_stall_limit(push: Callable[..., None], seconds: float = STALL) -> Callable[..., None]:
+    """Flower's push of replies, which gives one up whose objects do not come; the server repeats its request."""
+
+    def pushed(*, object_store: Any, **named: Any) -> None:
+        push(object_store=StallLimit(object_store, seconds), **named)
+
+    return pushed
+
+
 def has_unsent_reply(state: Any) -> bool:
     """Is there a reply that has not been sent?"""
     with state.lock_msg_store:
@@ -73,6 +104,7 @@ def main() -> None:
     start_client_internal.time = ShorterSleep(float(ours["--poll"]))  # type: ignore[assignment]
     plain = start_client_internal._pull_and_store_message
     start_client_internal._pull_and_store_message = with_wakeup(plain, ours["--wake-socket"])
+    start_client_internal._push_messages = with_stall_limit(start_client_internal._push_messages)
     fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     tune()
