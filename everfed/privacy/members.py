@@ -27,6 +27,11 @@ def needed(clients: int, threshold: float) -> int:
     return max(FEWEST, clients // 2 + 1, math.ceil(threshold * clients))
 
 
+def largest_form(parameters: int) -> int:
+    """How many numbers a sum may have, for a model of so many parameters."""
+    return 64 * parameters + (1 << 20)
+
+
 @dataclass(frozen=True)
 class Members:
     """The clients of one attempt at a sum. keys: each client's two public keys; forms: of each client's reply, as it
@@ -61,8 +66,8 @@ class Members:
         return hashlib.sha256(self.digest + client.to_bytes(8, "big")).digest()
 
     def sum_of(self, sharing: Iterable[int]) -> bytes:
-        """What all masks and votes are bound to: clients that were told different members, forms or `sharing` have
-        masks that do not cancel."""
+        """What all masks and votes are bound to: masks of clients that received other members, forms or `sharing` do
+        not cancel."""
         return hashlib.sha256(self.digest + set_text(sharing).encode()).digest()
 
     def form(self, allowed: frozenset[str], largest: int) -> Form:

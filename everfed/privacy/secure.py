@@ -52,13 +52,14 @@ from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
 from everfed.core.tree import leaves
 from everfed.privacy import masking, shamir
-from everfed.privacy.encoding import Code, EncodingError, encode, flat, form_of, form_to_text
+from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text
 from everfed.privacy.members import (
     FEWEST,
     Members,
     as_sent,
     by_client,
     client_list,
+    largest_form,
     needed,
     set_text,
     sized,
@@ -79,7 +80,6 @@ REPLIES = {
 }
 _IDLE = "idle"
 _KEPT = ("phase", "place", "epoch", "result", "reply", "form")  # through a change of keys
-_MODELS = 64  # a form has at most as many numbers as so many models
 Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted by samples?
 
 
@@ -203,8 +203,9 @@ class SecureAggregation(Protection):
             return own, {"complaints": torch.tensor(liars)}
         received = {str(peer): to_tensor(share) for peer, share in shares.items() if share is not None}
         vectors = self._masked(own, members, sharing, ctx)
-        kept = {"step": AGREE, "sharing": request["sharing"], "shares": {**own["shares"], **received}}
-        return {**own, **kept}, {"narrow": as_sent(vectors[0]), "wide": as_sent(vectors[1])}
+        kept = {key: value for key, value in own.items() if key != "seed"}
+        kept |= {"step": AGREE, "sharing": request["sharing"], "shares": {**own["shares"], **received}}
+        return kept, {"narrow": as_sent(vectors[0]), "wide": as_sent(vectors[1])}
 
     def _opened(self, own: Tree, members: Members, peer: int, request: Tree, ctx: Context) -> bytes | None:
         """The shares in a peer's letter; None where it cannot be opened or they are not what the peer committed to."""
@@ -280,11 +281,10 @@ class SecureAggregation(Protection):
         except ValueError as error:
             raise ProtocolError(str(error)) from error
 
-    def _form(self, own: Tree, members: Members, ctx: Context) -> Any:
-        """The form of the sum, from what the members advertised; a server can only choose whom it passes on."""
-        largest = _MODELS * ctx.facts.layout.size + (1 << 20)
+    def _form(self, own: Tree, members: Members, ctx: Context) -> Form:
+        """The form of the sum, from what the members advertised."""
         try:
-            return members.form(frozenset(self.weighing[own["phase"]]), largest)
+            return members.form(frozenset(self.weighing[own["phase"]]), largest_form(ctx.facts.layout.size))
         except EncodingError as error:
             raise ProtocolError(str(error)) from error
 

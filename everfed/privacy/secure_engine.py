@@ -7,7 +7,6 @@ again with fresh keys. Before a sum is opened its set is recorded, so that a res
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +24,23 @@ from everfed.core.message import Message, Traffic, addressed, payload_bytes
 from everfed.core.reduce import Total
 from everfed.core.scoring import Exam
 from everfed.privacy import masking, shamir
-from everfed.privacy.encoding import EncodingError, Form, Sums, decode, form_from_text, form_to_text, sizes
+from everfed.privacy.encoding import (
+    EncodingError,
+    Form,
+    Sums,
+    common_form,
+    decode,
+    form_from_text,
+    form_to_text,
+    sizes,
+)
 from everfed.privacy.members import (
     FEWEST,
     Members,
     are_keys,
     by_client,
     client_list,
+    largest_form,
     needed,
     set_text,
     sized,
@@ -185,6 +194,7 @@ class _Round:
         for client, reply in sorted(replies.items()):
             self._advertised(client, reply.values.get(NAME, {}))
         self._leave_out_other_forms()
+        self._leave_out_large_forms()
         self.opened = engine.opened_set(moment)
         self._keep_to_the_opened_set()
 
@@ -211,6 +221,13 @@ class _Round:
         for client, form in self.forms.items():
             if any(form_to_text({path: entry}) != chosen[path] for path, entry in form.items()):
                 self.reject(client, "wrong shape: not the form of the others' replies")
+
+    def _leave_out_large_forms(self) -> None:
+        """Clients refuse a sum with more numbers than `largest_form`; the largest form goes first."""
+        largest = largest_form(self.engine.world.facts.layout.size)
+        while (clients := self.clients) and _numbers(common_form(self.forms[c] for c in clients)) > largest:
+            client = max(clients, key=lambda client: _numbers(self.forms[client]))
+            self.reject(client, f"too large: a form of {_numbers(self.forms[client])} numbers")
 
     def _keep_to_the_opened_set(self) -> None:
         """A sum that was opened before the server was stopped is opened again with the same clients, or not at all."""
@@ -298,7 +315,7 @@ class _Attempt:
     def __init__(self, round_: _Round, members: Members) -> None:
         self.round, self.members, self.part = round_, members, round_.engine.part
         self.threshold = needed(len(members.clients), self.part.threshold)
-        self.form = members.form(frozenset(self.part.weighing[round_.phase.name]), sys.maxsize)
+        self.form = common_form(round_.forms[client] for client in members.clients)
         self.code = self.part.code(round_.phase.name, len(members.clients))
 
     def run(self) -> Sums | None:
@@ -463,6 +480,10 @@ class _Attempt:
             for client in alive:
                 self.round.reject(client, reason)
             return None
+
+
+def _numbers(form: Form) -> int:
+    return sum(sizes(form))
 
 
 def _named(answer: Tree, key: str) -> set[int]:

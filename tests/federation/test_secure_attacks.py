@@ -128,7 +128,7 @@ def exchanged(loop: Loop, phase: str) -> Iterator[tuple[int, list[int], Tree, Tr
 
 
 # a new epoch, an old key ---------------------------------------------------------------------------------------------
-def test_nobody_gives_shares_of_the_seed_and_of_the_mask_key_of_one_client(tmp_path: Path) -> None:
+def test_no_client_gives_shares_of_the_seed_and_of_the_mask_key_of_one_client(tmp_path: Path) -> None:
     """After the sum was opened, the server is "started again" and calls the victim gone."""
     loop = loop_of(BENCH, tmp_path)
     opened(loop)

@@ -78,7 +78,7 @@ def test_a_client_that_is_lost_in_the_middle_is_made_up_for(tmp_path: Path) -> N
     assert set(event["absent"]) == {"2"}
 
 
-def test_a_client_with_letters_that_nobody_can_open_is_left_out_and_the_others_begin_again(tmp_path: Path) -> None:
+def test_a_client_with_letters_that_cannot_be_opened_is_left_out_and_the_others_begin_again(tmp_path: Path) -> None:
     """With fresh keys for the same training: the bits are those of a run without the liar."""
     own = protected(Bench("fedavg", stream=Toy(tasks=1, rounds_per_task=1, clients=5)), threshold=0.6)
     loop = loop_of(own, tmp_path)
@@ -97,4 +97,4 @@ def test_a_client_with_letters_that_nobody_can_open_is_left_out_and_the_others_b
     [event] = [event for event in outcome.events if event["event"] == "phase" and event["phase"] == "train"]
     assert event["absent"] == {"2": "rejected: malformed: clients 0,1,3,4 cannot use its shares"}
     trained = [packet for _, packet in loop.sent if '"train"' in str(packet.header["steps"])]
-    assert len(trained) == 5  # nobody trained again
+    assert len(trained) == 5  # no client trained again

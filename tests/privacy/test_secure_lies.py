@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everfed import Phase
+from everfed import Mean, Method, Part, Phase, methods
 from everfed.core.client import Reply
 from everfed.core.context import Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
@@ -128,6 +129,29 @@ def test_a_client_that_lies_about_shares_and_votes_is_named_and_the_lie_does_not
     assert {(event["client"], event["kind"]) for event in warned} == {(LIAR, "rejected")}
 
 
+@dataclass(frozen=True)
+class Quiet(Part):
+    """A part whose value is absent in this round."""
+
+    name = "a"
+
+    def reducers(self) -> dict[str, Mean]:
+        return {"x": Mean()}
+
+
+def test_a_form_of_a_value_that_no_other_client_has_is_refused_where_it_is_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every client would have to send as many zeros."""
+    plain = methods.build("fedavg")
+    bench = BENCH.change(method=lambda: Method("fedavg", (Quiet(), *plain.parts), plain.warnings))
+    monkeypatch.setitem(globals(), "BENCH", bench)
+    huge = {"a/x": ["float32", [1 << 30]]}
+    outcome, _ = run("train", key("form", lambda text: json.dumps({**json.loads(text), **huge})))
+    assert absences(outcome)["0"].startswith("rejected: too large: a form of 1073742")
+    assert set(absences(outcome)) == {"0"} and near(outcome, without(LIAR))
+
+
 def test_one_complaint_does_not_show_who_lies_so_both_are_left_out() -> None:
     for step, lie in (
         (MASK, lambda reply: {"complaints": torch.tensor([1])}),
@@ -238,7 +262,7 @@ def test_one_reply_that_is_not_finite_does_not_stop_the_others() -> None:
     assert near(outcome, without()) and "1 replies were not finite" in warned[0]["message"]
 
 
-# servers that tell clients different things --------------------------------------------------------------------------
+# servers that send clients different things -------------------------------------------------------------------------
 VICTIM = 4
 
 
@@ -273,7 +297,7 @@ def divided(
 
 def test_other_forms_passed_on_to_one_client_keep_it_out_of_the_sum() -> None:
     """With its numbers moved by one path, the victim's would be added to the others' zeros. Letters are bound to the
-    keys and forms of all members, so it can open none, nobody can open its own, and it sends no vector."""
+    keys and forms of all members, so it can open none, no other can open its own, and it sends no vector."""
     outcome = divided(SHARE, lambda request: {**request, "forms": {**request["forms"], "0": "{}"}})
     assert set(absences(outcome)) == {str(VICTIM)} and near(outcome, without(VICTIM))
 
@@ -281,13 +305,13 @@ def test_other_forms_passed_on_to_one_client_keep_it_out_of_the_sum() -> None:
 def test_another_set_of_peers_passed_on_to_one_client_opens_noise() -> None:
     """The victim is to leave out the masks that it shares with one peer. All its masks are bound to the set, so none
     cancels."""
-    told = {"sharing": torch.tensor([1, 2, 3, 4])}
-    outcome = divided(MASK, lambda request: {**request, **told}, lost={AGREE: (VICTIM,)})
+    other = {"sharing": torch.tensor([1, 2, 3, 4])}
+    outcome = divided(MASK, lambda request: {**request, **other}, lost={AGREE: (VICTIM,)})
     assert all("no sum of replies" in why for why in absences(outcome).values()) and len(absences(outcome)) == 5
     assert torch.equal(outcome.params, BENCH.model()["params"])
 
 
-def test_clients_that_are_told_different_sets_unmask_nothing() -> None:
-    """Two are told that the victim is gone, and would give its mask key's shares; three would give its seed's."""
+def test_clients_that_receive_different_sets_unmask_nothing() -> None:
+    """For two of them the victim is gone, and they would give its mask key's shares; three would give its seed's."""
     with pytest.raises(ClientError, match=r"client 0 .*: 3 clients agree on the set to open; 4 are needed"):
         divided(AGREE, lambda request: {"alive": torch.tensor([0, 1, 2, 3])}, some=(2, 3), threshold=0.7)
