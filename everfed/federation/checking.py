@@ -21,7 +21,7 @@ from everfed.core import tree
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Moment, World
 from everfed.core.message import MODEL
-from everfed.core.part import Model
+from everfed.core.part import Model, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
 from everfed.core.reduce import Collect, Mean
 from everfed.core.tree import Tree
@@ -335,6 +335,7 @@ class SampleClaims:
 
     def __init__(self, world: World, allowed: Callable[[int], int | None] = lambda client: None) -> None:
         self.world, self.allowed = world, allowed
+        self._rehearses = any(overrides(part, "dataset") for part in world.method.parts)  # samples of earlier tasks
         self._held: dict[tuple[int, int], int] = {}  # (client, task) -> samples in the server's own stream
 
     def capped(self, phase: Phase, moment: Moment, claims: Mapping[int, int]) -> dict[int, int]:
@@ -343,18 +344,18 @@ class SampleClaims:
         if not any(isinstance(r, Mean) and r.weighted for keys in reducers.values() for r in keys.values()):
             return {}
         middle = int(median(sorted(claims.values()))) if claims else 0
-        most = {client: self._most(client, claim, moment, middle) for client, claim in claims.items()}
+        most = {client: self._most(client, moment, middle) for client in claims}
         return {client: most[client] for client, claim in claims.items() if claim > most[client]}
 
-    def _most(self, client: int, claim: int, moment: Moment, middle: int) -> int:
+    def _most(self, client: int, moment: Moment, middle: int) -> int:
         allowed = self.allowed(client)
         if allowed is not None:
             return allowed
         if self.world.stream.private_data:
             return middle
         own = moment.plan.tasks.get(client, moment.plan.task)
-        now = self._size(client, own)
-        return now if claim <= now else sum(self._size(client, task) for task in range(own + 1))  # with a rehearsal
+        earlier = range(own) if self._rehearses else ()
+        return self._size(client, own) + sum(self._size(client, task) for task in earlier)
 
     def _size(self, client: int, task: int) -> int:
         if (client, task) not in self._held:

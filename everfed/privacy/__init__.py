@@ -48,7 +48,14 @@ def accounting(world: World, folder: Path, notify: Notify) -> Callable[[RunState
 def wrap(engine: Engine, world: World, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:
     """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
     from everfed.privacy.secure import NAME
+    from everfed.privacy.spending import protection
 
+    noise = protection(world.method)
+    if engine.sharded and noise is not None and noise.seed < 0:
+        raise CompositionError(
+            "privacy.dp: every rank would draw the server's noise with a key of its own, and the ranks would end with "
+            "different models; engine.kind = 'ranks' needs privacy.dp.seed, or use eager, processes or graphs"
+        )
     if not any(part.name == NAME for part in world.method.parts):
         return engine
     if engine.sharded:

@@ -163,11 +163,12 @@ def test_claims_that_weigh_nothing_are_left_alone() -> None:
 
 def test_a_rehearsal_may_bring_the_samples_of_earlier_tasks_back() -> None:
     stream = Toy(clients=2, tasks=3, sizes={(0, task): 10 + task for task in range(3)})
-    bench = replace(seven(weighting="samples"), stream=stream)
     moment = Moment(4, stream.round(4))  # of the third task
-    phase = bench.build_method().train_phase()
-    assert SampleClaims(bench.world()).capped(phase, moment, {0: 33, 1: 12}) == {}
-    assert SampleClaims(bench.world()).capped(phase, moment, {0: 34, 1: 12}) == {0: 33}
+    for name, most in (("fedavg", 12), ("ideal", 10 + 11 + 12)):
+        bench = Bench(name, {"fedavg": {"weighting": "samples"}}, stream=stream)
+        claims, phase = SampleClaims(bench.world()), bench.build_method().train_phase()
+        assert claims.capped(phase, moment, {0: most, 1: 12}) == {}
+        assert claims.capped(phase, moment, {0: most + 1, 1: 12}) == {0: most}
 
 
 def test_a_roster_knows_the_name_of_every_client(tmp_path: Path) -> None:

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+import everfed
+from everfed import privacy
 from everfed.core.client import Reply
 from everfed.core.context import World
 from everfed.core.engine import Engine
 from everfed.core.method import Method
+from everfed.core.part import CompositionError
 from everfed.core.run_state import RunState
+from everfed.engines.ranks import Ranks
 from everfed.errors import UserError
 from everfed.federation.patience import Patience
 from everfed.federation.site import Identity, Site
@@ -26,6 +30,7 @@ from everfed.privacy.secure_engine import Secured
 from everfed.privacy.spending import ClientLedger, RunLedger
 from everfed.store.appended import PRIVACY_LEDGER, AppendedFile, Lost
 from everfed.store.clients import ClientStore
+from tests.federation.field import small_recipe
 from tests.federation.loop import Loop, federated, runtime
 from tests.privacy.test_noise import copied
 from tests.support.toy import Bench, Outcome, Toy
@@ -171,6 +176,30 @@ def test_the_budget_of_a_run_counts_what_was_released_before_it_was_resumed(tmp_
     with pytest.raises(BudgetSpent, match=r"would raise epsilon to .* made before the run was resumed"):
         record(state)
     assert len(ledger(tmp_path)) == 3
+
+
+def test_a_run_keeps_its_ledger_in_its_folder_and_counts_each_release_once(tmp_path: Path) -> None:
+
+    recipe = small_recipe(tmp_path, 2, "privacy.dp.noise=2.0", rounds=2)
+    everfed.run(recipe, tmp_path / "run")
+    entries = ledger(tmp_path / "run")
+    assert [entry["values"] for entry in entries] == [1, 1, 1, 1] and len({e["release"] for e in entries}) == 4
+    found = json.loads((tmp_path / "run" / "result.json").read_text())["parts"][NAME]
+    assert found["releases"] == 4 and found["epsilon"] == pytest.approx(epsilon(2.0, {1: 4}, 1e-5))
+
+
+@pytest.mark.parametrize("kind", ["local", "central"])
+def test_a_private_federation_with_a_seed_equals_the_private_simulation(tmp_path: Path, kind: str) -> None:
+    bench = protected(Bench("fedgp+der"), kind=kind, noise=0.5, seed=1)
+    assert torch.equal(federated(bench, loop(bench, tmp_path)).params, bench.run().params)
+
+
+def test_ranks_with_a_secret_key_are_refused() -> None:
+    """Every rank makes the server's first state, and a secret key would differ from rank to rank."""
+
+    world = protected(noise=1.0).world()
+    with pytest.raises(CompositionError, match=r"needs privacy\.dp\.seed"):
+        privacy.wrap(Ranks(PLAIN.eager(world, ClientStore()), None), world, "cpu", lambda event: None)  # type: ignore[arg-type]
 
 
 # the file ------------------------------------------------------------------------------------------------------------
