@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from everfed.commands import tracking
-from everfed.commands.output import stdout, tell_interrupted
+from everfed.commands.interrupts import same_command, tell_interrupted
+from everfed.commands.output import stdout
 from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.recipe import Places, Recipe, placed, read_placed, settled, to_toml
 from everfed.recipe.places import Key
@@ -126,10 +127,14 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
     from everfed.progress import watching
 
     title = f"{number}{cell.row} seed {cell.recipe.seed}"
-    with tell_interrupted("the same command"), watching(stdout(), settings.as_json, title) as observer:
+    showing = watching(stdout(), settings.as_json, title)
+    with tell_interrupted(same_command) as interrupts, showing as observer:
         told = _with_folder(observer, cell.folder) if settings.as_json else observer
         trackers = tracking.observers(settings.track, cell.folder, cell.recipe)
-        how: dict[str, Any] = {"observers": [told, *trackers], "checkpoint_every": settings.checkpoint_every}
+        how: dict[str, Any] = {
+            "observers": [told, *trackers, interrupts],
+            "checkpoint_every": settings.checkpoint_every,
+        }
         try:
             if RunFolder(cell.folder).recipe.exists():
                 return Outcome(cell, api.resume(cell.folder, **how).data)

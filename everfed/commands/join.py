@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from everfed.commands.output import tell_interrupted
+from everfed.commands.interrupts import same_command, tell_interrupted
 from everfed.federation.runs import KEPT
 
 
@@ -80,5 +80,5 @@ def join(
         poll,
         keep_runs,
     )
-    with tell_interrupted("the same command"):
+    with tell_interrupted(same_command):
         take_part(joining, lambda line: typer.echo(line, err=True))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from rich.table import Table
 
 from everfed.markdown import markdown_table
 from everfed.scores import METRICS, score_of
-
-INTERRUPTED = 130  # what shells give a command that ctrl-C ended
 
 
 def stdout() -> Console:
@@ -33,16 +30,6 @@ def tell_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
     numbers = "  ".join(f"{name} {score.text(value)}" for name, value in shown.items() if value is not None)
     typer.echo(f"{result['method']} seed {result['seed']}: {numbers}")
     typer.echo(f"run folder: {folder}")
-
-
-@contextmanager
-def tell_interrupted(remedy: str) -> Iterator[None]:
-    """Ctrl-C ends a command with a word on how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; {remedy} goes on where it stopped", err=True)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

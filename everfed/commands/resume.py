@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options, tracking
-from everfed.commands.output import stdout, tell_interrupted, tell_result
+from everfed.commands.interrupts import tell_interrupted
+from everfed.commands.output import stdout, tell_result
 
 
 def resume(
@@ -31,6 +32,10 @@ def resume(
     from everfed.store.run import RunFolder
 
     trackers = tracking.observers(track, run, read(RunFolder.open(run).recipe)) if track else []
-    with tell_interrupted(f"`everfed resume {run}`"), watching(stdout(), as_json) as observer:
-        result = api.resume(run, observers=[observer, *trackers], checkpoint_every=checkpoint_every)
+
+    def remedy() -> str:
+        return f"`everfed resume {run}` goes on where it stopped"
+
+    with tell_interrupted(remedy) as interrupts, watching(stdout(), as_json) as observer:
+        result = api.resume(run, observers=[observer, *trackers, interrupts], checkpoint_every=checkpoint_every)
     tell_result(result.folder, result.data, as_json)

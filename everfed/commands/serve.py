@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options
-from everfed.commands.output import stdout, tell_interrupted, tell_result
+from everfed.commands.interrupts import same_command, tell_interrupted
+from everfed.commands.output import stdout, tell_result
 
 
 def serve(
@@ -67,9 +68,14 @@ def serve(
     link = Settings(host, port, folder.absolute().with_name(f"{folder.name}.superlink"), security)
     say = _say(as_json)
     told = watching(stdout(), as_json)
-    with placed(reading.places), tell_interrupted("the same command"), told as observer, running(link, say):
+    with (
+        placed(reading.places),
+        tell_interrupted(same_command) as interrupts,
+        told as observer,
+        running(link, say),
+    ):
         register(address, names)
-        result = run_server(serving, lambda: open_grid(address), [observer])
+        result = run_server(serving, lambda: open_grid(address), [observer, interrupts])
     tell_result(folder, result, as_json)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def test_a_fault_in_a_client_names_it() -> None:
     message = r"client \d failed in phase 'train' of round 0: RuntimeError: .* \(.*\.py, line \d+, in \w+\)"
     with pytest.raises(ClientError, match=message):
         on_processes(case)
+
+
+def test_no_worker_can_be_ended_by_ctrl_c_however_young() -> None:
+    """SIGINT is blocked or ignored from birth on (a terminal sends it to all processes of a command); of the parent it
+    is not blocked."""
+    case = bench("fedavg")
+    engine = Processes(case.world(), ClientStore(), case.build_module, 3)
+    try:
+        status = [Path(f"/proc/{crew.process.pid}/status").read_text() for crew in engine.crews]
+    finally:
+        engine.close()
+    for text in status:
+        masks = dict(line.split(":\t") for line in text.splitlines() if line.startswith("Sig"))
+        assert (int(masks["SigBlk"], 16) | int(masks["SigIgn"], 16)) & 1 << (signal.SIGINT - 1)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_killed_worker_is_named() -> None:
