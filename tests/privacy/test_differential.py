@@ -99,6 +99,18 @@ def test_a_mean_of_k_clients_gets_noise_of_noise_times_clip_by_k() -> None:
     assert abs(noise.std() - 1) < 5 / math.sqrt(2 * 40_000) and abs(noise.mean()) < 5 / math.sqrt(40_000)
 
 
+@pytest.mark.parametrize("kind", ["central", "local"])
+def test_every_place_has_noise_of_its_own(kind: str) -> None:
+    """The same noise twice could be subtracted: another round, phase, repeat or value draws anew, the same one not."""
+    part, ctx = central(kind=kind, seed=1), Bench("fedavg").context()
+    key, like = part.server_slots(ctx)["key"], torch.zeros(8, dtype=torch.float64)
+    places = [ctx, ctx.at(round=1), ctx.at(phase="reference"), ctx.at(repeat=1)]
+    drawn = [tuple(part._noise(key, "fedavg/params", like, place).tolist()) for place in places]
+    drawn.append(tuple(part._noise(key, "fedavg/other", like, ctx).tolist()))
+    assert len(set(drawn)) == 5
+    assert tuple(part._noise(key, "fedavg/params", like, ctx).tolist()) == drawn[0]
+
+
 def test_a_sum_gets_noise_of_noise_times_clip() -> None:
     part = private(methods.build("fedcurv"), noise=2.0, clip=3.0).part(NAME)
     ctx = Bench("fedavg").context()

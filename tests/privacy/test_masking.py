@@ -127,6 +127,13 @@ def test_what_are_no_shares_of_one_secret_is_refused(shares: list[bytes]) -> Non
         masking.combine(shares)
 
 
+@pytest.mark.parametrize("places", [(1, 1), (3, 5, 3), (0, 1), (2, 0)])
+def test_one_place_twice_or_the_place_of_the_secret_has_no_weights(places: tuple[int, ...]) -> None:
+    """Two shares of one place would count as two clients'."""
+    with pytest.raises(ValueError, match="two shares of one place, or one of none"):
+        shamir.weights(places)
+
+
 def test_the_field_is_that_of_gcm_s_polynomial() -> None:
     """x^127 times x is x^7 + x^2 + x + 1, by x^128 + x^7 + x^2 + x + 1 = 0; and products of small ones do not carry."""
     assert shamir.times(1 << 127, 2) == 0b10000111 and shamir.times(0b11, 0b11) == 0b101

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -370,30 +371,43 @@ class Cheat(Flaky):
         return super().exchange(phase, clients, message, moment)
 
 
-CHEATS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "another client's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}),
-    "a group of two": (SHARE, lambda a: {"clients": a["clients"][:2], "keys": a["keys"][:2]}),
-    "not a list of keys": (SHARE, lambda a: {**a, "keys": a["keys"][:, :5]}),
-    "hardly anybody shared": (MASK, lambda a: {**a, "sharing": a["sharing"][:1]}),
-    "strangers shared": (MASK, lambda a: {**a, "sharing": torch.tensor([0, 1, 2, 9])}),
-    "no letters": (MASK, lambda a: {k: v for k, v in a.items() if k != "letters"}),
-    "seeds and keys of the same client": (UNMASK, lambda a: {**a, "gone": a["alive"][:1]}),
-    "hardly anybody alive": (UNMASK, lambda a: {"alive": a["alive"][:1], "gone": a["alive"][1:]}),
-    "a client left out": (UNMASK, lambda a: {**a, "alive": a["alive"][:-1]}),
-}
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+# the step, what the server changes in it, and which check of the client's refuses that
+CHEATS: dict[str, tuple[str, Change, str]] = {
+    "another client's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}, "other keys than this client's"),
+    "a group of two": (
+        SHARE, lambda a: {"clients": a["clients"][:2], "keys": a["keys"][:2]}, "^2 clients; secure aggregation needs 3",
+    ),
+    "not a list of keys": (SHARE, lambda a: {**a, "keys": a["keys"][:, :5]}, "not a list of clients and their keys"),
+    "a client twice": (SHARE, lambda a: {**a, "clients": [0, *a["clients"][:-1]]}, "not a list of clients"),
+    "hardly anybody shared": (MASK, lambda a: {**a, "sharing": a["sharing"][:1]}, "^1 of 5 clients shared their keys"),
+    "strangers shared": (MASK, lambda a: {**a, "sharing": torch.tensor([0, 1, 2, 9])}, "^4 of 5 clients shared"),
+    "without this client": (MASK, lambda a: {**a, "sharing": a["sharing"][1:]}, "^4 of 5 clients shared their keys"),
+    "no letters": (MASK, lambda a: {k: v for k, v in a.items() if k != "letters"}, "no letter of client 1"),
+    "seeds and keys of the same client": (UNMASK, lambda a: {**a, "gone": a["alive"][:1]}, "does not add up"),
+    "hardly anybody alive": (
+        UNMASK, lambda a: {"alive": a["alive"][:1], "gone": a["alive"][1:]}, "^1 of 5 clients are left; too few",
+    ),
+    "fewer alive than are needed": (
+        UNMASK, lambda a: {"alive": a["alive"][:3], "gone": a["alive"][3:]}, "^3 of 5 clients are left; too few",
+    ),
+    "a client left out": (UNMASK, lambda a: {**a, "alive": a["alive"][:-1]}, "does not add up"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_clients_refuse_a_server_that_cheats(name: str) -> None:
-    step, change = CHEATS[name]
+    """Client 0 refuses, which is the first that is asked, so that no other client's check stands in for its own."""
+    step, change, reason = CHEATS[name]
     own = protected(SMALL)
 
     def engine(world: World, store: ClientStore) -> Engine:
         return Secured(Cheat(own.eager(world, store), step=step, change=change), world)
 
-    with pytest.raises(ClientError) as caught:
+    with pytest.raises(ClientError, match="client 0 failed") as caught:
         own.run(engine)
     assert isinstance(caught.value.cause, ProtocolError)
+    assert re.search(reason, str(caught.value.cause)), caught.value.cause
 
 
 def test_a_step_is_taken_once() -> None:
