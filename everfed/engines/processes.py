@@ -53,7 +53,8 @@ class Crew:
         ours = [self.pipe, *(crew.pipe for crew in earlier)]
         arguments = (theirs, ours, world, build_module, broadcast, self.lanes)
         self.process = context.Process(target=serve, args=arguments, daemon=True, name="everfed-worker")
-        # ctrl-C reaches all processes of a terminal: the worker is born with it blocked, until it ignores it (`serve`)
+        # A ctrl-C during a fork would be lost: Python drops what the hooks around it (logging's, say) raise. And it
+        # reaches all processes of a terminal: the worker is born with it blocked, until it ignores it (`serve`).
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,42 @@ def test_no_worker_can_be_ended_by_ctrl_c_however_young() -> None:
         masks = dict(line.split(":\t") for line in text.splitlines() if line.startswith("Sig"))
         assert (int(masks["SigBlk"], 16) | int(masks["SigIgn"], 16)) & 1 << (signal.SIGINT - 1)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+INTERRUPTED_FORK = """
+import os, signal, sys
+
+armed = []
+
+
+def ctrl_c():
+    if armed:
+        armed.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+os.register_at_fork(before=ctrl_c)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from everfed.engines.processes import Processes
+from everfed.store.clients import ClientStore
+from tests.support.toy import Bench
+
+bench = Bench()
+armed.append(True)
+try:
+    Processes(bench.world(), ClientStore(), bench.build_module, 2)
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_a_ctrl_c_during_a_fork_is_not_lost() -> None:
+    """Python runs hooks around a fork (logging has some) and drops what they raise, so the first thing that runs after
+    a signal that arrived meanwhile must not be such a hook."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_FORK], cwd=root, env=environment, capture_output=True)
+    assert ended.returncode == 7, ended.stderr.decode()
 
 
 def test_a_killed_worker_is_named() -> None:
