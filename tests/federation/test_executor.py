@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flwr")
+pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 
 EXECUTOR = """
 import os, time

@@ -28,7 +28,7 @@ from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Outcome, Toy
 from tests.support.wire import crossed
 
-pytest.importorskip("dp_accounting")
+pytest.importorskip("dp_accounting", reason="pip install 'everfed[privacy]'")
 
 
 def protected(bench: Bench, **options: Any) -> Bench:

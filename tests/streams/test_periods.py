@@ -26,7 +26,7 @@ from everfed.data.utterances import load_utterances
 from everfed.streams.masking import IGNORED, mask_tokens, masked_counts, masked_loss
 from everfed.streams.options import OptionError
 
-pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers", reason="pip install 'everfed[text]'")
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "roofs", "and", "sang", "songs"]
 
 
