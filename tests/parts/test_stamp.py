@@ -171,15 +171,16 @@ def test_balanced_updates_have_the_mean_norm() -> None:
 
 
 def test_a_small_pool_is_replayed_whatever_drop_last_says() -> None:
-    """Minibatches of 2, a pool of 1 (of two equal samples): the clone makes its one step all the same."""
-    one, y = torch.tensor([1.0, 0.5]), torch.tensor([2.0, 2.0])
-    stream = replace(quadratic(), table={**quadratic().table, (0, 0): (one.repeat(2, 1), y)})
-    train = TrainOptions(1, 2, Optimizer(lr=0.2), drop_last=True)
-    make = Bench("stamp-temporal", {"stamp": {"exemplars": 1}}, stream, train, Linear)
+    """Five equal samples and minibatches of 3: training drops the last 2 and makes one step, a clone makes two."""
+    one, lr = torch.tensor([1.0, 0.5]), 0.2
+    stream = replace(quadratic(), table={**quadratic().table, (0, 0): (one.repeat(5, 1), torch.full((5,), 2.0))})
+    train = TrainOptions(1, 3, Optimizer(lr=lr), drop_last=True)
+    make = Bench("stamp-temporal", {"stamp": {"exemplars": 5}}, stream, train, Linear)
     theta = make.run(rounds=1).params
-    assert torch.allclose(theta, 0.2 * 2.0 * one)
-    current = theta - 0.2 * one_gradient(theta, 1)
-    clone = current - 0.2 * one * (one @ current - 2.0)
+    assert torch.allclose(theta, lr * 2.0 * one)
+    clone = current = theta - lr * one_gradient(theta, 1)
+    for _ in range(2):
+        clone = clone - lr * one * (one @ clone - 2.0)
     step = match_gradients([clone - theta, current - theta], 0.25, "1+k2")
     assert torch.allclose(make.run().params, theta + step, atol=1e-6)
 
