@@ -96,6 +96,14 @@ def test_the_mean_in_the_event_is_over_the_tasks_learned_so_far() -> None:
     assert [event["acc"] for event in events] == pytest.approx([first[0], sum(last) / 2])
 
 
+def test_tasks_that_are_still_to_come_are_scored_at_task_ends_only() -> None:
+    """zero_shot fills rows of the matrix; scores in between (`every`) are of the tasks begun."""
+    bench = Bench(stream=ClassToy(tasks=3, classes=6), evaluation=EvalOptions(zero_shot=True, every=1))
+    outcome = bench.run()
+    assert [len(event["accuracy"]) for event in evaluations(outcome)] == [1, 3, 2, 3, 3, 3]
+    assert all(None not in row for row in outcome.state.rows.values())
+
+
 def test_the_event_s_accuracies_follow_the_rule_that_is_reported() -> None:
     rows = Bench(stream=ClassToy()).run().state.rows[1]
     for column, rule in ((1, "full"), (2, "seen"), (3, "task")):

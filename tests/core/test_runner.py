@@ -156,6 +156,12 @@ def test_training_learns_the_toy_tasks() -> None:
     assert full / scored > 0.8
 
 
+def test_the_cost_in_samples_counts_every_epoch() -> None:
+    """4 rounds of 3 clients with 12 samples each, in 2 epochs; a client without data costs nothing."""
+    assert Bench().run().state.samples == 4 * 3 * 12 * 2
+    assert Bench(stream=Toy(sizes={(1, 0): 0})).run().state.samples == (2 * 2 + 2 * 3) * 12 * 2
+
+
 # bytes ---------------------------------------------------------------------------------------------------------------
 def per_round(outcome: Outcome) -> dict[int, tuple[int, int]]:
     rounds: dict[int, tuple[int, int]] = {}
