@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.context import TrainOptions, World
+from everfed.core.context import Moment, TrainOptions, World
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.engines.processes import Processes
@@ -52,6 +52,21 @@ def test_processes_equal_eager(method: str) -> None:
 def test_the_number_of_workers_does_not_matter(workers: int) -> None:
     case = bench("fedgp+der", train=TrainOptions(1, 5, Optimizer("adam", lr=0.01, state="kept"), sync_every=2))
     assert torch.equal(on_processes(case, workers).params, case.run().params)
+
+
+def test_replies_are_handed_on_in_client_order_whoever_ran_first() -> None:
+    """One worker runs the largest client first once it knows the sizes: client 2, then 1, then 0."""
+    case = Bench(stream=Toy(sizes={(0, 0): 2, (1, 0): 10, (2, 0): 30}))
+    world = case.world()
+    engine = Processes(world, ClientStore(), case.build_module, 1)
+    message = {"model": dict(case.model())}
+    try:
+        for index in range(2):
+            moment = Moment(index, case.stream.round(index))
+            replies = engine.exchange(world.method.train_phase(), (0, 1, 2), message, moment)
+            assert [(client, reply.samples) for client, reply in replies] == [(0, 2), (1, 10), (2, 30)]
+    finally:
+        engine.close()
 
 
 def test_a_fault_in_a_client_names_it() -> None:
