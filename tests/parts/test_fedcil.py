@@ -297,6 +297,13 @@ def test_the_labels_of_all_earlier_tasks_are_remembered() -> None:
     assert host["past"].tolist() == [0, 1, 2, 3] and host["current"].tolist() == [4, 5]
 
 
+def test_every_task_begins_with_fresh_moments_on_the_server() -> None:
+    """Adam counts its steps: 3 in every round, 6 after two rounds of a task, 3 again after the next task's first."""
+    case = bench(ClassToy(tasks=2, rounds_per_task=2))
+    steps = [case.run(rounds=rounds).state.server["fedcil"]["moments"]["t"].item() for rounds in (1, 2, 3)]
+    assert steps == [3.0, 6.0, 3.0]
+
+
 def test_a_run_resumes_in_the_middle_of_consolidation() -> None:
     assert_resumes(bench().change(module=Norm), 1)
     whole = bench().run(rounds=1)

@@ -215,6 +215,9 @@ def test_angles_in_time() -> None:
     assert [e["round"] for e in reported] == [2, 3]  # from the second task on
     m = reported[0]["temporal_cosine"]
     assert reported[0]["temporal_cosine_with_self"] == pytest.approx((1 + m) / 2)
+    # in the third task there are three updates: of the current task and of clones on both earlier ones
+    last = [e for e in bench({"angles": True}, stream=Toy(tasks=3)).run().events if e["event"] == "measure"][-1]
+    assert last["temporal_cosine_with_self"] == pytest.approx((1 + 2 * last["temporal_cosine"]) / 3)
     assert torch.equal(bench({"angles": True}).run().params, bench().run().params)
 
 
