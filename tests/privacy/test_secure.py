@@ -31,6 +31,8 @@ from everfed.privacy.secure import (
     UNMASK,
     ProtocolError,
     SecureAggregation,
+    _letter,
+    _opened,
     needed,
     secured,
 )
@@ -414,9 +416,19 @@ def test_a_step_is_taken_once() -> None:
     part = secured(methods.build("fedavg")).part(NAME)
     ctx = Bench("fedavg").context(phase=UNMASK)
     request = {NAME: {"alive": torch.tensor([0]), "gone": torch.tensor([])}}
-    for state in ({}, {NAME: {"step": "idle"}}, {NAME: {"step": UNMASK, "place": "7.0"}}):
+    here = {"place": "0.0"}
+    places = ({}, {"step": "idle"}, {"step": "idle", **here}, {"step": MASK, **here}, {"step": UNMASK, "place": "7.0"})
+    for state in ({NAME: own} for own in places):
         with pytest.raises(ProtocolError, match="but this client is at"):
             phase_of(part, UNMASK).run(state, request, Bench().stream.data(0, 0), ctx)  # type: ignore[misc]
+
+
+def test_a_letter_cannot_be_sent_back_to_its_writer() -> None:
+    """Both ends of a pair have the same key, so only the header tells who wrote to whom."""
+    assert _opened(_letter(1, 0) + b"shares", 1, 0) == b"shares"
+    for header in (_letter(0, 1), _letter(2, 0), _letter(1, 2)):
+        with pytest.raises(ProtocolError, match="a letter that is not of client 1"):
+            _opened(header + b"shares", 1, 0)
 
 
 # clients that cheat --------------------------------------------------------------------------------------------------
