@@ -41,6 +41,14 @@ def test_a_file_is_the_old_one_or_the_new_one_and_the_new_one_once_it_is_written
     assert set(found) == {old, new} and found[-1] == new, "what was written is there when write_atomic is over"
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, durable: bool) -> None:
+    (tmp_path / "taken").mkdir()  # a file cannot replace a folder
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "taken", b"content", durable)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
 def _written(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
