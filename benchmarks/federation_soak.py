@@ -24,9 +24,9 @@ from typing import Any
 
 import everfed
 from benchmarks.federation import _free
-from everfed.federation.supervisor import Child
 from everfed.federation.joining import Joining, children
 from everfed.federation.superlink import Settings, running
+from everfed.federation.supervisor import Child
 from everfed.recipe import Recipe, from_table
 
 GROWTH = 1.10  # memory of a process in the last quarter over the second
@@ -69,7 +69,7 @@ class Soak:
     def _tend(self) -> None:
         while not self._ended.wait(0.2):
             for child in self.children.values():
-                child.tend(lambda line: None)
+                child.check(lambda line: None)
 
     def note(self, link: Path) -> None:
         """What every process uses now."""

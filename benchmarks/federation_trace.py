@@ -126,7 +126,7 @@ def install(folder: Path) -> Notebook:
         _database(book)
     if "flwr.supernode.runtime.run_clientapp" in here:
         book.replace(START, "flwr.supernode.runtime.run_clientapp", "run_clientapp")
-        book.replace(WAITING, "everfed.federation.local", "ask")  # for the worker, which notes what it does
+        book.replace(WAITING, "everfed.federation.local", "call_worker")  # for the worker, which notes what it does
     if "everfed.federation.codec" in here:
         book.replace(BYTES, "everfed.core.tree", "to_bytes", "from_bytes")
         book.replace(BYTES, "everfed.federation.packet", "digest")

@@ -1,4 +1,4 @@
-"""Errors that need no traceback: what a user can put right, and faults of a run that its message explains."""
+"""Errors that need no traceback: those that a user can correct, and faults of a run that their message explains."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ USERS, FAULT = 2, 1  # exit codes
 
 
 class UserError(Exception):
-    """Something the user can put right; the message names the file, the key and what is allowed."""
+    """An error that the user can correct; the message names the file, the key and the allowed values."""
 
 
 class RecipeError(UserError):
-    """A recipe that cannot be read, or says something that is not allowed."""
+    """A recipe that cannot be read, or has an unknown key or a value that is not allowed."""
 
 
 class CompositionError(UserError, ValueError):
     """Parts that do not fit together, or not on this stream."""
 
 
-# Errors of layers that stand on their own, by full name, so that telling them apart imports nothing heavy.
+# User errors of other modules, by full name, so that nothing heavy is imported to recognise them.
 _USERS = frozenset(
     {
         "everfed.data.errors.DataError",
@@ -31,7 +31,7 @@ _USERS = frozenset(
         "everfed.streams.options.OptionError",
     }
 )
-_OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # says where; what went wrong is its cause
+_OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # names client and phase; its cause is the error itself
 _FAULTS = frozenset(
     {
         "everfed.core.events.Diverged",
@@ -42,7 +42,7 @@ _FAULTS = frozenset(
 )
 
 
-# What the file system says about a path that a user chose; anything else it says is a bug of ours.
+# Errors of the file system about a path that the user chose; any other OSError is a bug.
 _PLACES = frozenset(
     {
         errno.EACCES,
@@ -58,22 +58,22 @@ _PLACES = frozenset(
 )
 
 
-def is_users(error: BaseException) -> bool:
-    """Can the user put this right, so that its message is all that should be shown?"""
+def is_user_error(error: BaseException) -> bool:
+    """Can the user correct this, so that only its message is shown?"""
     if _names(error) & _OF_CLIENTS and error.__cause__ is not None:
-        return is_users(error.__cause__)
+        return is_user_error(error.__cause__)
     return isinstance(error, UserError) or bool(_names(error) & _USERS)
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code of a command that an error ends; None for a bug, which deserves its traceback."""
-    if is_users(error) or _is_place(error):
+    """The exit code of a command that ends with this error; None for a bug, whose traceback is shown."""
+    if is_user_error(error) or _is_place(error):
         return USERS
     return FAULT if _names(error) & _FAULTS else None
 
 
 def sentence(error: BaseException) -> str:
-    """What is shown of an error that has an exit code."""
+    """The message to show for an error that has an exit code."""
     if isinstance(error, OSError) and _is_place(error):
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -83,29 +83,40 @@ def _is_place(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _PLACES and error.filename is not None
 
 
+def place_of(error: BaseException) -> str:
+    """File, line and function where an error was raised, in the innermost code that is no installed package's."""
+    import sysconfig
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
+    return f"{last.filename}, line {last.lineno}, in {last.name}"
+
+
 Note = dict[str, Any]  # JSON-ready
 
 
 def note_of(error: BaseException) -> Note | None:
-    """An error that needs no traceback, to be passed on to another process and raised there; None for a bug."""
+    """An error that needs no traceback in a form that another process can raise; None for a bug."""
     if exit_code(error) is None:
         return None
-    if _is_place(error):  # its number and its path are no attributes of its own
+    if _is_place(error):  # errno and filename are not in vars(error)
         error = UserError(sentence(error))
     facts = {key: value for key, value in vars(error).items() if isinstance(value, (str, int, float, bool))}
     return {"module": type(error).__module__, "kind": type(error).__qualname__, "message": str(error), "facts": facts}
 
 
 def from_note(note: Note) -> Exception:
-    """The same error: its kind, its message, its plain attributes. A kind that this process cannot find is a UserError.
-    For notes of our own forked workers only: a note says which module is imported."""
+    """The error of a note: its class, its message, its plain attributes. An unknown class becomes UserError. Only for
+    notes of our own worker processes: a note names the module that is imported."""
     try:
         kind: Any = importlib.import_module(note["module"])
         for name in note["kind"].split("."):
             kind = getattr(kind, name)
     except (ImportError, AttributeError):
         kind = UserError
-    error: Exception = kind.__new__(kind, note["message"])  # its __init__ may want what made the message
+    error: Exception = kind.__new__(kind, note["message"])  # its __init__ may have other arguments
     vars(error).update(note["facts"])
     return error
 

@@ -24,8 +24,8 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass
-class Standing:
-    """Where a run stands, from its events. Rounds and tasks count from 0; times come from `clock`, in seconds."""
+class ProgressState:
+    """The progress of a run, from its events. Rounds and tasks count from 0; times come from `clock`, in seconds."""
 
     title: str = ""
     clock: Callable[[], float] = time.monotonic
@@ -40,11 +40,11 @@ class Standing:
     bytes_up: int = 0
     bytes_down: int = 0
     began: float = 0.0
-    work: str = ""  # a phase of several repeats that is under way, and how far it is
-    measured: str = ""  # what was told of it last
+    work: str = ""  # the current phase if it has several repeats, and the number of the repeat
+    measured: str = ""  # the last measurements
 
-    def take(self, event: Event) -> None:
-        """Learn from an event; unknown ones say nothing about progress."""
+    def update(self, event: Event) -> None:
+        """Process an event; unknown ones are ignored."""
         kind = event["event"]
         if kind == "start":
             self.title = self.title or f"{event['method']} seed {event.get('seed', 0)}"
@@ -84,8 +84,8 @@ class Standing:
         return self.elapsed / worked * (self.rounds - self.done)
 
     def facts(self) -> str:
-        """Loss, accuracy, time left and bytes in one line; a narrow terminal cuts it off at its end. While a long phase
-        is under way, what it tells of itself instead."""
+        """Loss, accuracy, time left and bytes in one line, which a narrow terminal cuts off at its end; during a phase
+        of several repeats its measurements in place of the loss."""
         known: list[str | None] = [
             self.measured if self.work else None,
             None if self.loss is None or self.work else f"loss {self.loss:.3f}",
@@ -108,7 +108,7 @@ class Standing:
 
 
 def size(count: int) -> str:
-    """Bytes as people read them, in powers of 1000."""
+    """Bytes with a unit, in powers of 1000."""
     amount = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000:
@@ -124,20 +124,19 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def spoken(event: Event, standing: Standing) -> str | None:
-    """What an event deserves to be said about it for good, if anything. A fault ends the run with an error, and whoever
-    catches that tells it."""
+def message_for(event: Event, state: ProgressState) -> str | None:
+    """The line to print for an event, or None. A fault has none: it ends the run with an error, which is printed."""
     kind = event["event"]
     if kind == "start":
         clients = f", {event['clients']} clients" if "clients" in event else ""
-        return f"{standing.title}: {event['tasks']} tasks, {event['rounds']} rounds{clients}"
+        return f"{state.title}: {event['tasks']} tasks, {event['rounds']} rounds{clients}"
     if kind == "resume":
         return f"going on from round {event['round']}"
     if kind == "evaluation" and event["task_end"]:
-        return standing.line()
+        return state.line()
     if kind == "client":
-        who = f"client {event['client']}" if event["client"] >= 0 else "a client"
-        return f"{who} {event['kind']}: {event['reason']}"
+        client = f"client {event['client']}" if event["client"] >= 0 else "a client"
+        return f"{client} {event['kind']}: {event['reason']}"
     if kind == "waiting":
         return f"{event['connected']} of {event['clients']} clients are connected"
     if kind == "warning":
@@ -146,19 +145,19 @@ def spoken(event: Event, standing: Standing) -> str | None:
 
 
 class PlainLines:
-    """One line per task and warning, and one now and then in between."""
+    """One line per task and warning, and one every few seconds in between."""
 
-    def __init__(self, write: Write, standing: Standing) -> None:
-        self._write, self._standing, self._last = write, standing, standing.clock()
+    def __init__(self, write: Write, state: ProgressState) -> None:
+        self._write, self._state, self._last = write, state, state.clock()
 
     def __call__(self, event: Event) -> None:
-        self._standing.take(event)
-        said = spoken(event, self._standing)
-        now = self._standing.clock()
-        if said is None and event["event"] == "phase" and now - self._last >= SECONDS_BETWEEN_LINES:
-            said = self._standing.line()
-        if said is not None:
-            self._write(said)
+        self._state.update(event)
+        line = message_for(event, self._state)
+        now = self._state.clock()
+        if line is None and event["event"] == "phase" and now - self._last >= SECONDS_BETWEEN_LINES:
+            line = self._state.line()
+        if line is not None:
+            self._write(line)
             self._last = now
 
 
@@ -173,42 +172,42 @@ class JsonLines:
 
 
 class LiveBar:
-    """A bar that moves with every phase; what `spoken` says stays above it."""
+    """A bar that moves with every phase; the lines of `message_for` are printed above it."""
 
-    def __init__(self, progress: Progress, standing: Standing) -> None:
-        self._progress, self._standing = progress, standing
-        self._bar = progress.add_task(standing.title, total=None, standing=standing)
+    def __init__(self, progress: Progress, state: ProgressState) -> None:
+        self._progress, self._state = progress, state
+        self._bar = progress.add_task(state.title, total=None, state=state)
 
     def __call__(self, event: Event) -> None:
-        self._standing.take(event)
-        said = spoken(event, self._standing)
-        if said is not None:
-            self._progress.console.print(said, highlight=False, markup=False)
-        total = self._standing.rounds or None
-        self._progress.update(self._bar, completed=self._standing.done, total=total, description=self._standing.title)
+        self._state.update(event)
+        line = message_for(event, self._state)
+        if line is not None:
+            self._progress.console.print(line, highlight=False, markup=False)
+        total = self._state.rounds or None
+        self._progress.update(self._bar, completed=self._state.done, total=total, description=self._state.title)
 
 
 class _Place(ProgressColumn):
     def render(self, task: Task) -> Text:
-        standing: Standing = task.fields["standing"]
-        return Text(standing.place(), no_wrap=True)
+        state: ProgressState = task.fields["state"]
+        return Text(state.place(), no_wrap=True)
 
 
 class _Facts(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(task.fields["standing"].facts(), style="cyan", no_wrap=True, overflow="ellipsis")
+        return Text(task.fields["state"].facts(), style="cyan", no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
 def watching(console: Console, as_json: bool = False, title: str = "") -> Iterator[Observer]:
-    """An observer of one run that writes to `console` in the way that suits it."""
-    standing = Standing(title)
+    """An observer of one run that writes to `console`: JSON lines, plain lines, or a bar on a terminal."""
+    state = ProgressState(title)
     write: Write = lambda line: console.out(line, highlight=False)  # noqa: E731
     if as_json:
         yield JsonLines(write)
     elif not console.is_terminal:
-        yield PlainLines(write, standing)
+        yield PlainLines(write, state)
     else:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(8), _Place(), _Facts())
         with Progress(*columns, console=console, transient=True) as progress:
-            yield LiveBar(progress, standing)
+            yield LiveBar(progress, state)

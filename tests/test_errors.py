@@ -10,7 +10,7 @@ import pytest
 from everfed.core.part import CompositionError
 from everfed.core.runner import Diverged
 from everfed.data.errors import DataError
-from everfed.errors import RecipeError, UserError, exit_code, from_note, is_users, note_of
+from everfed.errors import RecipeError, UserError, exit_code, from_note, is_user_error, note_of
 from everfed.streams.options import OptionError
 
 
@@ -36,7 +36,7 @@ def test_a_kind_that_is_not_found_is_a_users_error_still() -> None:
         pass
 
     again = from_note(note_of(Local("say it otherwise")) or {})
-    assert (type(again), str(again), is_users(again)) == (UserError, "say it otherwise", True)
+    assert (type(again), str(again), is_user_error(again)) == (UserError, "say it otherwise", True)
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -229,7 +229,7 @@ def test_the_report_draws_it(watched: everfed.Result) -> None:
     page = render([run])
     assert "monitor: mean shift" in page and "monitor: largest shift" in page and "monitor: repeat" not in page
     assert "<h3>Suspected shifts</h3>" in page
-    assert "coloured by what gave it away" in page and "(by features: " in page
+    assert "coloured by signal" in page and "(by features: " in page
     first = watched.data["drift_suspected"][0]
     assert run.log.shifts_by[first["round"]] == {signal: tuple(clients) for signal, clients in first["by"].items()}
 

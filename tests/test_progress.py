@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from everfed.progress import JsonLines, PlainLines, Standing, duration, size, watching
+from everfed.progress import JsonLines, PlainLines, ProgressState, duration, size, watching
 
 START = {"event": "start", "method": "fedgp+der", "seed": 3, "rounds": 4, "tasks": 2, "clients": 5, "round": 0}
 
@@ -73,38 +73,38 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_standing_adds_up_bytes_and_keeps_the_last_loss() -> None:
-    standing = Standing()
+    state = ProgressState()
     for event in whole_run():
-        standing.take(event)
-    assert (standing.done, standing.rounds, standing.task, standing.tasks) == (4, 4, 1, 2)
-    assert (standing.bytes_up, standing.bytes_down) == (6000, 8000)
-    assert (standing.loss, standing.acc) == (0.25, 0.5)
+        state.update(event)
+    assert (state.done, state.rounds, state.task, state.tasks) == (4, 4, 1, 2)
+    assert (state.bytes_up, state.bytes_down) == (6000, 8000)
+    assert (state.loss, state.acc) == (0.25, 0.5)
 
 
 def test_time_left_follows_the_pace() -> None:
     clock = Clock()
-    standing = Standing(clock=clock)
-    standing.take(START)
-    assert standing.left is None
+    state = ProgressState(clock=clock)
+    state.update(START)
+    assert state.left is None
     clock.now += 10
-    standing.take(phase(0, 0))
-    assert standing.left == pytest.approx(30)  # one of four rounds took ten seconds
-    standing.take(phase(3, 1))
-    assert standing.left is None
+    state.update(phase(0, 0))
+    assert state.left == pytest.approx(30)  # one of four rounds took ten seconds
+    state.update(phase(3, 1))
+    assert state.left is None
 
 
 def test_time_left_after_a_resume_counts_only_what_was_done_since() -> None:
     clock = Clock()
-    standing = Standing(clock=clock)
-    standing.take({**START, "rounds": 10, "round": 6})
+    state = ProgressState(clock=clock)
+    state.update({**START, "rounds": 10, "round": 6})
     clock.now += 5
-    standing.take(phase(6, 1))
-    assert standing.left == pytest.approx(15)
+    state.update(phase(6, 1))
+    assert state.left == pytest.approx(15)
 
 
 def test_plain_lines_tell_task_round_loss_accuracy_and_bytes() -> None:
     lines: list[str] = []
-    watch = PlainLines(lines.append, Standing(clock=Clock()))
+    watch = PlainLines(lines.append, ProgressState(clock=Clock()))
     for event in whole_run():
         watch(event)
     assert lines == [
@@ -116,7 +116,7 @@ def test_plain_lines_tell_task_round_loss_accuracy_and_bytes() -> None:
 
 def test_plain_lines_come_now_and_then_between_tasks() -> None:
     clock, lines = Clock(), []
-    watch = PlainLines(lines.append, Standing(clock=clock))
+    watch = PlainLines(lines.append, ProgressState(clock=clock))
     watch({**START, "rounds": 100, "tasks": 1})
     for index in range(20):
         clock.now += 1.0
@@ -131,7 +131,7 @@ def test_plain_lines_come_now_and_then_between_tasks() -> None:
 
 def test_warnings_are_told_and_faults_left_to_the_error_that_follows() -> None:
     lines: list[str] = []
-    watch = PlainLines(lines.append, Standing())
+    watch = PlainLines(lines.append, ProgressState())
     watch({"event": "warning", "message": "momentum breaks the projection"})
     watch({"event": "fault", "message": "Diverged: not finite"})
     watch({"event": "checkpoint", "round": 3})
@@ -139,10 +139,10 @@ def test_warnings_are_told_and_faults_left_to_the_error_that_follows() -> None:
 
 
 def test_a_run_that_goes_on_tells_the_bytes_and_the_task_behind_it() -> None:
-    standing = Standing("x")
-    standing.take({**START, "round": 3, "bytes_up": 2000, "bytes_down": 5000})
-    standing.take({"event": "evaluation", "round": 3, "task": 1, "task_end": False, "accuracy": [0.5], "acc": 0.5})
-    assert standing.place().startswith("task 2/") and standing.facts().endswith("2.0 kB up 5.0 kB down")
+    state = ProgressState("x")
+    state.update({**START, "round": 3, "bytes_up": 2000, "bytes_down": 5000})
+    state.update({"event": "evaluation", "round": 3, "task": 1, "task_end": False, "accuracy": [0.5], "acc": 0.5})
+    assert state.place().startswith("task 2/") and state.facts().endswith("2.0 kB up 5.0 kB down")
 
 
 def test_json_lines_are_the_events_themselves() -> None:
@@ -155,10 +155,10 @@ def test_json_lines_are_the_events_themselves() -> None:
 
 
 def test_an_accuracy_that_is_not_known_is_left_out() -> None:
-    standing = Standing()
-    standing.take(START)
-    standing.take(evaluation(0, 0, None))
-    assert "acc" not in standing.line()
+    state = ProgressState()
+    state.update(START)
+    state.update(evaluation(0, 0, None))
+    assert "acc" not in state.line()
 
 
 def watched(console: Console, as_json: bool = False) -> str:
@@ -188,15 +188,15 @@ def test_a_terminal_gets_a_bar_and_keeps_the_lines_of_tasks() -> None:
 
 
 def test_a_long_phase_of_the_server_is_seen_to_move() -> None:
-    standing = Standing()
-    standing.take(START)
-    standing.take(phase(1, 0, loss=0.5))
+    state = ProgressState()
+    state.update(START)
+    state.update(phase(1, 0, loss=0.5))
     for repeat in (0, 1):
-        standing.take({"event": "measure", "round": 1, "task": 0, "part": "mfcl", "repeat": repeat, "content": 4.605})
-        standing.take(phase(1, 0, phase="generator", repeat=repeat, repeats=50, bytes_up=0, bytes_down=0))
-    assert standing.place() == "task 1/2, round 2/4, generator 2/50"
-    assert standing.facts().startswith("content 4.6")
-    assert "loss" not in standing.facts()
-    standing.take(evaluation(1, 0, 0.5))
-    assert standing.place() == "task 1/2, round 2/4"
-    assert "loss 0.500" in standing.facts()
+        state.update({"event": "measure", "round": 1, "task": 0, "part": "mfcl", "repeat": repeat, "content": 4.605})
+        state.update(phase(1, 0, phase="generator", repeat=repeat, repeats=50, bytes_up=0, bytes_down=0))
+    assert state.place() == "task 1/2, round 2/4, generator 2/50"
+    assert state.facts().startswith("content 4.6")
+    assert "loss" not in state.facts()
+    state.update(evaluation(1, 0, 0.5))
+    assert state.place() == "task 1/2, round 2/4"
+    assert "loss 0.500" in state.facts()

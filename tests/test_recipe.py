@@ -2,18 +2,24 @@
 
 import errno
 import string
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
+from everfed.core.evaluation import EvalOptions
+from everfed.core.optimizer import Optimizer
 from everfed.data.errors import DataError
-from everfed.errors import RecipeError, UserError, exit_code, is_users, sentence
+from everfed.errors import RecipeError, UserError, exit_code, is_user_error, sentence
 from everfed.methods import MethodError
 from everfed.recipe import Places, Recipe, from_table, parse_value, placed, read, read_placed, scaled, settled, to_toml
 from everfed.recipe.places import split_key
+from everfed.recipe.schema import EvalSection, OptimizerSection, TrainSection
 
 SMALL = """\
 # a recipe for tests
@@ -327,7 +333,7 @@ def test_exit_codes() -> None:
     assert exit_code(RecipeError("x")) == exit_code(MethodError("x")) == exit_code(DataError("x")) == 2
     assert exit_code(Diverged("x")) == 1
     assert exit_code(ValueError("x")) is None
-    assert is_users(MethodError("x")) and not is_users(ValueError("x"))
+    assert is_user_error(MethodError("x")) and not is_user_error(ValueError("x"))
 
 
 def test_a_place_that_cannot_be_written_is_the_users_and_a_file_that_we_lost_is_not() -> None:
@@ -342,7 +348,7 @@ def test_a_place_that_cannot_be_written_is_the_users_and_a_file_that_we_lost_is_
 
 @pytest.mark.parametrize(
     ("rounds", "every", "factor", "left"),
-    [(20, 1, 1.0, 20), (20, 1, 0.1, 2), (20, 1, 0.001, 1), (20, 2, 0.5, 10), (20, 2, 0.3, 6), (20, 2, 0.01, 2)],
+    [(20, 1, 1.0, 20), (20, 1, 0.1, 6), (20, 1, 0.001, 1), (20, 2, 0.5, 14), (20, 2, 0.3, 10), (20, 2, 0.01, 2)],
 )
 def test_scaling_keeps_whole_synchronisations(rounds: int, every: int, factor: float, left: int) -> None:
     recipe = from_table({"method": {"name": "fedavg"}, "train": {"rounds_per_task": rounds, "sync_every": every}})
@@ -410,3 +416,23 @@ def test_the_resolved_recipe_spells_out_every_value() -> None:
         if section not in ("name", "seed", "compare"):
             assert f"[{section}]" in text, kind
     assert "local_epochs = 1" in text and "[method.defaults]" not in text
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "elsewhere"),
+    [
+        (OptimizerSection, Optimizer, set()),
+        (EvalSection, EvalOptions, set()),
+        (TrainSection, TrainOptions, {"rounds_per_task", "batchnorm"}),  # of the stream, and of [model]
+    ],
+)
+def test_a_section_and_the_options_made_from_it_have_the_same_keys_and_defaults(
+    section: type[BaseModel], options: type, elsewhere: set[str]
+) -> None:
+    given, made = section(), options()
+    keys = {*section.model_fields, *(field.name for field in fields(options))} - elsewhere
+    for key in keys:
+        default = getattr(given, key)
+        plain = default.model_dump() if isinstance(default, BaseModel) else default
+        own = getattr(made, key)
+        assert plain == (asdict(own) if is_dataclass(own) else own), key

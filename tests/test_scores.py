@@ -13,7 +13,7 @@ from everfed.commands import output, summary
 from everfed.commands.cells import Outcome
 from everfed.metrics import by_task
 from everfed.metrics.statistics import Spread
-from everfed.progress import Standing
+from everfed.progress import ProgressState
 from everfed.report import tables
 from everfed.report.figures import curve, score
 from everfed.report.groups import grouped
@@ -62,7 +62,7 @@ def test_a_comparison_ranks_high_accuracies_first_in_per_cent(name: str, heading
 
 def test_the_end_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     for data in (of_text(31.5), result(metrics={"acc": 0.4535, "forgetting": 0.1})):
-        output.tell_result(Path("runs/a"), data, as_json=False)
+        output.print_result(Path("runs/a"), data, as_json=False)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "fedavg seed 0: Perplexity 31.50  Forgetting factor 2.25"
     assert said[2] == "fedavg seed 0: Acc 45.35 %  Forgetting 10.00 %"
@@ -71,9 +71,9 @@ def test_the_end_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_progress() -> None:
     told = {}
     for name, value in (("accuracy", 0.453), ("map", 0.2), ("perplexity", 31.53), ("recall", 0.5)):
-        standing = Standing()
-        standing.take({**evaluation(0, 0, [value]), "score": name})
-        told[name] = standing.facts().split(", ")[0]
+        state = ProgressState()
+        state.update({**evaluation(0, 0, [value]), "score": name})
+        told[name] = state.facts().split(", ")[0]
     assert told == {
         "accuracy": "acc 45.3 %",
         "map": "mAP 20.0 %",
@@ -106,7 +106,7 @@ def test_one_plot_has_one_scale(tmp_path: Path) -> None:
     folder = create(tmp_path / "text", "er")
     log(folder, [start(method="er"), phase(0), {**evaluation(0, 0, [40.0]), "score": "perplexity"}])
     drawn = curve("acc", grouped(read_runs([tmp_path])).groups)
-    assert "Accuracy by round" in drawn and "Not drawn: 1 that is scored otherwise." in drawn
+    assert "Accuracy by round" in drawn and "Not drawn: 1 with another score." in drawn
     assert 'data-label="der"' in drawn and 'data-label="er"' not in drawn
     assert "Not drawn" not in curve("loss", grouped(read_runs([tmp_path])).groups)
 

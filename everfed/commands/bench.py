@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from everfed.recipe import EngineSection
     from everfed.session import Assembly
 
-ENGINES = ("eager", "processes", "graphs")  # the first is what the others are compared with
-WARM_UP = {"graphs": 8}  # rounds in which it captures its steps and looks for the best number of slots
+ENGINES = ("eager", "processes", "graphs")  # the others are compared with the first
+WARM_UP = {"graphs": 8}  # rounds in which it captures its steps and tunes the number of slots
 # FedAvg with ten clients on random images: shape, images per client, local epochs, model
 BUILT_IN: dict[str, tuple[tuple[int, ...], int, int, dict[str, Any]]] = {
     "demo": ((1, 8, 8), 144, 5, {"kind": "mlp", "hidden": [100, 100]}),
@@ -49,23 +49,22 @@ def bench(
     sets: options.Sets = [],  # noqa: B006 (typer copies it)
     data: options.Data = None,
     scale: options.Scale = 1.0,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the numbers are written.")] = Path("runs/bench.json"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File for the numbers.")] = Path("runs/bench.json"),
     as_json: options.Json = False,
 ) -> None:
     """Time rounds in every engine this machine can run, and print how many times faster than eager each is.
 
-    All engines do the same arithmetic on the same clients, so the ratio is what
-    matters: "2.0 times eager" means that an experiment takes half the time.
-    Give it your recipe to see which engine.kind pays for your model (the
-    default, auto, makes that choice by itself). Without a recipe it times
-    FedAvg with ten clients on random images: a small MLP, bound by overhead,
-    and the CNN of the FedAvg paper, bound by arithmetic; on a GPU ResNet-18,
-    too.
+    All engines do the same arithmetic on the same clients, so ratios compare:
+    "2.0 times eager" means that an experiment takes half the time. Give it your
+    recipe to see which engine.kind is fastest for your model (the default,
+    auto, makes that choice by itself). Without a recipe it times FedAvg with
+    ten clients on random images: a small MLP, bound by overhead, and the CNN of
+    the FedAvg paper, bound by arithmetic; on a GPU ResNet-18, too.
 
-    A round is all that the recipe does in one, extra phases and the scoring at
-    a task's end included. Engines are warmed up first; what starting them takes
-    is told apart. Other work on the machine spoils the numbers, so the load
-    stands below the table.
+    A round includes extra phases and the scoring at a task's end. Engines are
+    warmed up first; the time to start them is a column of its own. Other work
+    on the machine distorts the numbers, so the load average is printed below
+    the table.
 
     \b
     Examples:
@@ -77,19 +76,19 @@ def bench(
     import torch
 
     torch.set_num_threads(1)
-    machine = _machine()  # the load before we add to it
+    machine = _machine()  # the load before the benchmark
     rows: list[dict[str, Any]] = []
     for name, assembly in _assemblies(recipe, cases, method, sets, options.absolute(data), scale):
         rows += _side_by_side(name, assembly, _engines(engines, assembly.recipe.engine), rounds)
     result = {"machine": machine, "timed_rounds": rounds, "rows": rows}
-    _tell(result, as_json)  # first: a file that cannot be written costs no numbers
+    _print_result(result, as_json)  # before writing, which may fail
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     if not as_json:
         typer.echo(f"written to {out}")
 
 
-def _tell(result: dict[str, Any], as_json: bool) -> None:
+def _print_result(result: dict[str, Any], as_json: bool) -> None:
     from everfed.commands.output import show_table
 
     if as_json:
@@ -100,7 +99,7 @@ def _tell(result: dict[str, Any], as_json: bool) -> None:
     typer.echo(f"load average {machine['load_average']:.1f} on {machine['cores']} cores")
 
 
-# what is timed ---------------------------------------------------------------------------------------------------
+# cases -----------------------------------------------------------------------------------------------------------
 
 
 def _assemblies(
@@ -171,13 +170,13 @@ def _with_sets(table: dict[str, Any], sets: Sequence[str]) -> dict[str, Any]:
     return table
 
 
-def _engines(asked: str | None, section: EngineSection) -> list[str]:
-    """The engines to time; the one the others are compared with comes first."""
+def _engines(listed: str | None, section: EngineSection) -> list[str]:
+    """The engines to time; the reference comes first."""
     from everfed import engines
 
     on_cpu = ["processes"] if engines.cores() > 1 else []
     usual = ["graphs"] if engines.device(section).type == "cuda" else on_cpu
-    names = list(dict.fromkeys([ENGINES[0], *(_names(asked, ENGINES, "--engines") or usual)]))
+    names = list(dict.fromkeys([ENGINES[0], *(_names(listed, ENGINES, "--engines") or usual)]))
     for name in names:
         engines.check(section.model_copy(update={"kind": name}))
     return names
@@ -226,7 +225,7 @@ class _Lane:
         self.samples.append(self.runner.state.samples - samples)
 
     def warm_up(self) -> None:
-        """Rounds that do not count; the first belongs to what starting takes."""
+        """Rounds that are not timed; the first one counts as start-up time."""
         for _ in range(WARM_UP.get(self.name, 1)):
             self.round()
         self.start += self.seconds[0]

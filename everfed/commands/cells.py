@@ -1,4 +1,4 @@
-"""Many runs of one comparison: each cell is an ordinary run folder, run once, resumed or kept as it is."""
+"""The runs of a comparison: each cell is an ordinary run folder, which is run, resumed, or kept if finished."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from everfed.commands import tracking
-from everfed.commands.interrupts import same_command, tell_interrupted
+from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
 from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.recipe import Places, Recipe, placed, read_placed, settled, to_toml
@@ -21,7 +21,7 @@ from everfed.store.run import RunFolder
 
 @dataclass(frozen=True)
 class Cell:
-    """row: what the table calls it. recipe: settled. folder: its run folder."""
+    """row: its name in the table. recipe: settled. folder: its run folder."""
 
     row: str
     recipe: Recipe
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """result: what result.json holds, or None when the run diverged, and `problem` says how."""
+    """result: the content of result.json, or None when the run diverged; `problem` is then the error."""
 
     cell: Cell
     result: dict[str, Any] | None
@@ -71,20 +71,21 @@ def key_of_set(entry: str) -> Key:
 
 
 def check(cells: Sequence[Cell], settings: Settings) -> None:
-    """Refuse what any cell would refuse, before the first one runs: one check per row and one per seed."""
+    """Raises the error of any cell that would be refused, before the first one runs; checks one cell per row and one
+    per seed."""
     check_folders(cells, settings)
     for cell in _representatives(cells):
         check_run(cell, settings)
 
 
 def check_folders(cells: Iterable[Cell], settings: Settings) -> None:
-    """Refuse folders from an earlier time that hold other runs."""
+    """Raises UserError for existing folders of other runs."""
     for cell in cells:
         _check_folder(cell, settings)
 
 
 def check_run(cell: Cell, settings: Settings) -> None:
-    """Refuse what the run of a cell would refuse."""
+    """Raises the error with which the run of a cell would be refused."""
     from everfed import api
 
     with placed(cell.places):
@@ -110,7 +111,7 @@ def _first_by(cells: Iterable[Cell], key: Callable[[Cell], Any]) -> list[Cell]:
 
 
 def _check_folder(cell: Cell, settings: Settings) -> None:
-    """A folder from an earlier time must be the same run."""
+    """An existing folder must belong to the same run."""
     run = RunFolder(cell.folder)
     if not run.recipe.exists():
         return
@@ -128,13 +129,11 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
 
     title = f"{number}{cell.row} seed {cell.recipe.seed}"
     showing = watching(stdout(), settings.as_json, title)
-    with tell_interrupted(same_command) as interrupts, showing as observer:
-        told = _with_folder(observer, cell.folder) if settings.as_json else observer
+    with interrupt_message(same_command) as interrupts, showing as observer:
+        display = _with_folder(observer, cell.folder) if settings.as_json else observer
         trackers = tracking.observers(settings.track, cell.folder, cell.recipe)
-        how: dict[str, Any] = {
-            "observers": [told, *trackers, interrupts],
-            "checkpoint_every": settings.checkpoint_every,
-        }
+        observers = [display, *trackers, interrupts]
+        how: dict[str, Any] = {"observers": observers, "checkpoint_every": settings.checkpoint_every}
         try:
             if RunFolder(cell.folder).recipe.exists():
                 return Outcome(cell, api.resume(cell.folder, **how).data)
@@ -143,7 +142,7 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
         except Exception as error:
             if exit_code(error) != FAULT:
                 raise
-            # A cell that diverges is a finding; the others go on.
+            # a cell that diverges is a result; the others go on
             typer.echo(f"{title}: {error}", err=True)
             return Outcome(cell, None, str(error))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,10 +36,11 @@ def compare(
 ) -> None:
     """Run several methods over several seeds and print one table, the best first.
 
-    Every cell is an ordinary run folder DIR/METHOD-SEED. Asked again, finished
-    cells are kept and interrupted ones resumed. The table is also written as
-    compare.json, compare.md and compare.csv. An option of a part (--set
-    method.PART.OPTION=...) serves the methods that have that part.
+    Every cell is an ordinary run folder DIR/METHOD-SEED. When the command is
+    repeated, finished cells are kept and interrupted ones resumed. The table is
+    also written as compare.json, compare.md and compare.csv. An option of a
+    part (--set method.PART.OPTION=...) applies to the methods that have that
+    part.
 
     \b
     Examples:
@@ -51,7 +52,7 @@ def compare(
 
     settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track)
     folder, rows = compared(recipe, methods, seeds, sets, out, settings)
-    tell(folder, rows, as_json)
+    print_comparison(folder, rows, as_json)
     if any(outcome.result is None for row in rows for outcome in row.outcomes):
         raise typer.Exit(1)
 
@@ -66,7 +67,8 @@ def compared(
     base = read(recipe, sets=[entry for entry in sets if not _is_method_option(entry)])
     names, numbers = _methods(methods, base, recipe), _seeds(seeds, base)
     folder = out or Path("runs") / f"{base.name.replace('/', '-')}-compare"
-    grid = _cells(recipe, names, numbers, sets, folder)
+    own = base.compare.options if base.compare else {}
+    grid = _cells(recipe, names, numbers, own, sets, folder)
     cells.check(grid, settings)
     rows = summary.rows(cells.run(grid, settings))
     facts = {"recipe": base.name, "scale": settings.scale, "seeds": numbers}
@@ -74,8 +76,8 @@ def compared(
     return folder, rows
 
 
-def tell(folder: Path, rows: list[Row], as_json: bool) -> None:
-    """The table, and where it was written."""
+def print_comparison(folder: Path, rows: list[Row], as_json: bool) -> None:
+    """Print the table, and where it was written."""
     from everfed.commands import summary
     from everfed.commands.output import show_table
 
@@ -104,15 +106,24 @@ def _seeds(text: str | None, recipe: Recipe) -> list[int]:
     return recipe.compare.seeds if recipe.compare else [recipe.seed]
 
 
-def _cells(recipe: str, methods: Sequence[str], seeds: Sequence[int], sets: Sequence[str], folder: Path) -> list[Cell]:
+def _cells(
+    recipe: str,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    own: Mapping[str, Sequence[str]],
+    sets: Sequence[str],
+    folder: Path,
+) -> list[Cell]:
+    """A run for every method and seed. own: settings by method, which those of the command line follow."""
     from everfed.commands.cells import new_cell
 
     grid, used = [], set()
     for method in methods:
-        usable = [entry for entry in sets if _serves(entry, method)]
+        usable = [entry for entry in sets if _applies(entry, method)]
         used.update(usable)
+        given = [*own.get(method, ()), *usable]
         for seed in seeds:
-            grid.append(new_cell(method, recipe, folder / f"{method}-{seed}", method=method, seed=seed, sets=usable))
+            grid.append(new_cell(method, recipe, folder / f"{method}-{seed}", method=method, seed=seed, sets=given))
     for entry in sets:
         if entry not in used:
             raise RecipeError(f"--set {entry}: none of the methods {', '.join(methods)} has that part")
@@ -128,8 +139,8 @@ def _is_method_option(entry: str) -> bool:
     return key[0] == "method" and len(key) > 1 and key[1] not in MethodSection.model_fields
 
 
-def _serves(entry: str, method: str) -> bool:
-    """Does a `--set` say something about this method? One of a part's options does where the method has the part."""
+def _applies(entry: str, method: str) -> bool:
+    """Does a `--set` apply to this method? An option of a part does if the method has the part."""
     from everfed import methods
     from everfed.commands.cells import key_of_set
 

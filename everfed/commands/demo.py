@@ -1,4 +1,4 @@
-"""`everfed demo`: the main job on embedded data, from nothing to a table and a report."""
+"""`everfed demo`: a comparison on embedded data, with its table and report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options
-from everfed.commands.compare import compared, tell
+from everfed.commands.compare import compared, print_comparison
 
 
 def demo(
@@ -20,9 +20,9 @@ def demo(
     """Compare three methods on rotated digits, print the table, write the report. Needs no download.
 
     Ten clients learn handwritten digits that are rotated differently in every
-    task. fedavg forgets, der replays, and fedgp+der also projects every
-    gradient that would undo what any client remembers. Asked again, finished
-    runs are kept.
+    task. fedavg forgets, der replays, and fedgp+der also projects gradients
+    that conflict with any client's buffer. When the command is repeated,
+    finished runs are kept.
 
     \b
     Example:
@@ -32,7 +32,7 @@ def demo(
     from everfed.report import write
 
     folder, rows = compared("demo", None, None, [], out, Settings(None, scale, 5.0, as_json))
-    tell(folder, rows, as_json)
+    print_comparison(folder, rows, as_json)
     figures = find_spec("matplotlib") is not None
     folders = [outcome.cell.folder for row in rows for outcome in row.outcomes]
     report = write(folders, folder / "report.html", figures=figures)

@@ -1,4 +1,4 @@
-"""`everfed doctor`: what is installed, which device, which data was found."""
+"""`everfed doctor`: installed packages, device, and data sets that were found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everfed.commands import options
 from everfed.commands.output import show_table
 
 Findings = list[tuple[str, str]]
-# Extras that users ask for; the others serve development.
+# extras that are not for users
 _FOR_DEVELOPMENT = ("dev", "docs", "all")
 _IMPORTED_AS = {"pillow": "PIL", "mlflow-skinny": "mlflow"}
 

@@ -1,4 +1,4 @@
-"""`everfed federation`: the keys of a federation, the proxy in front of it, how a run stands, and the Flower app."""
+"""`everfed federation`: keys, proxy, status and Flower app of a federation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import typer
 from everfed.commands import options
 from everfed.commands.output import show_table
 
-federation = typer.Typer(no_args_is_help=True, help="Keys of a federation, the proxy before it, how it stands.")
+federation = typer.Typer(no_args_is_help=True, help="Keys, proxy, status and Flower app of a federation.")
 
-Folder = Annotated[Path, typer.Option(metavar="DIR", help="Where certificates and keys lie.")]
+Folder = Annotated[Path, typer.Option(metavar="DIR", help="Folder of certificates and keys.")]
 
 
 @federation.command()
@@ -26,14 +26,14 @@ def keys(
     name: Annotated[str, typer.Option(metavar="NAME", help="The federation's name, in its authority.")] = "everfed",
     days: Annotated[int, typer.Option(metavar="N", help="How long the server's certificate is valid.")] = 365,
 ) -> None:
-    """Make keys and certificates; nothing that is there is overwritten.
+    """Create keys and certificates; nothing is overwritten.
 
-    What is missing is made: an authority (ca.crt, ca.key), with --host a
+    Creates what is missing: an authority (ca.crt, ca.key), with --host a
     certificate of the server (server.crt, server.key), with --client a key
     for each client (clients/NAME.pub, secrets/NAME).
 
-    Carry ca.crt and secrets/NAME to each client, delete secrets/NAME here, and
-    keep ca.key away from the server.
+    Copy ca.crt to each client, move secrets/NAME there, and keep ca.key away
+    from the server.
 
     \b
     Examples:
@@ -45,13 +45,13 @@ def keys(
     certificates.require()
     if not (out / certificates.CA).exists():
         certificates.make_authority(out, name)
-        typer.echo(f"{out / certificates.CA}: the federation's authority; goes to every client")
+        typer.echo(f"{out / certificates.CA}: the federation's authority; copy it to every client")
     if host:
         certificates.make_server(out, host, days)
         typer.echo(f"{out / certificates.SERVER}: the server's certificate for {', '.join(host)}, {days} days")
     for one in client:
         secret = certificates.make_client(out, one)
-        typer.echo(f"{secret}: the private key of {one}; carry it there and delete it here")
+        typer.echo(f"{secret}: the private key of {one}; move it to that client")
 
 
 @federation.command()
@@ -59,12 +59,12 @@ def proxy(
     listen: Annotated[str, typer.Option(metavar="PORT", help="Where clients connect: PORT or HOST:PORT.")] = "443",
     upstream: Annotated[str, typer.Option(metavar="HOST:PORT", help="The SuperLink, on loopback.")] = "127.0.0.1:8000",
     certificates: Folder = Path("pki"),
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there (default: print it).")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write (default: print it).")] = None,
 ) -> None:
     """Write the configuration of an nginx that exposes only what clients call.
 
-    Whoever reaches a SuperLink's port may submit code to it, so it listens on
-    loopback and this proxy stands before it.
+    Anyone who reaches a SuperLink's port may submit code to it, so it listens
+    on loopback, behind this proxy.
 
     \b
     Examples:
@@ -90,25 +90,25 @@ def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder of `everfed serve`.")],
     as_json: options.Json = False,
 ) -> None:
-    """Who takes part in a federated run, who is connected, and what went wrong.
+    """Show the clients of a federated run: connected or not, replies, failures and the last error.
 
     \b
     Example:
       everfed federation status runs/demo-fedgp+der-0
     """
-    from everfed.federation.status import status as look
+    from everfed.federation.status import status as read_status
 
-    found = look(run)
+    found = read_status(run)
     if as_json:
         typer.echo(json.dumps(found))
         return
-    typer.echo(f"{run}: {found['state']}, round {found['round']}, life {found['epoch']} of its server")
+    typer.echo(f"{run}: {found['state']}, round {found['round']}, server started {found['epoch']} times")
     columns = ("client", "name", "state", "answers", "failures", "trouble")
     show_table(columns, [[str(one[name]) for name in columns] for one in found["clients"]])
 
 
 @federation.command("app")
-def write_app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where it is written.")]) -> None:
+def write_app(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")]) -> None:
     """Write everfed as a Flower app, for a site that uses `flwr run`.
 
     \b

@@ -35,7 +35,7 @@ class Interrupts:
 
 
 @contextmanager
-def tell_interrupted(remedy: Callable[[], str]) -> Iterator[Interrupts]:
+def interrupt_message(remedy: Callable[[], str]) -> Iterator[Interrupts]:
     """Ctrl-C ends the command with `remedy`, a sentence on how to go on. Yields an observer for the run inside."""
     interrupts, before = Interrupts(), signal.getsignal(signal.SIGINT)
     # elsewhere than in the main thread there are no signals; where ctrl-C is ignored it stays so

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import socket
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from everfed.commands.interrupts import same_command, tell_interrupted
+from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.federation.runs import KEPT
 
 
+class LostState(StrEnum):
+    """What to do when the state folder is removed."""
+
+    RESTART = "restart"
+    END = "end"
+
+
 def join(
-    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the federation is.")],
+    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the federation.")],
     data: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="Your own stream; else the recipe's, from --data-dir."),
@@ -24,7 +32,7 @@ def join(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="This client's name (default: the host's).")] = None,
     client: Annotated[int, typer.Option(metavar="K", help="Which client of the recipe's stream to be (-1: any).")] = -1,
     folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where its state lies (default: everfed-NAME).")
+        Path | None, typer.Option(metavar="DIR", help="Folder of its state (default: everfed-NAME).")
     ] = None,
     root: Annotated[
         Path | None, typer.Option("--certificate", metavar="FILE", help="ca.crt of the federation.")
@@ -32,15 +40,22 @@ def join(
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="This client's private key.")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor a key; on loopback only.")] = False,
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda.")] = "cpu",
-    poll: Annotated[float, typer.Option(metavar="S", min=0.05, help="Seconds between two looks for work.")] = 0.5,
+    poll: Annotated[float, typer.Option(metavar="S", min=0.05, help="Seconds between two polls for messages.")] = 0.5,
     keep_runs: Annotated[
         int, typer.Option(metavar="N", min=0, help="Earlier runs whose state is kept; older ones are removed.")
     ] = KEPT,
+    budget: Annotated[
+        float, typer.Option(metavar="E", min=0, help="Most epsilon of all its replies, in any run (0: no limit).")
+    ] = 0.0,
+    delta: Annotated[float, typer.Option(metavar="D", help="At which epsilon is computed.")] = 1e-5,
+    lost_state: Annotated[
+        LostState, typer.Option(help="When its folder is removed while it runs; with --budget it ends.")
+    ] = LostState.RESTART,
 ) -> None:
     """Take part in a federation with this machine's data, until interrupted.
 
-    Data, buffers and state stay in --folder; what leaves is what the recipe's
-    method sends. Its processes are started again whenever they end.
+    Data, buffers and state stay on this machine; only what the recipe's method
+    sends leaves it. Its processes are restarted whenever they end.
 
     \b
     Examples:
@@ -65,6 +80,8 @@ def join(
     for option, file in (("--certificate", root), ("--key", key)):
         if file is not None and not file.is_file():
             raise UserError(f"{option} {file}: there is no such file")
+    if not 0 < delta < 1:
+        raise UserError(f"--delta must be between 0 and 1; got {delta}")
     if data is not None:
         load_object(data, "--data")  # here rather than in the first round
     joining = Joining(
@@ -79,6 +96,9 @@ def join(
         key,
         poll,
         keep_runs,
+        budget,
+        delta,
+        lost_state.value,
     )
-    with tell_interrupted(same_command):
+    with interrupt_message(same_command):
         take_part(joining, lambda line: typer.echo(line, err=True))

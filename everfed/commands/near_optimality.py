@@ -1,4 +1,4 @@
-"""`everfed near-optimality`: how near selection policies come to the best possible choice, with the paper's plot."""
+"""`everfed near-optimality`: compares selection policies with the best possible choice, with the paper's plot."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def near_optimality(
     numbers = _whole(sizes)
     if min(numbers) < keep:
         raise UserError(f"--keep {keep} is more than the {min(numbers)} samples of --sizes")
-    out.mkdir(parents=True, exist_ok=True)  # before the minutes that the choices take
+    out.mkdir(parents=True, exist_ok=True)  # fails before the minutes of computation
     rows = list(near_optimality(numbers, chosen, repetitions, keep=keep, seed=seed))
     write(rows, out, {"keep": keep, "repetitions": repetitions, "seed": seed})
     plot = find_spec("matplotlib") is not None

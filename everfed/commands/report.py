@@ -1,4 +1,4 @@
-"""`everfed report`: what runs found, as one page."""
+"""`everfed report`: one page about one run or several."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def report(
 ) -> None:
     """Write a report of one run, or of several side by side.
 
-    RUN is a run folder, or a folder that holds some, as everfed compare
-    makes it. Beside the page a folder of its name gets tables and figures.
+    RUN is a run folder, or a folder of several, such as that of everfed
+    compare. Tables and figures are written to a folder beside the page.
 
     \b
     Examples:

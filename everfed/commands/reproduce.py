@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from everfed.commands import options, tracking
+from everfed.commands.record import RECORDS, Records
 from everfed.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from everfed.reproduction.tables import Table
     from everfed.reproduction.writing import Found
 
-SMALL = 0.05  # what `--scale small` stands for: enough data for every recipe's division among clients
+SMALL = 0.05  # `--scale small`: enough data for every recipe's division among clients
 
 
 def reproduce(
@@ -29,6 +30,14 @@ def reproduce(
         str | None, typer.Argument(metavar="[PAPER/TABLE]", help="A table or figure, such as fedgp/table1.")
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="Show every table with what it costs, and run nothing.")] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show the cells with records, verdicts, and what the rest costs.")
+    ] = False,
+    records: Records = RECORDS,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=1, help="For --status: training samples a second (default: the records')."),
+    ] = None,
     methods: Annotated[
         str | None, typer.Option(metavar="M,M,...", help="Only these methods, by everfed's names or the paper's.")
     ] = None,
@@ -55,14 +64,15 @@ def reproduce(
 ) -> None:
     """Run a table of a paper and print our numbers, the paper's, the difference and whether it is reproduced.
 
-    Every cell either runs or is listed with the reason why not. Asked again,
-    finished runs are kept and interrupted ones resumed; tables that share
-    runs share them here, too. The result is also written to the folder, as
-    JSON, Markdown and CSV.
+    Every cell either runs or is listed with the reason why not. When the
+    command is repeated, finished runs are kept and interrupted ones resumed;
+    tables share their common runs. The result is also written to the folder,
+    as JSON, Markdown and CSV.
 
     \b
     Examples:
       everfed reproduce --list
+      everfed reproduce --status --rate 5000
       everfed reproduce fedgp/table1 --data ~/data
       everfed reproduce fedgp/table1 --data ~/data --scale small --seeds 1
       everfed reproduce fedgp/table7 --methods der,fedgp+der --columns MNIST
@@ -71,27 +81,32 @@ def reproduce(
     from everfed.reproduction.tables import find
 
     factor = _scale(scale)
-    asked = Asked(_split(methods), _split(columns), seeds, engine, out or _default_folder(factor))
+    selection = Selection(_split(methods), _split(columns), seeds, engine, out or _default_folder(factor))
     settings = Settings(options.absolute(data), factor, checkpoint_every, as_json, track)
     if show:
         if methods or columns:
             raise UserError("--list shows whole tables; leave --methods and --columns out")
-        _show_list(table or "", asked, settings)
+        _show_list(table or "", selection, settings)
+        return
+    if status:
+        if methods or columns:
+            raise UserError("--status shows whole tables; leave --methods and --columns out")
+        _show_status(table or "", records, rate, seeds, as_json)
         return
     if table is None:
         raise UserError("name a table, such as fedgp/table1; `everfed reproduce --list` shows every one")
     chosen = find(table)
     if chosen.item.nothing:
         raise UserError(f"{chosen.name} ({chosen.item.about}): there is nothing to run; {chosen.item.nothing}")
-    found = _reproduced(chosen, asked, settings)
-    _tell(found, asked.out, as_json)
+    found = _reproduced(chosen, selection, settings)
+    _print_result(found, selection.out, as_json)
     if found.problems:
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line asks for beside the table. out: the folder of all run folders."""
+class Selection:
+    """The options of the command line beside the table. out: the folder of all run folders."""
 
     methods: Sequence[str]
     columns: Sequence[str]
@@ -108,7 +123,7 @@ def _scale(text: str) -> float:
 
 
 def _default_folder(scale: float) -> Path:
-    """Scaled runs have a folder of their own, so that they never pass for others."""
+    """Scaled runs have a folder of their own."""
     return Path("runs") / ("reproduce" if scale == 1 else f"reproduce-{scale:g}")
 
 
@@ -119,51 +134,51 @@ def _split(text: str | None) -> list[str]:
 # running ---------------------------------------------------------------------------------------------------------
 
 
-def _reproduced(table: Table, asked: Asked, settings: Settings) -> Found:
+def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found:
     """Run what can be run and judge it."""
     from everfed.commands import cells
     from everfed.reproduction import judging, planning
     from everfed.reproduction.writing import Found
 
-    places = planning.plan(table, asked.methods, asked.columns)
-    grid, refused = _grid(planning.experiments(places), asked, settings)
+    places = planning.plan(table, selection.methods, selection.columns)
+    grid, refused = _grid(planning.experiments(places), selection, settings)
     places = [_with_refusal(place, refused) for place in places]
     wanted = {experiment: grid[experiment] for experiment in planning.experiments(places)}
     runs = [cell for own in wanted.values() for cell in own]
     _announce(places, runs, settings)
     outcomes = {outcome.cell.folder: outcome for outcome in cells.run(runs, settings)}
-    judged = judging.judge(places, _finished(wanted, outcomes), settings.scale < 1)
-    differences = judging.differences(table, judged)
-    return Found(table, settings.scale, judged, differences, _problems(outcomes.values()))
+    judged = judging.judge(places, _finished(wanted, outcomes))
+    return Found(table, settings.scale, judged, _problems(outcomes.values()))
 
 
 def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome]) -> Runs:
+    from everfed.reproduction import records
     from everfed.reproduction.measures import Sample
 
     found: dict[Experiment, dict[int, Sample]] = {}
     for experiment, cells in wanted.items():
-        results = [(cell, outcomes[cell.folder].result) for cell in cells]
-        found[experiment] = {cell.recipe.seed: Sample(cell.folder, r) for cell, r in results if r is not None}
+        done = [cell for cell in cells if outcomes[cell.folder].result is not None]
+        found[experiment] = {cell.recipe.seed: Sample(records.of_run(cell.folder)) for cell in done}
     return found
 
 
 def _grid(
-    wanted: Sequence[Experiment], asked: Asked, settings: Settings
+    wanted: Sequence[Experiment], selection: Selection, settings: Settings
 ) -> tuple[dict[Experiment, list[Cell]], dict[Experiment, str]]:
     """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
     from everfed.commands import cells
-    from everfed.errors import is_users
+    from everfed.errors import is_user_error
 
     grid: dict[Experiment, list[Cell]] = {}
     refused: dict[Experiment, str] = {}
     for experiment in wanted:
         try:
-            grid[experiment] = _cells(experiment, asked)
+            grid[experiment] = _cells(experiment, selection)
             unfinished = [cell for cell in grid[experiment] if not (cell.folder / "result.json").exists()]
             if unfinished:
                 cells.check_run(unfinished[0], settings)
         except Exception as error:
-            if not is_users(error):
+            if not is_user_error(error):
                 raise
             refused[experiment] = str(error)
     cells.check_folders([cell for e, own in grid.items() if e not in refused for cell in own], settings)
@@ -172,13 +187,13 @@ def _grid(
     return grid, refused
 
 
-def _cells(experiment: Experiment, asked: Asked) -> list[Cell]:
+def _cells(experiment: Experiment, selection: Selection) -> list[Cell]:
     from everfed.commands.cells import new_cell
     from everfed.commands.sweep import folder_name
 
-    sets = [*experiment.sets, *([f"engine.kind={asked.engine}"] if asked.engine else [])]
+    sets = [*experiment.sets, *([f"engine.kind={selection.engine}"] if selection.engine else [])]
     base = experiment.recipe.replace("/", "-")
-    parent = asked.out / (f"{base},{folder_name(experiment.sets)}" if experiment.sets else base)
+    parent = selection.out / (f"{base},{folder_name(experiment.sets)}" if experiment.sets else base)
     name = experiment.method or "parts"
     return [
         new_cell(
@@ -189,7 +204,7 @@ def _cells(experiment: Experiment, asked: Asked) -> list[Cell]:
             seed=seed,
             sets=sets,
         )
-        for seed in _seeds(experiment.recipe, asked.seeds)
+        for seed in _seeds(experiment.recipe, selection.seeds)
     ]
 
 
@@ -214,7 +229,7 @@ def _problems(outcomes: Iterable[Outcome]) -> list[str]:
     return [f"{one.cell.folder}: {one.problem}" for one in outcomes if one.result is None]
 
 
-# telling ---------------------------------------------------------------------------------------------------------
+# output ----------------------------------------------------------------------------------------------------------
 
 
 def _announce(places: Sequence[Place], runs: Sequence[Cell], settings: Settings) -> None:
@@ -233,7 +248,7 @@ def _warning(scale: float) -> str:
     return "" if scale == 1 else f"; --scale {scale:g}: the numbers are not comparable with the paper's"
 
 
-def _tell(found: Found, out: Path, as_json: bool) -> None:
+def _print_result(found: Found, out: Path, as_json: bool) -> None:
     from everfed.commands.output import show_table
     from everfed.reproduction import writing
 
@@ -241,7 +256,7 @@ def _tell(found: Found, out: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "reproduction", **writing.as_dict(found)}))
         return
-    for columns, lines in (writing.cells(found), writing.paired(found), writing.missing(found.judged)):
+    for columns, lines in (writing.cells(found.measured), writing.missing(found.judged)):
         if lines:
             show_table(columns, lines)
             typer.echo("")
@@ -256,12 +271,12 @@ def _tell(found: Found, out: Path, as_json: bool) -> None:
 # listing ---------------------------------------------------------------------------------------------------------
 
 
-def _show_list(prefix: str, asked: Asked, settings: Settings) -> None:
+def _show_list(prefix: str, selection: Selection, settings: Settings) -> None:
     from everfed.commands.output import show_table
     from everfed.reproduction.listing import COLUMNS, overview
     from everfed.reproduction.tables import papers
 
-    rows = overview(prefix.lower(), lambda recipe: _seeds(recipe, asked.seeds), settings.scale)
+    rows = overview(prefix.lower(), lambda recipe: _seeds(recipe, selection.seeds), settings.scale)
     if not rows:
         raise UserError(f"no table begins with {prefix!r}; papers: {', '.join(papers())}")
     if settings.as_json:
@@ -269,3 +284,21 @@ def _show_list(prefix: str, asked: Asked, settings: Settings) -> None:
         return
     show_table(COLUMNS, [row.line() for row in rows])
     typer.echo("Samples: training samples processed, from the recipes; replayed and generated ones come on top.")
+
+
+def _show_status(prefix: str, folder: Path, rate: float | None, seeds: int | None, as_json: bool) -> None:
+    from everfed.commands.output import show_table
+    from everfed.reproduction import matching, records
+    from everfed.reproduction.status import COLUMNS, Rates, measured_rates, status
+    from everfed.reproduction.tables import papers
+
+    kept = records.read_all(folder)
+    rates = Rates(given=rate) if rate else measured_rates(kept)
+    rows = status(prefix.lower(), matching.runs_of(kept), lambda recipe: _seeds(recipe, seeds), rates)
+    if not rows:
+        raise UserError(f"no table with runs begins with {prefix!r}; papers: {', '.join(papers())}")
+    if as_json:
+        typer.echo(json.dumps([vars(row) for row in rows], indent=2))
+        return
+    show_table(COLUMNS, [row.line() for row in rows])
+    typer.echo(f"{len(kept)} records in {folder}. Tables share runs: a run that several need is counted in each.")

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options, tracking
-from everfed.commands.interrupts import tell_interrupted
-from everfed.commands.output import stdout, tell_result
+from everfed.commands.interrupts import interrupt_message
+from everfed.commands.output import print_result, stdout
 
 
 def resume(
@@ -36,6 +36,6 @@ def resume(
     def remedy() -> str:
         return f"`everfed resume {run}` goes on where it stopped"
 
-    with tell_interrupted(remedy) as interrupts, watching(stdout(), as_json) as observer:
+    with interrupt_message(remedy) as interrupts, watching(stdout(), as_json) as observer:
         result = api.resume(run, observers=[observer, *trackers, interrupts], checkpoint_every=checkpoint_every)
-    tell_result(result.folder, result.data, as_json)
+    print_result(result.folder, result.data, as_json)

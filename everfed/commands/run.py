@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from everfed.commands import options, tracking
-from everfed.commands.interrupts import tell_interrupted
-from everfed.commands.output import stdout, tell_result
+from everfed.commands.interrupts import interrupt_message
+from everfed.commands.output import print_result, stdout
 
 
 def run(
@@ -49,7 +49,7 @@ def run(
     with placed(reading.places):
         trackers = tracking.observers(track, folder, reading.recipe)
     showing = watching(stdout(), as_json)
-    with placed(reading.places), tell_interrupted(remedy) as interrupts, showing as observer:
+    with placed(reading.places), interrupt_message(remedy) as interrupts, showing as observer:
         result = api.run(
             reading.recipe,
             folder,
@@ -58,4 +58,4 @@ def run(
             observers=[observer, *trackers, interrupts],
             checkpoint_every=checkpoint_every,
         )
-    tell_result(result.folder, result.data, as_json)
+    print_result(result.folder, result.data, as_json)

@@ -1,4 +1,4 @@
-"""`everfed samples`: a labelled sheet of what a run's generator makes."""
+"""`everfed samples`: a labelled sheet of images from a run's generator."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def samples(
     """Draw images from a run's generator, one row per class, labelled by the frozen model's own answers.
 
     RUN is a finished run, or one that is under way. No run draws images by
-    itself: they may resemble what clients hold. With fedcil labels are what
-    the generator was asked for, with glfc what clients' gradients tell.
+    itself: they may resemble what clients hold. With fedcil labels are the
+    generator's inputs, with glfc those read from the clients' gradients.
 
     \b
     Example:

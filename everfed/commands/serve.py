@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options
-from everfed.commands.interrupts import same_command, tell_interrupted
-from everfed.commands.output import stdout, tell_result
+from everfed.commands.interrupts import interrupt_message, same_command
+from everfed.commands.output import print_result, stdout
 
 
 def serve(
@@ -24,22 +24,22 @@ def serve(
     clients: Annotated[
         int, typer.Option(metavar="N", min=0, help="Clients to wait for before it starts (default: the recipe's).")
     ] = 0,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Where the SuperLink listens.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address of the SuperLink.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="PORT", help="Its port.")] = 8000,
     certificates: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="What `everfed federation keys` made.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of `everfed federation keys`.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Neither TLS nor keys; on loopback only.")] = False,
     checkpoint_every: options.CheckpointEvery = 5.0,
     as_json: options.Json = False,
 ) -> None:
-    """Run a recipe on real clients, and leave the same run folder behind as any run.
+    """Run a recipe on real clients; the run folder is that of any run.
 
-    It starts a SuperLink (or joins the one that runs at HOST:PORT), waits for
+    It starts a SuperLink (or uses the one that runs at HOST:PORT), waits for
     clients, and runs.
 
-    Killed at any moment, the same command goes on where it stopped, to the same
-    result; clients that were killed rejoin by themselves.
+    After a kill, the same command resumes the run, with the same result;
+    clients rejoin by themselves.
 
     \b
     Examples:
@@ -67,16 +67,12 @@ def serve(
     serving = Serving(reading.recipe, folder, _text(options.absolute(data)), scale, clients, names, checkpoint_every)
     link = Settings(host, port, folder.absolute().with_name(f"{folder.name}.superlink"), security)
     say = _say(as_json)
-    told = watching(stdout(), as_json)
-    with (
-        placed(reading.places),
-        tell_interrupted(same_command) as interrupts,
-        told as observer,
-        running(link, say),
-    ):
+    watch = watching(stdout(), as_json)
+    interruptible = interrupt_message(same_command)
+    with placed(reading.places), interruptible as interrupts, watch as observer, running(link, say):
         register(address, names)
         result = run_server(serving, lambda: open_grid(address), [observer, interrupts])
-    tell_result(folder, result, as_json)
+    print_result(folder, result, as_json)
 
 
 def _say(as_json: bool) -> Callable[[str], None]:

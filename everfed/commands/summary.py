@@ -15,7 +15,7 @@ from everfed.markdown import markdown_table
 from everfed.scores import METRICS, PERCENT, Score, score_of
 from everfed.store.files import write_atomic
 
-SHOWN = tuple(key for key in METRICS if key != "bwt")  # a terminal is narrow, and forgetting tells much the same
+SHOWN = tuple(key for key in METRICS if key != "bwt")  # a terminal is narrow, and bwt is close to forgetting
 COSTS = (("Bytes up", "bytes_up"), ("Time", "seconds"))
 
 
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def score(self) -> Score:
-        """What its runs are scored by."""
+        """The score of its runs."""
         return score_of(next((outcome.result["score"] for outcome in self.outcomes if outcome.result), "accuracy"))
 
     @property
@@ -74,7 +74,7 @@ def _numbers(result: dict[str, Any]) -> dict[str, float]:
 
 
 def table(found: Sequence[Row], heading: str) -> tuple[list[str], list[list[str]]]:
-    """(columns, lines), fractions in per cent; a column that nobody has a value for is left out."""
+    """(columns, lines), fractions in per cent; columns without a value are left out."""
     from everfed.progress import duration, size
 
     score = next((row.score for row in found if row.spreads), score_of("accuracy"))
@@ -92,11 +92,12 @@ def _text(spread: dict[str, float] | None, kind: str) -> str:
     if spread is None:
         return "-"
     scale = 100 if kind == PERCENT else 1
-    return f"{scale * spread['mean']:.2f} ± {scale * spread['deviation']:.2f}"
+    mean = f"{scale * spread['mean']:.2f}"
+    return mean if spread["count"] == 1 else f"{mean} ± {scale * spread['deviation']:.2f}"
 
 
 def as_dict(found: Sequence[Row]) -> list[dict[str, Any]]:
-    """What the JSON file holds of the rows."""
+    """The rows as in the JSON file."""
     return [
         {
             "name": row.name,

@@ -71,7 +71,7 @@ def sweep(
     best = rows[0].name if rows[0].spreads else ""
     facts = {"recipe": base.name, "scale": scale, "seeds": numbers, "split": "validation", "best": best}
     summary.write(folder, "sweep", rows, "Cell", facts)
-    _tell(folder, rows, best, as_json)
+    _print_result(folder, rows, best, as_json)
     if not best:
         raise typer.Exit(1)
 
@@ -137,7 +137,7 @@ def folder_name(combination: Sequence[str]) -> str:
     return f"{safe[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _tell(folder: Path, rows: list[Row], best: str, as_json: bool) -> None:
+def _print_result(folder: Path, rows: list[Row], best: str, as_json: bool) -> None:
     from everfed.commands import summary
     from everfed.commands.output import show_table
 

@@ -1,4 +1,4 @@
-"""`--track`: trackers people already use, as further observers of a run."""
+"""`--track`: TensorBoard, MLflow and Weights & Biases as observers of a run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def observers(kinds: Sequence[str], folder: Path, recipe: Recipe) -> list[Callab
     from everfed.recipe import settled
     from everfed.report.trackers import tracker
 
-    return [tracker(str(kind), folder, settled(recipe), _tell) for kind in kinds]
+    return [tracker(str(kind), folder, settled(recipe), _print_error) for kind in kinds]
 
 
-def _tell(message: str) -> None:
+def _print_error(message: str) -> None:
     typer.echo(message, err=True)

@@ -16,14 +16,16 @@ def ui(
     port: Annotated[int, typer.Option(metavar="P", min=0, max=65535, help="The port; 0 takes a free one.")] = 8765,
     token: Annotated[
         str | None,
-        typer.Option(metavar="T", envvar="EVERFED_UI_TOKEN", help="Ask for this token; needed beyond this machine."),
+        typer.Option(
+            metavar="T", envvar="EVERFED_UI_TOKEN", help="Token that visitors must give; required beyond loopback."
+        ),
     ] = None,
 ) -> None:
-    """Serve a page on which runs appear and move while they train; compare them and download reports.
+    """Serve a page that shows runs while they train, compares them and offers reports for download.
 
-    It reads the folder and changes nothing. Only this machine can open it
-    unless --host says otherwise, and then a token is needed: open the address
-    with ?token=T once.
+    It reads the folder and changes nothing. By default only this machine can
+    open it; with another --host a token is required: open the address with
+    ?token=T once.
 
     \b
     Examples:

@@ -1,10 +1,10 @@
-"""The files that make a federation secure: an authority of its own, the server's certificate, and a key per client.
+"""Creates and checks the files of TLS and node authentication: an authority, the server's certificate, client keys.
 
-    pki/ca.crt            goes to every client: it is how they know the server
-    pki/ca.key            signs certificates; needed by nobody else, keep it away from the server
+    pki/ca.crt            for every client: verifies the server's certificate
+    pki/ca.key            signs certificates; keep it away from the server
     pki/server.crt .key   the server's, for TLS
     pki/clients/NAME.pub  public keys of the clients that may take part
-    pki/secrets/NAME      a client's private key, to be carried to it and deleted here
+    pki/secrets/NAME      a client's private key, to be moved to the client
 
 Private keys are readable by their owner only, and nothing is overwritten.
 """
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 CLIENTS, SECRETS = "clients", "secrets"
-_SKEW = datetime.timedelta(hours=1)  # clocks that are a little slow must not find a certificate from the future
+_SKEW = datetime.timedelta(hours=1)  # certificates are valid from an hour earlier, for clocks that are slow
 
 
 class CertificateError(UserError):
-    """Files of a federation's security that are missing, there already, or no longer valid."""
+    """Files of TLS or of keys that are missing, exist already, or are not valid."""
 
 
 def require() -> None:
-    """Refuse where the package that makes keys is missing."""
+    """Raises CertificateError if the package cryptography is missing."""
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
@@ -57,8 +57,8 @@ def make_authority(folder: Path, name: str = "everfed", days: int = 3650) -> Non
 
 
 def make_server(folder: Path, hosts: Sequence[str], days: int = 365, now: datetime.datetime | None = None) -> None:
-    """server.crt and server.key for the names and addresses by which clients reach the server, loopback included: the
-    proxy finds the SuperLink there. now: when it begins to be valid, if not now."""
+    """server.crt and server.key for the names and addresses by which clients reach the server, and for loopback, where
+    the proxy reaches the SuperLink. now: the beginning of its validity."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -89,8 +89,8 @@ def make_client(folder: Path, name: str) -> Path:
 
 
 def check_server(folder: Path, now: datetime.datetime | None = None) -> list[str]:
-    """Refuse server files that clients would refuse: missing, not signed by ca.crt, not yet valid, expired, or with a
-    key that others can read. Returns warnings, such as an end within thirty days."""
+    """Raises CertificateError for server files that clients would refuse: missing, not signed by ca.crt, not yet valid,
+    expired, or with a key that others can read. Returns warnings, such as an expiry within thirty days."""
     now = now or datetime.datetime.now(datetime.UTC)
     authority, server = _certificate(folder / CA), _certificate(folder / SERVER)
     try:
@@ -124,7 +124,7 @@ def _read(path: Path) -> bytes:
 
 def _absent(path: Path) -> None:
     if path.exists():
-        raise CertificateError(f"{path} exists; nothing is overwritten, remove it first if it is to be replaced")
+        raise CertificateError(f"{path} exists; nothing is overwritten: remove it first to replace it")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -134,7 +134,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _write_secret(path: Path, data: bytes) -> None:
-    """Readable by its owner from its first byte on."""
+    """Created with mode 600, before anything is written to it."""
     _absent(path)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -1,16 +1,17 @@
-"""Is this reply one that the server may take in? Replies come from other people's machines: nothing in them is trusted.
+"""Checks the replies of untrusted clients before they are used.
 
-A reply is refused with a named reason, and the round goes on with the others. `check_reply` is a pure function; `ReplyChecker`
-remembers, for one phase, who has answered and what was refused.
+A reply is refused with a named reason, and the round goes on with the others. `check_reply` is a pure function;
+`ReplyChecker` records, for one phase, which clients have replied and which replies were refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,28 +23,29 @@ from everfed.core.context import Moment, World
 from everfed.core.message import MODEL
 from everfed.core.part import Model
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
-from everfed.core.reduce import Collect
+from everfed.core.reduce import Collect, Mean
 from everfed.core.tree import Tree
 
 
 class Reason(StrEnum):
-    """Why a reply is not taken in."""
+    """Why a reply is refused."""
 
-    NOT_ASKED = "not asked"  # from a client that this phase did not call
-    DUPLICATE = "duplicate"  # the client has answered already
+    NOT_ASKED = "not asked"  # from a client that is not in this phase
+    DUPLICATE = "duplicate"  # the client has replied already
     LATE = "late"  # after the deadline, or to an earlier call
     WRONG_CALL = "wrong call"  # of another run or federation, or to a call that was never made
     WRONG_VERSION = "wrong version"  # of the protocol
-    MALFORMED = "malformed"  # not a reply at all, or with values that nobody declared
+    MALFORMED = "malformed"  # not a reply at all, or with values that no part declared
     WRONG_SHAPE = "wrong shape"
     WRONG_DTYPE = "wrong dtype"
     NOT_FINITE = "not finite"
-    TOO_LARGE = "too large"  # more bytes, samples or steps, or larger numbers, than can be
+    TOO_LARGE = "too large"  # more bytes, samples or steps, or larger numbers, than the limits
+    OUTLIER = "outlier"  # far longer than the other replies of the phase
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason, and what exactly was wrong; a sentence that an event can carry."""
+    """A reason and its detail; as a string, the text of an event."""
 
     reason: Reason
     detail: str
@@ -52,12 +54,12 @@ class Refusal:
         return f"{self.reason}: {self.detail}"
 
 
-PROTOCOL = 1  # changes whenever messages or replies change their form
+PROTOCOL = 1  # changes with the form of messages or replies
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a reply answers. run: an identity that no other run shares."""
+    """The call that a reply answers. run: the run's unique identity."""
 
     run: str
     round: int
@@ -68,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor must look like."""
+    """The dtype and shape that a tensor must have."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -92,8 +94,8 @@ class Limits:
 class Expected:
     """What a reply to `call` must be.
 
-    declared: {part: keys} that may be in it. like: {"part/key": Spec} of the tensors whose form is known. alike: the
-    "part/key" that all clients must send in the same form, because they are added up.
+    declared: {part: keys} that may be in it. like: {"part/key": Spec} of the tensors whose shape is known. alike: the
+    "part/key" that all clients must send in the same shape, because they are added up.
     """
 
     call: Call
@@ -107,7 +109,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A reply as it came: from whom, to which call, when (on the clock of the deadline)."""
+    """A reply as received: its client, its call, and the time (on the clock of the deadline)."""
 
     client: int
     call: Call
@@ -118,8 +120,8 @@ class Arrived:
 def expected_reply(
     world: World, phase: Phase, moment: Moment, model: Model, run: str, limits: Limits | None = None
 ) -> Expected:
-    """What clients may answer in `phase`. The form of the trained model is known from a dry call of the aggregating
-    part's own `upload` on the server's model; other values that are added up take the form of the first one accepted.
+    """What clients may reply in `phase`. The shapes of the trained model come from a call of the aggregating part's
+    `upload` on the server's model; other values that are added up must have the shape of the first one accepted.
     By default a reply may be as large as 64 models (a collected pool of tasks, say)."""
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else world.method.reducers(phase)
     silent = phase.name == TRAIN and not synchronises(world.server(TRAIN, moment))
@@ -128,7 +130,7 @@ def expected_reply(
     added = {} if inside else {part.name: part.adds for part in world.method.protections if part.adds}
     return Expected(
         Call(run, moment.round, phase.name, moment.repeat),
-        frozenset(range(world.facts.clients) if inside else phase.clients(moment.plan)),  # inside: whoever began it
+        frozenset(range(world.facts.clients) if inside else phase.clients(moment.plan)),  # inside: of the outer phase
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **added},
         _uploaded(world, moment, model) if phase.name == TRAIN and not silent else {},
         frozenset(added_up),
@@ -137,7 +139,7 @@ def expected_reply(
 
 
 def largest_reply(model: Model) -> int:
-    """Bytes: as many as 64 models have, since a phase may collect a pool of them."""
+    """Bytes of 64 models, since a phase may collect a pool of them."""
     return 64 * tree.tensor_bytes({MODEL: dict(model)}) + (1 << 20)
 
 
@@ -148,22 +150,22 @@ def _uploaded(world: World, moment: Moment, model: Model) -> dict[str, Spec]:
 
 
 def check_reply(arrived: Arrived, expected: Expected) -> Refusal | None:
-    """None when the reply may be taken in; otherwise the first thing that is wrong with it."""
+    """None when the reply may be used; otherwise the first problem found."""
     return _check_sender(arrived, expected) or _check_content(arrived.reply, expected)
 
 
 def _check_sender(arrived: Arrived, expected: Expected) -> Refusal | None:
-    call, asked = arrived.call, expected.call
-    if call.protocol != asked.protocol:
-        return Refusal(Reason.WRONG_VERSION, f"protocol {call.protocol!r}, this server speaks {asked.protocol}")
-    if call.run != asked.run:
-        return Refusal(Reason.WRONG_CALL, f"of run {call.run!r}, this is {asked.run!r}")
-    if call != asked:
-        where = f"to {call.phase!r} of round {call.round}, now is {asked.phase!r} of round {asked.round}"
-        earlier = _whole(call.round) and call.round <= asked.round
+    call, current = arrived.call, expected.call
+    if call.protocol != current.protocol:
+        return Refusal(Reason.WRONG_VERSION, f"protocol {call.protocol!r}, this server has {current.protocol}")
+    if call.run != current.run:
+        return Refusal(Reason.WRONG_CALL, f"of run {call.run!r}, this is {current.run!r}")
+    if call != current:
+        where = f"to {call.phase!r} of round {call.round}, now is {current.phase!r} of round {current.round}"
+        earlier = _whole(call.round) and call.round <= current.round
         return Refusal(Reason.LATE if earlier else Reason.WRONG_CALL, where)
     if not _whole(arrived.client) or arrived.client not in expected.clients:
-        return Refusal(Reason.NOT_ASKED, f"client {arrived.client!r} was not called")
+        return Refusal(Reason.NOT_ASKED, f"client {arrived.client!r} is not in this phase")
     if arrived.at > expected.deadline:
         return Refusal(Reason.LATE, f"{arrived.at - expected.deadline:.1f} s after the deadline")
     return None
@@ -206,7 +208,7 @@ def _check_loss(loss: Any) -> Refusal | None:
 def _check_declared(values: dict[str, Any], expected: Expected) -> Refusal | None:
     for part, keys in values.items():
         if part not in expected.declared:
-            return Refusal(Reason.MALFORMED, f"part {_shown(part)} has nothing to say in this phase")
+            return Refusal(Reason.MALFORMED, f"part {_shown(part)} sends nothing in this phase")
         if not isinstance(keys, dict):
             return Refusal(Reason.MALFORMED, f"{part} must hold values by name, not {type(keys).__name__}")
         for key in keys:
@@ -249,8 +251,8 @@ def _check_form(path: str, value: Any, spec: Spec) -> Refusal | None:
 
 
 def _check_numbers(path: str, value: Any, expected: Expected) -> Refusal | None:
-    """Every number below `path` is finite and not absurdly large. Integers that are not added up may be anything: keys,
-    masked vectors."""
+    """Every number below `path` must be finite and within the limits. Integers that are not added up may have any
+    value: keys, masked vectors."""
     limits = expected.limits
     for name, leaf in tree.leaves({path: value}):
         largest = _largest(leaf)
@@ -287,7 +289,7 @@ def _either(low: float, high: float) -> float:
 
 
 def _shown(value: Any) -> str:
-    """What came from outside, short enough for a log."""
+    """A client's value, shortened for a log."""
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints
@@ -295,36 +297,101 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+FEWEST = 3  # replies below which there is no majority to compare with
+
+
+def find_outliers(
+    world: World, moment: Moment, model: Model, replies: Mapping[int, Reply], factor: float
+) -> dict[int, Refusal]:
+    """The clients whose trained models are too far from the model that they were sent: more than `factor` times the
+    median of all replies, which a minority cannot move beyond what honest clients send."""
+    part = world.method.aggregator
+    unmoved = part.upload(model, {MODEL: dict(model)}, world.server(TRAIN, moment))
+    refused: dict[int, Refusal] = {}
+    for key, base in unmoved.items():
+        if not isinstance(base, Tensor) or not base.is_floating_point():
+            continue
+        sent = {client: reply.values.get(part.name, {}).get(key) for client, reply in replies.items()}
+        norms = {client: _distance(value, base) for client, value in sent.items() if value is not None}
+        middle = median(norms.values()) if len(norms) >= FEWEST else 0.0
+        for client, norm in norms.items():
+            if 0.0 < factor * middle < norm:
+                detail = f"{part.name}/{key} moved by {norm:.3g}, that of the median client by {middle:.3g}"
+                refused.setdefault(client, Refusal(Reason.OUTLIER, f"{detail}; at most {factor:g} times that"))
+    return refused
+
+
+def _distance(value: Tensor, base: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value - base.to(value.device), dtype=torch.float64))
+
+
+class SampleClaims:
+    """Caps the number of samples that clients claim, where replies are weighed by it.
+
+    allowed: (client) -> at most so many, or None where the roster does not name the client. It then counts for what the
+    server's own stream holds for it; where a client's data is known to itself alone, for the median of the phase's
+    claims.
+    """
+
+    def __init__(self, world: World, allowed: Callable[[int], int | None] = lambda client: None) -> None:
+        self.world, self.allowed = world, allowed
+        self._held: dict[tuple[int, int], int] = {}  # (client, task) -> samples in the server's own stream
+
+    def capped(self, phase: Phase, moment: Moment, claims: Mapping[int, int]) -> dict[int, int]:
+        """{client: as how many it counts}, for those whose claim is larger."""
+        reducers = self.world.method.reducers(phase)
+        if not any(isinstance(r, Mean) and r.weighted for keys in reducers.values() for r in keys.values()):
+            return {}
+        middle = int(median(sorted(claims.values()))) if claims else 0
+        most = {client: self._most(client, claim, moment, middle) for client, claim in claims.items()}
+        return {client: most[client] for client, claim in claims.items() if claim > most[client]}
+
+    def _most(self, client: int, claim: int, moment: Moment, middle: int) -> int:
+        allowed = self.allowed(client)
+        if allowed is not None:
+            return allowed
+        if self.world.stream.private_data:
+            return middle
+        own = moment.plan.tasks.get(client, moment.plan.task)
+        now = self._size(client, own)
+        return now if claim <= now else sum(self._size(client, task) for task in range(own + 1))  # with a rehearsal
+
+    def _size(self, client: int, task: int) -> int:
+        if (client, task) not in self._held:
+            self._held[client, task] = len(self.world.stream.data(client, task))
+        return self._held[client, task]
+
+
 class ReplyChecker:
-    """Takes the replies of one phase in, once each, and keeps account of what it refused."""
+    """Checks the replies of one phase, accepts one per client, and records the refused ones."""
 
     def __init__(self, expected: Expected) -> None:
         self.expected = expected
         self.answered: set[int] = set()
         self.refused: list[tuple[int, Refusal]] = []
 
-    def take(self, arrived: Arrived) -> Refusal | None:
-        """None when the reply counts from now on."""
+    def check(self, arrived: Arrived) -> Refusal | None:
+        """None when the reply is accepted."""
         refusal = check_reply(arrived, self.expected)
         if refusal is None and arrived.client in self.answered:
-            refusal = Refusal(Reason.DUPLICATE, f"client {arrived.client} has answered already")
+            refusal = Refusal(Reason.DUPLICATE, f"client {arrived.client} has replied already")
         if refusal is None:
             self.answered.add(arrived.client)
-            self._agree(arrived.reply)
+            self._require_shapes(arrived.reply)
         else:
             self.refuse(arrived.client, refusal)
         return refusal
 
     def refuse(self, client: int, refusal: Refusal) -> None:
-        """Keep account of something that could not even be read."""
+        """Record a reply that could not be read."""
         self.refused.append((client, refusal))
 
     def counts(self) -> dict[str, int]:
         """Refusals by reason, for the event of the phase."""
         return dict(Counter(str(refusal.reason) for _, refusal in self.refused))
 
-    def _agree(self, reply: Reply) -> None:
-        """Values that are added up have the form of the first."""
+    def _require_shapes(self, reply: Reply) -> None:
+        """Later replies must have the shapes of this one where values are added up."""
         new = {
             path: Spec.of(value)
             for path, value in _values(reply.values)
@@ -337,12 +404,14 @@ class ReplyChecker:
 __all__ = [
     "Arrived",
     "Call",
-    "ReplyChecker",
     "Expected",
     "Limits",
     "Reason",
     "Refusal",
+    "ReplyChecker",
+    "SampleClaims",
     "Spec",
     "check_reply",
     "expected_reply",
+    "find_outliers",
 ]

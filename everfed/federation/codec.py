@@ -1,7 +1,8 @@
 """Messages and replies as bytes.
 
-What a message holds each time travels as one tree. A `Once` payload is a piece of its own, named by its content, so
-that a client says which it holds and gets the others, whatever happened to versions when a server was resumed.
+The values of a message are sent as one tree. A `Once` payload is a piece of its own, named by the digest of its
+content: a client reports which ones it holds and receives the others. Its version number, which a resumed server may
+use again, does not matter here.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from everfed.core.message import Each, Message, Once, addressed
 from everfed.core.tree import Tree, TreeError, from_bytes, to_bytes
 from everfed.federation.packet import PacketError, digest
 
-STRANGERS = 8 << 20  # bytes of a reply's header: parsed it takes many times its size, and a model needs a few thousand
+HEADER_LIMIT = 8 << 20  # bytes of a reply's header: parsed it takes many times its size; a model needs a few thousand
 Named = tuple[str, str, str]  # part, key, name of the content
 
 
 @dataclass(frozen=True)
 class EncodedMessage:
-    """A message in bytes. body: the tree without `Once` payloads, None in a round in which nothing is sent; name: the
-    body's; once: which payloads belong where; payloads: their bytes by name."""
+    """A message to one client in bytes. body: the tree without `Once` payloads, None in a round in which nothing is
+    sent; name: digest of the body; once: (part, key, name) of its payloads; payloads: their bytes by name."""
 
     body: bytes | None
     name: str = ""
@@ -33,28 +34,29 @@ class EncodedMessage:
 
 
 class MessageEncoder:
-    """The letters of one message. What goes to all clients is made into bytes once, and so are `Once` payloads."""
+    """Encodes one message for each client. Content that is the same for all clients, and every `Once` payload, is
+    encoded only once."""
 
     def __init__(self, message: Message | None) -> None:
         self.message = message
-        self._everybodys: EncodedMessage | None = None  # where nobody has anything of its own
+        self._common: EncodedMessage | None = None  # where the message has no value by client
         self._names: dict[int, str] = {}
         self._payloads: dict[str, bytes] = {}
-        self.once = tuple(self._packed(part, key, value) for part, key, value in _once(message or {}))
+        self.once = tuple(self._pack(part, key, value) for part, key, value in _once(message or {}))
 
-    def letter(self, client: int) -> EncodedMessage:
-        """What goes to `client`. A `Once` leaves an empty place in the tree, so that keys keep their order."""
-        letter = self._everybodys or self._written(client)
-        self._names[client] = letter.name
+    def encode(self, client: int) -> EncodedMessage:
+        """The message to `client`. A `Once` becomes None in the tree, so that keys keep their order."""
+        encoded = self._common or self._encode(client)
+        self._names[client] = encoded.name
         if not any(isinstance(value, Each) for tree in (self.message or {}).values() for value in tree.values()):
-            self._everybodys = letter
-        return letter
+            self._common = encoded
+        return encoded
 
     def name(self, client: int) -> str:
-        """Of what goes to `client`, without keeping the bytes."""
-        return self._names[client] if client in self._names else self.letter(client).name
+        """The name of the message to `client`; its bytes are not kept."""
+        return self._names[client] if client in self._names else self.encode(client).name
 
-    def _written(self, client: int) -> EncodedMessage:
+    def _encode(self, client: int) -> EncodedMessage:
         if self.message is None:
             return EncodedMessage(None)
         own = addressed(self.message, client)
@@ -62,7 +64,7 @@ class MessageEncoder:
         body = to_bytes(rest)
         return EncodedMessage(body, digest(body), self.once, self._payloads)
 
-    def _packed(self, part: str, key: str, value: Once) -> Named:
+    def _pack(self, part: str, key: str, value: Once) -> Named:
         data = to_bytes({"value": value.value})
         name = digest(data)
         self._payloads[name] = data
@@ -77,7 +79,7 @@ def _once(message: Message) -> Iterator[tuple[str, str, Once]]:
 
 
 def to_message(body: bytes, once: tuple[Named, ...], payload: Callable[[str], Any]) -> Message:
-    """The message of a letter; `payload` gives a `Once` value by its name. Raises PacketError."""
+    """The decoded message; `payload` gives a `Once` value by its name. Raises PacketError."""
     try:
         message: Message = from_bytes(body)
         for part, key, name in once:
@@ -101,9 +103,9 @@ def reply_to_tree(reply: Reply) -> Tree:
 
 
 def to_reply(data: bytes) -> Reply:
-    """A reply from a client that is not trusted. Raises PacketError when it is none."""
+    """Decodes a reply from an untrusted client. Raises PacketError for anything else."""
     try:
-        tree = from_bytes(data, STRANGERS)
+        tree = from_bytes(data, HEADER_LIMIT)
     except TreeError as error:
         raise PacketError(str(error)) from error
     values, samples, steps, loss = (tree.get(name) for name in ("values", "samples", "steps", "loss"))

@@ -1,5 +1,5 @@
-"""The data of a server that has none: stream.dataset = "everfed.federation.elsewhere:data" in a recipe whose clients
-bring streams of their own (scenario "own", with classes and input_shape)."""
+"""A dataset without samples, for a server: stream.dataset = "everfed.federation.elsewhere:data" in a recipe whose
+clients have streams of their own (scenario "own", with classes and input_shape)."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def data(client: int) -> tuple[Any, ...]:
-    """No periods: they are on the clients."""
+    """No periods: the data is on the clients."""
     return ()

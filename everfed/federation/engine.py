@@ -1,9 +1,9 @@
-"""The engine whose clients are real: every phase is a request to each of its clients, over a transport."""
+"""The engine of real clients: every phase is a request to each of its clients, over a transport."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,22 +13,31 @@ from everfed.core.context import Moment, Place, World
 from everfed.core.engine import Absent, ClientError, PhaseCall
 from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
-from everfed.core.phase import Phase
+from everfed.core.phase import TRAIN, Phase
 from everfed.engines.base import BuildModule, OneTrainer, new_trainer
-from everfed.federation import request as ask
-from everfed.federation.phase_requests import REJECTED, PhaseRequests, Notify
-from everfed.federation.checking import Arrived, ReplyChecker, expected_reply, largest_reply
+from everfed.federation.checking import (
+    Arrived,
+    Refusal,
+    ReplyChecker,
+    SampleClaims,
+    expected_reply,
+    find_outliers,
+    largest_reply,
+)
 from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.patience import Patience
-from everfed.federation.request import Answer, Request, Step
+from everfed.federation.phase_requests import REJECTED, Notify, PhaseRequests
+from everfed.federation.request import RECIPE, Answer, Request, Step, fingerprint
 from everfed.federation.transport import Transport
+
+OUTLIER = 1000.0  # times the median; honest clients differ by their steps, not by such a factor
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What tells clients which run this is. run: for its whole life; epoch: counts the lives of its server; recipe: its
-    text, from which clients build method and model."""
+    """Identifies a run to its clients. run: the same for the whole run; epoch: how often its server was started;
+    recipe: the text from which clients build method and model."""
 
     run: str
     epoch: int
@@ -38,24 +47,26 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class OutgoingPhase:
-    """A phase at its moment, with its letters."""
+    """A phase at its moment, with its message encoded."""
 
     phase: Phase
     moment: Moment
-    post: MessageEncoder
+    encoder: MessageEncoder
 
     def step(self, client: int) -> Step:
-        """What `client` is asked."""
-        plan, post = self.moment.plan, self.post
-        task = plan.tasks.get(client, -1)
-        return Step(self.phase.name, self.moment.place, task, post.name(client), post.once, client in plan.drifting)
+        """The step that `client` is to make."""
+        plan, encoder = self.moment.plan, self.encoder
+        name, task = encoder.name(client), plan.tasks.get(client, -1)
+        return Step(self.phase.name, self.moment.place, task, name, encoder.once, client in plan.drifting)
 
 
-Early = dict[int, tuple[Step, Reply | Absent]]  # answers that came with those of an earlier phase, by client
+Early = dict[int, tuple[Step, Reply | Absent]]  # by client: replies that came with those of an earlier phase
 
 
 class Federated(OneTrainer):
-    """Keeps no client's state. durable: from where the run would go on if it were killed now."""
+    """Holds no client state. durable: the place from which the run would resume if the server were killed now.
+    outlier: how many times as far as the median client's a model may move, 0 for any. allowed: the number of samples
+    that a client may claim, None where it is not known."""
 
     batches_phases = True
 
@@ -69,104 +80,128 @@ class Federated(OneTrainer):
         durable: Callable[[], Place],
         notify: Notify = lambda event: None,
         device: str = "cpu",
+        outlier: float = OUTLIER,
+        allowed: Callable[[int], int | None] = lambda client: None,
     ) -> None:
         self.world, self.transport, self.identity = world, transport, identity
+        self.outlier, self.claims = outlier, SampleClaims(world, allowed)
         self.patience, self.durable, self.notify = patience, durable, notify
         self.trainer = new_trainer(world, build_module, device)
         self.name = transport.name
         first = world.facts.layout.read(build_module())
         self._model: Model = {**first, "params": first["params"][: world.facts.layout.shared]}
         self._recipe = identity.recipe.encode()
-        self._holds: dict[int, frozenset[str]] = {}  # what each client said it holds
-        self._told: set[int] = set()  # the clients that were sent the recipe
-        self._ahead: tuple[OutgoingPhase, ...] = ()
+        self._holds: dict[int, frozenset[str]] = {}  # client -> the payloads that it has
+        self._sent_recipe: set[int] = set()  # clients that have the recipe
+        self._batched: tuple[OutgoingPhase, ...] = ()  # phases to send with the next one
         self._early: dict[Place, Early] = {}
-        self._hopeless: set[int] = set()  # the clients that were given up when they were last asked
+        self._given_up: set[int] = set()  # clients that were given up in the last phase they were in
         self.bytes_sent = self.bytes_received = 0
 
     def batch(self, calls: Sequence[PhaseCall]) -> None:
-        self._ahead = tuple(OutgoingPhase(one.phase, one.moment, MessageEncoder(one.message)) for one in calls)
+        self._batched = tuple(OutgoingPhase(one.phase, one.moment, MessageEncoder(one.message)) for one in calls)
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
-        errand = OutgoingPhase(phase, moment, MessageEncoder(message))
+        outgoing = OutgoingPhase(phase, moment, MessageEncoder(message))
         self._model = _sent_model(message) or self._model
-        known = self._early.pop(moment.place, None)
-        answers = self._ask(errand, clients) if known is None else self._remembered(errand, known)
-        return iter(self._usable(self._checked(errand, answers), phase, moment).items())
+        early = self._early.pop(moment.place, None)
+        replies = self._send(outgoing, clients) if early is None else self._early_replies(outgoing, early)
+        return iter(self._usable(self._checked(outgoing, replies), phase, moment).items())
 
-    def _ask(self, errand: OutgoingPhase, clients: Sequence[int]) -> dict[int, Reply | Absent]:
-        """Ask for this errand and for those that can travel with it, whose answers are kept until their turn."""
-        errands, self._ahead = (errand, *self._ahead), ()
+    def _send(self, outgoing: OutgoingPhase, clients: Sequence[int]) -> dict[int, Reply | Absent]:
+        """Send this phase together with the batched ones, whose replies are stored until the runner comes to them."""
+        phases, self._batched = (outgoing, *self._batched), ()
 
         def write(client: int, lacks: tuple[str, ...]) -> Packet:
-            letters = [one.post.letter(client) for one in errands]
-            return self._packet(self._request(client, errands), letters, lacks)
+            messages = [one.encoder.encode(client) for one in phases]
+            return self._packet(self._request(client, phases), messages, lacks)
 
         def read(client: int, answer: Answer) -> list[Reply]:
-            return self._replies(client, self._request(client, errands), answer)
+            return self._replies(client, self._request(client, phases), answer)
 
-        phase = errand.phase.name
-        self.transport.limit = 2 * len(errands) * largest_reply(self._model)  # twice: what it is wrapped in
-        asking = PhaseRequests(phase, clients, self.transport, self.patience, write, read, self.notify, self._hopeless)
-        found = asking.run()
+        name = outgoing.phase.name
+        self.transport.limit = 2 * len(phases) * largest_reply(self._model)  # twice, for Flower's own records
+        requests = PhaseRequests(name, clients, self.transport, self.patience, write, read, self.notify, self._given_up)
+        found = requests.run()
         self._early = {}
-        for index, one in enumerate(errands[1:], start=1):
-            kept = {c: answer if isinstance(answer, Absent) else answer[index] for c, answer in found.items()}
-            self._early[one.moment.place] = {c: (one.step(c), answer) for c, answer in kept.items()}
+        for index, one in enumerate(phases[1:], start=1):
+            early = {c: answer if isinstance(answer, Absent) else answer[index] for c, answer in found.items()}
+            self._early[one.moment.place] = {c: (one.step(c), answer) for c, answer in early.items()}
         return {c: answer if isinstance(answer, Absent) else answer[0] for c, answer in found.items()}
 
-    def _remembered(self, errand: OutgoingPhase, known: Early) -> dict[int, Reply | Absent]:
-        """Answers that came with those of an earlier phase."""
-        if any(errand.step(client) != step for client, (step, _) in known.items()):
-            raise RuntimeError(f"phase {errand.phase.name!r} was asked for ahead, but with another message than it has")
-        return {client: answer for client, (_, answer) in known.items()}
+    def _early_replies(self, outgoing: OutgoingPhase, early: Early) -> dict[int, Reply | Absent]:
+        """The replies that came with those of an earlier phase."""
+        if any(outgoing.step(client) != step for client, (step, _) in early.items()):
+            raise RuntimeError(f"phase {outgoing.phase.name!r} was sent early, but its message has changed since")
+        return {client: reply for client, (_, reply) in early.items()}
 
-    def _checked(self, errand: OutgoingPhase, answers: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
-        """With what may not be used left out, and told."""
-        desk = ReplyChecker(expected_reply(self.world, errand.phase, errand.moment, self._model, self.identity.run))
+    def _checked(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
+        """Replies that may not be used are replaced by Absent and reported."""
+        phase = outgoing.phase
+        checker = ReplyChecker(expected_reply(self.world, phase, outgoing.moment, self._model, self.identity.run))
         checked: dict[int, Reply | Absent] = {}
-        for client, answer in answers.items():
-            checked[client] = answer
-            refusal = None if isinstance(answer, Absent) else desk.take(Arrived(client, desk.expected.call, answer))
+        for client, reply in replies.items():
+            checked[client] = reply
+            if isinstance(reply, Absent):
+                continue
+            refusal = checker.check(Arrived(client, checker.expected.call, reply))
             if refusal is not None:
-                checked[client] = Absent(REJECTED, str(refusal))
-                what = {"phase": errand.phase.name, "kind": REJECTED, "reason": str(refusal)}
-                self.notify({"event": "client", "client": client, **what})
-        return checked
+                checked[client] = self._reject(client, phase, refusal)
+        return self._compared(outgoing, checked)
 
-    def _usable(self, answers: dict[int, Reply | Absent], phase: Phase, moment: Moment) -> dict[int, Reply | Absent]:
-        """Raises ClientError when fewer answers can be used than a phase needs: one, or federation.minimum."""
-        absent = {client: answer for client, answer in answers.items() if isinstance(answer, Absent)}
-        left = len(answers) - len(absent)
-        if absent and (left == 0 or not self.patience.suffices(left, len(answers))):
+    def _compared(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
+        """Bounds that depend on what the others sent: outliers are refused, and claims of samples are capped."""
+        phase, moment = outgoing.phase, outgoing.moment
+        found = {client: reply for client, reply in replies.items() if isinstance(reply, Reply)}
+        if phase.name != TRAIN:
+            return replies
+        outliers = find_outliers(self.world, moment, self._model, found, self.outlier) if self.outlier else {}
+        compared = {**replies, **{c: self._reject(c, phase, refusal) for c, refusal in outliers.items()}}
+        claims = {c: reply.samples for c, reply in found.items() if c not in outliers and reply.samples}
+        for client, samples in self.claims.capped(phase, moment, claims).items():
+            compared[client] = replace(found[client], samples=samples)
+            text = f"client {client} claims {claims[client]} samples and counts for {samples}; see federation.samples"
+            self.notify({"event": "warning", "message": text})
+        return compared
+
+    def _reject(self, client: int, phase: Phase, refusal: Refusal) -> Absent:
+        event = {"event": "client", "client": client, "phase": phase.name, "kind": REJECTED}
+        self.notify({**event, "reason": str(refusal)})
+        return Absent(REJECTED, str(refusal))
+
+    def _usable(self, replies: dict[int, Reply | Absent], phase: Phase, moment: Moment) -> dict[int, Reply | Absent]:
+        """Raises ClientError when fewer replies can be used than a phase needs: one, or federation.minimum."""
+        absent = {client: reply for client, reply in replies.items() if isinstance(reply, Absent)}
+        left = len(replies) - len(absent)
+        if absent and (left == 0 or not self.patience.suffices(left, len(replies))):
             client, why = next(iter(absent.items()))
-            rest = "so did all others" if left == 0 else f"{left} answers are left, federation.minimum asks for more"
+            rest = "so did all others" if left == 0 else f"{left} replies are left, fewer than federation.minimum"
             raise ClientError(client, phase.name, moment.round, f"{why.kind}: {why.reason}; {rest}")
-        return answers
+        return replies
 
-    def _request(self, client: int, errands: Sequence[OutgoingPhase]) -> Request:
-        steps, known = tuple(errand.step(client) for errand in errands), self.identity
+    def _request(self, client: int, phases: Sequence[OutgoingPhase]) -> Request:
+        steps, known = tuple(one.step(client) for one in phases), self.identity
         return Request(known.run, known.epoch, client, digest(self._recipe), known.scale, self.durable(), steps)
 
-    def _packet(self, request: Request, letters: Sequence[EncodedMessage], lacks: tuple[str, ...]) -> Packet:
-        """The request, with what this client does not hold."""
+    def _packet(self, request: Request, messages: Sequence[EncodedMessage], lacks: tuple[str, ...]) -> Packet:
+        """The request with the pieces that this client does not hold."""
         client = request.client
         holds = self._holds.get(client, frozenset()) - set(lacks)
-        pieces = {name: data for letter in letters for name, data in letter.payloads.items() if name not in holds}
-        pieces |= {letter.name: letter.body for letter in letters if letter.body is not None}
-        if client not in self._told or ask.RECIPE in lacks:
-            pieces[ask.RECIPE] = self._recipe
-            self._told.add(client)
+        pieces = {name: data for one in messages for name, data in one.payloads.items() if name not in holds}
+        pieces |= {one.name: one.body for one in messages if one.body is not None}
+        if client not in self._sent_recipe or RECIPE in lacks:
+            pieces[RECIPE] = self._recipe
+            self._sent_recipe.add(client)
         self.bytes_sent += sum(map(len, pieces.values()))
         return Packet(request.header(), pieces)
 
     def _replies(self, client: int, request: Request, answer: Answer) -> list[Reply]:
-        """Raises PacketError for an answer to something else, or one that holds no replies."""
+        """Raises PacketError for an answer to another request, or one that holds no replies."""
         self.bytes_received += sum(map(len, answer.replies))
-        if answer.request != ask.asked(request) or len(answer.replies) != len(request.steps):
-            raise PacketError("it answered something else than it was asked")
+        if answer.request != fingerprint(request) or len(answer.replies) != len(request.steps):
+            raise PacketError("it answered another request")
         replies = [to_reply(data) for data in answer.replies]
         if answer.fresh and client in self._holds:
             self.notify({"event": "warning", "message": f"client {client} came back without its state"})
@@ -189,5 +224,5 @@ class Federated(OneTrainer):
 
 
 def _sent_model(message: Message | None) -> Model | None:
-    """The shared model, where a message carries it."""
+    """The shared model, if the message contains it."""
     return unwrap({MODEL: message[MODEL]})[MODEL] if message and MODEL in message else None

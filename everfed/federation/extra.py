@@ -1,4 +1,4 @@
-"""Flower is an extra: say so where it is missing."""
+"""Flower is an optional dependency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client's side: a worker, a SuperNode and what runs its apps, kept running whatever happens to them."""
+"""`everfed join`: runs and supervises the three processes of a client: worker, SuperNode and executor."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
-from everfed.federation.supervisor import Child, Say, environment, tend
 from everfed.federation.local import NODE_KEY, socket_path
 from everfed.federation.runs import KEPT
+from everfed.federation.supervisor import Child, Say, environment, supervise
+from everfed.federation.watch import FolderWatch, StateLost
+from everfed.store.appended import PRIVACY_LEDGER
 from everfed.store.files import make_folder
 from everfed.store.lock import Locked, locked
 
+RESTART, END = "restart", "end"
 KEY_REFUSED = (
-    "the SuperLink refused this client's key: nobody enrolled it there, or the SuperNode that was killed is not missed "
-    "yet, which takes up to half a minute"
+    "the SuperLink refused this client's key: it is not enrolled there, or the SuperLink still waits for the heartbeat "
+    "of a SuperNode that was killed, for up to half a minute"
 )
 
 
 @dataclass(frozen=True)
 class Joining:
-    """server: HOST:PORT; folder: this client's own; name: what the server knows it by; client: the index it asks for,
-    -1 for any; data_dir, data: where its samples come from; root, key: of TLS and node authentication, None without;
-    keep_runs: how many runs it remembers beside the one that goes on."""
+    """server: HOST:PORT; folder: of this client's state; name: under which the server enrols it; client: the index to
+    request, -1 for any; data_dir, data: where its samples come from; root, key: files of TLS and node authentication,
+    None without; poll: seconds between two looks for messages; keep_runs: runs kept beside the current one; budget,
+    delta: the epsilon that this client's replies may cost in all runs together, 0 for no limit; lost_state: what to do
+    when its folder is removed meanwhile, RESTART or END."""
 
     server: str
     folder: Path
@@ -37,15 +42,34 @@ class Joining:
     key: Path | None = None
     poll: float = 0.5
     keep_runs: int = KEPT
+    budget: float = 0.0
+    delta: float = 1e-5
+    lost_state: str = RESTART
 
 
 def join(joining: Joining, say: Say) -> None:
-    """Until it is interrupted. Raises UserError when this client runs already."""
+    """Runs until it is interrupted. Raises UserError when this client runs already, and StateLost when its folder is
+    removed and it is not to start again: with a budget it never does, since the account of what was spent is gone."""
+    while True:
+        try:
+            _join_once(joining, say)
+        except StateLost as lost:
+            if joining.lost_state == END or joining.budget > 0:
+                raise
+            say(f"{lost}; starting again without it")
+
+
+def _join_once(joining: Joining, say: Say) -> None:
     make_folder(joining.folder)
     try:
         with locked(joining.folder / ".join.lock"):
             say(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}")
-            tend(children(joining, _free_port()), say)
+            watch = FolderWatch(joining.folder, ".join.lock", PRIVACY_LEDGER)
+            try:
+                supervise(children(joining, _free_port()), say, watch=watch.check)
+            except FileNotFoundError:
+                watch.check()  # the log of a child could not be opened
+                raise
     except Locked as error:
         raise UserError(f"another `everfed join` runs with --folder {joining.folder}") from error
 
@@ -65,15 +89,15 @@ def children(joining: Joining, port: int) -> list[Child]:
 
 
 def refusal(text: str) -> str:
-    """Why a SuperNode ended, from what it wrote."""
-    said = text.partition("Failed to initialize the connection to the SuperLink.")[2].strip().splitlines()
-    if not said:
+    """Why a SuperNode ended, from its output."""
+    reason = text.partition("Failed to initialize the connection to the SuperLink.")[2].strip().splitlines()
+    if not reason:
         return last_line(text)
-    return KEY_REFUSED if "[code: 2004]" in said[0] else said[0].strip()
+    return KEY_REFUSED if "[code: 2004]" in reason[0] else reason[0].strip()
 
 
 def last_line(text: str) -> str:
-    """The error that most programs end with; nothing for one that was killed in the middle of something else."""
+    """The last line of the output if it is an error message, else nothing."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines and "rror" in lines[-1] else ""
 
@@ -81,6 +105,7 @@ def last_line(text: str) -> str:
 def _worker(joining: Joining, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
     words += ["--client", str(joining.client), "--device", joining.device, "--keep-runs", str(joining.keep_runs)]
+    words += ["--budget", str(joining.budget), "--delta", str(joining.delta)]
     if joining.data_dir:
         words += ["--data-dir", joining.data_dir]
     return [*words, "--data", joining.data] if joining.data else words

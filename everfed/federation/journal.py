@@ -1,12 +1,12 @@
-"""What a client remembers on its own disk: its state after each step, with the reply it gave.
+"""The journal of a client on its disk: its state after each step, with the reply.
 
-A step is one phase at one place of the run. It is written, whole or not at all, before its reply leaves; asked for
-again, the reply comes from here, so nothing is counted twice when a reply was lost. A server that went on from an older
-checkpoint asks for places again: the state before them is still here, because steps are forgotten only when the server
-says that its checkpoint has passed them.
+A step is one phase at one place of the run. It is written atomically before its reply is sent; a repeated request gets
+the stored reply, so that no step is made twice when a reply was lost. A server that resumed from an older checkpoint
+repeats places: the state before them is still here, because steps are removed only once the server's checkpoint has
+passed them.
 
 <folder>/<round>.<position>.<repeat>.<stage>.safetensors
-<folder>/epoch                                            the highest life of the server that was heard of
+<folder>/epoch                                            the highest epoch of the server (how often it was started)
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ EPOCH = "epoch"
 
 
 class Stale(Exception):
-    """A request from the past: of an earlier life of the server, or for a place that was passed."""
+    """An outdated request: of an earlier epoch of the server, or for a place that was passed."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A step that was made. request: what was asked, by content; epoch: the server's life; has_state: whether the state
-    changed (else it is the one before)."""
+    """A finished step. request: its name; epoch: of the server then; has_state: whether it changed the state."""
 
     request: str
     epoch: int
@@ -46,7 +45,7 @@ class Journal:
         make_folder(folder)
         remove_temporaries(folder)
         self.epoch = self._read_epoch()
-        self._warm: tuple[Place, State] | None = None
+        self._last_state: tuple[Place, State] | None = None
         self._entries: dict[Place, Entry] = {}
         for path in folder.glob(f"*{_SUFFIX}"):
             content = tree.from_bytes(path.read_bytes())
@@ -55,20 +54,20 @@ class Journal:
 
     @property
     def places(self) -> list[Place]:
-        """The steps that are remembered, in order."""
+        """The places of all steps, in order."""
         return sorted(self._entries)
 
     def accept_epoch(self, epoch: int) -> None:
-        """A request of the server's life `epoch`. Raises Stale for one of an earlier life."""
+        """Record the epoch of a request. Raises Stale for an earlier one than before."""
         if epoch < self.epoch:
-            raise Stale(f"it comes from life {epoch} of the server, which is in life {self.epoch}")
+            raise Stale(f"the request is of epoch {epoch} of the server, which is in epoch {self.epoch}")
         if epoch > self.epoch:
             write_atomic(self.folder / EPOCH, str(epoch).encode())
             self.epoch = epoch
 
     def find(self, place: Place, request: str) -> Tree | None:
-        """The reply that was given to this request, or None. What was done differently in an earlier life of the server
-        is taken back; raises Stale when this life has passed the place."""
+        """The stored reply to this request, or None. Steps of an earlier epoch from `place` on are removed; raises
+        Stale when the place was passed in this epoch."""
         entry = self._entries.get(place)
         if entry is not None and entry.request == request:
             reply: Tree = self._read(place)["reply"]
@@ -76,31 +75,31 @@ class Journal:
         ahead = [other for other in self.places if other >= place]
         if any(self._entries[other].epoch == self.epoch for other in ahead):
             raise Stale(f"place {place} was passed; the newest is {ahead[-1]}")
-        for other in reversed(ahead):  # the newest first: a crash in between leaves a beginning without a gap
+        for other in reversed(ahead):  # the newest first: a crash in between leaves no gap
             self._remove(other)
         return None
 
     def before(self, place: Place) -> State | None:
-        """The state in which the client comes to `place`; None when it was never called."""
+        """The client's state before `place`; None when it was never called."""
         earlier = [other for other in self.places if other < place and self._entries[other].has_state]
         if not earlier:
             return None
-        if self._warm is None or self._warm[0] != earlier[-1]:
-            self._warm = (earlier[-1], self._read(earlier[-1])["state"])
-        return self._warm[1]
+        if self._last_state is None or self._last_state[0] != earlier[-1]:
+            self._last_state = (earlier[-1], self._read(earlier[-1])["state"])
+        return self._last_state[1]
 
     def record(self, place: Place, request: str, state: State, reply: Tree) -> None:
-        """Make a step durable."""
+        """Write a step to disk."""
         before = self.before(place)
         changed = before is None or not tree.equal(before, state)
         content = {"state": state if changed else None, "reply": reply, "request": request, "epoch": self.epoch}
         write_atomic(self._path(place), tree.to_bytes(content))
         self._entries[place] = Entry(request, self.epoch, changed)
         if changed:
-            self._warm = (place, state)
+            self._last_state = (place, state)
 
     def forget(self, durable: Place) -> None:
-        """Drop what a server that goes on from `durable` or later cannot ask for; the state it starts from is kept."""
+        """Remove the steps before `durable`, except the last one with a state: later steps start from it."""
         passed = [place for place in self.places if place < durable]
         states = [place for place in passed if self._entries[place].has_state]
         for place in passed:
@@ -110,8 +109,8 @@ class Journal:
     def _remove(self, place: Place) -> None:
         self._path(place).unlink(missing_ok=True)
         del self._entries[place]
-        if self._warm is not None and self._warm[0] == place:
-            self._warm = None
+        if self._last_state is not None and self._last_state[0] == place:
+            self._last_state = None
 
     def _read(self, place: Place) -> Tree:
         return tree.from_bytes(self._path(place).read_bytes())

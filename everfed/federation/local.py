@@ -1,6 +1,6 @@
-"""The sockets between the processes of a client, on one machine. No torch, no Flower.
+"""The unix sockets between the processes of a client. No torch, no Flower.
 
-An app asks its worker; a SuperNode rings for its executor.
+An app sends packets to the worker; a SuperNode wakes its executor.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from everfed.federation import packet as wire
 from everfed.federation.packet import Packet
 
 NODE_KEY = "everfed-socket"  # --node-config names the worker's socket by it
-PATIENCE = 60.0  # seconds in which a worker that is being started must have come up
-_ONCE_MORE = 0.1
-_ODD = re.compile(r"[\"\\\x00-\x1f\x7f]")  # in --node-config a path is quoted, and these would end it or change it
-_LONGEST_PATH = 100  # what an address of a unix socket may have, with some to spare
+PATIENCE = 60.0  # seconds to wait for a worker that is being started
+_RETRY = 0.1
+_ODD = re.compile(r"[\"\\\x00-\x1f\x7f]")  # characters that cannot stand in the quoted path in --node-config
+_LONGEST_PATH = 100  # characters; the address of a unix socket may have about 108
 
 
-def socket_path(folder: Path, who: str = "worker") -> Path:
-    """Where the worker of this client folder listens, or another of its processes."""
-    path = folder.absolute() / f"{who}.sock"
+def socket_path(folder: Path, process: str = "worker") -> Path:
+    """The socket of a process of this client folder."""
+    path = folder.absolute() / f"{process}.sock"
     if len(str(path)) <= _LONGEST_PATH and not _ODD.search(str(path)):
         return path
     return _own_folder() / f"{wire.digest(os.fsencode(path))}.sock"
 
 
 def _own_folder() -> Path:
-    """A folder with a short name that is this user's alone: whoever could put a socket there would be the worker."""
+    """A folder with a short name that only this user can write to: another user's socket could pose as the worker."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"everfed-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -45,7 +45,7 @@ def _own_folder() -> Path:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket at `path`, in place of what an earlier worker left there. Only its owner may connect."""
+    """A socket at `path`; one that an earlier worker left there is removed. Only its owner may connect."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -55,7 +55,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def wake_listener(path: str, longest: float) -> Callable[[], None]:
-    """What waits until somebody rings at `path`, or for `longest` seconds. Rings that nobody heard count as one."""
+    """A function that waits until `wake(path)` is called, or for `longest` seconds. Earlier calls count as one."""
     Path(path).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     listener.bind(path)
@@ -74,14 +74,14 @@ def wake_listener(path: str, longest: float) -> Callable[[], None]:
 
 
 def wake(path: str) -> None:
-    """Wake who waits at `path`. Nobody may be there, or busy: whoever waits looks now and then by itself."""
+    """Wake the listener at `path`. Errors are ignored: a listener also polls."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as caller, contextlib.suppress(OSError):
         caller.setblocking(False)
         caller.sendto(b".", path)
 
 
-def ask(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
-    """One packet to the worker that listens at `path`, and its answer."""
+def call_worker(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
+    """Send a packet to the worker that listens at `path`; returns its answer."""
     with _connected(path, patience) as connection:
         wire.send(connection, packet)
         return wire.receive(connection)
@@ -99,4 +99,4 @@ def _connected(path: str, patience: float) -> socket.socket:
             connection.close()
             if time.monotonic() > end:
                 raise ConnectionError(f"no everfed worker answers at {path}: {error}") from error
-            time.sleep(_ONCE_MORE)
+            time.sleep(_RETRY)

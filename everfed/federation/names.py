@@ -1,4 +1,4 @@
-"""Names that become folders, files and log lines: of federations, runs and clients. Nothing else may come in as one."""
+"""Names of federations, runs and clients. They become folders, files and log lines, so only safe characters pass."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from everfed.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?")
-# what Windows takes for devices, whatever follows the dot
+# device names on Windows, with any suffix
 _DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))})
 
 
 class NameRefused(UserError):
-    """A name that could mean a place in a file system, or that no terminal should print."""
+    """A name that could be a path, or contains characters that a terminal should not print."""
 
 
 def is_name(name: object) -> bool:
@@ -27,7 +27,7 @@ def is_name(name: object) -> bool:
 
 
 def check_name(what: str, name: object) -> str:
-    """The name itself; `what` says in the message whose it is. Raises NameRefused."""
+    """Returns the name. what: whose name it is, for the message. Raises NameRefused."""
     if is_name(name):
         return str(name)
     shown = repr(name)[:80]

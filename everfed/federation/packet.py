@@ -1,7 +1,7 @@
-"""What crosses between the server and a client: a header of plain values and pieces of bytes. No torch, no pickle.
+"""The packets between server and client: a header of plain values and pieces of bytes. No torch, no pickle.
 
 On a socket a packet is a frame: the length of its head (4 bytes), its head (JSON: the header, and names and sizes of
-the pieces), then the pieces. Whoever reads says how large it may be, and nothing is read beyond.
+the pieces), then the pieces. The reader sets a size limit, and nothing is read beyond it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Value = str | int | float | bool
 
 
 class PacketError(ValueError):
-    """Bytes that are not a packet, or a packet that does not say what it must."""
+    """Bytes that are not a packet, or a packet with missing or wrong content."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Packet:
 
 
 def digest(data: bytes) -> str:
-    """A name for content: equal names, equal bytes."""
+    """A name for content: equal names mean equal bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def to_frame(packet: Packet) -> list[bytes]:
-    """What is written to a socket, in order."""
+    """The byte strings to write to a socket, in order."""
     sizes = [[name, len(data)] for name, data in packet.pieces.items()]
     head = json.dumps({"header": packet.header, "pieces": sizes}).encode()
     if len(head) > HEAD_LIMIT:
@@ -81,7 +81,7 @@ def send(connection: socket.socket, packet: Packet) -> None:
 
 
 def receive(connection: socket.socket, limit: int = FRAME_LIMIT) -> Packet:
-    """Read one frame. Raises PacketError for anything else, EOFError when the other end is gone."""
+    """Read one frame. Raises PacketError for anything else, EOFError when the connection is closed."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if length > HEAD_LIMIT:
         raise PacketError(f"a packet's head may have {HEAD_LIMIT} bytes, not {length}")

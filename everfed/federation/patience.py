@@ -1,4 +1,4 @@
-"""How long a phase waits, and for whom."""
+"""When a phase ends, and when requests are repeated."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Patience:
-    """When a phase is over before everybody has answered.
+    """Deadlines, quorum and retries of a phase; the recipe's [federation].
 
-    deadline: seconds after which it goes on without the others, 0 for never; deadlines: the same for single phases.
-    minimum: it never ends with fewer answers (0: all that are asked, or 1 where there is a deadline). enough: the share
-    of answers that ends it at once; a plan that asks more clients than it needs over-selects. retry: seconds before a
-    client that failed is asked again, doubled each time up to `longest`. silence: seconds after which a client that is
-    connected but says nothing is asked again, doubled each time: requests can get lost without a word, and one that was
-    carried out already is answered from the client's journal. tries: how often a client that itself fails is asked in a
-    phase before it counts as absent, 0 for ever; one that cannot be reached is waited for all the same.
+    deadline: seconds after which the phase goes on without missing replies, 0 for never; deadlines: of single phases.
+    minimum: replies below which it never ends (0: all, or 1 where there is a deadline). enough: the share of replies
+    that ends it at once (over-selection). retry: seconds before a failed request is repeated, doubled each time up to
+    `longest`. silence: seconds before an unanswered request to a connected client is repeated, doubled each time; a
+    finished step is answered from the client's journal. tries: failures of the client itself after which it is absent
+    in this phase, 0 for no limit; a client that cannot be reached is waited for.
     """
 
     deadline: float = 0.0
@@ -29,31 +28,31 @@ class Patience:
     silence: float = 120.0
     tries: int = 10
 
-    def over(self, phase: str, asked: int, answered: int, seconds: float, given_up: int = 0) -> bool:
-        """May the phase end now? given_up: how many of those that were asked will not answer."""
-        if answered + given_up >= asked or not self.suffices(asked - given_up, asked):
+    def over(self, phase: str, clients: int, answered: int, seconds: float, given_up: int = 0) -> bool:
+        """May the phase end now? clients: how many it has; given_up: how many of them will not answer."""
+        if answered + given_up >= clients or not self.suffices(clients - given_up, clients):
             return True
-        if answered < self._least(phase, asked):
+        if answered < self._least(phase, clients):
             return False
         deadline = self._deadline(phase)
-        return answered >= math.ceil(self.enough * asked) or (deadline > 0 and seconds >= deadline)
+        return answered >= math.ceil(self.enough * clients) or (deadline > 0 and seconds >= deadline)
 
-    def suffices(self, answers: int, asked: int) -> bool:
-        """Are so many answers as many as `minimum` asks for?"""
-        return answers >= min(self.minimum, asked)
+    def suffices(self, answers: int, clients: int) -> bool:
+        """Are there as many answers as `minimum` requires?"""
+        return answers >= min(self.minimum, clients)
 
     def backoff(self, failures: int) -> float:
         """Seconds to wait after a client's n-th failure in a row."""
         return float(min(self.longest, self.retry * 2 ** min(failures - 1, 16)))
 
     def silent(self, requests: int) -> float:
-        """Seconds after which the n-th request in a row that nobody answers is taken for lost."""
+        """Seconds after which the n-th unanswered request in a row counts as lost."""
         return self.silence * 2 ** min(requests - 1, 16)
 
-    def _least(self, phase: str, asked: int) -> int:
+    def _least(self, phase: str, clients: int) -> int:
         if self.minimum:
-            return min(self.minimum, asked)
-        return 1 if self._deadline(phase) > 0 or self.enough < 1 else asked
+            return min(self.minimum, clients)
+        return 1 if self._deadline(phase) > 0 or self.enough < 1 else clients
 
     def _deadline(self, phase: str) -> float:
         return self.deadlines.get(phase, self.deadline)

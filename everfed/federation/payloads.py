@@ -1,4 +1,4 @@
-"""`Once` payloads that a client was sent, on its disk: the newest of each kind, by the name of its content."""
+"""The `Once` payloads that a client received, on its disk: the newest of each kind, named by its content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everfed.store.files import make_folder, remove_temporaries, write_atomic
 
 
 class PayloadCache:
-    """One file per kind (part and key), `<kind>.<name>`. What is damaged is as good as not there: it is sent again."""
+    """One file per kind (part and key), `<kind>.<name>`. A damaged file counts as missing and is sent again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,22 +24,22 @@ class PayloadCache:
             self._names[kind] = name
 
     def names(self) -> list[str]:
-        """What is held, by content."""
+        """The names of all payloads."""
         return sorted(set(self._names.values()))
 
     def put(self, part: str, key: str, name: str, data: bytes) -> None:
-        """Keep a payload instead of the one of its kind. Raises PacketError when it is not what it is named."""
+        """Store a payload in place of the last one of its kind. Raises PacketError when the name is not its digest."""
         if digest(data) != name:
             raise PacketError(f"the payload {part}/{key} was damaged on its way")
         kind = digest(f"{part}/{key}".encode())[:12]
         self._values[name] = payload_value(data)
-        write_atomic(self.folder / f"{kind}.{name}", data, durable=False)  # what is damaged is sent again
+        write_atomic(self.folder / f"{kind}.{name}", data, durable=False)  # a damaged file is sent again
         if self._names.get(kind, name) != name:
             self._drop(kind)
         self._names[kind] = name
 
     def has(self, name: str) -> bool:
-        """Is the payload here, and whole? It is read when it is first asked for."""
+        """Is the payload here and undamaged? It is read on first use."""
         for kind in [kind for kind, held in self._names.items() if held == name]:
             if name not in self._values:
                 data = (self.folder / f"{kind}.{name}").read_bytes()
@@ -51,7 +51,7 @@ class PayloadCache:
         return False
 
     def get(self, name: str) -> Any:
-        """The value of a payload that is here."""
+        """The value of a payload; KeyError if it is not here."""
         if not self.has(name):
             raise KeyError(name)
         return self._values[name]

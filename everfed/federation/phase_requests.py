@@ -1,4 +1,4 @@
-"""One phase: ask every client, wait, ask again where it failed, and end when there is nothing left to wait for."""
+"""Sends a phase's requests to its clients, repeats those that fail or stay unanswered, and collects the answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everfed.core.engine import Absent
-from everfed.federation import request as ask
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.patience import Patience
-from everfed.federation.request import Answer
+from everfed.federation.request import MISSING, REPLY, Answer
 from everfed.federation.transport import Failure, Transport
 
 FAILED, LATE, REJECTED, SILENT = "failed", "late", "rejected", "silent"
@@ -20,25 +19,30 @@ Notify = Callable[[dict[str, Any]], None]
 
 
 @dataclass
-class Waiting:
-    """A client that has not answered. tickets: of the requests under way, more than one where it kept silent; asked:
-    when it was asked last; due: when to ask again, infinity for one that is given up; silent: whether that is for lack
-    of a word; own: how many of its failures
-    were its own; missing: what it asked for; trouble: what went wrong last."""
+class Pending:
+    """A client that has not answered yet.
+
+    tickets: of its open requests (several after repeats). sent: time of the last request. due: time of the next one,
+    infinity once the client is given up. unanswered: the next request repeats one that got no answer. failures: all of
+    them; own: those that the client itself caused. missing: pieces that it requested. last: its last failure.
+    """
 
     tickets: list[str] = field(default_factory=list)
-    asked: float = 0.0
+    sent: float = 0.0
     due: float = 0.0
-    silent: bool = False
+    unanswered: bool = False
     failures: int = 0
     own: int = 0
     missing: tuple[str, ...] = ()
-    trouble: Absent = field(default_factory=lambda: Absent(LATE, "it was not connected"))
+    last: Absent = field(default_factory=lambda: Absent(LATE, "it was not connected"))
 
 
 class PhaseRequests:
-    """write: (client, what it lacks) -> request; read: (client, answer) -> what the phase is after, or PacketError.
-    hopeless: the clients that were given up when they were last asked; they have one try until they answer again."""
+    """The requests of one phase.
+
+    write: (client, missing pieces) -> request. read: (client, answer) -> the content, or PacketError. given_up: clients
+    given up in earlier phases, updated here; each gets one request per phase until it answers.
+    """
 
     def __init__(
         self,
@@ -49,85 +53,85 @@ class PhaseRequests:
         write: Callable[[int, tuple[str, ...]], Packet],
         read: Callable[[int, Answer], Any],
         notify: Notify,
-        hopeless: set[int],
+        given_up: set[int],
     ) -> None:
-        self.phase, self.clients, self.hopeless = phase, clients, hopeless
+        self.phase, self.clients, self.given_up = phase, clients, given_up
         self.transport, self.patience = transport, patience
         self.write, self.read, self.notify = write, read, notify
-        self.waiting = {client: Waiting() for client in clients}
+        self.pending = {client: Pending() for client in clients}
         self.answers: dict[int, Any] = {}
 
     def run(self) -> dict[int, Any]:
-        """{client: what `read` made of its answer, or Absent}, in client order."""
+        """{client: the content that `read` returned, or Absent}, in client order."""
         started = time.monotonic()
         while not self._over(time.monotonic() - started):
             self._send()
             for ticket, answer in self.transport.receive():
-                self._take(ticket, answer)
-        self.transport.forget([ticket for one in self.waiting.values() for ticket in one.tickets])
-        everybody = {**{client: one.trouble for client, one in self.waiting.items()}, **self.answers}
-        return {client: everybody[client] for client in sorted(everybody)}
+                self._receive(ticket, answer)
+        self.transport.forget([ticket for one in self.pending.values() for ticket in one.tickets])
+        found = {**{client: one.last for client, one in self.pending.items()}, **self.answers}
+        return {client: found[client] for client in sorted(found)}
 
     def _over(self, seconds: float) -> bool:
-        given_up = sum(one.due == math.inf for one in self.waiting.values())
+        given_up = sum(one.due == math.inf for one in self.pending.values())
         return self.patience.over(self.phase, len(self.clients), len(self.answers), seconds, given_up)
 
     def _send(self) -> None:
-        """To every client that is connected and whose time it is."""
-        here, now = self.transport.connected(), time.monotonic()
-        for client, one in self.waiting.items():
-            if client in here and one.due <= now:
-                self._tell_silence(client, one, now)
+        """Send to every connected client whose request is due."""
+        connected, now = self.transport.connected(), time.monotonic()
+        for client, one in self.pending.items():
+            if client in connected and one.due <= now:
+                if one.unanswered:
+                    reason = f"no answer for {now - one.sent:.0f} s; request repeated"
+                    self.notify({**self._event(client, SILENT), "reason": reason})
                 kind = self.phase if self.phase in ("train", "evaluate") else "query"
                 one.tickets.append(self.transport.send(client, self.write(client, one.missing), kind))
-                one.due, one.silent = now + self.patience.silent(len(one.tickets)), True
-                one.asked, one.trouble = now, Absent(LATE, "the phase ended before it answered")
+                one.due, one.unanswered = now + self.patience.silent(len(one.tickets)), True
+                one.sent, one.last = now, Absent(LATE, "the phase ended before it answered")
 
-    def _tell_silence(self, client: int, one: Waiting, now: float) -> None:
-        if one.silent:
-            what = {"phase": self.phase, "kind": SILENT, "reason": f"no word for {now - one.asked:.0f} s; asked again"}
-            self.notify({"event": "client", "client": client, **what})
+    def _event(self, client: int, kind: str) -> dict[str, Any]:
+        return {"event": "client", "client": client, "phase": self.phase, "kind": kind}
 
-    def _take(self, ticket: str, answer: Packet | Failure) -> None:
-        client = next((client for client, one in self.waiting.items() if ticket in one.tickets), None)
+    def _receive(self, ticket: str, answer: Packet | Failure) -> None:
+        client = next((client for client, one in self.pending.items() if ticket in one.tickets), None)
         if client is None:
             return  # of an earlier phase, which went on without it
-        one = self.waiting[client]
+        one = self.pending[client]
         one.tickets.remove(ticket)
         if isinstance(answer, Failure):
             self._failed(client, Absent(FAILED, answer.reason), answer.own)
             return
         try:
-            self._understand(client, one, Answer.of(answer))
+            self._accept(client, one, Answer.of(answer))
         except PacketError as error:
             self._failed(client, Absent(REJECTED, str(error)))
 
-    def _understand(self, client: int, one: Waiting, answer: Answer) -> None:
-        if answer.kind == ask.REPLY:
+    def _accept(self, client: int, one: Pending, answer: Answer) -> None:
+        if answer.kind == REPLY:
             self.answers[client] = self.read(client, answer)
             self.transport.forget(one.tickets)
-            del self.waiting[client]
-            self.hopeless.discard(client)
-        elif answer.kind == ask.MISSING and not set(answer.missing) <= set(one.missing):
+            del self.pending[client]
+            self.given_up.discard(client)
+        elif answer.kind == MISSING and not set(answer.missing) <= set(one.missing):
             one.missing = tuple({*one.missing, *answer.missing})  # sent with the next request, which is due at once
-            one.due, one.silent = 0.0, False
+            one.due, one.unanswered = 0.0, False
         else:
-            self._failed(client, Absent(REJECTED if answer.kind == ask.MISSING else FAILED, answer.reason))
+            self._failed(client, Absent(REJECTED if answer.kind == MISSING else FAILED, answer.reason))
 
-    def _failed(self, client: int, trouble: Absent, own: bool = True) -> None:
-        one = self.waiting[client]
-        one.failures, one.own, one.trouble = one.failures + 1, one.own + own, trouble
-        one.silent = False  # another request may be out still; nobody waits for it
-        what = {"phase": self.phase, "kind": trouble.kind, "reason": trouble.reason, "failures": one.failures}
-        if own and self._enough(client, one.own):
-            one.due, one.trouble = math.inf, Absent(trouble.kind, f"given up after {one.own} tries: {trouble.reason}")
-            self.hopeless.add(client)
-            again: dict[str, Any] = {"given_up": True}
+    def _failed(self, client: int, failure: Absent, own: bool = True) -> None:
+        one = self.pending[client]
+        one.failures, one.own, one.last = one.failures + 1, one.own + own, failure
+        one.unanswered = False
+        event = {**self._event(client, failure.kind), "reason": failure.reason, "failures": one.failures}
+        if own and self._is_last_try(client, one.own):
+            one.due, one.last = math.inf, Absent(failure.kind, f"given up after {one.own} tries: {failure.reason}")
+            self.given_up.add(client)
+            self.notify({**event, "given_up": True})
         else:
             wait = self.patience.backoff(one.failures)
-            one.due, again = time.monotonic() + wait, {"again_in": round(wait, 1)}
-        self.notify({"event": "client", "client": client, **what, **again})
+            one.due = time.monotonic() + wait
+            self.notify({**event, "again_in": round(wait, 1)})
 
-    def _enough(self, client: int, failures: int) -> bool:
+    def _is_last_try(self, client: int, failures: int) -> bool:
         tries = self.patience.tries
-        return tries > 0 and failures >= (1 if client in self.hopeless else tries)
+        return tries > 0 and failures >= (1 if client in self.given_up else tries)

@@ -1,7 +1,7 @@
 """A reverse proxy in front of the SuperLink, as a configuration of nginx.
 
-In Flower's open-source build whoever reaches the SuperLink's port may register nodes and submit code. So the SuperLink
-binds loopback, and what is exposed is this: the calls that SuperNodes make, by name, and nothing else.
+In Flower's open-source build anyone who reaches the SuperLink's port may register nodes and submit code. So the
+SuperLink binds loopback, and the proxy exposes only the calls that SuperNodes make, by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class ProxyError(UserError):
-    """A proxy that would expose what it is there to hide, or that cannot be configured."""
+    """A proxy that would expose the SuperLink, or that cannot be configured."""
 
 
 def is_loopback(host: str) -> bool:
@@ -33,13 +33,13 @@ def is_loopback(host: str) -> bool:
 
 
 def check_binding(host: str, insecure: bool) -> None:
-    """The SuperLink is for this machine only; with `--insecure` so is the whole federation."""
+    """Raises ProxyError unless the SuperLink binds loopback."""
     if is_loopback(host):
         return
     if insecure:
         raise ProxyError(f"--insecure binds loopback only ({', '.join(LOOPBACK)}), not {host}")
     raise ProxyError(
-        f"the SuperLink must bind loopback, not {host}: whoever reaches its port may submit code. Put a proxy in "
+        f"the SuperLink must bind loopback, not {host}: anyone who reaches its port may submit code. Put a proxy in "
         "front of it: `everfed federation proxy`"
     )
 

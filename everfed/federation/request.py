@@ -1,7 +1,7 @@
-"""What a server asks of a client, and what a client answers: the headers of packets, in one place.
+"""Requests of the server and answers of a client, as headers of packets.
 
-A request names the run, the server's life (its epoch), the place from which it would go on if it were killed now, and
-one or more steps. Several steps are made one after the other and answered together.
+A request names the run, the epoch (how often its server was started), the durable place from which the server would
+resume, and one or more steps. Several steps are made one after the other and answered together.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ RECIPE = "recipe"  # the piece that holds the run's recipe
 
 @dataclass(frozen=True)
 class Step:
-    """One phase at one place. task: the client's own, -1 for none. body: the name of the message's tree, "" in a round
-    in which nothing is sent. once: (part, key, name) of the payloads that belong to it. drifting: the client sees more
-    than one task."""
+    """One phase at one place of the run. task: the client's own, -1 for none. body: the name of the message's tree, ""
+    in a round in which nothing is sent. once: (part, key, name) of its payloads. drifting: the client sees more than
+    one task."""
 
     phase: str
     place: Place
@@ -34,7 +34,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        """What is asked, by content."""
+        """Digest of the step's content, without its place."""
         return digest(json.dumps([self.phase, self.task, self.body, self.once, self.drifting]).encode())
 
     def to_json(self) -> list[Any]:
@@ -58,8 +58,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Request:
-    """Steps for one client. run: the run's identity; recipe: the name of its recipe's text; scale: as `everfed run` has
-    it; durable: everything before it is saved on the server."""
+    """Steps for one client. run: the run's identity; recipe: digest of the recipe's text; scale: that of `everfed run`;
+    durable: everything before it is saved on the server."""
 
     run: str
     epoch: int
@@ -107,8 +107,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client says. kind: REPLY with one piece per step, MISSING what must be sent (again), REFUSED what it will
-    not do, FAILED what it could not. holds: the payloads it has. fresh: it came to the first step without any state."""
+    """A client's answer. kind: REPLY (one piece per step), MISSING (the names of pieces to send), REFUSED or FAILED
+    (with a reason). holds: the payloads it has. fresh: it had no state before the first step."""
 
     kind: str
     request: str = ""
@@ -132,7 +132,7 @@ class Answer:
 
     @staticmethod
     def of(packet: Packet) -> Answer:
-        """From a client that is not trusted. Raises PacketError."""
+        """Decodes the packet of an untrusted client. Raises PacketError."""
         require_protocol(packet)
         kind, missing, holds = packet.text("kind"), packet.json("missing"), packet.json("holds")
         if kind not in (REPLY, MISSING, REFUSED, FAILED):
@@ -146,13 +146,15 @@ class Answer:
 
 
 def require_protocol(packet: Packet) -> None:
-    """Raises PacketError when the other end speaks another version."""
+    """Raises PacketError when the sender has another protocol version."""
     if packet.number("protocol") != PROTOCOL:
-        raise PacketError(f"protocol {packet.header['protocol']} at the other end, {PROTOCOL} here: use one version")
+        raise PacketError(
+            f"protocol {packet.header['protocol']} at the other end, {PROTOCOL} here: install the same everfed version"
+        )
 
 
-def asked(request: Request) -> str:
-    """A request by its content and place, as an answer repeats it."""
+def fingerprint(request: Request) -> str:
+    """Digest of a request's run, epoch and steps; an answer repeats it."""
     return digest(json.dumps([request.run, request.epoch, *(s.to_json() for s in request.steps)]).encode())
 
 

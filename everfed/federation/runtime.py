@@ -1,4 +1,4 @@
-"""From the recipe a server sends to what a client runs: the same method and model, on this client's own data."""
+"""Builds a client's runtime from the server's recipe: the same method and model, on this client's own data."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from everfed.store.clients import ClientStore
 
 @dataclass(frozen=True)
 class RuntimeBuilder:
-    """data_dir: the folder of data sets that the recipe's stream is read from; data: instead, a stream of one's own,
-    `package.module:function`; device: where it trains, which is not the server's to say."""
+    """data_dir: the folder of data sets for the recipe's stream; data: instead, a stream of one's own,
+    `package.module:function`; device: where this client trains, whatever the recipe says."""
 
     data_dir: str | None = None
     data: str | None = None

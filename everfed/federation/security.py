@@ -1,4 +1,4 @@
-"""Files of TLS and of node keys, as `everfed serve` finds them, and enrolling the keys on a SuperLink."""
+"""Reads the files of TLS and node keys for `everfed serve`, and enrols the keys on a SuperLink."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def read_security(folder: Path | None) -> Security:
-    """The files that `everfed federation keys` made. Raises UserError: security is the default."""
+    """The files that `everfed federation keys` wrote. Raises UserError without a folder: security is the default."""
     if folder is None:
         raise UserError("give --certificates DIR (see `everfed federation keys`), or --insecure on this machine alone")
     check_server(folder)
     if not enrolled(folder):
-        raise UserError(f"--certificates {folder}: there is no {CLIENTS}/NAME.pub in it, so nobody could join")
+        raise UserError(f"--certificates {folder}: there is no {CLIENTS}/NAME.pub in it, so no client could join")
     return Security(folder / CA, folder / SERVER, folder / SERVER_KEY)
 
 
 def enrolled(folder: Path) -> dict[str, bytes]:
-    """{name: public key} of the clients that may take part, as Flower knows keys: PEM."""
+    """{name: public key} of the clients that may take part; in PEM, as Flower expects."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
     found = {}
@@ -38,7 +38,7 @@ def enrolled(folder: Path) -> dict[str, bytes]:
 
 
 def register(address: Address, keys: dict[str, bytes]) -> None:
-    """Let the SuperLink accept these keys; those it knows already are fine."""
+    """Enrol these keys on the SuperLink; keys that it has already are skipped."""
     import httpx
     from flwr.proto.control_pb2 import RegisterNodeRequest
     from flwr.supercore.control import ControlHttpClient

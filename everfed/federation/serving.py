@@ -1,4 +1,4 @@
-"""The server's side of a federated run: its folder, its identity, its clients, and the runner over them."""
+"""The server of a federated run: its folder, its identity, its clients, and the runner."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Observer = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Serving:
-    """What is served. clients: how many must be connected before it starts (0: all of the recipe's). keys: the public
-    keys of clients by name, where nodes are authenticated."""
+    """A run to serve. clients: how many must be connected before it starts (0: all of the recipe's). keys: the clients'
+    public keys by name, where nodes are authenticated."""
 
     recipe: Recipe
     folder: Path
@@ -45,41 +45,43 @@ class Serving:
 
 
 def serve(serving: Serving, open_grid: Callable[[], Grid], observers: Sequence[Observer] = ()) -> dict[str, Any]:
-    """Run, or go on with what is in the folder; returns what result.json holds."""
-    with _held(serving) as folder:
+    """Start the run, or resume it from its folder; returns the content of result.json."""
+    with _run_folder(serving) as folder:
         finished = folder.read_result()
         if finished is not None:
             return finished
         from everfed.session import assemble, execute
 
-        recipe = scaled(_in_order(serving.recipe, folder), serving.scale)
+        recipe = scaled(_with_memory_format(serving.recipe, folder), serving.scale)
         assembly = assemble(recipe, serving.data_dir, serving.scale)
 
         def build(assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine:
             return _engine(serving, folder, assembly, open_grid, notify, durable)
 
-        return execute(assembly, folder, observers, serving.checkpoint_every, build)
+        # a sum that was opened can only be opened again with the same clients, so none is left to be repeated
+        every = 0.0 if recipe.privacy.secure_aggregation else serving.checkpoint_every
+        return execute(assembly, folder, observers, every, build)
 
 
-def _held(serving: Serving) -> AbstractContextManager[RunFolder]:
-    """The run folder: a new one, or an unfinished federation of the same recipe."""
+def _run_folder(serving: Serving) -> AbstractContextManager[RunFolder]:
+    """The locked run folder: a new one, or that of an unfinished federation of the same recipe."""
     settings = {"data_dir": serving.data_dir, "scale": serving.scale, "federated": True}
     folder = RunFolder(serving.folder)
     if not folder.recipe.exists():
         return RunFolder.new(serving.folder, to_toml(serving.recipe), settings)
     if read(folder.recipe) != serving.recipe or not settings.items() <= folder.read_settings().items():
         raise RunError(f"{serving.folder} belongs to another recipe, or is no federation; choose another --out")
-    return _gone_on_with(folder)
+    return _locked(folder)
 
 
 @contextmanager
-def _gone_on_with(folder: RunFolder) -> Iterator[RunFolder]:
+def _locked(folder: RunFolder) -> Iterator[RunFolder]:
     with folder.held():
         yield folder
 
 
-def _in_order(recipe: Recipe, folder: RunFolder) -> Recipe:
-    """With the memory order that the run began with: vectors mean the same on the server and on every client."""
+def _with_memory_format(recipe: Recipe, folder: RunFolder) -> Recipe:
+    """With the memory format that the run began with, so that vectors have one layout on the server and all clients."""
     order = folder.read_settings().get("memory_format")
     section = recipe.engine.model_copy(update={"memory_format": order} if order else {})
     return recipe.model_copy(update={"engine": section})
@@ -103,7 +105,7 @@ def _engine(
         return roster.enrol(node.name, node.client, node.key if serving.keys else b"")
 
     run, epoch = next_epoch(folder.path)
-    identity = RunIdentity(run, epoch, to_toml(_in_order(serving.recipe, folder)), serving.scale)
+    identity = RunIdentity(run, epoch, to_toml(_with_memory_format(serving.recipe, folder)), serving.scale)
     transport = GridTransport(open_grid, enrol, notify)
     section = assembly.recipe.federation
     patience = Patience(
@@ -117,11 +119,25 @@ def _engine(
         tries=section.tries,
     )
     _wait_for(transport, serving.clients or assembly.stream.clients, notify)
-    return Federated(assembly.world, assembly.build_module, transport, identity, patience, durable, notify)
+
+    def allowed(client: int) -> int | None:
+        return section.samples.get(roster.name(client))
+
+    return Federated(
+        assembly.world,
+        assembly.build_module,
+        transport,
+        identity,
+        patience,
+        durable,
+        notify,
+        outlier=section.outlier,
+        allowed=allowed,
+    )
 
 
 def next_epoch(folder: Path) -> tuple[str, int]:
-    """(the run's identity, which of its server's lives begins now), durable before anything is sent."""
+    """(the run's identity, how often its server was started); written to disk before anything is sent."""
     path = folder / IDENTITY
     known: dict[str, Any] = {"run": secrets.token_hex(16), "epoch": 0}
     if path.exists():
@@ -132,11 +148,11 @@ def next_epoch(folder: Path) -> tuple[str, int]:
 
 
 def _wait_for(transport: Any, clients: int, notify: Observer) -> None:
-    """Until so many clients are connected."""
-    told = -1
+    """Wait until so many clients are connected."""
+    reported = -1
     while len(transport.connected()) < clients:
-        if len(transport.connected()) != told:
-            told = len(transport.connected())
-            notify({"event": "waiting", "connected": told, "clients": clients})
+        if len(transport.connected()) != reported:
+            reported = len(transport.connected())
+            notify({"event": "waiting", "connected": reported, "clients": clients})
         transport.receive()
         time.sleep(0.1)

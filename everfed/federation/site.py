@@ -1,4 +1,4 @@
-"""A client: its own data, its state on its own disk, and an engine that is kept warm. Answers the server's packets."""
+"""A client of a federation: answers the server's packets, with its data and its state on its own disk."""
 
 from __future__ import annotations
 
@@ -8,55 +8,70 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.core.context import Moment, World
+from everfed.core.context import Attempt, Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import to_bytes
-from everfed.errors import is_users
-from everfed.federation import request as ask
+from everfed.errors import is_user_error
 from everfed.federation.codec import reply_to_tree, to_message
 from everfed.federation.journal import Journal, Stale
 from everfed.federation.packet import PROTOCOL, Packet, PacketError, Value, digest
-from everfed.federation.request import Answer, Request, Step
-from everfed.federation.runs import KEPT, STEPS, Runs
 from everfed.federation.payloads import PayloadCache
+from everfed.federation.request import (
+    FAILED,
+    HELLO,
+    MISSING,
+    RECIPE,
+    REFUSED,
+    REPLY,
+    Answer,
+    Request,
+    Step,
+    fingerprint,
+    require_protocol,
+)
+from everfed.federation.runs import KEPT, STEPS, Runs
+from everfed.privacy.differential import BudgetSpent
+from everfed.privacy.spending import DELTA, ClientLedger
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
+from everfed.store.ledger import Ledger
 
 
 @dataclass(frozen=True)
 class ClientRuntime:
-    """What a client runs with: the world of a recipe, and an engine over `store`, which holds this client alone."""
+    """The world of a recipe, and an engine over `store`, which holds the state of this client alone."""
 
     world: World
     engine: Engine
     store: ClientStore
 
 
+LEDGER = "ledger.jsonl"  # what this client has revealed, in all runs: never rolled back, never removed with a run
 _LOG = logging.getLogger("everfed.site")
 BuildRuntime = Callable[[str, float], ClientRuntime]  # recipe in TOML, scale
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a client is. name: what the server knows it by; client: the index it asks for, -1 for any."""
+    """name: under which the server enrols the client; client: the index that it requests, -1 for any."""
 
     name: str
     client: int = -1
 
 
 class Run:
-    """One run, as this client knows it."""
+    """The files of one run on this client."""
 
     def __init__(self, folder: Path) -> None:
         make_folder(folder)
         self.recipe_file = folder / "recipe.toml"
         self.journal = Journal(folder / STEPS)
-        self.shelf = PayloadCache(folder / "once")
+        self.payloads = PayloadCache(folder / "once")
 
     def recipe(self, name: str) -> str | None:
-        """The recipe's text, when it is the one of that name."""
+        """The recipe's text, if its digest is `name`."""
         if not self.recipe_file.exists():
             return None
         data = self.recipe_file.read_bytes()
@@ -64,33 +79,48 @@ class Run:
 
 
 class Site:
-    """folder: where this client's state lies, one folder per run in it; keep_runs: how many are remembered beside the
-    one that goes on. One process at a time."""
+    """folder: of this client's state, with one folder per run; keep_runs: how many runs are kept beside the current
+    one; budget: the epsilon that its replies may cost in all runs together, 0 for no limit, at `delta`. One process at
+    a time."""
 
-    def __init__(self, folder: Path, identity: Identity, build: BuildRuntime, keep_runs: int = KEPT) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        build: BuildRuntime,
+        keep_runs: int = KEPT,
+        budget: float = 0.0,
+        delta: float = DELTA,
+    ) -> None:
+        make_folder(folder)
         self.folder, self.identity, self._build = folder, identity, build
-        self._remembered = Runs(folder, keep_runs)
-        self._going_on = ""
+        self._spending = ClientLedger(folder, budget, delta)
+        self._on_disk = Runs(folder, keep_runs)
+        self._ledger = Ledger(folder / LEDGER)
+        self._current = ""
         self._runs: dict[str, Run] = {}
-        self._kit: tuple[tuple[str, float], ClientRuntime] | None = None
+        self._runtime: tuple[tuple[str, float], ClientRuntime] | None = None
 
     def answer(self, packet: Packet) -> Packet:
-        """Never raises for what a server may send or a client's code may do: the server is told."""
+        """Never raises, whatever a server sends or the client's own code does: the answer contains the error."""
         try:
-            ask.require_protocol(packet)
-            if packet.text("kind") == ask.HELLO:
+            require_protocol(packet)
+            if packet.text("kind") == HELLO:
                 return self._hello()
             return self._steps(packet, Request.of(packet)).packet()
         except (PacketError, Stale) as error:
-            return Answer(ask.REFUSED, reason=f"{type(error).__name__}: {error}").packet()
+            return Answer(REFUSED, reason=f"{type(error).__name__}: {error}").packet()
+        except BudgetSpent as error:
+            _LOG.warning("a request was refused: %s", error)
+            return Answer(REFUSED, reason=str(error)).packet()
         except Exception as error:  # a user's own stream or part may raise anything
-            _LOG.exception("a step failed; the server was told")
-            told = str(error) if is_users(error) else f"{type(error).__name__}: {error}"
-            return Answer(ask.FAILED, reason=told).packet()
+            _LOG.exception("a step failed; the error was sent to the server")
+            reason = str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
+            return Answer(FAILED, reason=reason).packet()
 
     def _hello(self) -> Packet:
-        _LOG.info("connected: a server asked for %s", self.identity.name)
-        header: dict[str, Value] = {"protocol": PROTOCOL, "kind": ask.HELLO}
+        _LOG.info("%s is connected to a server", self.identity.name)
+        header: dict[str, Value] = {"protocol": PROTOCOL, "kind": HELLO}
         header |= {"name": self.identity.name, "client": self.identity.client}
         return Packet(header)
 
@@ -100,29 +130,35 @@ class Site:
         recipe = self._recipe(run, request, packet)
         missing = self._missing(run, request, packet)
         if recipe is None:
-            missing = (ask.RECIPE, *missing)
+            missing = (RECIPE, *missing)
         if recipe is None or missing:
-            return Answer(ask.MISSING, ask.asked(request), missing=missing, holds=tuple(run.shelf.names()))
+            return Answer(MISSING, fingerprint(request), missing=missing, holds=tuple(run.payloads.names()))
         run.journal.forget(request.durable)
         fresh = run.journal.before(request.steps[0].place) is None
         replies = tuple(self._step(run, request, step, recipe, packet) for step in request.steps)
-        self._went_on(request.run)
-        return Answer(ask.REPLY, ask.asked(request), holds=tuple(run.shelf.names()), fresh=fresh, replies=replies)
+        self._mark_active(request.run)
+        return Answer(REPLY, fingerprint(request), holds=tuple(run.payloads.names()), fresh=fresh, replies=replies)
 
     def _step(self, run: Run, request: Request, step: Step, recipe: str, packet: Packet) -> bytes:
-        """Make a step, or repeat what was said when it was made."""
+        """Make a step, or repeat the reply of one that was made before."""
+        runtime = self._runtime_for(recipe, request)
         name = f"{step.name}.{request.client}"
+        if any(part.per_epoch for part in runtime.world.method.protections):
+            name = f"{name}.{request.epoch}"  # masked with other keys for a server that was started again
         known = run.journal.find(step.place, name)
         where = f"round {step.place[0] + 1}, {step.phase}"
         if known is not None:
-            _LOG.info("%s: answered again", where)
+            _LOG.info("%s: reply repeated", where)
             return to_bytes(known)
         for part, key, content in step.once:
             if content in packet.pieces:
-                run.shelf.put(part, key, content, packet.pieces[content])
-        message = to_message(packet.piece(step.body), step.once, run.shelf.get) if step.body else None
-        kit, before = self._warm(recipe, request), run.journal.before(step.place)
-        state, reply = _call(kit, request.client, step, message, before)
+                run.payloads.put(part, key, content, packet.pieces[content])
+        message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
+        before, method = run.journal.before(step.place), runtime.world.method
+        attempt = Attempt(request.run, request.epoch, self._ledger)
+        self._spending.check(method)
+        state, reply = _call(runtime, request.client, step, message, before, attempt)
+        self._spending.charge(method, request.run, step.place, state, reply)
         tree = reply_to_tree(reply)
         data = to_bytes(tree)
         run.journal.record(step.place, name, state, tree)
@@ -130,58 +166,63 @@ class Site:
         return data
 
     def _missing(self, run: Run, request: Request, packet: Packet) -> tuple[str, ...]:
-        """Payloads and trees that were not sent and are not here."""
+        """The names of payloads and trees that were neither sent nor stored."""
         wanted = {name for step in request.steps for _, _, name in step.once}
         bodies = {step.body for step in request.steps if step.body}
-        absent = {name for name in wanted if name not in packet.pieces and not run.shelf.has(name)}
+        absent = {name for name in wanted if name not in packet.pieces and not run.payloads.has(name)}
         return tuple(sorted(absent | {name for name in bodies if name not in packet.pieces}))
 
     def _recipe(self, run: Run, request: Request, packet: Packet) -> str | None:
         known = run.recipe(request.recipe)
-        if known is not None or ask.RECIPE not in packet.pieces:
+        if known is not None or RECIPE not in packet.pieces:
             return known
-        data = packet.pieces[ask.RECIPE]
+        data = packet.pieces[RECIPE]
         if digest(data) != request.recipe:
-            raise PacketError("the recipe was damaged on its way")
+            raise PacketError("the recipe was damaged in transit")
         write_atomic(run.recipe_file, data)
         return data.decode()
 
-    def _went_on(self, name: str) -> None:
-        if name != self._going_on:
-            self._remembered.mark_active(name)
-            self._going_on = name
+    def _mark_active(self, name: str) -> None:
+        if name != self._current:
+            self._on_disk.mark_active(name)
+            self._current = name
 
     def _run(self, name: str) -> Run:
+        if name in self._runs and not self._runs[name].journal.folder.is_dir():
+            _LOG.warning("the state of run %s was removed from %s; it starts without", name, self.folder)
+            self._runs = {}
         if name not in self._runs:
             self._runs = {name: Run(self.folder / name)}  # one at a time is kept in memory
         return self._runs[name]
 
-    def _warm(self, recipe: str, request: Request) -> ClientRuntime:
-        """Model, data and whatever the engine has captured, kept from one request to the next."""
+    def _runtime_for(self, recipe: str, request: Request) -> ClientRuntime:
+        """Model, data and captured steps, reused from one request to the next."""
         key = (request.recipe, request.scale)
-        if self._kit is None or self._kit[0] != key:
-            if self._kit is not None:
-                self._kit[1].engine.close()
-            self._kit = (key, self._build(recipe, request.scale))
-        return self._kit[1]
+        if self._runtime is None or self._runtime[0] != key:
+            if self._runtime is not None:
+                self._runtime[1].engine.close()
+            self._runtime = (key, self._build(recipe, request.scale))
+        return self._runtime[1]
 
 
-def _call(kit: ClientRuntime, client: int, step: Step, message: Message | None, before: Any) -> tuple[Any, Any]:
+def _call(
+    runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any, attempt: Attempt
+) -> tuple[Any, Any]:
     """(state, reply) of one step."""
-    phases = kit.world.method.phases_by_name()
+    phases = runtime.world.method.phases_by_name()
     if step.phase not in phases:
         raise PacketError(f"the recipe's method has no phase {step.phase[:80]!r}")
-    if not 0 <= client < kit.world.facts.clients:
-        raise PacketError(f"no client {client}: the recipe has {kit.world.facts.clients}")
+    if not 0 <= client < runtime.world.facts.clients:
+        raise PacketError(f"no client {client}: the recipe has {runtime.world.facts.clients}")
     round_index, position, repeat, stage = step.place
     tasks = {client: step.task} if step.task >= 0 else {}
     plan = RoundPlan(max(step.task, 0), (client,), tasks, drifting=frozenset({client} if step.drifting else ()))
-    store = kit.store
+    store = runtime.store
     store.clear()
     if before is not None:
         store.put(client, before)
-    moment = Moment(round_index, plan, repeat, position, stage)
-    ((_, reply),) = kit.engine.exchange(phases[step.phase], (client,), message, moment)
+    moment = Moment(round_index, plan, repeat, position, stage, attempt)
+    ((_, reply),) = runtime.engine.exchange(phases[step.phase], (client,), message, moment)
     if isinstance(reply, Absent):
         raise ClientError(client, step.phase, round_index, reply.reason)
     return store.get(client) or {}, reply

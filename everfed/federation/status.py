@@ -1,4 +1,4 @@
-"""How a federated run stands, from its folder alone."""
+"""The status of a federated run and its clients, read from its folder."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _client(client: int, name: str, events: list[dict[str, Any]]) -> dict[str, A
     kinds = Counter(event["kind"] for event in own)
     moves = [event["kind"] for event in own if event["kind"] in ("connected", "gone")]
     troubles = [event["reason"] for event in own if event["kind"] in ("failed", "rejected", "late")]
-    asked = [event for event in events if event["event"] == "phase" and client in _clients(event)]
+    phases = [event for event in events if event["event"] == "phase" and client in _clients(event)]
     return {
         "client": client,
         "name": name,
         "state": moves[-1] if moves else "unknown",
-        "answers": sum(str(client) not in event.get("absent", {}) for event in asked),
+        "answers": sum(str(client) not in event.get("absent", {}) for event in phases),
         "failures": kinds["failed"] + kinds["rejected"] + kinds["late"],
         "trouble": troubles[-1] if troubles else "",
     }

@@ -1,4 +1,4 @@
-"""A SuperLink of our own, kept running; or one that runs already."""
+"""Starts and supervises a SuperLink, or uses one that runs already."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
-from everfed.federation.supervisor import Child, Say, environment
 from everfed.federation.proxy import check_binding
+from everfed.federation.supervisor import Child, Say, environment
 from everfed.store.files import make_folder
 
 PID = "superlink.pid"
-START = 120.0  # seconds in which a SuperLink must have come up
+START = 120.0  # seconds to wait for a SuperLink that is being started
 
 
 class LinkError(UserError):
@@ -28,7 +28,7 @@ class LinkError(UserError):
 
 @dataclass(frozen=True)
 class Security:
-    """Files of TLS and node authentication: the certificate of who signed, the server's own, and its key."""
+    """Files of TLS and node authentication: the authority's certificate, the server's own, and its key."""
 
     ca: Path
     certificate: Path
@@ -37,7 +37,7 @@ class Security:
 
 @dataclass(frozen=True)
 class Settings:
-    """host, port: where it listens; folder: its database and its log; security: None only on loopback."""
+    """host, port: of the SuperLink; folder: of its database and log; security: None on loopback only."""
 
     host: str
     port: int
@@ -64,8 +64,8 @@ class Settings:
         return [*words, "--ssl-keyfile", str(files.key), "--enable-supernode-auth"]
 
 
-def answers(host: str, port: int) -> bool:
-    """Does anything listen there?"""
+def is_listening(host: str, port: int) -> bool:
+    """Does any process listen there?"""
     with suppress(OSError), socket.create_connection((host, port), timeout=2.0):
         return True
     return False
@@ -73,52 +73,52 @@ def answers(host: str, port: int) -> bool:
 
 @contextmanager
 def running(settings: Settings, say: Say) -> Iterator[bool]:
-    """A SuperLink at the address: the one that answers there, or one of our own that is started again whenever it ends,
-    and ended with us. Yields whether it is our own."""
+    """A SuperLink at the address: the one that listens there, or a new one that is restarted whenever it ends and ends
+    with this process. Yields whether it is a new one."""
     check_binding(settings.host, settings.security is None)
     make_folder(settings.folder)
     left = _left_behind(settings)
-    if answers(settings.host, settings.port) and left is None:
+    if is_listening(settings.host, settings.port) and left is None:
         say(f"joining the SuperLink at {settings.host}:{settings.port}")
         yield False
         return
     if left is not None:  # of a server that was killed
         os.kill(left, signal.SIGTERM)
-        _until(lambda: not answers(settings.host, settings.port), "the SuperLink that was left behind does not end")
-    with _kept(settings, say):
+        _until(lambda: not is_listening(settings.host, settings.port), "the SuperLink of a killed server does not end")
+    with _supervised(settings, say):
         yield True
 
 
 @contextmanager
-def _kept(settings: Settings, say: Say) -> Iterator[None]:
+def _supervised(settings: Settings, say: Say) -> Iterator[None]:
     log = settings.folder / "superlink.log"
     child = Child("the SuperLink", settings.command(), log, environment(settings.folder / "flwr"))
     ended = threading.Event()
 
-    def tend() -> None:
+    def supervise() -> None:
         while not ended.wait(0.2):
             before = child.process
-            child.tend(say)
+            child.check(say)
             if child.process is not None and child.process is not before:
                 (settings.folder / PID).write_text(str(child.process.pid))
 
     child.start()
     assert child.process is not None
     (settings.folder / PID).write_text(str(child.process.pid))
-    keeper = threading.Thread(target=tend, name="superlink", daemon=True)
-    keeper.start()
+    thread = threading.Thread(target=supervise, name="superlink", daemon=True)
+    thread.start()
     try:
-        _until(lambda: answers(settings.host, settings.port), f"the SuperLink did not start; see {log}")
+        _until(lambda: is_listening(settings.host, settings.port), f"the SuperLink did not start; see {log}")
         yield
     finally:
         ended.set()
-        keeper.join()
+        thread.join()
         child.stop()
         (settings.folder / PID).unlink(missing_ok=True)
 
 
 def _left_behind(settings: Settings) -> int | None:
-    """The process of a SuperLink that an earlier server started in this folder, and which still runs."""
+    """The process id of a SuperLink that an earlier server started in this folder and that still runs."""
     with suppress(OSError, ValueError):
         pid = int((settings.folder / PID).read_text())
         if str(settings.folder / "link.db").encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -126,9 +126,9 @@ def _left_behind(settings: Settings) -> int | None:
     return None
 
 
-def _until(true: object, complaint: str) -> None:
+def _until(condition: Callable[[], bool], message: str) -> None:
     end = time.monotonic() + START
-    while not true():  # type: ignore[operator]
+    while not condition():
         if time.monotonic() > end:
-            raise LinkError(complaint)
+            raise LinkError(message)
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Processes that belong together: started, restarted after a while when they end, and gone when their parent is."""
+"""Supervises child processes: restarts those that end, and ends all of them with their parent."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is started again: doubled each time, up to this
-STEADY = 30.0  # a process that lived this long starts over with the shortest wait
-LAST_WORDS = 8192  # bytes at the end of a log in which the reason of an end is looked for
+FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is restarted: doubled each time, up to this
+STEADY = 30.0  # after this many seconds of life a process is restarted with the shortest wait
+LOG_TAIL = 8192  # bytes at the end of a log that are searched for the cause of an exit
 _PR_SET_PDEATHSIG = 1
-# A model is copied many times on its way. By default glibc maps fresh pages for every large block and gives them back,
-# and having them zeroed takes five times as long as the copy itself; below these bytes blocks and free memory are kept.
+# A message is copied many times in transit. By default glibc maps fresh pages for every large block and returns them,
+# and zeroing them takes five times as long as the copy itself; below these sizes memory is reused.
 REUSE = {"MALLOC_MMAP_THRESHOLD_": str(256 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 
-Say = Callable[[str], None]
-Explain = Callable[[str], str]  # what a process wrote since it was started -> why it ended; "" where it does not say
+Say = Callable[[str], None]  # prints one line
+Explain = Callable[[str], str]  # the output of a process since its start -> the cause of its exit, "" if unknown
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -34,8 +34,8 @@ def environment(home: Path) -> dict[str, str]:
 
 @dataclass
 class Child:
-    """One process. command: how to start it; log: where its output goes; explain: reads in it why it ended; relays: is
-    what it writes said here, too?"""
+    """One process. log: the file of its output; explain: finds the cause of its exit there; relays: print its output
+    here, too?"""
 
     name: str
     command: Sequence[str]
@@ -48,12 +48,12 @@ class Child:
     deaths: int = field(default=0)
     explain: Explain = lambda text: ""
     relays: bool = False
-    _begun: int = 0  # where its log ended when it was started
-    _heard: int = 0  # how far its log was read
+    _log_start: int = 0  # size of the log when it was started
+    _log_read: int = 0  # bytes of the log that were printed
 
     def start(self) -> None:
         with open(self.log, "ab") as log:
-            self._begun = self._heard = log.tell()
+            self._log_start = self._log_read = log.tell()
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -65,8 +65,8 @@ class Child:
             )
         self.started = time.monotonic()
 
-    def tend(self, say: Say) -> None:
-        """Start it when it is due; notice when it has ended."""
+    def check(self, say: Say) -> None:
+        """Start the process when it is due, and schedule a restart when it has ended."""
         if self.process is None:
             if time.monotonic() >= self.due:
                 self.start()
@@ -80,23 +80,23 @@ class Child:
         steady = time.monotonic() - self.started > STEADY
         self.wait = FIRST if steady or self.deaths == 1 else min(LONGEST, 2 * self.wait)
         self.due, self.process = time.monotonic() + self.wait, None
-        why = self.explain(self._last_words())
-        told = f" ({why})" if why else ""
-        say(f"{self.name} ended with code {code}{told}; starting it again in {self.wait:.0f} s (see {self.log})")
+        cause = self.explain(self._log_tail())
+        detail = f" ({cause})" if cause else ""
+        say(f"{self.name} ended with code {code}{detail}; restarting in {self.wait:.0f} s (see {self.log})")
 
     def _relay(self, say: Say) -> None:
-        """Say the lines that it has written since the last time."""
+        """Print the lines that were written since the last call."""
         with suppress(OSError), open(self.log, "rb") as log:
-            log.seek(self._heard)
+            log.seek(self._log_read)
             lines, end, _ = log.read().rpartition(b"\n")
-            self._heard += len(lines) + len(end)
+            self._log_read += len(lines) + len(end)
             for line in lines.decode(errors="replace").splitlines():
                 say(line)
 
-    def _last_words(self) -> str:
-        """What it wrote last."""
+    def _log_tail(self) -> str:
+        """The end of its output since it was started."""
         with suppress(OSError), open(self.log, "rb") as log:
-            log.seek(max(self._begun, log.seek(0, os.SEEK_END) - LAST_WORDS))
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - LOG_TAIL))
             return log.read().decode(errors="replace")
         return ""
 
@@ -112,8 +112,8 @@ class Child:
         self.process = None
 
 
-def tend(children: Sequence[Child], say: Say, poll: float = 0.2) -> None:
-    """Keep all of them running until a signal ends this process."""
+def supervise(children: Sequence[Child], say: Say, poll: float = 0.2, watch: Callable[[], None] = lambda: None) -> None:
+    """Keep all of them running until a signal ends this process, or `watch`, called at every look, raises."""
 
     def leave(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -121,8 +121,9 @@ def tend(children: Sequence[Child], say: Say, poll: float = 0.2) -> None:
     signal.signal(signal.SIGTERM, leave)
     try:
         while True:
+            watch()
             for child in children:
-                child.tend(say)
+                child.check(say)
             time.sleep(poll)
     finally:
         for child in reversed(children):
@@ -130,6 +131,6 @@ def tend(children: Sequence[Child], say: Say, poll: float = 0.2) -> None:
 
 
 def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
-    """On Linux a child is told when its parent is gone, however it went."""
+    """On Linux a child gets the signal `how` when its parent ends, even if it is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)

@@ -1,4 +1,4 @@
-"""What the engine asks of whatever carries its packets. Thin on purpose, so that another carrier than Flower fits."""
+"""The interface between the engine and the network. Thin, so that another one than Flower's can implement it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from everfed.federation.packet import Packet
 
 @dataclass(frozen=True)
 class Failure:
-    """A packet was not answered. own: the client had it and failed, rather than the way to it."""
+    """A packet was not answered. own: the client received it and failed; otherwise the network did."""
 
     reason: str
     own: bool = False
 
 
 class Transport(Protocol):
-    """Carries packets to clients, known by their index, and answers back. limit: the bytes that an answer may have, as
-    the engine says before it asks."""
+    """Sends packets to clients, known by their index, and receives their answers. limit: bytes that an answer may have;
+    set by the engine before it sends."""
 
     name: str
     limit: int
@@ -30,10 +30,10 @@ class Transport(Protocol):
         """Send to a connected client; returns a ticket for its answer. kind: "train", "evaluate" or "query"."""
 
     def receive(self) -> list[tuple[str, Packet | Failure]]:
-        """What has come in since the last call, by ticket. Returns at once, or after a short wait for more."""
+        """The answers since the last call, by ticket. Returns at once, or after a short wait for more."""
 
     def forget(self, tickets: list[str]) -> None:
-        """Nobody waits for these answers any more."""
+        """Drop the answers to these."""
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""

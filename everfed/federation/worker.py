@@ -1,7 +1,9 @@
-"""The worker of a client: a long-lived process that keeps model, data and captured steps warm, and answers packets on a
-unix socket. Started by `everfed join`, or by hand beside a SuperNode:
+"""The worker of a client: a process that holds model, data and captured steps in memory and answers packets on a unix
+socket. Started by `everfed join`, or by hand beside a SuperNode:
 
     python -m everfed.federation.worker --folder DIR --name NAME [--client K] [--data-dir DIR | --data MODULE:FUNCTION]
+
+It ends with code 3 when its folder is removed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,44 +21,61 @@ from everfed.federation.local import listen, socket_path
 from everfed.federation.packet import PacketError
 from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
+from everfed.federation.watch import FolderWatch, StateLost
+from everfed.privacy.spending import DELTA
+from everfed.store.appended import PRIVACY_LEDGER
 from everfed.store.files import make_folder
 from everfed.store.lock import Locked, locked
 
+LOST = 3  # exit code
+LOOK = 1.0  # seconds between two looks at the folder
 
-def serve(site: Site, listener: socket.socket) -> None:
-    """Answer one packet per connection, for ever; one at a time."""
+
+def serve(site: Site, listener: socket.socket, watch: FolderWatch) -> None:
+    """Answer one packet per connection, one at a time, until the folder is gone. Raises StateLost."""
+    listener.settimeout(LOOK)
     while True:
-        connection, _ = listener.accept()
-        # whoever asked may be gone; what was done is in the journal, and it will be asked for again
+        watch.check()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        # the sender may be gone; finished steps are in the journal, and the request will be repeated
         with connection, contextlib.suppress(PacketError, EOFError, OSError):
             wire.send(connection, site.answer(wire.receive(connection)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="everfed-worker", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where this client's state lies")
-    parser.add_argument("--name", required=True, help="what the server knows this client by")
-    parser.add_argument("--client", type=int, default=-1, help="the index it asks for in the recipe's stream")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of this client's state")
+    parser.add_argument("--name", required=True, help="name under which the server enrols this client")
+    parser.add_argument("--client", type=int, default=-1, help="index to request in the recipe's stream; -1: any")
     parser.add_argument("--data-dir", default=None, help="folder of data sets")
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda where training steps are captured")
-    parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs are remembered")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, where training steps are captured")
+    parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
+    parser.add_argument("--budget", type=float, default=0.0, help="epsilon of all replies together; 0: any")
+    parser.add_argument("--delta", type=float, default=DELTA, help="at which epsilon is computed")
     chosen = parser.parse_args(arguments)
     from everfed.federation.runtime import RuntimeBuilder
 
-    _talk()
+    _log_to_stderr()
     make_folder(chosen.folder)
     build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
-            site = Site(chosen.folder, Identity(chosen.name, chosen.client), build, max(0, chosen.keep_runs))
-            serve(site, listener)
+            identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
+            site = Site(chosen.folder, identity, build, keep, chosen.budget, chosen.delta)
+            serve(site, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
+    except StateLost as error:
+        logging.getLogger("everfed").error("%s", error)
+        sys.exit(LOST)
 
 
-def _talk() -> None:
-    """What a client does goes to standard error, which is its log; `everfed join` repeats it."""
+def _log_to_stderr() -> None:
+    """Standard error is the worker's log file; `everfed join` prints it, too."""
     logger, handler = logging.getLogger("everfed"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)

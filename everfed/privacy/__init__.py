@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed import CompositionError, Method
-from everfed.core.context import World
+from everfed.core.context import Ledger, World
 from everfed.core.engine import Engine
+from everfed.core.run_state import RunState
 
 if TYPE_CHECKING:
     from everfed.recipe import PrivacySection
@@ -35,8 +37,16 @@ def check(world: World) -> None:
     check_world(world)
 
 
-def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
-    """The engine with the server's side of the method's protections."""
+def accounting(world: World, folder: Path, notify: Notify) -> Callable[[RunState], None] | None:
+    """A function that records what a run has released in a ledger in its folder; None where nothing is counted."""
+    from everfed.privacy.spending import RunLedger, protection
+
+    part = protection(world.method)
+    return None if part is None else RunLedger(folder, part, notify).record
+
+
+def wrap(engine: Engine, world: World, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:
+    """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
     from everfed.privacy.secure import NAME
 
     if not any(part.name == NAME for part in world.method.parts):
@@ -45,4 +55,4 @@ def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
         raise CompositionError("privacy.secure_aggregation needs all clients behind one server; engine.kind is 'ranks'")
     from everfed.privacy.secure_engine import Secured
 
-    return Secured(engine, world, device, notify)
+    return Secured(engine, world, device, notify, ledger)

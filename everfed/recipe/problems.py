@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from everfed.errors import CompositionError, RecipeError, UserError, is_users
+from everfed.errors import CompositionError, RecipeError, UserError, is_user_error
 from everfed.recipe.places import Key, Places, key_of_message, split_key
 from everfed.recipe.schema import Recipe
 
@@ -30,7 +30,7 @@ def placed(places: Places) -> Iterator[None]:
         yield
     except Exception as error:
         placed_already = isinstance(error, UserError) and not isinstance(error, CompositionError)
-        if placed_already or not is_users(error):
+        if placed_already or not is_user_error(error):
             raise
         key, message = _blamed(error)
         raise RecipeError(f"{places.of(key)}: {message}") from error
@@ -45,7 +45,7 @@ def _blamed(error: Exception) -> tuple[Key, str]:
         return key, message
     if asked := re.search(rf"\bset ((?:{'|'.join(Recipe.model_fields)})\.[a-z_.]*[a-z])", message):
         return split_key(asked[1]), message
-    of_client = error.__cause__ if error.__cause__ is not None and is_users(error.__cause__) else error
+    of_client = error.__cause__ if error.__cause__ is not None and is_user_error(error.__cause__) else error
     blamed = _BLAMED.get(type(of_client).__name__, "method")
     return split_key(blamed), f"{blamed}: {message}"
 

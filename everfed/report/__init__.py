@@ -1,4 +1,4 @@
-"""What people see of runs: tables, plots, one HTML file, and a live page.
+"""Reports of runs: tables, plots, one HTML file, and a live page.
 
 everfed.report.write([Path("runs/a"), Path("runs/b")], Path("report.html"))
 """

@@ -1,4 +1,4 @@
-"""Who may see the dashboard: anyone on this machine, or whoever has the token."""
+"""Access to the dashboard: from this machine, or with a token."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-store"),
 )
-ASK = (
+TOKEN_PAGE = (
     "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
     "<title>everfed</title><h1>everfed</h1><form><label>Token <input name=token type=password autofocus></label> "
-    "<button>Open</button></form><p>It is the one that `everfed ui` was started with.</p></html>"
+    "<button>Open</button></form><p>The token that `everfed ui` was started with.</p></html>"
 )
 
 
@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_token(host: str, token: str | None) -> None:
-    """Raise UserError where other machines could look and no token keeps them out."""
+    """Raise UserError where other machines could reach the page and no token is set."""
     if token is not None and not token.strip():
         raise UserError("--token is empty; name a token, or leave it out on this machine")
     if token is None and not is_loopback(host):
@@ -57,8 +57,8 @@ def check_token(host: str, token: str | None) -> None:
         )
 
 
-class Door:
-    """ASGI middleware: refuses whoever may not see the page, and adds headers that keep it to itself.
+class AccessControl:
+    """ASGI middleware: refuses requests without access, and adds security headers.
 
     Without a token only names of this machine are accepted as the Host, so that a page elsewhere cannot read runs
     through a name that it points here (DNS rebinding).
@@ -84,7 +84,7 @@ class Door:
         text = [(b"content-type", b"text/plain; charset=utf-8")]
         if self.token is None:
             local = _host_name(headers.get(b"host", "")) in LOCAL_NAMES
-            return None if local else (403, text, "This page answers to localhost only.\n")
+            return None if local else (403, text, "This page is served to localhost only.\n")
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if self._right(given) and scope["path"] == "/":
             cookie = f"{COOKIE}={self.token.encode().hex()}; HttpOnly; SameSite=Strict; Path=/"
@@ -92,7 +92,7 @@ class Door:
         if self._right(_bearer(headers)) or self._right(_cookie(headers)):
             return None
         if scope["path"] == "/":
-            return 401, [(b"content-type", b"text/html; charset=utf-8")], ASK
+            return 401, [(b"content-type", b"text/html; charset=utf-8")], TOKEN_PAGE
         return 401, text, "A token is needed: open /?token=... first, or send Authorization: Bearer ...\n"
 
     def _right(self, given: str) -> bool:

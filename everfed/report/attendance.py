@@ -1,4 +1,4 @@
-"""Who took part in a run, who came too late, and whose data seems to have changed."""
+"""Participation of clients in a run, late replies, and suspected shifts of their data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Record:
 
     @property
     def longest_absence(self) -> int:
-        """Rounds without it between two with it."""
+        """The most rounds between two in which it took part."""
         return max((b - a - 1 for a, b in zip(self.rounds, self.rounds[1:], strict=False)), default=0)
 
 
 def records(run: Run) -> dict[int, Record]:
-    """By client, of all that were chosen at least once; empty where the events do not name them."""
+    """By client, of all that were sampled at least once; empty where the events do not name clients."""
     found: dict[int, Record] = {}
     for (index, phase, _), line in sorted(run.log.phases.items()):
         if phase == TRAIN:
@@ -40,19 +40,19 @@ def records(run: Run) -> dict[int, Record]:
 
 
 def who_took_part(run: Run) -> Html:
-    """Nothing to say where everybody took part in every round; else a sentence, and a table of few clients."""
+    """A sentence on participation, with a table where clients are few; nothing where all took part in every round."""
     found, rounds = records(run), len(run.log.rounds())
     clients = max(run.log.start.clients if run.log.start else 0, len(found))
     if not found or (all(len(record.rounds) == rounds for record in found.values()) and len(found) == clients):
         return Html("")
-    said = [f"{len(found):,} of {clients:,} clients took part in at least one of {rounds:,} rounds."]
+    sentences = [f"{len(found):,} of {clients:,} clients took part in at least one of {rounds:,} rounds."]
     never = sorted(set(range(clients)) - set(found))
     if never and len(never) <= NAMED:
-        said.append(f"Never: {spans(never)}.")
+        sentences.append(f"Never: {spans(never)}.")
     late = sum(record.late for record in found.values())
     if late:
-        said.append(f"{late:,} answers came too late and were dropped.")
-    text = tag("p", " ".join(said), class_="note")
+        sentences.append(f"{late:,} replies came too late and were dropped.")
+    text = tag("p", " ".join(sentences), class_="note")
     return text if len(found) > NAMED else join(text, _table(found))
 
 
@@ -81,7 +81,7 @@ def _table(found: dict[int, Record]) -> Html:
 
 
 def suspected_shifts(run: Run) -> Html:
-    """Rounds in which the drift monitor suspected that clients' data had changed; nothing where it suspected none."""
+    """Rounds in which the drift monitor suspected that clients' data had changed; nothing where there are none."""
     found = sorted(run.log.shifts.items())
     if not found:
         return Html("")
@@ -95,5 +95,5 @@ def suspected_shifts(run: Run) -> Html:
 
 def _suspicion(run: Run, index: int, clients: tuple[int, ...]) -> str:
     by = run.log.shifts_by[index]
-    told = "; ".join(f"{signal}: {spans(sorted(own))}" for signal, own in sorted(by.items()))
-    return f"round {index + 1}: clients {spans(sorted(clients))}" + (f" (by {told})" if set(by) != {"loss"} else "")
+    signals = "; ".join(f"{signal}: {spans(sorted(own))}" for signal, own in sorted(by.items()))
+    return f"round {index + 1}: clients {spans(sorted(clients))}" + (f" (by {signals})" if set(by) != {"loss"} else "")

@@ -50,14 +50,14 @@ class Marks:
 
 
 def figure(title: str, body: Html, about: Child = None, name: str = "", notes: Sequence[str] = ()) -> Html:
-    """A figure with its title, what it shows, and what a reader must know of it."""
-    said = [tag("p", text, class_="note") for text in notes]
+    """A figure with its title, a description and notes."""
+    paragraphs = [tag("p", text, class_="note") for text in notes]
     caption = tag("figcaption", tag("h3", title), tag("p", about) if about else None)
-    return tag("figure", caption, body, *said, class_="chart", id=name or None)
+    return tag("figure", caption, body, *paragraphs, class_="chart", id=name or None)
 
 
 def missing(title: str, why: str, name: str = "") -> Html:
-    """In the place of a figure that cannot be drawn."""
+    """A message in place of a figure that cannot be drawn."""
     return figure(title, tag("p", why, class_="missing"), name=name)
 
 
@@ -87,7 +87,7 @@ def _units(share: float) -> str:
 
 
 def lines(found: Sequence[Line], x: Axis, y: Axis, about: str, marks: Marks | None = None) -> Html:
-    """Curves with bands. `about` is what a screen reader says. Dashes tell lines of the same colour apart."""
+    """Curves with bands. about: text for screen readers. Lines of the same colour have different dashes."""
     frame, y_ticks = _frame(found, y)
     legend = tag("ul", *(_legend_entry(i, line, dash) for i, line, dash in _dashed(found)), class_="legend")
     drawing = tag(
@@ -273,8 +273,8 @@ def _cell(entry: tuple[float, float] | None, share: float | None, unit: str) -> 
         return tag("td", "", class_="empty")
     mean, deviation = (value * (100 if unit == "%" else 1) for value in entry)
     text = f"{mean:.1f}" if unit == "%" else plain(mean)
-    said = f"{mean:.2f} ± {deviation:.2f}{' %' if unit else ''}"
-    return tag("td", text, class_="high" if share > 0.5 else None, style=f"--v:{100 * share:.0f}%", title=said)
+    title = f"{mean:.2f} ± {deviation:.2f}{' %' if unit else ''}"
+    return tag("td", text, class_="high" if share > 0.5 else None, style=f"--v:{100 * share:.0f}%", title=title)
 
 
 def _shaded(shares: Sequence[Sequence[float | None]], low: float, high: float, unit: str) -> Html:
@@ -326,7 +326,7 @@ def participation(grid: Grid, tasks: int) -> Html:
 
 
 def suspicions(grid: Grid, names: Sequence[str]) -> Html:
-    """Clients by rounds, coloured by what gave a change away."""
+    """Clients by rounds, coloured by the signal of a suspected shift."""
     about = f"In which of {grid.rounds} rounds the data of which of {grid.clients} clients seemed to have changed."
     return join(_legend(names), _by_client(grid, len(names), about))
 

@@ -1,4 +1,4 @@
-"""What the dashboard shows, apart from how it is served: comparisons, single runs, reports, and news of them."""
+"""The content of the dashboard: comparisons, single runs, reports, and updates. `server` serves it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from everfed.report.read import read_run
 MOST_DRAWN = 200  # runs in one comparison
 MOST_REPORTED = 100  # runs in one report
 POINTS_DRAWN = 40_000  # of all curves of a comparison together
-HEARTBEAT = 15.0  # seconds after which a quiet connection is shown to be alive
+HEARTBEAT = 15.0  # seconds after which a connection without updates gets a comment line
 BY = ("method", "run")
 
 
 class NoRun(LookupError):
-    """There is no such run, or not any more."""
+    """There is no such run (any more)."""
 
 
 def assets() -> dict[str, tuple[str, str]]:
-    """name -> (media type, text): all that the page can ask for beside runs."""
+    """name -> (media type, text) of the page's styles and scripts."""
     styles = {name: ("text/css", html.asset(name)) for name in ("page.css", "dashboard.css")}
     scripts = {name: ("text/javascript", html.asset(name)) for name in ("charts.js", "dashboard.js")}
     return {"theme.css": ("text/css", variables()), **styles, **scripts}
@@ -65,7 +65,7 @@ class Dashboard:
             return {"summary": watched.summary, "sections": self._sections(watched)}
 
     def report(self, names: Sequence[str]) -> str:
-        """The report, read from the folders anew so that nobody who follows the runs has to wait."""
+        """The report, read from the folders again: the lock of the live index is not held meanwhile."""
         watched = self._chosen(names, MOST_REPORTED)
         return html.render([read_run(run.folder, run.name, self.index.guard.open) for run in watched])
 
@@ -79,7 +79,7 @@ class Dashboard:
             raise NoRun(f"there is no run {error.args[0]}, or not any more") from error
 
     def _groups(self, watched: Sequence[Watched]) -> tuple[Group, ...]:
-        """Runs that cannot be read have nothing to draw. Methods have their colours before variants of them."""
+        """Without runs that cannot be read. Methods are assigned colours before variants of them."""
         self.colours.assign({run.summary["method"] for run in self.index.runs.values() if run.summary})
         return grouped([run.run for run in watched if not run.problem], self.colours).groups
 
@@ -106,15 +106,15 @@ class Dashboard:
 
 
 class Feed:
-    """Looks at the runs again and again, and tells whoever listens what is new."""
+    """Polls the runs and sends changes to all listeners."""
 
     def __init__(self, index: Index, every: float) -> None:
         self.index, self.every = index, every
-        self.closed = False  # set it, and listeners are sent away at the next look
+        self.closed = False  # when set, connections are closed at the next poll
         self._news = asyncio.Condition()
 
     async def watch(self) -> None:
-        """For ever: look, tell, sleep."""
+        """Poll every `every` seconds, for ever, and wake the listeners."""
         while True:
             if await asyncio.to_thread(self.index.poll) or self.closed:
                 async with self._news:
@@ -122,7 +122,7 @@ class Feed:
             await asyncio.sleep(self.every)
 
     async def listen(self) -> AsyncIterator[str]:
-        """Server-sent events for one listener: all runs once, then what changed and which runs are gone."""
+        """Server-sent events for one listener: all runs once, then changed and removed ones."""
         known: dict[str, int] = {}
         version = -1
         while not self.closed:
@@ -134,13 +134,13 @@ class Feed:
             await self._wait(version)
 
     async def _wait(self, version: int) -> None:
-        """Until there is something newer than `version`, or for a heartbeat's time."""
+        """Wait for a newer version than `version`, at most for HEARTBEAT seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEARTBEAT), self._news:
                 await self._news.wait_for(lambda: self.closed or self.index.version > version)
 
     def _difference(self, known: dict[str, int]) -> dict[str, Any]:
-        """What a listener lacks who has the versions `known`, which is brought up to date."""
+        """The changes for a listener that has the versions `known`, which is updated."""
         runs = dict(self.index.runs)
         fresh = [run for run in runs.values() if run.summary and known.get(run.name) != run.version]
         gone = [name for name in known if name not in runs]

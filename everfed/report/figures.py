@@ -1,4 +1,4 @@
-"""The figures of a report and of the dashboard: from runs to charts, or to a word on why there is none."""
+"""The figures of a report and of the dashboard: a chart of the runs, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ def curve(
 
 
 def _alike(groups: Sequence[Group]) -> tuple[Sequence[Group], list[str]]:
-    """Those with the score of the first, since others have another scale, and a word on who is missing."""
+    """The groups with the score of the first, since others have another scale, and a note on the others."""
     own = score(groups)
     same = [group for group in groups if score([group]) == own]
     others = len(groups) - len(same)
-    return same, [f"Not drawn: {others} that {'is' if others == 1 else 'are'} scored otherwise."] if others else []
+    return same, [f"Not drawn: {others} with another score."] if others else []
 
 
 def measured(groups: Sequence[Group]) -> list[Html]:
-    """A curve for everything that parts measured, mean over seeds."""
+    """A curve for every measurement of parts, mean over seeds."""
     names = sorted({name for group in groups for run in group.runs for name in run.log.measures})
     return [_measured(name, groups) for name in names]
 
@@ -113,7 +113,7 @@ def _measured(name: str, groups: Sequence[Group]) -> Html:
     drawing = charts.lines(
         found, Axis("Round"), Axis(name.partition(": ")[2]), f"{name}, {len(found)} lines.", _tasks(groups)
     )
-    return charts.figure(name, drawing, "Told by the part, and used for nothing.", notes=_curve_notes(found))
+    return charts.figure(name, drawing, "Reported by the part; it does not affect training.", notes=_curve_notes(found))
 
 
 def axis(spec: Curve, groups: Sequence[Group]) -> Axis:
@@ -125,7 +125,7 @@ def axis(spec: Curve, groups: Sequence[Group]) -> Axis:
 
 
 def score(groups: Sequence[Group]) -> Score:
-    """What the runs measure, as the first of them that told says."""
+    """The score of the runs, from the first one that has reported it."""
     return score_of(next((run.score for group in groups for run in group.runs if run.scored), "accuracy"))
 
 
@@ -208,17 +208,17 @@ def who_saw_what(run: Run) -> Html:
     start = run.log.start
     grid = series.participation(run, start.clients if start else 0)
     if grid is None:
-        return charts.missing(title, _why_nobody(run))
+        return charts.missing(title, _why_missing(run))
     tasks = max([start.tasks if start else 1, *(task for row in grid.cells for task in row if task is not None)])
     notes = _grid_notes(grid, "trained")
     about = "A client has the colour of the task it trained on in that round; without colour it did not take part."
     return charts.figure(title, charts.participation(grid, tasks), about, notes=notes)
 
 
-def _why_nobody(run: Run) -> str:
+def _why_missing(run: Run) -> str:
     if not run.log.phases:
         return "The run has no events yet, or its events.jsonl is missing."
-    return "The events hold the number of clients only, not their names: an earlier version wrote them."
+    return "The events have the number of clients only: an earlier version wrote them."
 
 
 def _grid_notes(grid: series.Grid, did: str) -> list[str]:
@@ -233,11 +233,11 @@ def _grid_notes(grid: series.Grid, did: str) -> list[str]:
 
 
 def suspected_shifts(run: Run) -> Html:
-    """Clients by rounds, where the drift monitor suspected a change; nothing where it suspected none."""
+    """Clients by rounds, where the drift monitor suspected a change; nothing where there are none."""
     found = series.suspicions(run)
     if found is None:
         return NOTHING
-    about = "Where the data of a client seemed to have changed, coloured by what gave it away."
+    about = "Rounds in which the data of a client seemed to have changed, coloured by signal."
     return charts.figure(
         "Suspected shifts", charts.suspicions(*found), about, notes=_grid_notes(found[0], "was suspected")
     )
@@ -259,7 +259,7 @@ def buffers(run: Run) -> Html:
     title = "Buffer composition by task"
     found = sorted(run.log.buffers.items())
     if not found:
-        return charts.missing(title, "The run recorded no buffer: its method keeps none, or does not tell.")
+        return charts.missing(title, "The run recorded no buffer: its method has none, or does not report it.")
     rows = [
         Bar(f"round {index + 1}", tuple((f"task {t}", float(n)) for t, n in enumerate(counts, start=1) if n))
         for index, counts in found
@@ -275,7 +275,7 @@ def pictures(run: Run) -> Html:
     if not files:
         return NOTHING
     shown = [_picture(path) for path in files]
-    about = "White: what is there. Colours: what the trained model finds, by class."
+    about = "White: the true boxes. Colours: the trained model's, by class."
     return charts.figure("Test samples", tag("div", *shown, class_="two"), about, "figure-pictures")
 
 

@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed belong together; what they are called; which colour they have."""
+"""Groups runs that differ only in their seed, and gives groups labels and colours."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from everfed.report.read import Result, Run
 
-# A run's seed, what it is called and where it is computed do not make it another experiment.
+# keys in which the seeds of one experiment may differ
 _NOT_THE_EXPERIMENT = ("seed", "name", "engine", "compare", "stream.seed")
 MOST_KEYS = 3  # that a label spells out
 
 
 @dataclass(frozen=True)
 class Group:
-    """label: the method, with the options that tell it from another group of the same method. runs: one per seed."""
+    """label: the method, with the options in which groups of the same method differ. runs: one per seed."""
 
     label: str
     colour: int
@@ -35,14 +35,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Grouping:
-    """groups in the order in which their first runs were named; notes: what a reader must know about them."""
+    """groups: in the order in which their first runs were named; notes: caveats for the reader."""
 
     groups: tuple[Group, ...]
     notes: tuple[str, ...]
 
 
 def grouped(runs: Sequence[Run], colours: Colours | None = None) -> Grouping:
-    """Runs by experiment. A seed that was run twice counts once, and a note says so."""
+    """Runs by experiment. A seed that was run twice counts once, with a note."""
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         by_key.setdefault(experiment(run), []).append(run)
@@ -52,7 +52,8 @@ def grouped(runs: Sequence[Run], colours: Colours | None = None) -> Grouping:
     chosen = colours or Colours()
     chosen.assign(labels)
     groups = (Group(label, chosen.of(label), tuple(found)) for label, found in zip(labels, members, strict=True))
-    return Grouping(tuple(groups), (*notes, *_stream_notes([found[0] for found in members])))
+    firsts = [found[0] for found in members]
+    return Grouping(tuple(groups), (*notes, *_scale_notes(firsts), *_stream_notes(firsts)))
 
 
 def experiment(run: Run) -> str:
@@ -61,7 +62,7 @@ def experiment(run: Run) -> str:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """The recipe and the scale as dotted keys, without what does not make it another experiment."""
+    """The recipe and the scale as dotted keys, without those in which seeds may differ."""
     facts = flat({**run.recipe, "scale": run.settings.get("scale", 1.0)})
     return {key: value for key, value in facts.items() if not _left_out(key)}
 
@@ -119,6 +120,16 @@ def _unique(label: str, before: Sequence[str]) -> str:
     return f"{label} #{before.count(label) + 1}" if label in before else label
 
 
+def _scale_notes(firsts: Sequence[Run]) -> list[str]:
+    """Scores of a scaled run do not compare with those of a full one."""
+    scales = sorted({float(run.settings.get("scale", 1.0)) for run in firsts} - {1.0})
+    if not scales:
+        return []
+    listed = ", ".join(f"{scale:g}" for scale in scales)
+    return [f"Some of these runs were made at --scale {listed} of their recipe's work: fewer rounds and less data. "
+            "They do not compare with full runs."]  # fmt: skip
+
+
 def _stream_notes(firsts: Sequence[Run]) -> list[str]:
     """Scores on different streams do not compare."""
     streams = [{k: v for k, v in _facts(run).items() if k.startswith("stream.")} for run in firsts]
@@ -130,11 +141,11 @@ def _stream_notes(firsts: Sequence[Run]) -> list[str]:
 
 
 COLOURS = 10
-FIRST_COLOURS = 6  # the ones told apart best; the others come when these are taken
+FIRST_COLOURS = 6  # the most distinct ones; the others are used when these are taken
 
 
 class Colours:
-    """Which colour each label has. Once given it stays; a label prefers the same one in every report."""
+    """The colour of each label. It stays once assigned; a label prefers the same one in every report."""
 
     def __init__(self) -> None:
         self._of: dict[str, int] = {}

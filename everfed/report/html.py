@@ -1,4 +1,4 @@
-"""The report: one HTML file with everything in it. It asks for nothing from anywhere, and says so to the browser."""
+"""The report: one HTML file with everything in it. Its content security policy forbids the browser to load more."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _run_details(runs: Sequence[Run]) -> list[Html]:
 
 
 def run_sections(run: Run, seen: dict[str, str] | None = None) -> list[Html]:
-    """What there is to say about one run alone."""
+    """The sections about one run."""
     seen = {} if seen is None else seen
     drawn = [figures.who_saw_what(run), figures.suspected_shifts(run), figures.class_mix(run), figures.buffers(run)]
     once = [_once(figure, run.name, seen) for figure in drawn]
@@ -121,7 +121,7 @@ def run_sections(run: Run, seen: dict[str, str] | None = None) -> list[Html]:
 
 
 def _once(figure: Html, run: str, seen: dict[str, str]) -> Html:
-    """The figure, or a pointer to the run that has the same."""
+    """The figure, or a reference to the run that has the same one."""
     first = seen.setdefault(figure, run)
     if first == run or len(figure) < 2000:
         return figure
@@ -137,21 +137,21 @@ def facts(run: Run) -> Html:
         known["from"], known["to"] = numbers.moment(run.log.first_time), numbers.moment(run.log.last_time)
     if result is not None:
         known |= {"scored": f"{result.evaluated} model, {result.split} split, logits {result.logits}"}
-        known |= {name: _said(facts) for name, facts in result.parts.items()}
+        known |= {name: _summary(facts) for name, facts in result.parts.items()}
         known |= {"everfed": result.everfed, **{key: str(value) for key, value in result.environment.items()}}
     pairs = [tag("div", tag("dt", key), tag("dd", value)) for key, value in known.items()]
     return tag("dl", *pairs, class_="facts")
 
 
-def _said(facts: dict[str, Any]) -> str:
-    """What a part says of a run, such as the privacy budget that is spent."""
+def _summary(facts: dict[str, Any]) -> str:
+    """A part's facts about the run, such as the privacy budget spent."""
     return ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in facts.items()
     )
 
 
 def problem(message: str) -> Html:
-    """In the place of a run that cannot be read."""
+    """A warning in place of a run that cannot be read."""
     return tag("p", f"This run cannot be read: {message}", class_="warning")
 
 
@@ -161,17 +161,17 @@ MOST_NOTES = 200
 def happenings(run: Run) -> Html:
     """Faults, warnings and resumes in the order in which they happened, and clients that did not train."""
     log = run.log
-    said = [_note(note.kind, note.time, note.round, note.message) for note in log.notes[-MOST_NOTES:]]
+    items = [_note(note.kind, note.time, note.round, note.message) for note in log.notes[-MOST_NOTES:]]
     if len(log.notes) > MOST_NOTES:
-        said.insert(0, tag("li", f"{len(log.notes) - MOST_NOTES} earlier ones are in events.jsonl."))
+        items.insert(0, tag("li", f"{len(log.notes) - MOST_NOTES} earlier ones are in events.jsonl."))
     if log.skipped:
         rounds = sum(line.skipped > 0 for line in log.phases.values())
-        said.append(tag("li", f"{log.skipped:,} times a client was asked to train and did not, in {rounds:,} rounds."))
+        items.append(tag("li", f"{log.skipped:,} times a participant did not train, in {rounds:,} rounds."))
     if log.unreadable:
-        said.append(tag("li", f"{log.unreadable:,} of {log.lines:,} lines of events.jsonl could not be read."))
-    if not said:
+        items.append(tag("li", f"{log.unreadable:,} of {log.lines:,} lines of events.jsonl could not be read."))
+    if not items:
         return tag("p", "No fault, no warning, no client skipped.", class_="note")
-    return tag("ul", *said, class_="happenings")
+    return tag("ul", *items, class_="happenings")
 
 
 def _note(kind: str, when: float | None, done: int, message: str) -> Html:
@@ -180,9 +180,9 @@ def _note(kind: str, when: float | None, done: int, message: str) -> Html:
 
 
 def recipe(run: Run) -> Html:
-    """The resolved recipe, and the command that makes the run again."""
+    """The resolved recipe, and the command that repeats the run."""
     if rerun.own_stream(run):
-        again = tag("p", "This run got its stream from Python; run the program that made it to run it again.")
+        again = tag("p", "This run got its stream from Python; to run it again, run that program.")
     else:
         again = join(tag("p", "To run it again:"), tag("pre", rerun.command(run), class_="command", tabindex=0))
     text = tag("pre", run.recipe_text, class_="recipe", tabindex=0)

@@ -1,7 +1,7 @@
-"""Following a folder of runs while they are written: what appeared, what moved, what is gone.
+"""Follows a folder of runs while they are written: new runs, changed ones, removed ones.
 
-Reads only, and only what lies inside the folder: run ids are keys of a table of folders that were found, never parts of
-a path, and a link that leads outside is not followed. Events are read from the byte where reading stopped last time.
+It only reads, and only inside the folder: run ids are keys of a table of folders that were found, never parts of a
+path, and a link that leads outside is not followed. Events are read from the byte where reading stopped last time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from everfed.report.read import DEPTH, Result, Run, read_recipe, read_result, re
 from everfed.scores import PERCENT, score_of
 from everfed.store.run import EVENTS, RECIPE, RESULT, RunError
 
-SLICE = 4 << 20  # bytes of one run's events that are read before the next run has its turn
-QUIET_AFTER = 60.0  # seconds without an event, at least, until a run that has not ended counts as silent
-MOST_FOLDERS = 20_000  # that are looked into below the folder of runs
+SLICE = 4 << 20  # bytes of one run's events that are read in one poll
+QUIET_AFTER = 60.0  # seconds without an event after which, at the earliest, an unfinished run counts as silent
+MOST_FOLDERS = 20_000  # folders that are searched
 
 
 class Guard:
@@ -40,7 +40,7 @@ class Guard:
         """The file for reading. Raises RunError for what leads outside or is no regular file."""
         if not self.inside(path):
             raise RunError(f"{path.name} is a link that leads out of {self.root}; it is not read")
-        # not blocking, so that a pipe in the place of a file cannot hold the page up
+        # not blocking, so that a pipe in place of a file cannot block the page
         descriptor = os.open(path.resolve(), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -65,7 +65,7 @@ class Watched:
 
     @property
     def run(self) -> Run:
-        """The run as reports know it."""
+        """The run in the form that reports use."""
         return Run(self.name, self.folder, self.recipe, self.recipe_text, self.settings, self.result, self.tail.log)
 
     def poll(self, guard: Guard, now: float) -> bool:
@@ -77,7 +77,7 @@ class Watched:
         except OSError as error:
             moved, problem = True, f"cannot be read: {error.strerror or error}"
         if problem:
-            self._seen.clear()  # look again at every file next time, until all can be read
+            self._seen.clear()  # read every file again next time, until all can be read
         self.problem = problem
         if not moved and self.summary and status(self, now) == self.summary["status"]:
             return False
@@ -96,7 +96,7 @@ class Watched:
         return self.tail.poll(SLICE, guard.open) or moved
 
     def _changed(self, name: str) -> bool:
-        """Is the file another one than when it was looked at last?"""
+        """Has the file changed since the last poll?"""
         try:
             found = os.stat(self.folder / name)
             mark = (found.st_ino, found.st_size, found.st_mtime_ns)
@@ -123,7 +123,7 @@ def status(watched: Watched, now: float) -> str:
 
 
 def summary(watched: Watched, now: float) -> dict[str, Any]:
-    """What the table of runs shows of a run, JSON-ready."""
+    """The run's line in the table of runs, JSON-ready."""
     run, log = watched.run, watched.tail.log
     stream = run.recipe.get("stream")
     facts = stream if isinstance(stream, dict) else {}
@@ -173,7 +173,7 @@ def _last_forgetting(run: Run) -> float | None:
 
 
 class Index:
-    """All runs below a folder. `lock` is held while events are read, and by whoever draws from a run's log."""
+    """All runs below a folder. `lock` must be held to read or draw a run's log."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         self.guard, self.clock = Guard(root), clock
@@ -183,7 +183,7 @@ class Index:
         self.version = 0
 
     def poll(self) -> bool:
-        """Look at everything once; True when something changed. Runs that changed have a higher version."""
+        """Read everything once; True when something changed. Changed runs get a higher version."""
         before, problems = self.version, list[str]()
         found = dict(self._find(problems))
         if tuple(problems) != self.problems or not set(self.runs) <= set(found):
@@ -200,7 +200,7 @@ class Index:
         return self.version > before
 
     def chosen(self, names: Sequence[str]) -> list[Watched]:
-        """Runs by id. Raises KeyError with the first id that there is no run of."""
+        """Runs by id. Raises KeyError with the first unknown id."""
         return [self.runs[name] for name in names]
 
     def _find(self, problems: list[str]) -> Iterator[tuple[str, Path]]:

@@ -1,8 +1,8 @@
-"""events.jsonl, folded line by line into what a run has measured so far.
+"""Reads events.jsonl line by line into the state of a run.
 
-Bytes may arrive in any pieces, so the same code reads a finished file and follows one that is being written. After a
-resume the rounds since the checkpoint are run again: their new lines supersede the old ones, and old lines of rounds
-that were not reached again are dropped, so that what is held is always one consistent run.
+Bytes may arrive in pieces of any size, so the same code reads a finished file and follows one that is being written.
+After a resume the rounds since the checkpoint are run again: their new lines replace the old ones, and old lines of
+rounds that were not reached again are dropped, so that the state is always that of one consistent run.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from everfed.core.spans import from_repeats, from_spans
 TRAIN = "train"
 INTERRUPTION = "KeyboardInterrupt"
 CHUNK = 1 << 20  # bytes read at a time
-LONGEST_LINE = 16 << 20  # a longer one is no event; what lies before the next line end is dropped
+LONGEST_LINE = 16 << 20  # bytes; a longer line is dropped
 
 Opener = Callable[[Path], BinaryIO]
 T = TypeVar("T")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """The way files are opened unless the caller has another."""
+    """The default opener."""
     return open(path, "rb")
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseLine:
-    """One phase of one round. clients: who was asked, None where the log holds only their number, `asked`. tasks: the
-    task each of them was in, None where all were in the round's. trained: how many of them trained, None for phases
-    that do not train. late: who was chosen as well and dropped for being too late."""
+    """One phase of one round. clients: of the phase, None where the log has only their number, `count`. tasks: the task
+    of each of them, None where all were in the round's. trained: how many of them trained, None for phases that do not
+    train. late: sampled clients that were dropped for being too late."""
 
     round: int
     task: int
     phase: str
     clients: tuple[int, ...] | None
     tasks: tuple[int, ...] | None
-    asked: int
+    count: int
     trained: int | None
     loss: float | None
     bytes_up: int
@@ -51,8 +51,8 @@ class PhaseLine:
 
     @property
     def skipped(self) -> int:
-        """Clients that were asked to train and did not: no data, or no reply."""
-        return 0 if self.trained is None else max(0, self.asked - self.trained)
+        """Clients of the phase that did not train: no data, or no reply."""
+        return 0 if self.trained is None else max(0, self.count - self.trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that happened to the run: a fault, a warning, a resume, or an event this version does not know."""
+    """A fault, a warning, a resume, or an event that this version does not know."""
 
     kind: str
     time: float | None
@@ -78,7 +78,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The announcement of a run, repeated at each resume. round: where it began or went on."""
+    """The first event of a run, repeated at each resume. round: where it began or went on."""
 
     method: str
     recipe: str
@@ -91,16 +91,16 @@ class Start:
 
 @dataclass
 class Log:
-    """Everything that the lines read so far say."""
+    """The state of a run after the lines read so far."""
 
     start: Start | None = None
     phases: dict[tuple[int, str, int], PhaseLine] = field(default_factory=dict)  # by (round, phase, repeat)
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by round
     buffers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> samples in buffers, by task
     shifts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> clients whose data may have changed
-    shifts_by: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # the same by what gave them away
-    measures: dict[str, dict[int, float]] = field(default_factory=dict)  # "part: what" -> by round, the last of it
-    buffers_of: tuple[int, int] | None = None  # (clients that were looked at, all), where these are not the same
+    shifts_by: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # the same by signal
+    measures: dict[str, dict[int, float]] = field(default_factory=dict)  # "part: what" -> round -> last value
+    buffers_of: tuple[int, int] | None = None  # (clients whose buffers were counted, all), where they differ
     notes: list[Note] = field(default_factory=list)
     lines: int = 0
     unreadable: int = 0
@@ -120,7 +120,7 @@ class Log:
 
     # reading -----------------------------------------------------------------------------------------------------
     def feed(self, data: bytes) -> None:
-        """Take further bytes of the file. A line that is not ended yet waits for the rest."""
+        """Process further bytes of the file. An incomplete line waits for its rest."""
         *lines, self._half = (self._half + data).split(b"\n")
         for line in lines:
             if line.strip():
@@ -132,13 +132,13 @@ class Log:
         self.lines += 1
         try:
             event = json.loads(line)
-            self._take(event)
+            self._process(event)
         except (ValueError, KeyError, TypeError, AttributeError):
             self.unreadable += 1
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _process(self, event: dict[str, Any]) -> None:
         kind = event["event"]
-        _TAKERS.get(kind, Log._take_other)(self, event)
+        _HANDLERS.get(kind, Log._on_other)(self, event)
         self.last_kind = kind
         when = event.get("time")
         if isinstance(when, int | float):
@@ -146,7 +146,7 @@ class Log:
             self.first_time = self.last_time if self.first_time is None else self.first_time
 
     # events ------------------------------------------------------------------------------------------------------
-    def _take_start(self, event: dict[str, Any]) -> None:
+    def _on_start(self, event: dict[str, Any]) -> None:
         names = ("seed", "rounds", "tasks", "clients", "round")
         numbers = [int(event.get(name, 0)) for name in names]
         self.start = Start(str(event["method"]), str(event.get("recipe", "")), *numbers)
@@ -155,7 +155,7 @@ class Log:
         self._resumed = False
 
     def _drop_from(self, first: int) -> None:
-        """Forget the rounds from `first` on; they will be run again."""
+        """Drop the rounds from `first` on; they will be run again."""
         self.phases = {key: line for key, line in self.phases.items() if key[0] < first}
         self.evaluations = _before(first, self.evaluations)
         self.buffers = _before(first, self.buffers)
@@ -167,7 +167,7 @@ class Log:
         self.bytes_up = sum(line.bytes_up for line in lines)
         self.bytes_down = sum(line.bytes_down for line in lines)
 
-    def _take_phase(self, event: dict[str, Any]) -> None:
+    def _on_phase(self, event: dict[str, Any]) -> None:
         line = self._phase_line(event)
         key = (line.round, line.phase, int(event.get("repeat", 0)))
         old = self.phases.get(key)
@@ -192,7 +192,7 @@ class Log:
             phase=phase,
             clients=named,
             tasks=tasks if tasks and named and len(tasks) == len(named) else None,
-            asked=len(named) if named is not None else int(clients),
+            count=len(named) if named is not None else int(clients),
             trained=int(event.get("trained", 0)) if phase == TRAIN else None,
             loss=_number(event.get("loss")),
             bytes_up=int(event["bytes_up"]),
@@ -201,13 +201,13 @@ class Log:
             late=self._cohort(event.get("late", []), from_spans),
         )
 
-    def _cohort(self, told: list[Any] | str, read: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
-        """A list of numbers, or many of them in short. Equal ones are kept once: with full participation every round
-        has the same."""
-        cohort = read(told) if isinstance(told, str) else tuple(int(number) for number in told)
+    def _cohort(self, listed: list[Any] | str, read: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
+        """The numbers of a list, or of its short form in a string. Equal tuples are stored once: with full
+        participation every round has the same."""
+        cohort = read(listed) if isinstance(listed, str) else tuple(int(number) for number in listed)
         return self._cohorts.setdefault(cohort, cohort)
 
-    def _take_evaluation(self, event: dict[str, Any]) -> None:
+    def _on_evaluation(self, event: dict[str, Any]) -> None:
         accuracy = tuple(_number(value) for value in event["accuracy"])
         index = int(event["round"])
         self.score = str(event.get("score", "accuracy"))
@@ -215,50 +215,49 @@ class Log:
             index, int(event["task"]), bool(event.get("task_end")), accuracy, _number(event.get("acc"))
         )
 
-    def _take_buffer(self, event: dict[str, Any]) -> None:
+    def _on_buffer(self, event: dict[str, Any]) -> None:
         self.buffers[int(event["round"])] = tuple(int(count) for count in event["by_task"])
         looked, of = int(event.get("clients", 0)), int(event.get("of", 0))
         self.buffers_of = (looked, of) if looked < of else None
 
-    def _take_measure(self, event: dict[str, Any]) -> None:
+    def _on_measure(self, event: dict[str, Any]) -> None:
         for key, value in event.items():
             number = _number(value)
             if key not in ("time", "round", "task", "repeat") and number is not None:
                 self.measures.setdefault(f"{event['part']}: {key}", {})[int(event["round"])] = number
 
-    def _take_drift(self, event: dict[str, Any]) -> None:
+    def _on_drift(self, event: dict[str, Any]) -> None:
         index = int(event["round"])
         self.shifts[index] = self._cohort(event["clients"], from_spans)
         by = event.get("by", {"loss": event["clients"]})
         self.shifts_by[index] = {str(signal): self._cohort(clients, from_spans) for signal, clients in by.items()}
 
-    def _take_resume(self, event: dict[str, Any]) -> None:
+    def _on_resume(self, event: dict[str, Any]) -> None:
         self._resumed = True
         self._note("resume", event, f"went on from round {int(event['round']) + 1}")
 
-    def _take_said(self, event: dict[str, Any]) -> None:
+    def _on_message(self, event: dict[str, Any]) -> None:
         self._note(event["event"], event, str(event["message"]))
 
-    def _take_quiet(self, event: dict[str, Any]) -> None:
-        """Checkpoints and the end say nothing that is not known from elsewhere."""
+    def _ignore(self, event: dict[str, Any]) -> None:
+        """Checkpoints and the end add nothing."""
 
-    def _take_other(self, event: dict[str, Any]) -> None:
+    def _on_other(self, event: dict[str, Any]) -> None:
         """An event that this version does not know is shown as it is."""
-        rest = {key: value for key, value in event.items() if key not in ("time", "event", "message")}
-        said = event.get("message")
-        self._note(str(event["event"]), event, str(said) if said else ", ".join(f"{k} {v}" for k, v in rest.items()))
+        rest = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("time", "event", "message"))
+        self._note(str(event["event"]), event, str(event.get("message") or rest))
 
     def _note(self, kind: str, event: dict[str, Any], message: str) -> None:
         self.notes.append(Note(kind, _number(event.get("time")), self.rounds_done, message))
 
-    # what follows from it ----------------------------------------------------------------------------------------
+    # derived -----------------------------------------------------------------------------------------------------
     @property
     def faults(self) -> list[Note]:
         return [note for note in self.notes if note.kind == "fault" and not note.message.startswith(INTERRUPTION)]
 
     @property
     def interrupted(self) -> bool:
-        """Was the last thing that happened an interruption by the user?"""
+        """Was the last event an interruption by the user?"""
         return self.last_kind == "fault" and self.notes[-1].message.startswith(INTERRUPTION)
 
     @property
@@ -277,7 +276,7 @@ class Log:
 
 
 def _before(first: int, values: dict[int, T]) -> dict[int, T]:
-    """What belongs to rounds before `first`."""
+    """The values of rounds before `first`."""
     return {index: value for index, value in values.items() if index < first}
 
 
@@ -288,18 +287,18 @@ def _number(value: Any) -> float | None:
     return float(value) if value - value == 0 else None
 
 
-_TAKERS: dict[str, Callable[[Log, dict[str, Any]], None]] = {
-    "start": Log._take_start,
-    "phase": Log._take_phase,
-    "evaluation": Log._take_evaluation,
-    "buffer": Log._take_buffer,
-    "drift": Log._take_drift,
-    "measure": Log._take_measure,
-    "resume": Log._take_resume,
-    "warning": Log._take_said,
-    "fault": Log._take_said,
-    "checkpoint": Log._take_quiet,
-    "end": Log._take_quiet,
+_HANDLERS: dict[str, Callable[[Log, dict[str, Any]], None]] = {
+    "start": Log._on_start,
+    "phase": Log._on_phase,
+    "evaluation": Log._on_evaluation,
+    "buffer": Log._on_buffer,
+    "drift": Log._on_drift,
+    "measure": Log._on_measure,
+    "resume": Log._on_resume,
+    "warning": Log._on_message,
+    "fault": Log._on_message,
+    "checkpoint": Log._ignore,
+    "end": Log._ignore,
 }
 
 
@@ -311,7 +310,7 @@ class Tail:
         self._offset, self._file_id = 0, (0, 0)
 
     def poll(self, limit: int | None = None, opener: Opener = open_file) -> bool:
-        """Read what is new, at most `limit` bytes of it; True when something was. A missing file says nothing."""
+        """Read new bytes, at most `limit`; True when there were any. A missing file counts as empty."""
         try:
             stat = os.stat(self.path)
             if (stat.st_dev, stat.st_ino) == self._file_id and stat.st_size == self._offset:

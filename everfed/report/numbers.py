@@ -1,4 +1,4 @@
-"""Numbers as people read them, and round numbers for axes."""
+"""Formats numbers for reading, and finds round numbers for axes."""
 
 from __future__ import annotations
 

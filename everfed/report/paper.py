@@ -39,7 +39,7 @@ def check() -> None:
 
 
 def write(groups: Sequence[Group], folder: Path) -> list[Path]:
-    """All figures that there is something to draw in, as NAME.png and NAME.pdf; returns the files."""
+    """All figures with data, as NAME.png and NAME.pdf; returns the files."""
     check()
     from matplotlib import rc_context
 

@@ -1,4 +1,4 @@
-"""Reading run folders: finished, unfinished or damaged, always either a `Run` or an error that names the file."""
+"""Reads run folders, finished, unfinished or damaged, as `Run`s; raises an error that names the damaged file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from everfed.report.log import Evaluation, Log, Opener, Tail, open_file
 from everfed.store.run import EVENTS, RECIPE, RESULT, SETTINGS, RunError
 
 Matrix = list[list[float | None]]
-DEPTH = 3  # how far below a named folder run folders are looked for
+DEPTH = 3  # levels below a named folder that are searched for run folders
 
 
 class Cost(BaseModel):
@@ -59,13 +59,13 @@ class Result(BaseModel):
     curves: list[Curve] = []
     cost: Cost = Cost()
     stream: dict[str, Any] = {}
-    parts: dict[str, dict[str, Any]] = {}  # what parts say of the run
+    parts: dict[str, dict[str, Any]] = {}  # facts from parts
     environment: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder as read. name: how the report calls it. result: None while the run is unfinished."""
+    """A run folder as read. name: its name in the report. result: None while the run is unfinished."""
 
     name: str
     folder: Path
@@ -89,17 +89,17 @@ class Run:
 
     @property
     def score(self) -> str:
-        """What is measured: "accuracy", "perplexity", "map"; an unfinished run tells with its first evaluation."""
+        """What is measured: "accuracy", "perplexity", "map"; of an unfinished run, known from its first evaluation."""
         return self.result.score if self.result else self.log.score or "accuracy"
 
     @property
     def scored(self) -> bool:
-        """Has it told what it measures?"""
+        """Is the score known?"""
         return self.result is not None or bool(self.log.score)
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run has in all; 0 where nobody said yet."""
+        """How many rounds the run has in all; 0 where it is not known yet."""
         if self.log.start is not None:
             return self.log.start.rounds
         return self.result.cost.rounds if self.result else 0
@@ -214,7 +214,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 def read_runs(named: Sequence[Path]) -> list[Run]:
     """The runs in the folders named and below them, each once. Raises RunError where a folder holds none."""
-    folders: dict[Path, Path] = {}  # where it really is -> as it was named
+    folders: dict[Path, Path] = {}  # resolved path -> path as given
     for folder in named:
         if not folder.is_dir():
             raise RunError(f"{folder} is not a folder" if folder.exists() else f"{folder} does not exist")
@@ -228,7 +228,7 @@ def read_runs(named: Sequence[Path]) -> list[Run]:
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart."""
+    """The last parts of the paths, as many as make them unique."""
     parts = [folder.parts for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(part[-length:]) for part in parts]

@@ -1,4 +1,4 @@
-"""The command that makes a run again."""
+"""The command that repeats a run."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def command(run: Run) -> str:
 
 
 def own_stream(run: Run) -> bool:
-    """Did the run get its stream from Python, which no command can give it?"""
+    """Did the run get its stream from Python, so that no command repeats it?"""
     return bool(run.settings.get("own_stream"))

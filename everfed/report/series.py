@@ -1,6 +1,6 @@
-"""The numbers behind every figure, as plain data: what is drawn on a page and what is drawn for a paper are the same.
+"""The numbers behind every figure, as plain data, for the page and for the files alike.
 
-Tasks and rounds count from 1 here, as people count them. Long curves are thinned by `thin`, which keeps every extreme.
+Tasks and rounds count from 1 here. Long curves are thinned by `thin`, which keeps every extreme.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def thin(y: Sequence[float], limit: int = POINTS) -> list[int]:
 
 
 def thinned(line: Line, limit: int = POINTS) -> Line:
-    """The line with at most about `limit` points; `of` remembers how many it had."""
+    """The line with at most about `limit` points; `of` is how many it had."""
     keep = thin(line.y, limit)
     low, high = (None if band is None else tuple(band[i] for i in keep) for band in (line.low, line.high))
     x, y = (tuple(values[i] for i in keep) for values in (line.x, line.y))
@@ -85,7 +85,7 @@ def bytes_by_round(run: Run) -> Points:
 
 
 def measure_by_round(run: Run, name: str) -> Points:
-    """What a part measured."""
+    """A measurement of a part."""
     return {index + 1: value for index, value in sorted(run.log.measures.get(name, {}).items())}
 
 
@@ -118,7 +118,7 @@ def within(points: Points, first: float, last: float) -> Points:
 
 # several runs ------------------------------------------------------------------------------------------------------
 def mean_lines(groups: Sequence[Group], points: Callable[[Run], Points], limit: int = POINTS) -> list[Line]:
-    """One line per group: mean and deviation over its seeds, where all of those that have the curve were measured."""
+    """One line per group: mean and deviation over its seeds, at the points that all seeds with this curve have."""
     lines = (_mean_line(group, [found for run in group.runs if (found := points(run))]) for group in groups)
     return [thinned(line, limit) for line in lines if line is not None]
 
@@ -176,7 +176,7 @@ def _entry(rows: Sequence[Sequence[float | None]], i: int) -> tuple[float, float
     return spread.mean, spread.deviation
 
 
-# who saw what when -------------------------------------------------------------------------------------------------
+# clients by rounds -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Grid:
     """cells[row][column]: a level from 1 (the task a client trained on, say), None where there is nothing. A row stands
@@ -218,7 +218,7 @@ def _grid(clients: int, rounds: int, marks: Iterable[tuple[int, int, int]]) -> G
 
 
 def suspicions(run: Run) -> tuple[Grid, list[str]] | None:
-    """(clients by rounds, the names of its levels): whose data seemed to have changed, and what gave it away."""
+    """(clients by rounds, the names of its levels): suspected shifts, by signal."""
     found = sorted(run.log.shifts_by.items())
     if not found:
         return None
@@ -244,7 +244,7 @@ class ClassMix:
 
 
 def class_mixes(run: Run) -> list[ClassMix]:
-    """Who got what in every division that the result lists client by client."""
+    """The classes of every client, for each division that the result lists client by client."""
     stream = run.result.stream if run.result else {}
     reports = [report for report in stream.get("who_got_what", []) if isinstance(report, dict)]
     tasks = int(stream.get("tasks") or len(reports) or 1)

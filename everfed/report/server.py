@@ -1,9 +1,9 @@
-"""Serving the dashboard with FastAPI. It reads run folders and changes nothing.
+"""Serves the dashboard with FastAPI. It reads run folders and changes nothing.
 
 GET /                  the page
 GET /static/NAME       its style and scripts
 GET /api/runs          every run, in short
-GET /api/live          the same as server-sent events: everything once, then what changed
+GET /api/live          the same as server-sent events: everything once, then changes
 GET /api/compare       curves of several runs, drawn (run=ID..., what=, by=, first=, last=)
 GET /api/run           one run in full, drawn (id=ID)
 GET /api/report        the report of several runs, as a file (run=ID...)
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from everfed.errors import UserError
 from everfed.report import html
-from everfed.report.access import Door, check_token
+from everfed.report.access import AccessControl, check_token
 from everfed.report.dashboard import Dashboard, Feed, NoRun, assets
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-EVERY = 1.0  # seconds between two looks at the folder
+EVERY = 1.0  # seconds between two polls of the folder
 
 
 def create_app(root: Path, token: str | None = None, every: float = EVERY) -> "FastAPI":
@@ -42,7 +42,7 @@ def create_app(root: Path, token: str | None = None, every: float = EVERY) -> "F
 
     app = fastapi.FastAPI(title="everfed", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.feed = feed
-    app.add_middleware(Door, token=token)
+    app.add_middleware(AccessControl, token=token)
     _add_page(app)
     _add_runs(app, dashboard, feed)
     _add_errors(app)
@@ -120,20 +120,21 @@ def _add_errors(app: "FastAPI") -> None:
         return JSONResponse({"detail": str(error)}, status_code=404)
 
 
-def serve(root: Path, host: str, port: int, token: str | None, tell: Callable[[str], None]) -> None:
-    """Serve until interrupted. `tell` gets the address. Raises UserError: extras, folder, token, address in use."""
+def serve(root: Path, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
+    """Serve until interrupted; `announce` is called with the address. Raises UserError: extras, folder, token, address
+    in use."""
     check_token(host, token)
     app = create_app(root, token)
     import uvicorn
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            app.state.feed.closed = True  # open pages hold a connection for ever; they are sent away first
+            app.state.feed.closed = True  # open pages hold a connection for ever; it is closed first
             super().handle_exit(sig, frame)
 
     with _listen(host, port) as listening:
         shown = f"[{host}]" if ":" in host else host
-        tell(f"http://{shown}:{listening.getsockname()[1]}/")
+        announce(f"http://{shown}:{listening.getsockname()[1]}/")
         config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5)
         Server(config).run(sockets=[listening])
 

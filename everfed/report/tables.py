@@ -1,4 +1,4 @@
-"""The tables of a report, as Markdown, CSV, LaTeX and HTML: what a paper prints, with full precision in the CSV."""
+"""The tables of a report, as Markdown, CSV, LaTeX and HTML; full precision in the CSV."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def _cost(group: Group, key: str) -> Cell:
 
 
 def bytes_by_part(groups: Sequence[Group]) -> Table:
-    """Who sends what."""
+    """Bytes by part and direction."""
     rows: list[tuple[Cell, ...]] = []
     for group in groups:
         parts = sorted({part for result in group.results for part in result.cost.bytes_by_part})

@@ -1,11 +1,11 @@
-"""Trackers people already use, as observers of a run: TensorBoard, MLflow and Weights & Biases.
+"""TensorBoard, MLflow and Weights & Biases as observers of a run.
 
-    everfed.run(recipe, folder, observers=[tracker("tensorboard", folder, recipe, tell)])
+    everfed.run(recipe, folder, observers=[tracker("tensorboard", folder, recipe, print)])
 
-The step of every value is the round, counted from 1. A run that is resumed goes on in the same place. Each library
-decides by its own settings where it writes (MLFLOW_TRACKING_URI, WANDB_DIR, ...); Weights & Biases stays offline unless
-WANDB_MODE says otherwise, so that nothing leaves the machine unasked. A tracker that fails is told about and left
-alone: it never ends a run.
+The step of every value is the round, counted from 1. A resumed run goes on in the same place. Each library's own
+settings determine where it writes (MLFLOW_TRACKING_URI, WANDB_DIR, ...); Weights & Biases stays offline unless
+WANDB_MODE is set, so that nothing leaves the machine by default. A tracker that fails causes a warning and is closed;
+it never ends a run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of the experiment that is called as the recipe."""
+    """A run of the experiment with the recipe's name."""
 
     def __init__(self, folder: Path, recipe: Recipe, at: int) -> None:
         import mlflow
@@ -133,8 +133,8 @@ TRACKERS: dict[str, tuple[Callable[[Path, Recipe, int], Sink], str, str]] = {
 }
 
 
-def tracker(kind: str, folder: Path, recipe: Recipe, tell: Callable[[str], None]) -> Observer:
-    """An observer that writes a run to a tracker. `tell` hears of a tracker that failed.
+def tracker(kind: str, folder: Path, recipe: Recipe, warn: Callable[[str], None]) -> Observer:
+    """An observer that writes a run to a tracker. warn: called with a message when the tracker fails.
 
     Raises UserError for an unknown kind, and for one whose library is not installed, before anything runs.
     """
@@ -145,24 +145,24 @@ def tracker(kind: str, folder: Path, recipe: Recipe, tell: Callable[[str], None]
     make, package, install = TRACKERS[kind]
     if find_spec(package) is None:
         raise UserError(f"tracking with {kind} needs its library: pip install {install}")
-    return _Tracking(kind, lambda at: make(folder, recipe, at), tell)
+    return _Tracking(kind, lambda at: make(folder, recipe, at), warn)
 
 
 class _Tracking:
     """Feeds a sink from events; it is opened when the run starts, and closed when it ends or fails."""
 
-    def __init__(self, kind: str, make: Callable[[int], Sink], tell: Callable[[str], None]) -> None:
-        self._kind, self._make, self._tell = kind, make, tell
+    def __init__(self, kind: str, make: Callable[[int], Sink], warn: Callable[[str], None]) -> None:
+        self._kind, self._make, self._warn = kind, make, warn
         self._sink: Sink | None = None
 
     def __call__(self, event: Event) -> None:
         try:
-            self._take(event)
-        except Exception as error:  # whatever a tracker throws, the run goes on
+            self._process(event)
+        except Exception as error:  # a tracker may raise anything; the run goes on
             self._sink = None
-            self._tell(f"{self._kind} tracks this run no longer: {type(error).__name__}: {error}")
+            self._warn(f"{self._kind} tracks this run no longer: {type(error).__name__}: {error}")
 
-    def _take(self, event: Event) -> None:
+    def _process(self, event: Event) -> None:
         if event["event"] == "start":
             self._sink = self._make(int(event.get("round", 0)))
         if self._sink is None:
@@ -193,5 +193,5 @@ def scalars(event: Event) -> Values:
 
 
 def numbers(table: dict[str, Any]) -> Values:
-    """What is a number, as one; the rest is left out."""
+    """The numbers of a table as floats; other values are left out."""
     return {key: float(value) for key, value in table.items() if isinstance(value, int | float)}

@@ -1,11 +1,11 @@
-"""Checkpoints: written beside the run, atomically, by a thread of their own, every few seconds of work.
+"""Checkpoints: written atomically by a thread of their own, every few seconds of work.
 
-checkpoint/<number>/run.safetensors   the server's side
-checkpoint/<number>/clients.json      which version of each client's state belongs to it, with checksums of all files
+checkpoint/<number>/run.safetensors   the server's state
+checkpoint/<number>/clients.json      the version of each client's state, with checksums of all files
 clients/<client>.<version>.safetensors
 
-A checkpoint exists once its folder has its final name. Older ones are removed after a newer one is durable. Between two
-checkpoints determinism recovers what was lost: the rounds are simply run again.
+A checkpoint exists once its folder has its final name. Older ones are removed after a newer one is durable. Rounds
+after a checkpoint are run again when a run is resumed, with the same result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What clients.json says. recipe: the fingerprint of what was run; run: checksum of the server's side; clients:
+    """The content of clients.json. recipe: fingerprint of the recipe; run: checksum of the server's state; clients:
     version and checksum of each client's state."""
 
     recipe: str
@@ -58,14 +58,16 @@ class Manifest:
         if digest(outer["content"].encode()) != outer["digest"]:
             raise ValueError(f"{CLIENTS} is damaged")
         content = json.loads(outer["content"])
-        clients = {int(client): (int(version), str(seal)) for client, (version, seal) in content["clients"].items()}
+        clients = {
+            int(client): (int(version), str(checked)) for client, (version, checked) in content["clients"].items()
+        }
         return Manifest(content["recipe"], content["run"], clients)
 
 
 class Checkpoints:
-    """Saves a run's state under `folder`, at most every `every` seconds unless told that it must.
+    """Saves a run's state under `folder`, every `every` seconds at most, except where it must.
 
-    recipe: a fingerprint of what is run; `latest` refuses the checkpoint for anything else.
+    recipe: a fingerprint of the recipe; `latest` refuses a checkpoint of another one.
     """
 
     def __init__(self, folder: Path, store: ClientStore, every: float = 5.0, recipe: str = "") -> None:
@@ -74,31 +76,32 @@ class Checkpoints:
         self._last = time.monotonic()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self.durable: Place = (0, 0, 0, 0)  # a run that is killed goes on from here, or from later
-        self._seals: dict[int, tuple[int, str]] = {}  # client -> (version, checksum) of the newest known file
+        self.durable: Place = (0, 0, 0, 0)  # a run that is killed resumes from here, or from later
+        self._checksums: dict[int, tuple[int, str]] = {}  # client -> (version, checksum) of the newest known file
         make_folder(folder)
 
     def offer(self, state: RunState, must: bool) -> bool:
-        """Save when it is due. A task's end must be saved: it waits for a writer that is still busy."""
+        """Start a checkpoint if one is due; True if so. must: save in any case, after a checkpoint that is still being
+        written (at a task's end)."""
         self._raise_failure()
         busy = self._thread is not None and self._thread.is_alive()
         if not must and (busy or time.monotonic() - self._last < self.every):
             return False
         self.wait()
         self._last = time.monotonic()
-        # the state's trees are never changed in place, so holding them is a snapshot
+        # the state's trees are never changed in place, so references to them are a snapshot
         job = (state.to_tree(), *self.store.snapshot(), state.place)
         self._thread = threading.Thread(target=self._write_safely, args=job, name="checkpoint", daemon=True)
         self._thread.start()
         return True
 
     def wait(self) -> None:
-        """Until the last checkpoint is durable. Raises CheckpointError when it could not be written."""
+        """Wait until the last checkpoint is durable. Raises CheckpointError when it could not be written."""
         self.close()
         self._raise_failure()
 
     def close(self) -> None:
-        """Until nothing is being written any more."""
+        """Wait until nothing is being written any more."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -108,7 +111,7 @@ class Checkpoints:
         if isinstance(failure, OSError):
             raise CheckpointError(
                 f"cannot write a checkpoint to {self.folder}: {failure.strerror or failure}. "
-                "The last good checkpoint is kept; free some space and `everfed resume` the run"
+                "The last good checkpoint is kept; free some space, then `everfed resume` the run"
             ) from failure
         if failure is not None:
             raise failure
@@ -121,10 +124,10 @@ class Checkpoints:
             self._failure = error
 
     def write(self, run: Tree, versions: dict[int, int], dirty: dict[int, Tree]) -> None:
-        """Put one checkpoint on disk and remove what it replaces."""
+        """Write one checkpoint to disk and remove what it replaces."""
         self.store.write(versions, dirty)
         data = tree.to_bytes(run)
-        manifest = Manifest(self.recipe, digest(data), self._sealed(versions))
+        manifest = Manifest(self.recipe, digest(data), self._with_checksums(versions))
         number = max(numbers(self.folder), default=0) + 1
         temporary, final = self.folder / f".{number}.tmp", self.folder / str(number)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -144,26 +147,26 @@ class Checkpoints:
                 shutil.rmtree(self.folder / str(older), ignore_errors=True)
         self.store.collect(versions)
 
-    def _sealed(self, versions: dict[int, int]) -> dict[int, tuple[int, str]]:
+    def _with_checksums(self, versions: dict[int, int]) -> dict[int, tuple[int, str]]:
         """Versions with the checksums of their files; only files that are new since the last checkpoint are read."""
-        seals: dict[int, tuple[int, str]] = {}
+        found: dict[int, tuple[int, str]] = {}
         for client, version in versions.items():
-            known = self._seals.get(client)
+            known = self._checksums.get(client)
             path = self.store._path(client, version)
-            seals[client] = known if known and known[0] == version else (version, file_digest(path))
-        self._seals = seals
-        return seals
+            found[client] = known if known and known[0] == version else (version, file_digest(path))
+        self._checksums = found
+        return found
 
 
 def numbers(folder: Path) -> list[int]:
-    """The checkpoints there are, ascending."""
+    """The numbers of the checkpoints in `folder`, ascending."""
     with contextlib.suppress(FileNotFoundError):
         return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     return []
 
 
 def latest(folder: Path, store: ClientStore, recipe: str = "") -> RunState | None:
-    """The newest checkpoint, its client states put back into `store`; None when there is none yet.
+    """The newest checkpoint, with its client states restored in `store`; None when there is none yet.
 
     Raises CheckpointError when a file of it is missing or damaged, or when it belongs to another `recipe`; nothing is
     changed then. Client states that are newer than the checkpoint are removed: their rounds are run again.
@@ -176,8 +179,8 @@ def latest(folder: Path, store: ClientStore, recipe: str = "") -> RunState | Non
     try:
         manifest = Manifest.from_json((path / CLIENTS).read_bytes())
         state = RunState.from_tree(tree.from_bytes(_intact(path / RUN, manifest.run)))
-        for client, (version, seal) in manifest.clients.items():
-            _intact(store._path(client, version), seal)
+        for client, (version, checksum) in manifest.clients.items():
+            _intact(store._path(client, version), checksum)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be read ({error}); nothing was changed. Restore the folder from a copy, "
@@ -194,7 +197,7 @@ def latest(folder: Path, store: ClientStore, recipe: str = "") -> RunState | Non
 
 
 def newest(folder: Path) -> RunState | None:
-    """The server's side of the newest checkpoint, to look at: nothing is changed, and clients' states are not read."""
+    """The server's state in the newest checkpoint; nothing is changed, and clients' states are not read."""
     found = numbers(folder)
     if not found:
         return None
@@ -206,9 +209,9 @@ def newest(folder: Path) -> RunState | None:
         raise CheckpointError(f"checkpoint {path} cannot be read ({error}); nothing was changed") from error
 
 
-def _intact(path: Path, seal: str) -> bytes:
-    """The content of a file whose checksum is known. Raises ValueError when it is not what was written."""
+def _intact(path: Path, checksum: str) -> bytes:
+    """The content of a file. Raises ValueError when it does not have this checksum."""
     data = path.read_bytes()
-    if digest(data) != seal:
+    if digest(data) != checksum:
         raise ValueError(f"{path} is damaged")
     return data

@@ -1,8 +1,8 @@
-"""Client state that may outgrow memory: hot states in memory under a budget, the rest on disk, versioned.
+"""Stores client states that may exceed memory: hot states in memory up to a budget, the others on disk, versioned.
 
-Every state that reaches the disk is a file of its own, named by client and version, and is never rewritten. A
-checkpoint is then a list of versions: the same files serve paging and resuming, and a checkpoint costs what changed
-since the last. Paging alone waits for no disk: a page need only outlive a power failure once a checkpoint names it.
+Every state on disk is a file of its own, named by client and version, and is never rewritten. A checkpoint is then a
+list of versions: the same files serve paging and resuming, and a checkpoint writes only what changed since the last.
+Paging does not sync: a file must survive a power failure only once a checkpoint names it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Page = tuple[int, int]  # (client, version)
 class ClientStore:
     """State by client. Without a folder everything stays in memory.
 
-    Thread-safe: a checkpoint may be written while clients run. States are never changed in place by anyone.
+    Thread-safe: a checkpoint may be written while clients run. States must never be changed in place.
     """
 
     def __init__(self, folder: Path | None = None, budget: int = DEFAULT_BUDGET) -> None:
@@ -40,8 +40,8 @@ class ClientStore:
         self._sizes: dict[int, int] = {}
         self._version: dict[int, int] = {}
         self._saved: dict[int, int] = {}  # client -> newest version that is on disk
-        self._unsynced: set[Page] = set()  # on disk, but a power failure may take them
-        self._stale: set[Page] = set()  # on disk, and the live run needs them no more; a checkpoint may
+        self._unsynced: set[Page] = set()  # on disk, but not synced
+        self._stale: set[Page] = set()  # on disk and no longer needed by the live run, but maybe by a checkpoint
         self._clock = 0
         self._lock = threading.RLock()
         if folder is not None:
@@ -61,7 +61,7 @@ class ClientStore:
             return state
 
     def peek(self, client: int) -> State | None:
-        """The same, for a look that is no use of it: what is in memory stays what it was."""
+        """The same, without changing which states are in memory."""
         with self._lock:
             if client in self._hot or client not in self._version:
                 return self._hot.get(client)
@@ -79,9 +79,9 @@ class ClientStore:
             self._keep(client, state)
 
     def clear(self) -> None:
-        """Forget every state; only where all of them are in memory."""
+        """Remove every state; only for a store without a folder."""
         if self.folder is not None:
-            raise RuntimeError("a store with a folder goes back by `restore`")
+            raise RuntimeError("a store with a folder cannot be cleared; use `restore`")
         with self._lock:
             for table in (self._hot, self._version, self._saved, self._sizes):
                 table.clear()
@@ -106,13 +106,13 @@ class ClientStore:
             return dict(self._version), dirty
 
     def write(self, versions: Mapping[int, int], dirty: Mapping[int, State]) -> None:
-        """Put a snapshot's states on disk, and wait until all that `versions` names is durable."""
+        """Write a snapshot's states to disk, and wait until all files of `versions` are durable."""
         for client, state in dirty.items():
             self._write(client, versions[client], state)
         with self._lock:
             pages = [(client, version) for client, version in self._unsynced if versions.get(client) == version]
         if pages and self.folder is not None:
-            # a file system commits what is asked of it at one time together: many times faster than one by one
+            # concurrent syncs are committed together by the file system: many times faster than one by one
             with ThreadPoolExecutor(min(_AT_ONCE, len(pages))) as pool:
                 list(pool.map(lambda page: _sync(self._path(*page)), pages))
             sync_folder(self.folder)  # their names
@@ -120,7 +120,7 @@ class ClientStore:
             self._unsynced.difference_update(pages)
 
     def restore(self, versions: Mapping[int, int]) -> None:
-        """Go back to the states a checkpoint names."""
+        """Go back to the states of a checkpoint."""
         with self._lock:
             self._sizes = {client: _payload(self._path(client, v)) for client, v in versions.items()}
             self._hot.clear()
@@ -130,7 +130,7 @@ class ClientStore:
             self._forget(set(versions.items()))
 
     def keep(self, wanted: Callable[[int], bool]) -> None:
-        """Forget the clients that are not `wanted` (another process keeps them); their files stay."""
+        """Drop the clients that are not `wanted` (another process has them); their files stay."""
         with self._lock:
             for client in [known for known in self._version if not wanted(known)]:
                 if self._hot.pop(client, None) is not None:
@@ -150,8 +150,8 @@ class ClientStore:
             self._path(client, version).unlink(missing_ok=True)
 
     def _forget(self, named: set[Page]) -> None:
-        """Nothing is live but `named`. What else lies in the folder was left by an earlier life of the run; versions
-        count on from the highest of all, so that a file never stands for a state it does not hold."""
+        """Mark all files in the folder but `named` as stale: an earlier process of this run left them. Versions go on
+        from the highest of all, so that no file name is used twice."""
         found = set(self._pages())
         self._stale = found - named
         self._unsynced = set()
@@ -177,7 +177,7 @@ class ClientStore:
             self._page_out()
 
     def _page_out(self) -> None:
-        """Let go of the state that was not used for longest, once it is on disk."""
+        """Drop the least recently used state from memory, after writing it to disk."""
         client, state = next(iter(self._hot.items()))
         if self._saved.get(client) != self._version[client]:
             self._write(client, self._version[client], state)
@@ -197,12 +197,12 @@ class ClientStore:
         with self._lock:
             self._unsynced.add((client, version))
             self._saved[client] = max(version, self._saved.get(client, 0))
-            if self._version[client] != version:  # the client went on while a checkpoint wrote this
+            if self._version[client] != version:  # the client was called again while a checkpoint wrote this
                 self._stale.add((client, version))
 
 
 def _write_page(path: Path, data: bytes) -> None:
-    """A whole file or none, as far as other threads and later lives of the process can see; nothing is synced."""
+    """Write a file atomically with respect to other threads and a crash of the process; nothing is synced."""
     # a checkpoint and a page-out may write the same file at once, so each has a temporary one of its own
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Files that are either the old ones or the new ones, never half of each."""
+"""Atomic and durable writing of files."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ DIGEST_BYTES = 16
 
 
 def write_atomic(path: Path, data: bytes, durable: bool = True) -> None:
-    """Write `data` to `path` so that a crash at any moment leaves the old content or the new. Not durable: only a crash
-    of the process; for what is checked when it is read and can be had again, where waiting for the disk buys nothing.
-    """
+    """Write `data` to `path` so that a crash at any moment leaves the old content or the new. durable=False: does not
+    sync, so that only a crash of the process is covered; for files that are checked when read and can be restored."""
     # two threads may write the same file, so each has a temporary one of its own
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         write_synced(temporary, data) if durable else temporary.write_bytes(data)
         os.replace(temporary, path)
     except BaseException:
-        # what brought us here is what the caller should hear of
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the first error is raised, not that of removing
             temporary.unlink(missing_ok=True)
         raise
     if durable:
@@ -55,14 +53,14 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path, name: str = "*") -> None:
-    """Remove what writers of `name` that were killed have left in `folder`. Nobody may be writing there."""
+    """Remove temporary files of `name` that killed processes left in `folder`. No process may be writing there."""
     for path in folder.glob(f".{name}.tmp"):
         if path.is_file():
             path.unlink(missing_ok=True)
 
 
 def digest(data: bytes) -> str:
-    """A checksum that tells damaged content from the original."""
+    """A checksum of content."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""One process per folder: a lock that goes with the process, however it ends."""
+"""A lock on a folder that is released when its process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Locked(Exception):
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock that the file `path` stands for; it is created when missing. Raises Locked, or OSError."""
+    """Hold the lock on the file `path`, which is created when missing. Raises Locked, or OSError."""
     file = _acquire(path)
-    # A forked worker inherits the lock, and would keep it for as long as it outlives a parent that was killed.
+    # a forked worker inherits the lock, and would hold it after its parent was killed
     multiprocessing.util.register_after_fork(file, lambda inherited: inherited.close())
     with file:
         yield

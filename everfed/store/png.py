@@ -1,4 +1,4 @@
-"""Pictures as PNG files, without a package for images: what a report shows must not need one."""
+"""Writes PNG files without a package for images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves behind, and the only place that knows its file names."""
+"""The run folder: its files, their names, and how they are written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPE, EVENTS, RESULT, MODEL, REPORT = "recipe.toml", "events.jsonl", "result.j
 PICTURES = "pictures"
 CHECKPOINT, CLIENTS, SETTINGS, LOCK = "checkpoint", "clients", "settings.json", ".lock"
 DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
-REMEDY = "The last checkpoint is kept: put that right and `everfed resume` the run"
+REMEDY = "The last checkpoint is kept: correct this, then `everfed resume` the run"
 
 
 class RunError(UserError):
@@ -47,22 +47,22 @@ class RunFolder:
     @staticmethod
     @contextmanager
     def new(path: Path, recipe_toml: str, settings: dict[str, Any], leads: bool = True) -> Iterator[RunFolder]:
-        """A new run folder, held by this process. It is removed when the run fails before its first event, so that a
-        run that is refused leaves things as they were found. leads: False for a process that only takes part in
-        another's run (`EngineSection.leads`); it makes and holds nothing."""
+        """A new run folder, locked by this process. It is removed when the run fails before its first event, so that a
+        refused run leaves nothing behind. leads: False for a process that only takes part in another's run
+        (`EngineSection.leads`); it creates and locks nothing."""
         folder = RunFolder(path)
         if not leads:
             yield folder
             return
         with folder._writing(""):
-            folder._refuse_taken(recipe_toml)  # before anything is made
+            folder._refuse_taken(recipe_toml)  # before anything is created
             made = [missing for missing in (path, *path.parents) if not missing.exists()]
         try:
             with folder._writing(""):
                 make_folder(path)
             with folder.held(""):
-                folder._refuse_taken(recipe_toml)  # another process may have been quicker
-                with folder._taken_back():
+                folder._refuse_taken(recipe_toml)  # another process may have created it meanwhile
+                with folder._removed_on_failure():
                     RunFolder.create(path, recipe_toml, settings)
                     yield folder
         except BaseException:
@@ -83,7 +83,7 @@ class RunFolder:
 
     @contextmanager
     def held(self, remedy: str = REMEDY, leads: bool = True) -> Iterator[None]:
-        """Keep other processes from running this run, and remove what a killed one left half-written."""
+        """Lock the run against other processes, and remove half-written files of a killed one."""
         if not leads:
             yield
             return
@@ -103,7 +103,7 @@ class RunFolder:
             remove_temporaries(self.clients)
 
     @contextmanager
-    def _taken_back(self) -> Iterator[None]:
+    def _removed_on_failure(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -160,7 +160,7 @@ class RunFolder:
         return self.path / CLIENTS
 
     def read_settings(self) -> dict[str, Any]:
-        """settings.json: what the command line said beside the recipe."""
+        """settings.json: the options of the command line beside the recipe."""
         return self._read_object(self.settings) if self.settings.exists() else {}
 
     def read_result(self) -> dict[str, Any] | None:
@@ -185,13 +185,13 @@ class RunFolder:
         return data
 
     def note(self, **facts: Any) -> None:
-        """Add to settings.json what turned out when the run began."""
+        """Add facts about the run to settings.json."""
         with self._writing():
             write_atomic(self.settings, json.dumps({**self.read_settings(), **facts}, indent=2).encode())
 
     @property
     def pictures(self) -> Path:
-        """Pictures of test samples with what the trained model says about them, where a stream draws any."""
+        """The folder of pictures: test samples with the trained model's outputs, where a stream draws any."""
         return self.path / PICTURES
 
     def write_pictures(self, pictures: dict[str, bytes]) -> None:
@@ -210,9 +210,9 @@ class RunFolder:
             write_atomic(self.result, (json.dumps(data, indent=2) + "\n").encode())
 
     def fault(self, error: BaseException) -> RunError | None:
-        """What to tell the user when `error`, or what caused it, is the disk's doing; None when it is not."""
+        """The error for the user when `error`, or its cause, is a fault of the disk; None when it is not."""
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, UserError):  # which says what it is itself
+        while cause is not None and not isinstance(cause, UserError):  # a UserError has its own message
             if isinstance(cause, OSError) and self._is_disk_fault(cause):
                 return _cannot_write(self.path, cause)
             cause = cause.__cause__
@@ -232,13 +232,13 @@ _REDO = "Remove that file and `everfed resume` the run to write it again"
 
 
 def _is_beginning(path: Path) -> bool:
-    """Is this all that a process killed before its run began may have left?"""
+    """Can this file be left by a process that was killed before its run began?"""
     return path.name in (SETTINGS, LOCK) or (path.name.startswith(".") and path.name.endswith(".tmp"))
 
 
 @contextmanager
 def writing(folder: Path, remedy: str = REMEDY) -> Iterator[None]:
-    """What the disk refuses becomes one message that names the folder and says how to go on."""
+    """Turns an OSError into a RunError that names the folder and the remedy."""
     try:
         yield
     except OSError as error:
@@ -253,7 +253,7 @@ def _cannot_write(folder: Path, error: OSError, remedy: str = REMEDY) -> RunErro
 class EventLog:
     """events.jsonl: append-only, one JSON object per line. After a resume, later lines of a round supersede earlier.
 
-    Every line is one write without a buffer: what was told is there when the process is killed right after.
+    Every line is one unbuffered write: an event is in the file even if the process is killed right after it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -265,7 +265,7 @@ class EventLog:
     def __call__(self, event: dict[str, Any]) -> None:
         line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"
         with writing(self._folder):
-            while line:  # a disk that becomes full takes a part first, and refuses the rest
+            while line:  # on a disk that becomes full only a part may be written
                 line = line[self._file.write(line) :]
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class EventLog:
 
 
 def _cut_half_line(path: Path) -> None:
-    """A killed run may leave half a line, which tells nothing; the next event starts where it did."""
+    """Remove the half line that a killed run may have left, so that the next event starts there."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

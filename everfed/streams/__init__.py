@@ -1,5 +1,5 @@
-"""Streams: what each client sees over time. `build` makes one from a recipe, `from_arrays` from a user's own arrays,
-`from_function` from a function that yields them as they arrive."""
+"""Streams: what each client sees over time. `build` makes one from a recipe, `from_arrays` from arrays,
+`from_function` from a function that yields periods of data."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def build(
 
     Keys: dataset, scenario, seed (the stream's own; default `seed`), those of `Options`, and the scenario's own:
     transform (domain-incremental), class_order (class- and task-incremental), domains (multi-domain), classes_per_task,
-    sample_split and class_overlap_within_step (task-pool), those of `Periods`, `Driving` and `Own`. What is not
-    allowed is an OptionError; a data set that is not there is a DataError. Every client's share of every task is
-    decided here.
+    sample_split and class_overlap_within_step (task-pool), those of `Periods`, `Driving` and `Own`. Raises OptionError
+    for keys and values that are not allowed, DataError for a missing data set. The division of the data among clients
+    is drawn here.
     """
     table = dict(options)
     if not isinstance(table.get("dataset"), (str, Path)) or not str(table["dataset"]):
@@ -74,14 +74,14 @@ def build(
     kind, common, own = _split_options(table)
     seed = own.pop("seed", seed)
     read: Callable[..., Any] = getattr(kind, "read", partial(_read, common))  # a scenario may need more than one set
-    make: Callable[..., Stream] = kind  # what it is made of differs by scenario
+    make: Callable[..., Stream] = kind  # the type of its first argument differs by scenario
     return make(read(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
 def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
     source = load(dataset, data_dir, TextOptions(common.encoder, common.max_train, common.max_test))
     if common.encoder is not None and not source.encoder:
-        raise OptionError("encoder", f"{source.name} holds no texts; leave it out")
+        raise OptionError("encoder", f"{source.name} has no texts; leave it out")
     return source
 
 

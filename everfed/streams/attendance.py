@@ -1,10 +1,10 @@
-"""Who is there, who is chosen, and who answers in time.
+"""Availability, sampling and deadlines of clients.
 
-availability  clients come and go: by named rounds, by a file of them, or by chance. Who is not there is not asked for
-              anything, and keeps its state until it returns.
-participation a share of those who are there is chosen for a round.
-deadline      more are chosen than needed (`oversample`), each takes a simulated time to answer, and the round goes on
-              with the first that were needed; who is later than that, or than the deadline, is dropped and named.
+availability  clients come and go: by rounds in a table or a file, or at random. An absent client takes part in no
+              phase, and keeps its state until it returns.
+participation the share of available clients that is sampled for a round.
+deadline      more clients are sampled than needed (`oversample`), each takes a simulated time to reply, and the round
+              goes on with the first replies; later clients, and those beyond the deadline, are dropped and reported.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LATENCIES = traces.Form(("client", "seconds"), lambda entry: [(entry,)], "2.5")
 
 @dataclass(frozen=True)
 class Deadline:
-    """seconds: how long the server waits. median: (clients,) seconds that each client usually takes. noise: deviation
-    of the logarithm from round to round. oversample: how many are chosen for each that is needed."""
+    """seconds: how long the server waits. median: (clients,) median seconds of each client. noise: deviation of the
+    logarithm from round to round. oversample: clients sampled per client needed."""
 
     seconds: float
     median: np.ndarray
@@ -49,7 +49,7 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Attendance:
-    """there: (clients, rounds) who is there, None for everybody always. fingerprint: of the files read."""
+    """there: (clients, rounds) availability, None for all clients always. fingerprint: of the files read."""
 
     clients: int
     share: float
@@ -60,37 +60,37 @@ class Attendance:
     _before: np.ndarray | None = field(default=None, repr=False)
 
     def present(self, index: int) -> np.ndarray:
-        """The clients that are there in round `index`, ascending."""
+        """The clients that are available in round `index`, ascending."""
         return np.arange(self.clients) if self.there is None else np.flatnonzero(self.there[:, index])
 
     def was_there(self, clients: np.ndarray, since: np.ndarray, index: int) -> np.ndarray:
-        """(clients,) whether each of them was there in a round from its `since` on and before `index`."""
+        """(clients,) whether each of them was available in a round from its `since` on and before `index`."""
         if self._before is None:
             return np.asarray(since < index)
         return np.asarray(self._before[clients, index] > self._before[clients, since])
 
     def chosen(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(who takes part in round `index`, who was chosen as well but is too late), ascending."""
+        """(participants of round `index`, sampled clients that are too late), both ascending."""
         present = self.present(index)
         needed = min(len(present), cohort_size(len(present), self.share))
-        asked = needed
+        count = needed
         if self.deadline is not None:
-            asked = min(len(present), math.ceil(self.deadline.oversample * needed - 1e-9))
-        if asked < len(present):
-            present = np.sort(generator(self.seed, "participation", index).choice(present, size=asked, replace=False))
+            count = min(len(present), math.ceil(self.deadline.oversample * needed - 1e-9))
+        if count < len(present):
+            present = np.sort(generator(self.seed, "participation", index).choice(present, size=count, replace=False))
         if self.deadline is None:
             return tuple(present.tolist()), ()
         return self._in_time(self.deadline, present, needed, index)
 
     def _in_time(
-        self, deadline: Deadline, asked: np.ndarray, needed: int, index: int
+        self, deadline: Deadline, sampled: np.ndarray, needed: int, index: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        noise = generator(self.seed, "latency", index).standard_normal(self.clients)[asked]
-        takes = deadline.median[asked] * np.exp(deadline.noise * noise)
+        noise = generator(self.seed, "latency", index).standard_normal(self.clients)[sampled]
+        takes = deadline.median[sampled] * np.exp(deadline.noise * noise)
         order = np.argsort(takes, kind="stable")
         first = order[: min(needed, int((takes <= deadline.seconds).sum()))]
-        late = np.setdiff1d(np.arange(len(asked)), first)
-        return tuple(asked[np.sort(first)].tolist()), tuple(asked[late].tolist())
+        late = np.setdiff1d(np.arange(len(sampled)), first)
+        return tuple(sampled[np.sort(first)].tolist()), tuple(sampled[late].tolist())
 
 
 def make(
@@ -101,7 +101,7 @@ def make(
     rounds: int,
     seed: int,
 ) -> Attendance:
-    """Who is there and who takes part, as the options say."""
+    """The attendance that the options describe."""
     there, mark = (None, "") if availability is None else _presence(availability, clients, rounds, seed)
     limit, other = (None, "") if deadline is None else _deadline(deadline, clients, seed)
     before = None
@@ -111,7 +111,7 @@ def make(
 
 
 def check_availability(options: Any) -> None:
-    """Refuse an option `availability` that is not allowed."""
+    """Raises OptionError for an option `availability` that is not allowed."""
     if not isinstance(options, Mapping):
         raise OptionError(
             "availability", f"expected a table such as {{ kind = 'file', path = '...' }}, got {options!r}"
@@ -123,7 +123,7 @@ def check_availability(options: Any) -> None:
 
 
 def check_deadline(options: Any) -> None:
-    """Refuse an option `deadline` that is not allowed."""
+    """Raises OptionError for an option `deadline` that is not allowed."""
     if not isinstance(options, Mapping) or "seconds" not in options:
         raise OptionError("deadline", f"expected a table such as {{ seconds = 60, latency = 20 }}, got {options!r}")
     _known("deadline", options, _DEADLINE)
@@ -155,14 +155,14 @@ def _presence(options: Mapping[str, Any], clients: int, rounds: int, seed: int) 
     for row in rows:
         begin, end = row.whole(0), rounds if row.cells[1] == "" else row.whole(1)
         if end <= begin:
-            raise row.refuse(f"from round {begin} to before round {end} is no time at all")
+            raise row.refuse(f"the end (round {end}) must be after the beginning (round {begin})")
         there[row.client, begin:end] = True
     return there, mark
 
 
 def by_chance(clients: int, rounds: int, leave: float, come: float, rng: np.random.Generator) -> np.ndarray:
-    """(clients, rounds): who is there leaves with probability `leave` after a round, who is away comes back with
-    probability `come`; at first each is there with the probability that this leads to in the long run."""
+    """(clients, rounds): an available client leaves after a round with probability `leave`, an absent one returns with
+    probability `come`; the first round is drawn from the stationary distribution."""
     draws = rng.random((rounds, clients))
     there = np.empty((clients, rounds), dtype=bool)
     now = draws[0] < come / (come + leave)

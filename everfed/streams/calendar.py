@@ -1,4 +1,4 @@
-"""The plan of every round: which task each client is in, who is there and takes part, what begins, ends and drifts."""
+"""Makes the plan of every round: participants, the task of each client, tasks that begin and end, drift."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from everfed.streams.options import OptionError, Options
 
 
 class Calendar:
-    """Of a stream with `tasks` tasks of `rounds_per_task` rounds each; evaluation is at the common points t R,
-    whatever clock each client has."""
+    """The plans of a stream with `tasks` tasks of R = `rounds_per_task` rounds each. Evaluation is after rounds R, 2R,
+    ..., also where clients have clocks of their own."""
 
     def __init__(self, options: Options, tasks: int, rounds_per_task: int, seed: int) -> None:
         self.clients, self.tasks, self.rounds_per_task = options.clients, tasks, rounds_per_task
@@ -41,16 +41,16 @@ class Calendar:
 
     @property
     def fingerprint(self) -> str:
-        """Of all files that it was made from."""
+        """Of all files that were read."""
         return (self.clocks.fingerprint if self.clocks else "") + self.attendance.fingerprint
 
     @property
     def _simple(self) -> bool:
-        """Is everybody there always, and in the same task?"""
+        """Are all clients always available, and in the same task?"""
         return self.clocks is None and self.attendance.there is None and not self.drift
 
     def within(self, client: int, index: int) -> tuple[int, int]:
-        """(rounds of the client's task behind it, rounds that it lasts)."""
+        """(rounds of the client's task before `index`, rounds that the task lasts)."""
         begin, end = self._row(client)[self.task_of(client, index) :][:2].tolist()
         return index - begin, end - begin
 
@@ -71,7 +71,7 @@ class Calendar:
         return max(0, self.drift - (lasts - behind) + 1) / (self.drift + 1)
 
     def plan(self, index: int) -> RoundPlan:
-        """The plan of round `index`. With hidden boundaries nobody is said to begin or end."""
+        """The plan of round `index`. With hidden boundaries `begins` and `ends` are empty."""
         if not 0 <= index < self.rounds:
             raise IndexError(f"round {index} is not within 0..{self.rounds - 1}")
         participants, late = self.attendance.chosen(index)
@@ -82,14 +82,14 @@ class Calendar:
 
     def _common_plan(self, index: int, participants: tuple[int, ...], notes: Mapping[str, Any]) -> RoundPlan:
         task, within = divmod(index, self.rounds_per_task)
-        everyone = tuple(range(self.clients))
+        clients = tuple(range(self.clients))
         last = within == self.rounds_per_task - 1
         return RoundPlan(
             task=task,
             participants=participants,
-            tasks=dict.fromkeys(everyone, task),
-            begins=everyone if within == 0 and self.boundaries else (),
-            ends=everyone if last and self.boundaries else (),
+            tasks=dict.fromkeys(clients, task),
+            begins=clients if within == 0 and self.boundaries else (),
+            ends=clients if last and self.boundaries else (),
             evaluate=last,
             notes=notes,
         )

@@ -1,4 +1,4 @@
-"""Class-incremental: every task brings classes of its own, divided anew among the clients."""
+"""Class-incremental: every task has new classes, divided among the clients by a new draw."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ CLASS_ORDERS = ("natural", "shuffled")
 
 
 class ClassIncremental(IncrementalStream):
-    """Tasks are blocks of consecutive classes of the class order; the first blocks are one larger when they must be."""
+    """Tasks are blocks of consecutive classes of the class order; if classes do not divide evenly, the first blocks
+    have one more."""
 
     scenario = "class-incremental"
     about = "new classes in every task; a test sample may be of any class"
@@ -38,7 +39,7 @@ class ClassIncremental(IncrementalStream):
         return [tuple(sorted(block.tolist())) for block in np.array_split(order, self.options.tasks)]
 
     def classes_of(self, task: int) -> tuple[int, ...]:
-        """The classes that `task` brings."""
+        """The classes of `task`, ascending."""
         return self._blocks[task]
 
     def view(self, x: Tensor, task: int) -> Tensor:

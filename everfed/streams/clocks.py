@@ -4,14 +4,14 @@ A run has tasks * R rounds. Client k is in task t while b[k, t] <= round < b[k, 
 
     synchronous   b[k, t] = t R
     jitter        b[k, t] = t R + uniform whole number in [-J, J], sorted, at least one round apart; J = R // 2 if not
-                  given. Everybody has all tasks, and T R rounds in all
-    speed         b[k, t] = t R / s_k, with s_k uniform in [low, high]: who is fast stays in the last task, who is slow
-                  does not reach it
+                  given. Every client has all tasks, and T R rounds in all
+    speed         b[k, t] = t R / s_k, with s_k uniform in [low, high]: fast clients stay in the last task, slow ones do
+                  not reach it
     behind        b[k, t] = t R, but for a share of the clients, drawn: they take T / (T - by) times as long, so that
                   they are `by` tasks behind in the end
     file, table   first rounds as given
 
-The server takes a task as ended with the first round after which at least a share `quorum` of all clients have left it.
+For the server a task ends with the first round after which at least a share `quorum` of all clients have left it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Clocks:
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Refuse an option `asynchronous` that says nothing, or something that is not allowed."""
+    """Raises OptionError for an option `asynchronous` that is not allowed."""
     if not isinstance(options, Mapping):
         raise OptionError(KEY, f"expected a table such as {{ kind = 'jitter' }}, got {options!r}")
     require_choice(f"{KEY}.kind", options.get("kind"), tuple(_OWN))
@@ -76,7 +76,7 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def make(options: Mapping[str, Any], clients: int, tasks: int, rounds_per_task: int, seed: int) -> Clocks:
-    """The clocks that the option `asynchronous` asks for."""
+    """The clocks that the option `asynchronous` describes."""
     check(options)
     end, fingerprint = tasks * rounds_per_task, ""
     common = np.arange(tasks + 1) * rounds_per_task
@@ -137,15 +137,17 @@ def lagging(
 
 
 def scheduled(rows: Sequence[traces.Row], clients: int, tasks: int, common: np.ndarray) -> np.ndarray:
-    """(clients, tasks - 1) as given: whoever is named, with the first rounds that are named, and the others in common.
-    A task that begins when the next one does is skipped."""
+    """(clients, tasks - 1): the first rounds as given, the common ones where none are. A task that begins in the same
+    round as the next one is skipped."""
     first = np.tile(common[:-1], (clients, 1))
     for row in rows:
         task, begin = row.whole(0), row.whole(1)
         if task >= tasks:
             raise row.refuse(f"task {task} is not one of 0 to {tasks - 1}")
         if task == 0 and begin != 0:
-            raise row.refuse("the first task begins with round 0; say in stream.availability who comes later")
+            raise row.refuse(
+                "the first task must begin with round 0; for clients that come later set stream.availability"
+            )
         first[row.client, task] = min(begin, int(common[-1]))
     for row in rows:
         if (np.diff(first[row.client]) < 0).any():

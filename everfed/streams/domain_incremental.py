@@ -1,4 +1,4 @@
-"""Domain-incremental: the same classes and the same samples at the same clients, seen differently in every task."""
+"""Domain-incremental: the same classes and samples on the same clients, under another transform in every task."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Driving: every client is a vehicle that detects what is on the road; some move to another place on the way.
+"""Driving: every client is a vehicle with an object detector; some vehicles move to another place during the run.
 
-FedGP's Figure 4: two vehicles, 70 rounds, one of them enters the highway at round 60. Nobody tells the method. There
-are two tests: of the places where all began (task 1) and of the place some moved to (task 2).
+FedGP's Figure 4: two vehicles, 70 rounds, one of them enters the highway at round 60, without any signal to the method.
+There are two test sets: of the places where all begin (task 1) and of those that some move to (task 2).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Driving(PlannedStream):
     """`tasks` is 2: home and away. The drive has tasks * rounds_per_task rounds; at round `moves_at`, counted from 0,
     the clients in `moving` leave home for away. A run made smaller by its scale moves earlier in proportion.
 
-    home, away: names of domains; usually those that the data set says. size: height and width of images, multiples of
-    the detector's stride. max_boxes: of an image; the largest are kept. anchors: shapes (width, height) that the
-    detector starts from. `max_train` and `max_test` count images of every domain.
+    home, away: names of domains; by default those of the data set. size: height and width of images, multiples of the
+    detector's stride. max_boxes: of an image; the largest are kept. anchors: (width, height) of the detector's anchor
+    boxes. `max_train` and `max_test` count images of every domain.
     """
 
     scenario = "driving"
@@ -94,7 +94,7 @@ class Driving(PlannedStream):
         return np.where(ids > self._data[HOME]["train"].ids.max(), AWAY, HOME)
 
     def round(self, index: int) -> RoundPlan:
-        """Home for everybody at first; away for those that moved."""
+        """All clients begin at home; those in `moving` are away from round `moves_at` on."""
         if not 0 <= index < self.rounds:
             raise IndexError(f"round {index} is not within 0..{self.rounds - 1}")
         there = self.calendar.attendance.present(index).tolist()
@@ -114,13 +114,13 @@ class Driving(PlannedStream):
         return AWAY if index >= self.moves_at and client in self.moving else HOME
 
     def clock_of(self, client: int, index: int) -> tuple[int, int]:
-        """(rounds behind the client in this place, rounds that it stays)."""
+        """(rounds of the client at this place before `index`, rounds that it stays)."""
         if self._place(client, index) == AWAY:
             return index - self.moves_at, self.rounds - self.moves_at
         return index, self.moves_at if client in self.moving else self.rounds
 
     def data(self, client: int, task: int) -> Data:
-        """What `client` sees at home or away; those who do not move see nothing away. No id occurs twice."""
+        """What `client` sees at home or away; clients that do not move have no samples away. Ids are unique."""
         return self._data[task]["train"].take(self._shares[task].get(client, np.zeros(0, dtype=np.int64)))
 
     def test(self, task: int, split: str = "test") -> Data:
@@ -145,7 +145,7 @@ class Driving(PlannedStream):
         return len(y) * torch.tensor([1.0, found.map_50, found.map], dtype=torch.float64)
 
     def pictures(self, outputs: Tensor, data: Data) -> list[np.ndarray]:
-        """Images with what was found and what is there."""
+        """Images with the detected and the true boxes."""
         return pictures(data.x, data.y, outputs, self.anchors, self.scenes.class_names)
 
     def describe(self) -> dict[str, Any]:
@@ -207,9 +207,9 @@ class Driving(PlannedStream):
 
     def _divided(self, task: int, clients: Iterable[int]) -> dict[int, np.ndarray]:
         """Equal shares of the images, drawn at random."""
-        who = list(clients)
+        holders = list(clients)
         order = generator(self.seed, "partition", task).permutation(len(self._data[task]["train"]))
-        return {client: np.sort(own) for client, own in zip(who, np.array_split(order, len(who)), strict=True)}
+        return {client: np.sort(own) for client, own in zip(holders, np.array_split(order, len(holders)), strict=True)}
 
 
 def _check(source: Scenes, options: Options, **whole: int) -> None:
@@ -240,7 +240,7 @@ def _size(given: Any) -> tuple[int, int]:
 def _domains(key: str, given: Sequence[str] | None, source: Scenes) -> tuple[str, ...]:
     chosen, named = getattr(source, key) if given is None else given, ", ".join(source.domains)
     if not chosen:
-        raise OptionError(key, f"say which domains of {source.name} that is, one or more of: {named}")
+        raise OptionError(key, f"expected one or more domains of {source.name}: {named}")
     if not isinstance(chosen, (list, tuple)) or not set(chosen) <= set(source.domains):
         raise OptionError(key, f"expected a list of domains of {source.name}: {named}; got {given!r}")
     return tuple(chosen)

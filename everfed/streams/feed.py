@@ -1,16 +1,16 @@
-"""A user's own data, period by period, as a function of the user's: `package.module:make_stream`.
+"""A user's own data, period by period, from a user's function: `package.module:make_stream`.
 
     def make_stream(client: int) -> Iterable[Period]:
         ...
 
 The function is called with a client's number and gives that client's periods in the order in which they arrive: a list,
-or a generator that waits (blocks) until the next period is there. Nobody need know how many there will be; when it
-ends, the client has no further data. A period is a `Period`, or simply a pair (x, y). Classes may appear at any time,
-as long as they are below `classes`, the width of the head.
+or a generator that blocks until the next period is there. When it ends, the client has no further data. A period is a
+`Period`, or simply a pair (x, y). Classes may appear at any time, as long as they are below `classes`, the width of the
+head.
 
 The same function serves a simulation (`scenario = "own"`, where it is called for every client) and a real client, which
-calls it for itself alone; both read it through `Feed`. A simulation may call it more than once and relies on getting
-the same periods again: a run that is resumed, and every worker process, reads them from the beginning.
+calls it for itself alone; both read it through `Feed`. A simulation may call it more than once and must get the same
+periods again: a resumed run, and every worker process, reads them from the beginning.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Array = np.ndarray | Tensor
 
 @dataclass(frozen=True)
 class Period:
-    """What arrived. x: (n, ...) images, features or tokens in any of the usual layouts; y: (n,) class numbers from 0.
-    test: a pair (x, y) to be scored on, never trained on; None: a share of x and y is held out instead."""
+    """Data of one period. x: (n, ...) images, features or tokens in any of the usual layouts; y: (n,) class numbers
+    from 0. test: a pair (x, y) for scoring, never for training; None: a share of x and y is held out instead."""
 
     x: Array
     y: Array
@@ -49,19 +49,19 @@ MakeStream = Callable[[int], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Arrived:
-    """A period as clients use it: samples in storage form, ids unique over the client's life."""
+    """A period as clients use it: samples in storage form, with ids that are unique for the client."""
 
     train: Data
     test: Data
 
 
 class Feed:
-    """The periods of one client, read one after the other as they are asked for.
+    """The periods of one client, read one after the other on demand.
 
     make: the user's function, or its name `package.module:make_stream`. classes: the width of the head. test_share: of
     every class of a period without tests of its own, held out by `seed`. Only the newest period's training samples are
-    kept; asking for an earlier one reads the function again from the beginning, unless `once` (a real client's stream
-    cannot be had again). form: no samples, but the type and shape of those of the stream; else the first period's.
+    kept; an earlier one is read by calling the function again, unless `once` (a real client's stream cannot be read
+    twice). form: an empty tensor with the dtype and shape of samples; by default those of the first period.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Feed:
         return self._read
 
     def period(self, index: int) -> Arrived | None:
-        """The period with this number (from 0), waited for where it has not arrived; None when the stream ends before.
+        """The period with this number (from 0); waits until it arrives; None when the stream ends before.
 
         Raises DataError for samples that do not fit: labels beyond the head, another shape, not one label per sample.
         """
@@ -130,7 +130,7 @@ class Feed:
         except StopIteration:
             self._over = True
             return
-        self._newest = self._take(found if isinstance(found, Period) else _pair(found, self._where()))
+        self._newest = self._prepared(found if isinstance(found, Period) else _pair(found, self._where()))
         if self._read == len(self.tests):
             self.tests.append(self._newest.test)
             self._ends.append(self._samples)
@@ -139,7 +139,7 @@ class Feed:
     def _where(self) -> str:
         return f"client {self.client}, period {self._read}"
 
-    def _take(self, period: Period) -> Arrived:
+    def _prepared(self, period: Period) -> Arrived:
         x, y = self._checked(period.x, period.y)
         if period.test is not None:
             return Arrived(self._numbered(x, y), self._numbered(*self._checked(*period.test)))
@@ -161,7 +161,7 @@ class Feed:
         if samples.shape[1:] != self._form.shape[1:] or samples.dtype != self._form.dtype:
             raise DataError(
                 f"{where}: samples are {_form(samples)}, those of the stream {_form(self._form)}; all periods of all "
-                "clients must be alike, and as stream.input_shape and stream.dtype say where they are given"
+                "clients must have the same dtype and shape, those of stream.input_shape and stream.dtype if given"
             )
         _check_classes(labels, self.classes, where)
         return samples, labels
@@ -180,7 +180,7 @@ def named_function(name: str) -> MakeStream:
         inspect.signature(found).bind(0)
     except TypeError as problem:
         raise DataError(f"stream.dataset = {name!r} must take a client's number, and nothing else: {problem}") from None
-    except ValueError:  # some callables do not tell what they take
+    except ValueError:  # some callables have no signature
         pass
     make: MakeStream = found
     return make

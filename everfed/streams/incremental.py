@@ -1,10 +1,11 @@
-"""What the scenarios share that divide a data set: who holds what in which task, and the samples themselves."""
+"""Base of the scenarios that divide a data set among tasks and clients."""
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data, DataCache
+from everfed.core.stream import digest_of
 from everfed.data import transforms
 from everfed.data.errors import PartitionError
 from everfed.data.partition import partition, who_got_what
@@ -29,7 +31,7 @@ from everfed.streams.rows import choose_rows
 
 @dataclass(frozen=True)
 class Division:
-    """Positions of all clients, one after the other: client k holds order[ends[k]:ends[k + 1]]."""
+    """The positions of all clients' samples, one client after the other: client k holds order[ends[k]:ends[k + 1]]."""
 
     order: np.ndarray
     ends: np.ndarray
@@ -46,8 +48,8 @@ class Division:
 class IncrementalStream(PlannedStream):
     """A data set, divided among tasks and clients.
 
-    A scenario says which classes a task has (`classes_of`), how its samples look (`view`), which division among clients
-    it uses (`division_of`) and what there is to tell of it (`facts`).
+    A scenario defines the classes of a task (`classes_of`), its samples (`view`), the division among clients that it
+    uses (`division_of`) and its entries in `describe` (`facts`).
     """
 
     def __init__(
@@ -55,13 +57,13 @@ class IncrementalStream(PlannedStream):
     ) -> None:
         super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
         self._use(_formatted(source, options))
-        # All divisions are drawn here, so that one that cannot be drawn is refused before any training.
+        # all divisions are drawn here, so that one that cannot be drawn is refused before training
         self._divisions = {d: self._divide(d) for d in {self.division_of(t) for t in range(options.tasks)}}
         self._check_tests()
         self._cache = DataCache(CACHE_BYTES)
 
     def _use(self, source: Source) -> None:
-        """Take what is needed of the source, and refuse options that do not fit it."""
+        """Set the attributes that depend on the source; raises OptionError for options that do not fit it."""
         options = self.options
         _check_augment(options.augment, source)
         self.source, self.classes, self.input_shape = source, source.classes, tuple(source.x_train.shape[1:])
@@ -93,8 +95,8 @@ class IncrementalStream(PlannedStream):
     # The protocol
 
     def data(self, client: int, task: int) -> Data:
-        """What `client` sees in `task`; ids are task * (size of the source) + position in the source. A task that comes
-        again brings the same samples."""
+        """What `client` sees in `task`; ids are task * (size of the source) + position in the source. A recurring task
+        has the same samples."""
         require_index("client", client, self.clients)
         require_index("task", task, self.tasks)
         kind = self.options.kind_of(task)
@@ -105,7 +107,7 @@ class IncrementalStream(PlannedStream):
         return self._cache.get((client, kind), lambda: self._materialise(x, y, rows, kind))
 
     def task_of(self, client: int, ids: np.ndarray) -> np.ndarray:
-        """The tasks in which the client saw the samples with these ids (n,), for what a simulation tells of buffers."""
+        """The tasks in which the client saw the samples with these ids (n,), for reports on buffers."""
         return ids // len(self.source.x_train)
 
     def test(self, task: int, split: str = "test") -> Data:
@@ -125,13 +127,19 @@ class IncrementalStream(PlannedStream):
         require_index("task", task, self.tasks)
         return self.classes_of(self.options.kind_of(task))
 
+    def identity(self) -> str:
+        source = self.source
+        tensors = (source.x_train, source.y_train, source.x_test, source.y_test)
+        return digest_of(json.dumps([self.scenario, asdict(self.options)], sort_keys=True, default=str), *tensors)
+
     def describe(self) -> dict[str, Any]:
-        """The settings in full, the sizes, and who got what in every division."""
+        """The settings in full, the sizes, and the classes of every client in every division."""
         return {
             **self.outline(),
             "dataset": self.source.name,
             "origin": self.source.origin,
             "samples": {part: len(rows) for part, rows in vars(self._rows).items()},
+            "test_labels": self.source.test_labels,
             **_plain(vars(self.options)),
             "normalise": _plain(self.normalise),
             "encoder": self.source.encoder or None,
@@ -178,13 +186,13 @@ class IncrementalStream(PlannedStream):
     def _report(self, division: int) -> dict[str, Any]:
         pool = self._pool(self._rows.train, self._y_train, division)
         held = self._divisions[division]
-        # Positions within the pool, since that is what was divided.
+        # positions within the pool, which was divided
         parts = np.split(np.searchsorted(pool, held.order), held.ends[1:-1])
         return who_got_what(self._y_train[pool], parts)
 
 
 def _formatted(source: Source, options: Options) -> Source:
-    """The source with its images brought to the format asked for."""
+    """The source with its images in the format of the options."""
     if options.image_size is None and options.channels is None:
         return source
     if source.x_train.dtype != torch.uint8:
@@ -200,12 +208,12 @@ def _formatted(source: Source, options: Options) -> Source:
 
 
 def _usual_normalisation(source: Source) -> str:
-    """What the set is normalised by when the recipe does not say; floats are taken to be ready for use."""
+    """The default normalisation of the set; floats are used as they are."""
     return USUAL_NORMALISATION.get(source.name, "none") if source.x_train.dtype == torch.uint8 else "none"
 
 
 def _constants(normalise: str | Mapping[str, Any], source: Source) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(mean, std), refused where they do not fit the channels."""
+    """(mean, std); raises OptionError where they do not fit the channels."""
     mean, std = normalisation(normalise)
     if mean and source.x_train.dtype == torch.int64:
         raise OptionError("normalise", "tokens cannot be normalised; allowed: none")

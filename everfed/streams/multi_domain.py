@@ -126,7 +126,7 @@ def _in_one_format(domains: Domains, options: Options) -> Source:
 
 
 def _formatted(x: Tensor, channels: int | None, size: int | None) -> Tensor:
-    """Images in the format asked for; what is no image, as it is."""
+    """Images in the given format; other samples as they are."""
     if x.dtype != torch.uint8 or (channels in (None, x.shape[1]) and size in (None, x.shape[2])):
         return x
     return transforms.to_format(x, channels or x.shape[1], size or x.shape[2])

@@ -14,12 +14,14 @@ NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "none": ((), ()),
     "half": ((0.5,), (0.5,)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-# What a set is normalised by when the recipe does not say (FedGP's code); all other sets: none.
+# default normalisation of a set (FedGP's code); all other sets: none
 USUAL_NORMALISATION: Mapping[str, str] = {"cifar10": "half", "cifar100": "cifar100"}
 AUGMENTATIONS: Mapping[str, str] = {
     "none": "train on the images as they are",
     "crop-flip": "random crop after zero-padding by 4, and random horizontal flip, in training only",
+    "crop-flip-brightness": "the same, and a brightness of 1 - 63/255 to 1 + 63/255",
 }
 
 
@@ -33,16 +35,16 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is common to all scenarios.
+    """The options that all scenarios share.
 
     tasks, clients: how many. partition: {kind, and its options}. participation: share of clients per round, (0, 1].
-    normalise: "none", "half" (0.5/0.5), "cifar100" or {mean, std}; None means what is usual for the set.
-    augment: "none" or "crop-flip". validation: share of every class held out of the training data, [0, 1).
+    normalise: "none", "half" (0.5/0.5), "cifar100", "imagenet" or {mean, std}; None: the set's default.
+    augment: one of AUGMENTATIONS. validation: share of every class held out of the training data, [0, 1).
     boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
-    image_size, channels: bring images to this format first. encoder: what makes vectors of texts ("auto" by default).
+    image_size, channels: bring images to this format first. encoder: turns texts into vectors ("auto" by default).
 
     asynchronous: each client changes tasks by its own clock (`everfed.streams.clocks`). availability, deadline: clients
-    come and go, and answer late (`everfed.streams.attendance`). without: {client: tasks in which it holds no data}.
+    come and go, and reply late (`everfed.streams.attendance`). without: {client: tasks in which it holds no data}.
     order: the tasks in the order in which they come, again where they recur, counted from 0. drift: in so many rounds
     before a change the next task's samples come in gradually; needs boundaries = False.
     """
@@ -85,17 +87,17 @@ class Options:
             normalisation(self.normalise)
         require_whole("drift", self.drift, least=0)
         if self.drift and self.boundaries:
-            raise OptionError("drift", "nobody can say when a task ends that ends gradually; set boundaries = false")
+            raise OptionError("drift", "a task that ends gradually has no boundary; set boundaries = false")
         _check_order(self.order, self.tasks)
         _check_without(self.without, self.clients, self.tasks)
 
     @property
     def episodes(self) -> int:
-        """How many tasks come one after the other, recurring ones counted every time."""
+        """The number of tasks in a run, recurring ones counted every time."""
         return self.tasks if self.order is None else len(self.order)
 
     def kind_of(self, episode: int) -> int:
-        """Which task it is that comes in this place."""
+        """The task that comes in this place of the order."""
         return episode if self.order is None else self.order[episode]
 
     def holds_nothing(self, client: int, kind: int) -> bool:
@@ -103,7 +105,7 @@ class Options:
 
 
 def normalisation(value: str | Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(mean, std) that `normalise = value` stands for; both empty when nothing is normalised."""
+    """(mean, std) of `normalise = value`; both empty when nothing is normalised."""
     if isinstance(value, str):
         require_choice("normalise", value, NORMALISATIONS)
         return NORMALISATIONS[value]
@@ -119,7 +121,7 @@ def normalisation(value: str | Mapping[str, Any]) -> tuple[tuple[float, ...], tu
 
 
 def require_whole(key: str, value: Any, least: int = 1) -> None:
-    """Refuse anything but a whole number of at least `least`."""
+    """Raises OptionError for anything but a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(key, f"expected a whole number of at least {least}, got {value!r}")
 
@@ -133,7 +135,7 @@ def require_number(
     to: float = float("inf"),
     below: float = float("inf"),
 ) -> None:
-    """Refuse anything but a number within the bounds: least <= value, above < value, value <= to, value < below."""
+    """Raises OptionError for anything but a number with least <= value, above < value, value <= to, value < below."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not (least <= value <= to and above < value < below):
         low = f"({above:g}" if above > least else f"[{least:g}"
@@ -142,17 +144,17 @@ def require_number(
 
 
 def require_choice(key: str, value: Any, allowed: Mapping[str, Any] | tuple[str, ...]) -> None:
-    """Refuse anything but one of `allowed`."""
+    """Raises OptionError for anything but one of `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(key, f"{value!r} is not one of the allowed values: {', '.join(allowed)}")
 
 
 def refuse_unused(options: Options, unused: Sequence[str], kind: str) -> None:
-    """Refuse options that are set although they mean nothing for a kind of stream."""
+    """Raises OptionError for options that are set but have no effect for a kind of stream."""
     usual = Options()
     for key in unused:
         if getattr(options, key) != getattr(usual, key):
-            raise OptionError(key, f"means nothing for {kind}; leave it out")
+            raise OptionError(key, f"has no effect for {kind}; leave it out")
 
 
 def _check_partition(partition: Any) -> None:

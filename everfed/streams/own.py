@@ -1,8 +1,8 @@
 """A user's own stream: `dataset = "package.module:make_stream"`, periods of data as they arrive (see `feed.py`).
 
-A run looks at the first `tasks` periods of every client, `rounds_per_task` rounds each; a client whose stream ends
-before has no data from then on. Nothing is read before it is asked for, and of a client nothing but its own feed, so a
-real client builds the very same stream from the same recipe. Each client is scored on its own tests.
+A run uses the first `tasks` periods of every client, `rounds_per_task` rounds each; a client whose stream ends before
+has no data from then on. Periods are read on demand, and for a client only its own feed, so a real client builds the
+same stream from the same recipe. Each client is scored on its own tests.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 
 class Own(PlannedStream):
     """classes: the width of the head, as many classes as may ever appear. test_share: of every period, held out where
-    it brings no tests of its own. input_shape, dtype: of a sample in storage form, (channels, height, width) and
-    "uint8" for images; without them the first period is looked at (a server without any data needs them)."""
+    it has no tests of its own. input_shape, dtype: of a sample in storage form, (channels, height, width) and "uint8"
+    for images; by default those of the first period (a server without data needs them)."""
 
     scenario = "own"
     about = "periods that a function of your own yields for every client; scored on each client's own tests"
     own_tests = True
+    private_data = True
 
     def __init__(
         self,
@@ -65,13 +66,13 @@ class Own(PlannedStream):
         super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
         require_number("test_share", test_share, least=0.0, below=1.0)
         if classes is None:
-            raise OptionError("classes", "say how many classes may ever appear: the head is as wide from the beginning")
+            raise OptionError("classes", "expected the number of classes that may ever appear: the width of the head")
         require_whole("classes", classes)
         self.make, self.classes, self.test_share = make, classes, test_share
         self.name = f"{getattr(make, '__name__', 'stream')}-own"
         self._feeds: tuple[int, dict[int, Feed]] = (os.getpid(), {})
         self._cache = DataCache(CACHE_BYTES)
-        self._form: Tensor | None = None  # of the first sample there is, or as given
+        self._form: Tensor | None = None  # dtype and shape of samples: of the first period, or as given
         self._blank = self._first_form() if input_shape is None else _blank(input_shape, dtype)
         self._form = self._blank.x
         self.input_shape = tuple(self._blank.x.shape[1:])
@@ -87,7 +88,7 @@ class Own(PlannedStream):
     # The protocol
 
     def data(self, client: int, task: int) -> Data:
-        """What arrived in the client's period `task`, less what is held out; nothing when its stream is over."""
+        """The training samples of the client's period `task`; none when its stream is over."""
         if self.options.holds_nothing(client, task):
             return self._blank
         return self._cache.get((client, task), lambda: self._thinned(client, task))
@@ -113,7 +114,7 @@ class Own(PlannedStream):
         return self._blank
 
     def labels(self, task: int) -> tuple[int, ...]:
-        """All classes: nobody knows which of them will appear."""
+        """All classes: which of them will appear is not known."""
         return tuple(range(self.classes))
 
     def describe(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class Own(PlannedStream):
     # How data comes about
 
     def _feed(self, client: int) -> Feed:
-        """The client's own; a forked process opens its own feeds, since files that are open would be read by both."""
+        """The client's feed; a forked process opens its own ones, since both would read from the same open files."""
         if self._feeds[0] != os.getpid():
             self._feeds = (os.getpid(), {})
         feeds = self._feeds[1]
@@ -150,7 +151,7 @@ class Own(PlannedStream):
         return data.take(np.sort(rng.permutation(len(data))[: max(1, round(self.scale * len(data)))]))
 
     def _first_form(self) -> Data:
-        """No samples, but the form of one, from the first client that has any."""
+        """Empty data with the dtype and shape of the first client that has any."""
         for client in range(self.clients):
             arrived = self._feed(client).period(0)
             if arrived is not None:

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from everfed.core.data import Data, DataCache
 from everfed.data.tokenizer import SPECIAL, Tokenizer
 from everfed.data.utterances import SECONDS_PER_DAY, Utterances, load_utterances
 from everfed.streams.draws import generator
-from everfed.streams.masking import mask_tokens, masked_counts, masked_loss
-from everfed.streams.options import OptionError, Options, refuse_unused, require_number, require_whole
+from everfed.streams.masking import draw_masks, mask_anew, mask_tokens, masked_counts, masked_loss
+from everfed.streams.options import OptionError, Options, refuse_unused, require_choice, require_number, require_whole
 from everfed.streams.planned import CACHE_BYTES, SPLITS, PlannedStream, require_index
 
-# augment: masks are fixed, so that a sample's gradient is a function of the sample
+MASKING = ("dynamic", "static")
 _MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels", "encoder", "order")
 
 
@@ -39,7 +40,8 @@ class Periods(PlannedStream):
 
     train_weeks, test_weeks: of a period, for dated utterances; periods without training or test text are left out.
     test_share: of a user's utterances in a period, for numbered ones. vocabulary: at most so many word pieces.
-    length: tokens of a sample. mask_rate: share of tokens to be predicted; which ones is fixed for every sample.
+    length: tokens of a sample. mask_rate: share of tokens to be predicted. masking: which ones is drawn anew whenever a
+    sample is trained on ("dynamic", Liu et al., 2019) or once for every sample ("static"); tests have one mask always.
     `max_train` counts per client and period, `max_test` per period, and so does the scale of a quick look.
     """
 
@@ -65,6 +67,7 @@ class Periods(PlannedStream):
         vocabulary: int = 4000,
         length: int = 32,
         mask_rate: float = 0.15,
+        masking: str = "dynamic",
         min_utterances: int = 1,
     ) -> None:
         if not isinstance(source, Utterances):
@@ -75,8 +78,9 @@ class Periods(PlannedStream):
         require_whole("vocabulary", vocabulary, least=len(SPECIAL) + 1)
         require_whole("length", length, least=3)
         require_number("mask_rate", mask_rate, above=0.0, to=1.0)
+        require_choice("masking", masking, MASKING)
         self.utterances = source
-        self.mask_rate, self.input_shape = mask_rate, (length,)
+        self.mask_rate, self.masking, self.input_shape = mask_rate, masking, (length,)
         self.name = f"{source.name}-periods"
         if source.dated:
             self._settings: dict[str, Any] = {"train_weeks": train_weeks, "test_weeks": test_weeks}
@@ -84,7 +88,12 @@ class Periods(PlannedStream):
         else:
             self._settings = {"test_share": test_share}
             division = divide_numbered(source, test_share)
-        self._settings |= {"length": length, "mask_rate": mask_rate, "min_utterances": min_utterances}
+        self._settings |= {
+            "length": length,
+            "mask_rate": mask_rate,
+            "masking": masking,
+            "min_utterances": min_utterances,
+        }
         self._use_periods(division, min_utterances, vocabulary)
         self._cache = DataCache(CACHE_BYTES)
 
@@ -115,6 +124,14 @@ class Periods(PlannedStream):
         rows = (self._test if split == "test" else self._validation)[require_index("task", task, self.tasks)]
         return self._cache.get((split, task), lambda: self._masked(rows, split, task))
 
+    def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
+        """The masks of `count` samples in training; None where they are static."""
+        return draw_masks(rng, count, self.input_shape[0], self.classes) if self.masking == "dynamic" else None
+
+    def augment_samples(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """The samples with other masks, and so with other targets."""
+        return mask_anew(x, y, self.mask_rate, draws)
+
     def labels(self, task: int) -> tuple[int, ...]:
         """All word pieces."""
         return tuple(range(self.classes))
@@ -141,7 +158,7 @@ class Periods(PlannedStream):
     # How data comes about
 
     def _use_periods(self, division: Division, min_utterances: int, vocabulary: int) -> None:
-        """Choose the clients, train the tokenizer, and keep the tokens of all that may be asked for."""
+        """Choose the clients, train the tokenizer, and encode all texts that are used."""
         if self.tasks > len(division.starts):
             raise OptionError(
                 "tasks", f"{self.tasks} is too many; {self.utterances.name} has {len(division.starts)} periods"
@@ -151,7 +168,7 @@ class Periods(PlannedStream):
         train, test = self._split(division)
         first = [self.utterances.texts[row] for rows in train[0].values() for row in rows]
         if not first:
-            raise OptionError("clients", "the chosen users say nothing in the first period; nothing to make tokens of")
+            raise OptionError("clients", "the chosen users have no text in the first period to train the tokenizer on")
         self.tokenizer = Tokenizer.train(first, vocabulary)
         self.classes = self.tokenizer.size
         if self.classes <= len(SPECIAL):
@@ -186,11 +203,11 @@ class Periods(PlannedStream):
         return np.sort(generator(self.seed, "some", user + 1, task).choice(rows, size=count, replace=False))
 
     def _tokenize(self, train: list[dict[int, np.ndarray]], test: list[np.ndarray]) -> None:
-        """Encode what is used; rows without an ordinary token say nothing and go."""
+        """Encode the rows that are used; those without an ordinary token are dropped."""
         used = np.unique(np.concatenate([*test, *(rows for period in train for rows in period.values())]))
         tokens = self.tokenizer.encode([self.utterances.texts[row] for row in used], self.input_shape[0])
-        speaking = (tokens >= len(SPECIAL)).any(axis=1)
-        self._used, self._tokens = used[speaking], tokens[speaking]
+        usable = (tokens >= len(SPECIAL)).any(axis=1)
+        self._used, self._tokens = used[usable], tokens[usable]
         kept = [{user: rows[np.isin(rows, self._used)] for user, rows in period.items()} for period in train]
         self._test = [rows[np.isin(rows, self._used)] for rows in test]
         self._train, self._validation = [], []
@@ -198,9 +215,9 @@ class Periods(PlannedStream):
             held = {user: self._validated(rows, user, task) for user, rows in period.items()}
             self._train.append({user: np.setdiff1d(rows, held[user]) for user, rows in period.items()})
             self._validation.append(np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *held.values()])))
-        silent = [task + 1 for task, rows in enumerate(self._test) if not len(rows)]
-        if silent:
-            raise OptionError("tasks", f"period {silent[0]} of {self.tasks} has no test utterance to be scored on")
+        untested = [task + 1 for task, rows in enumerate(self._test) if not len(rows)]
+        if untested:
+            raise OptionError("tasks", f"period {untested[0]} of {self.tasks} has no test utterance to be scored on")
 
     def _validated(self, rows: np.ndarray, user: int, task: int) -> np.ndarray:
         count = round(self.options.validation * len(rows))

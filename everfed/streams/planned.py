@@ -1,7 +1,7 @@
-"""What every stream shares: the calendar, who takes part, and how samples become network inputs.
+"""Base of all scenarios: the plan of every round, and how samples become network inputs.
 
-Where the samples come from is each stream's own: divided from a data set (`incremental.py`), utterances of users
-(`periods.py`), images of vehicles (`driving.py`), periods that a user's function yields (`own.py`).
+Subclasses define the samples: divided from a data set (`incremental.py`), utterances of users (`periods.py`), images of
+vehicles (`driving.py`), periods that a user's function yields (`own.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from everfed.streams.calendar import Calendar
 from everfed.streams.draws import cohort_size, generator
 from everfed.streams.options import Options, require_number, require_whole
 
-# Materialised samples kept at most; what is dropped is made again when it is asked for.
-CACHE_BYTES = 512 * 2**20
+CACHE_BYTES = 512 * 2**20  # of materialised samples; dropped ones are made again on demand
 SPLITS = ("test", "validation")
 
 
@@ -44,22 +43,23 @@ class PlannedStream(Stream):
         self.options, self.seed, self.scale = options, seed, scale
         self.clients, self.tasks, self.boundaries = options.clients, options.episodes, options.boundaries
         self.task_ids = type(self).task_ids and options.boundaries
+        self.colour_draws = int(options.augment == "crop-flip-brightness")
         self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * self.tasks
         self.calendar = Calendar(options, self.tasks, rounds_per_task, seed)
         self.asynchronous, self.fingerprint = self.calendar.asynchronous, self.calendar.fingerprint
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """JSON-ready facts for result.json: `outline` and what is the stream's own."""
+        """JSON-ready facts for result.json: `outline` and the stream's own."""
 
     # The plan
 
     def round(self, index: int) -> RoundPlan:
-        """The plan of round `index`. With hidden boundaries nobody is said to begin or end."""
+        """The plan of round `index`. With hidden boundaries `begins` and `ends` are empty."""
         return self.calendar.plan(index)
 
     def clock_of(self, client: int, index: int) -> tuple[int, int]:
-        """(rounds of the client's task behind it, rounds that it lasts)."""
+        """(rounds of the client's task before `index`, rounds that the task lasts)."""
         return self.calendar.within(client, index)
 
     def data_in(self, client: int, index: int) -> Data:
@@ -74,7 +74,7 @@ class PlannedStream(Stream):
         return Data.union(some)
 
     def outline(self) -> dict[str, Any]:
-        """What every scenario says in `describe`."""
+        """The entries that `describe` has in every scenario."""
         return {
             "name": self.name,
             "scenario": self.scenario,
@@ -97,16 +97,22 @@ class PlannedStream(Stream):
         return transforms.scale(x, self._mean, self._std)
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """Network inputs as uint8 images: the inverse of `inputs`, for looking at what a generator makes."""
+        """Network inputs as uint8 images: the inverse of `inputs`, to show generated images."""
         return transforms.unscale(inputs, self._mean, self._std)
 
     def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
-        """(count, 3) draws for "crop-flip", None for "none"."""
-        return transforms.draw_crop_and_flip(rng, count) if self.options.augment == "crop-flip" else None
+        """(count, 3) draws for "crop-flip", one more for the brightness, None for "none"."""
+        if self.options.augment == "none":
+            return None
+        draws = transforms.draw_crop_and_flip(rng, count)
+        return np.hstack([draws, transforms.draw_brightness(rng, count)]) if self.colour_draws else draws
 
     def augment(self, x: Tensor, draws: Tensor) -> Tensor:
-        """Crop and mirror as drawn; the images themselves when nothing is augmented."""
-        return transforms.crop_and_flip(x, draws) if self.options.augment == "crop-flip" else x
+        """Crop, mirror and brighten as drawn; the images themselves when nothing is augmented."""
+        if self.options.augment == "none":
+            return x
+        x = transforms.crop_and_flip(x, draws[:, :3])
+        return transforms.brighten(x, draws[:, 3]) if self.colour_draws else x
 
 
 def require_index(what: str, index: int, count: int) -> int:

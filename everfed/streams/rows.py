@@ -1,4 +1,4 @@
-"""Which samples of a source a stream uses: thinned for quick looks, with a validation part held out."""
+"""The samples of a source that a stream uses: a share of them at scales below 1, with a validation part held out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 from everfed.data.source import Source
 from everfed.data.split import held_out, stratified
 from everfed.streams.draws import generator
+
+LEAST_TESTS = 20  # of a class, at any scale
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ def choose_rows(
     """The samples a stream may use; validation samples never come from the test part."""
     y_train, y_test = source.y_train.numpy(force=True), source.y_test.numpy(force=True)
     pool = _thinned(y_train, scale, max_train, generator(seed, "thin train"))
-    test = _thinned(y_test, scale, max_test, generator(seed, "thin test"))
+    least = min(1.0, LEAST_TESTS * source.classes / len(y_test))  # a handful of tests would score 0 or 100 %
+    test = _thinned(y_test, max(scale, least), max_test, generator(seed, "thin test"))
     kept, held = held_out(y_train[pool], validation, generator(seed, "validation"))
     return Rows(pool[kept], pool[held], test)
 

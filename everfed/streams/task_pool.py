@@ -1,11 +1,11 @@
 """Limitless task pool: every client goes through classes in an order of its own, a few at a time (STAMP).
 
 Client u draws a permutation pi_u of all classes; its task t has the classes pi_u[t C : (t + 1) C], with all their
-images, and its own test set of the same classes. So tasks of different clients are unrelated, and what a task is called
-says nothing about its classes: accuracy on task i is that of each client on its own task i. Tasks beyond one pass over
-the classes begin the client's order anew.
+images, and its own test set of the same classes. So tasks of different clients are unrelated, and task i has different
+classes on every client: accuracy on task i is that of each client on its own task i. Tasks beyond one pass over the
+classes begin the client's order anew.
 
-Nothing but the class orders is kept: the samples of a task are picked out when they are asked for.
+Only the class orders are kept in memory: the samples of a task are selected on demand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from everfed.streams.planned import SPLITS
 
 SAMPLE_SPLITS = ("shared", "disjoint")
 OVERLAPS = ("random", "forbid")
-REPORTED = 100  # class lists in `describe` up to so many (client, task) pairs; beyond, the seed tells them
+REPORTED = 100  # (client, task) pairs up to which `describe` lists their classes; the seed determines them anyway
 
 
 class TaskPool(IncrementalStream):
@@ -74,7 +74,7 @@ class TaskPool(IncrementalStream):
             return np.argsort(slots, axis=1, kind="stable")
         return np.array(list(_different_orders(self.clients, self.classes, generator(self.seed, "class orders"))))
 
-    # What clients have of their own
+    # by client
 
     def labels_of(self, client: int, task: int) -> tuple[int, ...]:
         """The classes of a client's task, ascending."""
@@ -110,7 +110,7 @@ class TaskPool(IncrementalStream):
         return self.classes // self.classes_per_task
 
     def classes_of(self, task: int) -> tuple[int, ...]:
-        """The classes that anybody has in `task`."""
+        """The classes that any client has in `task`."""
         begin = task % self._in_a_pass * self.classes_per_task
         return tuple(np.unique(self.orders[:, begin : begin + self.classes_per_task]).tolist())
 
@@ -119,7 +119,7 @@ class TaskPool(IncrementalStream):
         return x
 
     def division_of(self, task: int) -> int:
-        """Who may hold which image is decided once."""
+        """One division for the whole run."""
         return 0
 
     def facts(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _different_orders(clients: int, classes: int, rng: np.random.Generator) -> I
 
 
 def _check(classes: int, options: Options, per_task: int, overlap: str) -> None:
-    """Refuse what no pool can be made of."""
+    """Raises OptionError for options from which no pool can be made."""
     if classes % per_task:
         raise OptionError("classes_per_task", f"{per_task} does not divide the {classes} classes")
     if options.order is not None:

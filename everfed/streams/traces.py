@@ -1,7 +1,7 @@
-"""Tables that say what happens to which client: first rounds of tasks, rounds of presence, latencies.
+"""Tables by client: first rounds of tasks, rounds of availability, latencies.
 
-They stand in a recipe, {client: entry}, or in a file: JSON with the same table, or CSV with a header and one row per
-fact. Clients are counted from 0, as in a run's events; a client that is not named has what it would have without.
+They are given in a recipe, {client: entry}, or in a file: JSON with the same table, or CSV with a header and one row
+per fact. Clients are counted from 0, as in a run's events; clients that are not named have the default.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Flatten = Callable[[Any], Iterable[Sequence[Any]]]  # a JSON entry -> its rows, 
 
 @dataclass(frozen=True)
 class Row:
-    """One fact. key, place: the option that it comes from, and where in it, for error messages."""
+    """One fact. key, place: its option and its place there, for error messages."""
 
     key: str
     place: str
@@ -52,8 +52,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Form:
-    """How a table is written. columns: of a CSV file, `client` first. flatten: what an entry of a table {client: entry}
-    stands for; it raises TypeError or ValueError for one that stands for nothing. example: of an entry."""
+    """The format of a table. columns: of a CSV file, `client` first. flatten: an entry of a table {client: entry} ->
+    its rows; raises TypeError or ValueError for a malformed one. example: of an entry."""
 
     columns: tuple[str, ...]
     flatten: Flatten

@@ -165,7 +165,7 @@ def test_faults_and_skipped_clients_are_visible(home: str, watch: Callable[..., 
     page.get_by_role("button", name="broken", exact=True).click()
     said = page.locator("[data-section=happenings]")
     said.get_by_text("Diverged: the loss is not finite").wait_for()
-    assert "3 times a client was asked to train and did not" in said.inner_text()
+    assert "3 times a participant did not train" in said.inner_text()
 
 
 def test_a_report_is_downloaded_and_opens_offline(

@@ -171,7 +171,7 @@ def test_the_stream_says_which_encoder_made_its_features(cache: Path, tmp_path: 
 
 
 def test_an_encoder_for_images_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"stream.encoder: digits holds no texts"):
+    with pytest.raises(OptionError, match=r"stream.encoder: digits has no texts"):
         streams.build({"dataset": "digits", "scenario": "class-incremental", "encoder": "hashing"}, 0, 1)
 
 

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from everfed.federation.supervisor import Child
 from everfed.federation.joining import Joining, children
 from everfed.federation.superlink import Settings, running
+from everfed.federation.supervisor import Child
 from everfed.recipe import Recipe, read
 
 RECIPE = """\
@@ -89,7 +89,7 @@ class Site:
     def _tend(self) -> None:
         while not self._ended.wait(0.1):
             for child in self.children:
-                child.tend(self.said.append)
+                child.check(self.said.append)
 
     def child(self, name: str) -> Child:
         return next(child for child in self.children if child.name == f"the {name}")

@@ -14,7 +14,7 @@ from everfed.federation import packet as wire
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
 from everfed.federation.patience import Patience
-from everfed.federation.site import Identity, ClientRuntime, Site
+from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.federation.transport import Failure
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Outcome

@@ -135,7 +135,7 @@ def test_hosts_are_checked(tmp_path: Path, host: str) -> None:
 def test_the_command_makes_what_is_missing(tmp_path: Path) -> None:
     run, out = CliRunner(), str(tmp_path / "pki")
     first = run.invoke(app, ["federation", "keys", "--out", out, "--host", HOST, "--client", "a", "--client", "b"])
-    assert first.exit_code == 0 and "carry it there" in first.output
+    assert first.exit_code == 0 and "move it to that client" in first.output
     assert sorted(p.name for p in (tmp_path / "pki" / "clients").iterdir()) == ["a.pub", "b.pub"]
     assert run.invoke(app, ["federation", "keys", "--out", out, "--client", "c"]).exit_code == 0
     again = run.invoke(app, ["federation", "keys", "--out", out, "--client", "c"])

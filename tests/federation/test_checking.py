@@ -18,7 +18,17 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.runner import Runner
 from everfed.core.tree import TreeError, from_bytes, to_bytes
-from everfed.federation.checking import Arrived, Call, ReplyChecker, Expected, Limits, Reason, Spec, check_reply, expected_reply
+from everfed.federation.checking import (
+    Arrived,
+    Call,
+    Expected,
+    Limits,
+    Reason,
+    ReplyChecker,
+    Spec,
+    check_reply,
+    expected_reply,
+)
 from tests.support.toy import Bench, Norm
 from tests.support.wire import Wire
 

@@ -166,7 +166,7 @@ def test_what_was_under_way_when_the_superlink_was_away_is_asked_again(met: Meet
     assert found.keys() == {lost, answered}
     assert found[lost] == Failure("the SuperLink was away") and isinstance(found[answered], Packet)
     assert [event["message"] for event in met.events if event["event"] == "warning"] == [
-        "the SuperLink was away; what was under way is asked for again"
+        "the SuperLink was away; open requests are repeated"
     ]
     again = met.transport.send(5, Packet({"protocol": 1}), "train")
     met.grid.answers[again] = Packet({"protocol": 1})

@@ -21,14 +21,14 @@ from everfed.cli import app
 from everfed.errors import UserError
 from everfed.federation import packet as wire
 from everfed.federation.codec import to_reply
-from everfed.federation.supervisor import Child, environment
 from everfed.federation.flower.app import files
 from everfed.federation.joining import KEY_REFUSED, Joining, children, join, refusal
-from everfed.federation.local import ask, listen, socket_path
+from everfed.federation.local import call_worker, listen, socket_path
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.request import Answer, Request
 from everfed.federation.roster import Roster
 from everfed.federation.serving import next_epoch
+from everfed.federation.supervisor import Child, environment
 from everfed.store.lock import locked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "federation"
@@ -91,7 +91,7 @@ def test_what_is_too_large_is_not_read() -> None:
 
 def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="no everfed worker answers"):
-        ask(str(tmp_path / "nobody.sock"), Packet({}), patience=0.2)
+        call_worker(str(tmp_path / "nobody.sock"), Packet({}), patience=0.2)
 
 
 def test_a_socket_is_its_owners_alone_and_its_path_is_short(tmp_path: Path) -> None:
@@ -110,13 +110,13 @@ def test_a_client_keeps_its_index(tmp_path: Path) -> None:
     assert [again.enrol("c", -1, b""), again.enrol("b", 0, b"")] == [1, 0]
     with pytest.raises(PacketError, match="3, 0 of them free"):
         again.enrol("d", -1, b"")
-    with pytest.raises(PacketError, match="it is client 0"):
+    with pytest.raises(PacketError, match="but is client 0"):
         again.enrol("b", 1, b"")
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 65, "a\nb", "a..b"])
 def test_names_that_are_paths_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(PacketError, match="no name of a client"):
+    with pytest.raises(PacketError, match="not a client's name"):
         Roster(tmp_path / "r.json", 3).enrol(name, -1, b"")
 
 
@@ -149,7 +149,7 @@ def test_a_child_that_ends_is_started_again_after_a_while(tmp_path: Path, monkey
     child = Child("it", [sys.executable, "-S", "-c", "print(1)"], tmp_path / "log", environment(tmp_path))
     end = time.monotonic() + 60
     while len(said) < 2 and time.monotonic() < end:
-        child.tend(said.append)
+        child.check(said.append)
         time.sleep(0.02)
     child.stop()
     assert len(said) == 2 and "it ended with code 0" in said[0]
@@ -163,7 +163,7 @@ def test_a_child_s_lines_are_said_once_and_whole(tmp_path: Path) -> None:
     child = Child("it", [sys.executable, "-S", "-c", code], tmp_path / "log", environment(tmp_path), relays=True)
     end = time.monotonic() + 60
     while not any("ended" in line for line in said) and time.monotonic() < end:
-        child.tend(said.append)
+        child.check(said.append)
         time.sleep(0.02)
     child.stop()
     assert said[:3] == ["one", "two", "three"] and "it ended with code 0" in said[3]

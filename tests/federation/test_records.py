@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.federation.local import wake_listener, wake, socket_path
+from everfed.federation.local import socket_path, wake, wake_listener
 from everfed.federation.packet import Packet, PacketError
 
 flwr_app = pytest.importorskip("flwr.app", reason="needs the flower extra")

@@ -124,8 +124,8 @@ def test_a_supernode_killed_rejoins_under_its_key(tmp_path: Path, reference: dic
         os.kill(node, signal.SIGKILL)
         ended(two, reference)
         # it may have been refused before, when it came earlier than its key was enrolled
-        _, killed, said = two.said("join-1.log").partition("the supernode ended with code -9; starting it again in ")
-        refused = re.findall(r"the supernode ended with code 1 \((.*?)\); starting it again in (\d+) s", said)
+        _, killed, said = two.said("join-1.log").partition("the supernode ended with code -9; restarting in ")
+        refused = re.findall(r"the supernode ended with code 1 \((.*?)\); restarting in (\d+) s", said)
         assert killed and refused and {why for why, _ in refused} == {KEY_REFUSED}
         waits = [int(said.partition(" ")[0]), *(int(wait) for _, wait in refused)]
         assert all(later == 2 * earlier for earlier, later in pairwise(waits))

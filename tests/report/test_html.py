@@ -99,7 +99,7 @@ def test_an_unfinished_run_and_one_without_events(tmp_path: Path) -> None:
     Tags(page)
     assert "2 runs, 2 of them unfinished" in page
     assert "unfinished at round 1 of 6" in page and "unfinished at round 0 of ?" in page
-    assert "2 times a client was asked to train and did not, in 1 rounds." in page
+    assert "2 times a participant did not train, in 1 rounds." in page
 
 
 def test_faults_warnings_and_unreadable_lines_are_told(tmp_path: Path) -> None:

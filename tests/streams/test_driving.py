@@ -94,8 +94,8 @@ def test_validation_images_come_from_the_training_part() -> None:
         ({"anchors": [[0.1]]}, "stream.anchors"),
         ({"anchors": [[0.1, 2.0]]}, "stream.anchors"),
         ({"max_boxes": 0}, "stream.max_boxes"),
-        ({"augment": "crop-flip"}, "stream.augment: means nothing"),
-        ({"drift": 1, "boundaries": False}, "stream.drift: means nothing"),
+        ({"augment": "crop-flip"}, "stream.augment: has no effect"),
+        ({"drift": 1, "boundaries": False}, "stream.drift: has no effect"),
         ({"validation": 0.01}, "stream.validation"),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_folder_with_one_domain_must_be_told_where_to_go(tmp_path: Path) -> No
     table = {"images": [{"id": 0, "file_name": "0.png", "width": 48, "height": 32}], "annotations": []}
     for part in ("train", "test"):
         (tmp_path / f"{part}.json").write_text(json.dumps({**table, "categories": [{"id": 0, "name": "car"}]}))
-    with pytest.raises(OptionError, match=r"stream.home: say which domains of .* that is, one or more of: all"):
+    with pytest.raises(OptionError, match=r"stream.home: expected one or more domains of .*: all"):
         driving(dataset=str(tmp_path))
     # images without a single box: they train, and nothing is scored
     stream = driving(dataset=str(tmp_path), home=["all"], away=["all"])

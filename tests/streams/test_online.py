@@ -168,7 +168,7 @@ def test_drift_is_equal_on_engines_and_over_a_resume() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drift": 2}, "stream.drift: nobody can say when a task ends that ends gradually; set boundaries = false"),
+        ({"drift": 2}, "stream.drift: a task that ends gradually has no boundary; set boundaries = false"),
         ({"drift": 5, "boundaries": False}, "stream.drift: 5 rounds are more than a task has: 4"),
         ({"order": [0, 3]}, r"stream.order: expected a list of task numbers from 0 to 2, got \[0, 3\]"),
         ({"order": []}, "stream.order"),

@@ -22,7 +22,7 @@ from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
-from everfed.errors import is_users
+from everfed.errors import is_user_error
 from everfed.streams import OptionError, build, from_function
 from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes
@@ -101,7 +101,7 @@ def test_a_class_beyond_the_head_is_the_same_clear_error_everywhere(run: Callabl
         run(Bench("fedavg", stream=stream(classes=2, input_shape=[1, 4, 4], clients=1), train=TRAIN))
     assert str(caught.value).startswith("client 0 failed in phase 'train' of round 2: client 0, period 1: class 2")
     assert type(caught.value.__cause__) is DataError
-    assert is_users(caught.value)
+    assert is_user_error(caught.value)
 
 
 class Refusal(everfed.UserError):
@@ -123,9 +123,9 @@ def test_an_error_of_the_users_own_kind_arrives_as_it_is(run: Callable[[Bench], 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"classes": None}, "stream.classes: say how many classes may ever appear"),
-        ({"partition": {"kind": "shards"}}, "stream.partition: means nothing for a stream of your own"),
-        ({"order": [0, 1]}, "stream.order: means nothing"),
+        ({"classes": None}, "stream.classes: expected the number of classes that may ever appear"),
+        ({"partition": {"kind": "shards"}}, "stream.partition: has no effect for a stream of your own"),
+        ({"order": [0, 1]}, "stream.order: has no effect"),
         ({"dtype": "complex64", "input_shape": [3]}, "stream.dtype: 'complex64' is not one of"),
         ({"augment": "crop-flip", "input_shape": [3]}, "stream.augment: 'crop-flip' needs images"),
         ({"test_share": 1.0}, "stream.test_share"),

@@ -1,7 +1,7 @@
-"""The ClientApp: hands each message to the worker on this machine, and its answer back.
+"""The ClientApp: passes each message to the worker on this machine and returns its answer.
 
-Imports neither torch nor methods, since Flower starts a process for every message. The SuperNode says where the worker
-listens: --node-config 'everfed-socket="/path/worker.sock"'.
+Imports neither torch nor methods, since Flower starts a process for every message. The SuperNode's configuration names
+the worker's socket: --node-config 'everfed-socket="/path/worker.sock"'.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from everfed.federation.flower.records import from_records, to_records
-from everfed.federation.local import NODE_KEY, ask
+from everfed.federation.local import NODE_KEY, call_worker
 
 app = ClientApp()
 
@@ -19,8 +19,8 @@ app = ClientApp()
 @app.evaluate()
 @app.query()
 def forward(message: Message, context: Context) -> Message:
-    """Whatever is asked is for the worker to understand."""
+    """Pass any message to the worker."""
     path = context.node_config.get(NODE_KEY)
     if not isinstance(path, str):
-        raise ValueError(f"this SuperNode does not say where its worker is: --node-config '{NODE_KEY}=\"PATH\"'")
-    return Message(to_records(ask(path, from_records(message.content))), reply_to=message)
+        raise ValueError(f"this SuperNode's configuration lacks its worker: --node-config '{NODE_KEY}=\"PATH\"'")
+    return Message(to_records(call_worker(path, from_records(message.content))), reply_to=message)

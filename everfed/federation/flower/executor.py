@@ -1,7 +1,7 @@
 """Runs the ClientApps of a SuperNode, forked from a process that has Flower imported already.
 
-Flower's own SuperExec starts a Python interpreter for each message, seconds of imports; a fork takes milliseconds. It
-speaks the same interface: `flower-supernode --isolation process` leaves that to whoever asks for tasks.
+Flower's own SuperExec starts a Python interpreter for each message, with seconds of imports; a fork takes milliseconds.
+It uses the same interface: with `flower-supernode --isolation process` any process may fetch tasks.
 
     python -m everfed.federation.flower.executor --runtime 127.0.0.1:PORT [--wake-socket PATH]
 """
@@ -22,18 +22,18 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import run_clientapp
 
-import everfed.federation.flower.client_app  # noqa: F401 - what the forked processes need is here before they are
-from everfed.federation.supervisor import die_with_parent
+import everfed.federation.flower.client_app  # noqa: F401 - imported before the first fork
 from everfed.federation.flower.tuning import tune
 from everfed.federation.local import wake_listener
+from everfed.federation.supervisor import die_with_parent
 
-POLL = 0.05
-RUNG = 1.0  # seconds between two looks where a wake_socket says when to: a look costs the SuperNode milliseconds
+POLL = 0.05  # seconds between two polls for a task
+SLOW_POLL = 1.0  # the same with a wake socket: a poll costs the SuperNode milliseconds
 
 
 def serve(address: str, wait: Callable[[], None]) -> None:
-    """Take tasks and run each in a process of its own, for ever; `wait` when there is none. The SuperNode may come and
-    go."""
+    """Fetch tasks and run each in a process of its own, for ever; `wait` when there is none. The SuperNode may be
+    restarted meanwhile."""
     acquire = _acquirer(address)
     while True:
         _reap()
@@ -45,7 +45,7 @@ def serve(address: str, wait: Callable[[], None]) -> None:
 
 
 def _acquirer(address: str) -> Callable[[], str]:
-    """The token of the next task, or nothing."""
+    """A function that returns the token of the next task, or ""."""
     version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
     client = RuntimeHttpClient.from_server_address(address, True, None, [version])
     request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
@@ -63,8 +63,8 @@ def _acquirer(address: str) -> Callable[[], str]:
 def _fork(address: str, token: str) -> None:
     if os.fork():
         return
-    # At once and without a word. Flower's own way, `parent_pid`, reports the task as ended without answering a message
-    # that is still on its way in, and then nobody ever does; for a process that fell silent the SuperNode answers.
+    # Killed at once. Flower's own `parent_pid` reports the task as ended without answering a message that is still
+    # arriving, which then stays unanswered; for a process without heartbeats the SuperNode sends an error.
     die_with_parent(signal.SIGKILL)
     try:
         run_clientapp(address, token, insecure=True)
@@ -75,7 +75,7 @@ def _fork(address: str, token: str) -> None:
 
 
 def _reap() -> None:
-    """Let processes that have ended go."""
+    """Collect the exit codes of processes that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -84,11 +84,12 @@ def _reap() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="everfed-executor", description=__doc__.splitlines()[0])
     parser.add_argument("--runtime", required=True, metavar="HOST:PORT", help="the SuperNode's Runtime API")
-    parser.add_argument("--poll", type=float, default=POLL, metavar="S", help="seconds between two looks for a task")
-    parser.add_argument("--wake-socket", default=None, metavar="PATH", help="where the SuperNode says that there is one")
+    parser.add_argument("--poll", type=float, default=POLL, metavar="S", help="seconds between two polls for a task")
+    parser.add_argument("--wake-socket", default=None, metavar="PATH", help="where the SuperNode reports a new task")
     chosen = parser.parse_args(arguments)
     tune()
-    serve(chosen.runtime, wake_listener(chosen.wake_socket, RUNG) if chosen.wake_socket else lambda: time.sleep(chosen.poll))
+    wait = wake_listener(chosen.wake_socket, SLOW_POLL) if chosen.wake_socket else lambda: time.sleep(chosen.poll)
+    serve(chosen.runtime, wait)
 
 
 if __name__ == "__main__":

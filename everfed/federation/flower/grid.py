@@ -1,4 +1,4 @@
-"""Packets over Flower's Grid: who is connected, one message per request, answers matched by what they reply to."""
+"""Packets over Flower's Grid: tracks connected nodes, sends one message per packet, and matches answers to them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.run import RunNotRunningException
 
-from everfed.federation import request as ask
 from everfed.federation.flower.pulling import UNUSABLE
 from everfed.federation.flower.records import from_records, to_records
 from everfed.federation.flower.tuning import tune
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
+from everfed.federation.request import HELLO, require_protocol
 from everfed.federation.transport import Failure
 
 CODES = {
@@ -30,16 +30,16 @@ CODES = {
     8: "the app's process died",
     UNUSABLE: "its reply may not be used",
 }
-OWN = frozenset({1, 2, 8, UNUSABLE})  # errors of the client's app, not of the way to it
-HELLO_LIMIT = 1 << 20  # bytes in which a node says who it is
-SHARE, LONGEST = 0.05, 1.0  # the longer an answer takes the later it is looked for: a look costs the SuperLink, too
-# a push that an outage cut in two is over, too: what is half there is dropped with the run
+OWN = frozenset({1, 2, 8, UNUSABLE})  # errors of the client's app, not of the network
+HELLO_LIMIT = 1 << 20  # bytes of a node's answer to HELLO
+SHARE, LONGEST = 0.05, 1.0  # poll interval: this share of the time waited, up to seconds; a poll costs the SuperLink
+# a push that an outage interrupts counts as lost: its objects are dropped with the run
 LOST = (httpx.HTTPError, RunNotRunningException, ObjectPushError, OSError)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A SuperNode as it introduced itself. key: its public key, empty where nodes are not authenticated."""
+    """A SuperNode, from its answer to HELLO. key: its public key, empty where nodes are not authenticated."""
 
     id: int
     name: str
@@ -52,7 +52,8 @@ Notify = Callable[[dict[str, Any]], None]
 
 
 class GridTransport:
-    """open_grid: connects, and again after the connection was lost for good; enrol: who is which client."""
+    """open_grid: opens a connection, again after one was lost; enrol: gives a node's client index. poll, look: seconds
+    between two polls for answers, and for nodes. lifetime: seconds for which the SuperLink keeps a message."""
 
     name = "flower"
 
@@ -71,41 +72,41 @@ class GridTransport:
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # node -> client
         self._refused: set[int] = set()
-        self._greeting: dict[str, int] = {}  # message -> node that was asked who it is
+        self._hellos: dict[str, int] = {}  # HELLO message -> node
         self._tickets: dict[str, int] = {}  # message -> node
         self._lost: list[tuple[str, Packet | Failure]] = []
         self._keys: dict[int, bytes] = {}
         self._since: dict[int, str] = {}  # node -> when Flower last activated it
-        self._looked = self._sent = float("-inf")
+        self._refreshed = self._sent = float("-inf")
         self._outages = 0
         tune()
 
-    # who is there ------------------------------------------------------------------------------------------------
+    # nodes -------------------------------------------------------------------------------------------------------
     def connected(self) -> frozenset[int]:
-        if time.monotonic() - self._looked >= self.look:
-            self._safely(self._look)
-            self._looked = time.monotonic()
+        if time.monotonic() - self._refreshed >= self.look:
+            self._safely(self._refresh_nodes)
+            self._refreshed = time.monotonic()
         return frozenset(self._nodes.values())
 
-    def _look(self, grid: Grid) -> None:
-        """Greet nodes that are new, and let go of those that are not there any more."""
+    def _refresh_nodes(self, grid: Grid) -> None:
+        """Send HELLO to new nodes, and drop those that are not connected any more."""
         nodes = list(grid.get_nodes())
         here = {node.node_id: bytes(getattr(node, "public_key", b"")) for node in nodes}
         for node in [node for node in self._nodes if node not in here]:
             self._gone(node, "not connected")
-        self._notice_restarts({node.node_id: str(getattr(node, "last_activated_at", "")) for node in nodes})
+        self._detect_restarts({node.node_id: str(getattr(node, "last_activated_at", "")) for node in nodes})
         self._keys = here
         self._refused &= set(here)
-        asked = {*self._nodes, *self._refused, *self._greeting.values()}
-        for node in [node for node in here if node not in asked]:
-            hello = Packet({"protocol": PROTOCOL, "kind": ask.HELLO})
-            self._greeting[self._push(grid, node, hello, "query")] = node
+        known = {*self._nodes, *self._refused, *self._hellos.values()}
+        for node in [node for node in here if node not in known]:
+            hello = Packet({"protocol": PROTOCOL, "kind": HELLO})
+            self._hellos[self._push(grid, node, hello, "query")] = node
 
-    def _notice_restarts(self, since: dict[int, str]) -> None:
-        """A node that keeps its number over a restart (it has a key) has lost what it was asked. Flower says so only to
-        whoever looks while it is away."""
+    def _detect_restarts(self, since: dict[int, str]) -> None:
+        """A node with a key keeps its number over a restart, but has lost its messages. Flower lists it as offline only
+        while it is away."""
         for node in [node for node, when in since.items() if self._since.get(node, when) != when]:
-            self._greeting = {message: asked for message, asked in self._greeting.items() if asked != node}
+            self._hellos = {message: other for message, other in self._hellos.items() if other != node}
             self._lose(node)
             if node in self._nodes:
                 self._gone(node, "its SuperNode was restarted")
@@ -114,14 +115,14 @@ class GridTransport:
     def _gone(self, node: int, reason: str) -> None:
         self.notify({"event": "client", "client": self._nodes.pop(node), "kind": "gone", "reason": reason})
 
-    def _welcome(self, node: int, answer: Packet | Failure) -> None:
-        """A node said who it is."""
+    def _register(self, node: int, answer: Packet | Failure) -> None:
+        """Enrol a node that has answered HELLO."""
         if isinstance(answer, Failure):
-            return  # it is greeted again at the next look
+            return  # HELLO is sent again at the next refresh
         try:
-            ask.require_protocol(answer)
-            who = Node(node, answer.text("name"), answer.number("client"), self._keys.get(node, b""))
-            client = self._enrol(who)
+            require_protocol(answer)
+            found = Node(node, answer.text("name"), answer.number("client"), self._keys.get(node, b""))
+            client = self._enrol(found)
         except PacketError as error:
             self._refused.add(node)
             self.notify({"event": "client", "client": -1, "kind": "refused", "reason": str(error), "node": str(node)})
@@ -129,22 +130,22 @@ class GridTransport:
         for older in [other for other, index in self._nodes.items() if index == client]:
             self._replaced(older)
         self._nodes[node] = client
-        self.notify({"event": "client", "client": client, "kind": "connected", "reason": who.name})
+        self.notify({"event": "client", "client": client, "kind": "connected", "reason": found.name})
 
     def _replaced(self, node: int) -> None:
-        """The client of this node came back under a new number, before Flower missed the old one."""
+        """The client of this node has connected as another node, before Flower dropped this one."""
         del self._nodes[node]
         self._lose(node)
 
     def _lose(self, node: int) -> None:
-        """What this node was asked will not be answered."""
-        lost = [ticket for ticket, asked in self._tickets.items() if asked == node]
+        """Report this node's open requests as failed."""
+        lost = [ticket for ticket, other in self._tickets.items() if other == node]
         self._lost += [(ticket, Failure("the client was restarted")) for ticket in lost]
         self.forget(lost)
 
     def _lose_all(self, reason: str) -> None:
         self._lost += [(ticket, Failure(reason)) for ticket in self._tickets]
-        self._tickets, self._greeting = {}, {}
+        self._tickets, self._hellos = {}, {}
 
     # packets -----------------------------------------------------------------------------------------------------
     def send(self, client: int, packet: Packet, kind: str) -> str:
@@ -162,42 +163,49 @@ class GridTransport:
         message = Message(to_records(packet), node, kind, ttl=self.lifetime)
         (ticket,) = grid.push_messages([message])
         if not ticket:
-            raise ConnectionError("the SuperLink did not take a message")
+            raise ConnectionError("the SuperLink did not accept a message")
         return str(ticket)
 
     def receive(self) -> list[tuple[str, Packet | Failure]]:
         since = time.monotonic() - self._sent
-        time.sleep(max(self.poll, min(LONGEST, SHARE * since)))
-        waiting = [*self._tickets, *self._greeting]
+        self._wait(max(self.poll, min(LONGEST, SHARE * since)))
+        waiting = [*self._tickets, *self._hellos]
         found = self._safely(lambda grid: list(grid.pull_messages(waiting))) if waiting else None
-        answers = [one for reply in found or () for one in self._sorted(reply)]
-        self._notice_outage()
+        answers = [one for reply in found or () for one in self._matched(reply)]
+        self._detect_outage()
         lost, self._lost = self._lost, []
         return [*lost, *answers]
 
-    def _notice_outage(self) -> None:
-        """A SuperLink that was away came back. It believes that what it was handing out when it went was delivered, and
-        nobody will answer that: everything under way is asked for again."""
+    def _wait(self, seconds: float) -> None:
+        """For so long, or until a reply that is being pulled is complete."""
+        if self._grid is not None and hasattr(self._grid, "wait"):  # Flower's own grid has none
+            self._grid.wait(seconds)
+        else:
+            time.sleep(seconds)
+
+    def _detect_outage(self) -> None:
+        """After an outage of the SuperLink all open requests are repeated: messages that it was delivering then count
+        as delivered there, and would never be answered."""
         outages = getattr(self._grid, "outages", 0)
         if outages > self._outages:
-            self.notify(
-                {"event": "warning", "message": "the SuperLink was away; what was under way is asked for again"}
-            )
+            self.notify({"event": "warning", "message": "the SuperLink was away; open requests are repeated"})
             self._lose_all("the SuperLink was away")
         self._outages = outages
 
-    def _sorted(self, reply: Message) -> list[tuple[str, Packet | Failure]]:
-        """By what it replies to: an error says another sender than the node that is gone."""
+    def _matched(self, reply: Message) -> list[tuple[str, Packet | Failure]]:
+        """By the message that it replies to: the sender of an error is not the node that is gone."""
         ticket = reply.metadata.reply_to_message_id
         answer = _answer(reply)
-        if ticket in self._greeting:
-            self._welcome(self._greeting.pop(ticket), answer)
+        if ticket in self._hellos:
+            self._register(self._hellos.pop(ticket), answer)
             return []
         return [(ticket, answer)] if self._tickets.pop(ticket, None) is not None else []
 
     def forget(self, tickets: list[str]) -> None:
         for ticket in tickets:
             self._tickets.pop(ticket, None)
+        if self._grid is not None and hasattr(self._grid, "forget"):  # Flower's own grid has none
+            self._grid.forget(tickets)
 
     def close(self) -> None:
         grid, self._grid = self._grid, None
@@ -206,8 +214,8 @@ class GridTransport:
 
     # the connection ----------------------------------------------------------------------------------------------
     def _safely(self, call: Callable[[Grid], Any]) -> Any:
-        """The result of a call on the grid; None when the connection is lost. Everything under way is then lost, too,
-        and asked for again over a new one."""
+        """The result of a call on the grid; None when the connection is lost. All open requests then fail, and are
+        repeated over a new connection."""
         try:
             self._grid = self._grid or self._open_grid()
             if hasattr(self._grid, "limit"):  # Flower's own grid has none
@@ -229,4 +237,4 @@ def _answer(reply: Message) -> Packet | Failure:
     try:
         return from_records(reply.content)
     except PacketError:
-        return Packet({})  # which nobody will understand: it is rejected like any other garbage
+        return Packet({})  # an empty packet is rejected like any malformed one

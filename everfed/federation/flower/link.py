@@ -1,7 +1,7 @@
-"""A run on a SuperLink, held by this process: submits everfed's app, takes its server task, keeps it alive.
+"""A run on a SuperLink in this process: submits everfed's app, takes its server task, and sends its heartbeats.
 
-So the server is the process that the user started, with its own console, and no other is needed. A SuperLink that is
-asked to must run with `--isolation process`.
+So the server is the process that the user started, with its own console. The SuperLink must run with
+`--isolation process`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from everfed.federation.flower.app import files
-from everfed.federation.flower.pulling import pull
+from everfed.federation.flower.pulling import Puller
 
 HEARTBEAT = 15.0
 OUTAGE = 90.0  # seconds without the SuperLink after which a new run is submitted to it
@@ -43,7 +43,7 @@ OUTAGE = 90.0  # seconds without the SuperLink after which a new run is submitte
 
 @dataclass(frozen=True)
 class Address:
-    """A SuperLink. root: the certificate of who signed its own; None without TLS."""
+    """A SuperLink. root: the certificate of its authority; None without TLS."""
 
     host: str
     port: int
@@ -54,8 +54,8 @@ class Address:
 
 
 class HeldGrid(HttpGrid):
-    """Flower's grid on a task of this process. An outage is waited for; anything else is an error here, where Flower's
-    own would end the process."""
+    """Flower's grid on a task of this process. It waits for the end of an outage, and raises other errors, where
+    Flower's own would end the process."""
 
     def __init__(self, address: Address, token: str) -> None:
         super().__init__(str(address), address.root is None, address.root, token=token)
@@ -67,9 +67,10 @@ class HeldGrid(HttpGrid):
             on_backoff=self._missed,
         )
         self.outages = 0  # how often the SuperLink did not answer
-        self.limit = 0  # bytes of one reply; whoever pulls says how many
+        self.limit = 0  # bytes of one reply; set before messages are pulled
+        self._puller: Puller | None = None  # from the first pull on: the task's run is known then
         self._ended = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
 
     def _missed(self, state: RetryState) -> None:
         self.outages += 1
@@ -80,23 +81,36 @@ class HeldGrid(HttpGrid):
         TaskIdentity.task_id, TaskIdentity.run_id = taken.task_id, taken.run.run_id
         TaskIdentity.node_id = taken.context.node_id
         self.set_run(run_from_proto(taken.run))
-        self._heart.start()
+        self._heartbeats.start()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Replies within the limit; errors instead of those that are larger, or no replies at all."""
-        return pull(self._runtime_client, self.node, self.run.run_id, list(message_ids), self.limit)
+        """Replies within the limit; errors in place of larger ones and of malformed ones."""
+        if self._puller is None:
+            self._puller = Puller(self._runtime_client, self.node, self.run.run_id)
+        return self._puller.pull(list(message_ids), self.limit)
 
-    def _beat(self) -> None:
-        """A task that is not heard of for a minute is over."""
+    def wait(self, seconds: float) -> None:
+        """Until a reply that was announced is complete, or for so long."""
+        self._puller.wait(seconds) if self._puller is not None else time.sleep(seconds)
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Stop pulling the replies to these messages."""
+        if self._puller is not None:
+            self._puller.forget(message_ids)
+
+    def _send_heartbeats(self) -> None:
+        """The SuperLink ends a task after a minute without a heartbeat."""
         while not self._ended.wait(HEARTBEAT):
             try:
                 self._runtime_client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
             except httpx.HTTPError:
-                continue  # the next call of the grid says what is wrong
+                continue  # the next call of the grid raises the error
 
     def close(self) -> None:
         """End the run on the SuperLink."""
         self._ended.set()
+        if self._puller is not None:
+            self._puller.close()
         self._retry_invoker.max_tries = 1
         with contextlib.suppress(httpx.HTTPError):  # else it ends by itself, for lack of heartbeats
             self._runtime_client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details=""))

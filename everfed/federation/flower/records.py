@@ -1,7 +1,7 @@
 """Packets as Flower's records: a ConfigRecord holds the header and the small pieces, an ArrayRecord the large ones.
 
-Flower names objects by their content and sends each once, so the pieces that all clients get reach the SuperLink once.
-But each object is a request of its own at every hop, and an Array is two: small pieces travel with the header.
+Flower names objects by their content and sends each once, so pieces for all clients reach the SuperLink once. But each
+object is a request of its own at every hop, and an Array is two: small pieces are sent with the header.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the recipe; a run folder that is there already is gone on with."""
+    """Run the recipe; an existing run folder is resumed."""
     from everfed import api
     from everfed.federation.serving import Serving, serve
     from everfed.recipe import read

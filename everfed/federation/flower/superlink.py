@@ -1,9 +1,9 @@
-"""flower-superlink with a database that is laid out for models.
+"""flower-superlink with database settings for large messages.
 
-Messages lie in SQLite as objects of megabytes until they are fetched. With pages of 64 KiB (4 by default), and with its
-log written back every 128 MiB (4 by default), storing and dropping them takes a third of the CPU time and waits for the
-disk less often. What is promised stays the same (write-ahead log, synchronous = NORMAL). A database that is there
-already keeps its pages. The arguments are flower-superlink's own.
+Messages are stored in SQLite as objects of megabytes until they are fetched. With pages of 64 KiB (4 by default), and
+with its log written back every 128 MiB (4 by default), storing and removing them takes a third of the CPU time and
+waits for the disk less often. Durability is unchanged (write-ahead log, synchronous = NORMAL). An existing database
+keeps its page size. The arguments are flower-superlink's own.
 
     python -m everfed.federation.flower.superlink --host HOST --port PORT ...
 """

@@ -1,8 +1,8 @@
-"""flower-supernode with shorter waits and a faster heart, which tells the executor of a new message.
+"""flower-supernode with shorter waits and heartbeats, which wakes the executor when a message arrives.
 
-Flower 1.41 sleeps three seconds whenever there was no message, and half a second whenever its app has not answered, and
-has no setting for either. And it says every half minute that it is alive: one that was killed is missed, and its key
-refused, until two such times have passed. Here all are shorter. Its arguments are flower-supernode's own, after ours.
+Flower 1.41 sleeps three seconds when there is no message, and half a second while its app has not replied, and has no
+setting for either. It sends a heartbeat every 30 seconds: after a SuperNode was killed, its key is refused until two
+intervals have passed. Here all are shorter. Flower-supernode's own arguments follow ours.
 
     python -m everfed.federation.flower.supernode [--poll SECONDS] [--wake-socket PATH] --superlink HOST:PORT ...
 """
@@ -16,13 +16,14 @@ from typing import Any
 
 from everfed.federation.local import wake
 
-IDLE, REPLY = 3.0, 0.5  # what Flower sleeps: without a message; while its app has not answered
-LOOK = 0.02  # for the answer, which is looked for in this process's own memory
-HEARTBEAT = 15  # seconds, the interval that is promised to the SuperLink; Flower's is 30, the least it takes is 10
+IDLE, REPLY = 3.0, 0.5  # seconds that Flower sleeps: without a message; while its app has not replied
+LOOK = 0.02  # seconds between two polls for the reply, which is in this process's own memory
+STALL = 30.0  # seconds for an app on this machine to deliver an object that it announced
+HEARTBEAT = 15  # seconds; Flower's is 30, its minimum 10
 
 
 class ShorterSleep:
-    """Stands in for the `time` module inside Flower's loop: its idle sleep is cut to `poll` seconds."""
+    """Replaces the `time` module in Flower's loop: its idle sleep is shortened to `poll` seconds."""
 
     def __init__(self, poll: float) -> None:
         self.poll = poll
@@ -35,17 +36,16 @@ class ShorterSleep:
 
 
 def with_wakeup(pull: Callable[..., int | None], wake_socket: str) -> Callable[..., int | None]:
-    """Flower's pull of a message, which tells whoever waits at `wake_socket` when one is here as a whole, and lets no reply
-    lie.
+    """Flower's pull of a message, which wakes the executor when one has arrived, and sends late replies.
 
-    Flower pulls one message and then waits for one reply, whichever comes. One that comes late, of an app that was
-    given up, takes the place of the next, and from then on every reply would lie until another message is pulled.
+    Flower pulls one message and then waits for one reply, whichever comes. A late reply, of an app that was given up,
+    takes the place of the next one, and from then on every reply would wait until another message is pulled.
     """
 
     def pulled(*, state: Any, **named: Any) -> int | None:
         run = pull(state=state, **named)
         if run is None:
-            return 0 if has_unsent_reply(state) else None  # anything but None leads on to the replies
+            return 0 if has_unsent_reply(state) else None  # after anything but None Flower sends replies
         if wake_socket:
             wake(wake_socket)
         return run
@@ -53,8 +53,38 @@ def with_wakeup(pull: Callable[..., int | None], wake_socket: str) -> Callable[.
     return pulled
 
 
+class StallLimit:
+    """The SuperNode's object store, which raises for an object that an app announced and has not delivered for
+    `seconds`. Flower's loop waits for it for ever, and answers no message meanwhile."""
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self._since = ("", 0.0)  # the object that is waited for, and since when
+
+    def get(self, name: str) -> bytes | None:
+        content: bytes | None = self._store.get(name)
+        if content == b"":
+            if self._since[0] != name:
+                self._since = (name, clock.monotonic())
+            if clock.monotonic() - self._since[1] > self._seconds:
+                raise TimeoutError(f"its app announced an object and did not deliver it for {self._seconds:.0f} s")
+        return content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def with_stall_limit(push: Callable[..., None], seconds: float = STALL) -> Callable[..., None]:
+    """Flower's push of replies, which gives one up whose objects do not come; the server repeats its request."""
+
+    def pushed(*, object_store: Any, **named: Any) -> None:
+        push(object_store=StallLimit(object_store, seconds), **named)
+
+    return pushed
+
+
 def has_unsent_reply(state: Any) -> bool:
-    """Is there a reply that was not sent?"""
+    """Is there a reply that has not been sent?"""
     with state.lock_msg_store:
         entries = list(state.msg_store.values())
     return any(not one.is_retrieved and one.message.metadata.reply_to_message_id for one in entries)
@@ -74,6 +104,7 @@ def main() -> None:
     start_client_internal.time = ShorterSleep(float(ours["--poll"]))  # type: ignore[assignment]
     plain = start_client_internal._pull_and_store_message
     start_client_internal._pull_and_store_message = with_wakeup(plain, ours["--wake-socket"])
+    start_client_internal._push_messages = with_stall_limit(start_client_internal._push_messages)
     fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     tune()

@@ -1,20 +1,20 @@
-"""Settings of Flower 1.41 that it has no option for: how long it waits, how large its pieces are."""
+"""Settings of Flower 1.41 without an option: how long it waits, how large its objects are."""
 
 from __future__ import annotations
 
 from flwr.app.message import array
 from flwr.supercore.inflatable import inflatable_utils
 
-FIRST, LONGEST = 0.05, 0.5  # seconds until an object that is not there yet is looked for again, doubled up to this
+FIRST, LONGEST = 0.05, 0.5  # seconds before an object that has not arrived is requested again, doubled up to this
 CHUNK = 16 << 20  # bytes of one request
 
 
 def tune() -> None:
-    """For this process.
+    """Apply them to this process.
 
-    A message is announced before its objects are sent, and whoever pulls one that is not there yet sleeps: Flower for
-    one second, two, four, up to ten; that was most of a small phase. It gives up after its two hours, as before, and no
-    longer after 500 looks. Every object is a request with several database transactions, so they are made larger.
+    A message is announced before its objects are sent, and pulling an object that has not arrived sleeps: in Flower for
+    one second, two, four, up to ten, which was most of a small phase. It still gives up after two hours, but no longer
+    after 500 tries. Every object is a request with several database transactions, so objects are made larger.
     """
     waits = {"initial_backoff": FIRST, "backoff_cap": LONGEST, "max_tries_per_object": None}
     for function in (inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree):

@@ -173,7 +173,7 @@
     box.querySelectorAll("details").forEach((part, i) => { part.open = folded[i] ?? part.open; });
   }
 
-  // Call `work` at once when it has rested, else when it has; never twice at a time.
+  // Call `work` at most once per interval, and never twice at a time.
   function throttled(work, rest) {
     let waiting = false, busy = false, again = false;
     async function go() {
@@ -189,13 +189,13 @@
   async function fetched(address) {
     const answer = await fetch(address);
     if (answer.ok) return answer;
-    const said = await answer.json().catch(() => ({ detail: answer.statusText }));
-    throw new Error(typeof said.detail === "string" ? said.detail : JSON.stringify(said.detail));
+    const failure = await answer.json().catch(() => ({ detail: answer.statusText }));
+    throw new Error(typeof failure.detail === "string" ? failure.detail : JSON.stringify(failure.detail));
   }
 
   const compared = () => ticked.size ? [...ticked].filter((id) => runs.has(id)) : shown.slice(0, AT_FIRST);
 
-  function told(ids) {
+  function selectionText(ids) {
     if (ticked.size) return `${ids.length} ticked ${ids.length === 1 ? "run" : "runs"}.`;
     return shown.length > ids.length ? `The first ${ids.length} of ${shown.length} runs below; tick runs to choose.` : "All runs below; tick runs to choose.";
   }
@@ -203,23 +203,23 @@
   let last = "";
   async function drawCompare() {
     const ids = compared();
-    $("chosen").textContent = ids.length ? told(ids) : "";
+    $("chosen").textContent = ids.length ? selectionText(ids) : "";
     $("report").disabled = !ids.length;
     if (!ids.length) return swap($("chart"), "");
-    const asked = new URLSearchParams([...ids.map((id) => ["run", id]), ["what", $("what").value], ["by", $("by").value]]);
-    for (const name of ["first", "last"]) if ($(name).value) asked.set(name, $(name).value);
-    last = asked.toString();
+    const query = new URLSearchParams([...ids.map((id) => ["run", id]), ["what", $("what").value], ["by", $("by").value]]);
+    for (const name of ["first", "last"]) if ($(name).value) query.set(name, $(name).value);
+    last = query.toString();
     try {
-      swap($("chart"), await (await fetched(`/api/compare?${asked}`)).text());
+      swap($("chart"), await (await fetched(`/api/compare?${query}`)).text());
     } catch (error) {
       $("chosen").textContent = `Cannot draw: ${error.message}`;
     }
   }
   const redraw = throttled(drawCompare, 900);
   function scheduleCompare(moved = false) {
-    const asked = new URLSearchParams([...compared().map((id) => ["run", id]), ["what", $("what").value], ["by", $("by").value]]);
-    for (const name of ["first", "last"]) if ($(name).value) asked.set(name, $(name).value);
-    if (moved || asked.toString() !== last) redraw();
+    const query = new URLSearchParams([...compared().map((id) => ["run", id]), ["what", $("what").value], ["by", $("by").value]]);
+    for (const name of ["first", "last"]) if ($(name).value) query.set(name, $(name).value);
+    if (moved || query.toString() !== last) redraw();
   }
 
   async function drawDetail() {
@@ -324,7 +324,7 @@
   recall();
   fetched("/api/runs").then((answer) => answer.json()).then((found) => { $("root").textContent = found.root; }).catch(() => {});
   const source = new EventSource("/api/live");
-  // after an interruption the server tells everything again; what it does not name any more is gone
+  // after an interruption the server sends all runs again; runs that are not among them are removed
   let fresh = true;
   source.addEventListener("open", () => { $("live").textContent = "live"; $("live").className = "live on"; fresh = true; });
   source.addEventListener("error", () => { $("live").textContent = "not connected; trying again"; $("live").className = "live off"; });
