@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from everfed.commands.output import interrupt_message
+from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.federation.runs import KEPT
 
 
@@ -110,5 +110,5 @@ def join(
         lost_state.value,
         policy,
     )
-    with interrupt_message("the same command"):
+    with interrupt_message(same_command):
         take_part(joining, lambda line: typer.echo(line, err=True))

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options
-from everfed.commands.output import interrupt_message, print_result, stdout
+from everfed.commands.interrupts import interrupt_message, same_command
+from everfed.commands.output import print_result, stdout
 
 
 def serve(
@@ -69,9 +70,10 @@ def serve(
     serving = Serving(reading.recipe, folder, _text(options.absolute(data)), scale, clients, names, checkpoint_every)
     link = Settings(host, port, folder.absolute().with_name(f"{folder.name}.superlink"), security)
     watch = watching(stdout(), as_json, stamp=stamped_event)
-    with placed(reading.places), interrupt_message("the same command"), watch as observer, running(link, say):
+    interruptible = interrupt_message(same_command)
+    with placed(reading.places), interruptible as interrupts, watch as observer, running(link, say):
         register(address, names)
-        result = run_server(serving, lambda: open_grid(address), [observer])
+        result = run_server(serving, lambda: open_grid(address), [observer, interrupts])
     print_result(folder, result, as_json)
 
 

@@ -32,6 +32,7 @@ def serve(
     for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's to handle
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # what the parent blocked until this was said
     torch.set_num_threads(1)
     worker = Worker(world, new_trainer(world, build_module), broadcast, lanes)
     while True:

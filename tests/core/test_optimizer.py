@@ -68,6 +68,21 @@ def test_the_first_step_of_adam_is_the_rate_in_the_direction_of_the_gradient() -
     assert torch.allclose(params, torch.tensor([-0.1, 0.1, -0.1]), rtol=1e-4)
 
 
+def test_adams_eps_is_added_to_the_root() -> None:
+    """First step: m_hat = g, v_hat = g^2, so the step is lr g / (|g| + eps); with g = eps that is lr / 2."""
+    params = ours(Optimizer("adam", lr=1.0, eps=0.25), torch.zeros(2), [torch.tensor([0.25, -0.75])])
+    torch.testing.assert_close(params, torch.tensor([-0.5, 0.75]))
+
+
+@pytest.mark.parametrize(("beta1", "beta2", "eps"), [(0.5, 0.99, 1e-8), (0.9, 0.9, 0.1), (0.0, 0.5, 1e-3)])
+def test_adam_with_other_constants(
+    start: Tensor, gradients: list[Tensor], beta1: float, beta2: float, eps: float
+) -> None:
+    mine = ours(Optimizer("adam", lr=0.01, beta1=beta1, beta2=beta2, eps=eps), start, gradients)
+    reference = torch.optim.Adam([start.clone().requires_grad_()], 0.01, (beta1, beta2), eps)
+    assert torch.allclose(mine, theirs(reference, gradients), rtol=1e-4, atol=1e-6)
+
+
 def test_lr_zero_changes_nothing(start: Tensor, gradients: list[Tensor]) -> None:
     for optimizer in (Optimizer(lr=0.0), Optimizer(lr=0.0, momentum=0.9), Optimizer("adam", lr=0.0)):
         assert torch.equal(ours(optimizer, start, gradients), start)

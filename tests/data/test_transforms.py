@@ -39,7 +39,7 @@ def images(n: int, channels: int, height: int, width: int, seed: int = 0) -> tor
 @example(179.99999999999997, (28, 28), 0)
 @settings(deadline=None, max_examples=150)
 def test_rotation_equals_pillow_pixel_by_pixel(degrees, size, seed):
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     x = images(2, 1, *size, seed)
     expected = np.stack([np.asarray(pillow.fromarray(image[0].numpy()).rotate(degrees)) for image in x])
     turned = rotate(x, degrees)
@@ -193,7 +193,7 @@ def test_grey_to_colour_and_back():
 
 
 def test_colour_to_grey_is_pillows_to_one_level():
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     x = images(2, 3, 16, 16)
     expected = np.stack([np.asarray(pillow.fromarray(i.permute(1, 2, 0).numpy()).convert("L")) for i in x])
     assert np.abs(to_format(x, 1, 16)[:, 0].numpy().astype(int) - expected.astype(int)).max() <= 1
@@ -201,7 +201,7 @@ def test_colour_to_grey_is_pillows_to_one_level():
 
 @pytest.mark.parametrize(("height", "width", "size"), [(28, 28, 32), (8, 8, 28), (32, 32, 16), (16, 12, 16)])
 def test_resizing_is_pillows_bilinear_to_two_levels(height, width, size):
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     x = images(2, 1, height, width)
     expected = np.stack(
         [np.asarray(pillow.fromarray(i[0].numpy()).resize((size, size), pillow.Resampling.BILINEAR)) for i in x]

@@ -143,7 +143,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ['a"b', 'x" other="1', "back\\slash", "t\tb", "new\nline", "x" * 150, "plain name"])
 def test_no_folder_s_name_changes_a_node_s_config(name: str, short: Path) -> None:
-    parse = pytest.importorskip("flwr.common.config").parse_config_args
+    parse = pytest.importorskip("flwr.common.config", reason="pip install 'everfed[flower]'").parse_config_args
     path = socket_path(short / name)
     assert parse([f'{NODE_KEY}="{path}"']) == {NODE_KEY: str(path)}
     if path.parent == short / name:

@@ -24,7 +24,7 @@ from everfed.store.clients import ClientStore
 from tests.federation.loop import Loop, loop_of
 from tests.support.toy import Bench, Norm, Outcome, Toy
 
-pytest.importorskip("flwr")
+pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 STEP = 2 * 16.0 / (1 << 24)
 
 

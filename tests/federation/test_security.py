@@ -17,7 +17,7 @@ import pytest
 from everfed.federation import certificates
 from tests.federation.secured import ask, flower, free_port, listens, needs_nginx, process, proxied, wait
 
-pytest.importorskip("flwr")
+pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 pytestmark = [pytest.mark.slow, pytest.mark.federation, needs_nginx]
 
 HOST = "127.0.0.1"

@@ -183,8 +183,13 @@ def test_distillation_from_oneself_is_the_entropy_and_has_no_gradient() -> None:
     loss = soft_cross_entropy(outputs, outputs.detach(), 2.0)
     assert loss.item() == pytest.approx(-(p * p.log()).sum().item())
     assert torch.autograd.grad(loss, outputs)[0].abs().max() < 1e-7
-    squared = p.sqrt() / p.sqrt().sum()  # what the release does: the square root of probabilities at temperature 1
-    assert torch.allclose(torch.softmax(torch.log(p) / 2, dim=1), squared)
+
+
+def test_distillation_takes_the_square_roots_of_both_distributions() -> None:
+    """As the release does at temperature 2. Teacher 4 : 1 : 1 -> 2 : 1 : 1; student 16 : 1 : 1 -> 4 : 1 : 1."""
+    teacher, student = torch.log(torch.tensor([[4.0, 1.0, 1.0]])), torch.log(torch.tensor([[16.0, 1.0, 1.0]]))
+    expected = -(0.5 * math.log(4 / 6) + 0.5 * math.log(1 / 6))
+    assert soft_cross_entropy(student, teacher, 2.0).item() == pytest.approx(expected)
 
 
 # the three steps -----------------------------------------------------------------------------------------------------

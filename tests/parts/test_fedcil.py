@@ -302,6 +302,23 @@ def test_consolidation_changes_the_model_and_is_deterministic() -> None:
     assert second["now"]["0"]["labels"].tolist() == [False, False, True, True]
 
 
+def test_the_labels_of_all_earlier_tasks_are_remembered() -> None:
+    """Three tasks of two classes each: in the third, the classes of both earlier ones are replayed and mixed."""
+    outcome = bench(ClassToy(clients=2, tasks=3, classes=6, rounds_per_task=1)).run()
+    own = outcome.state.server["fedcil"]
+    assert own["old"]["1"]["labels"].tolist() == [True, True, True, True, False, False]
+    assert own["now"]["1"]["labels"].tolist() == [False, False, False, False, True, True]
+    host = outcome.clients[1]["fedcil"]["host"]
+    assert host["past"].tolist() == [0, 1, 2, 3] and host["current"].tolist() == [4, 5]
+
+
+def test_every_task_begins_with_fresh_moments_on_the_server() -> None:
+    """Adam counts its steps: 3 in every round, 6 after two rounds of a task, 3 again after the next task's first."""
+    case = bench(ClassToy(tasks=2, rounds_per_task=2))
+    steps = [case.run(rounds=rounds).state.server["fedcil"]["moments"]["t"].item() for rounds in (1, 2, 3)]
+    assert steps == [3.0, 6.0, 3.0]
+
+
 def test_a_run_resumes_in_the_middle_of_consolidation() -> None:
     assert_resumes(bench().change(module=Norm), 1)
     whole = bench().run(rounds=1)

@@ -127,6 +127,29 @@ def test_the_share_outside_the_basis() -> None:
     assert shares == [1.0, pytest.approx(0.8)]
 
 
+def test_the_share_outside_is_weighted_by_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of 4 and 12 samples: rho = (4 rho_0 + 12 rho_1) / 16 in every layer."""
+    sent: dict[int, Tensor] = {}
+    arrived: list[Tensor] = []
+    sketch, extend = FOT._sketch, FOT._extend
+
+    def sketched(self: FOT, client: Any, message: Any, data: Any, ctx: Any) -> Any:
+        found = sketch(self, client, message, data, ctx)
+        sent[ctx.client] = found[1]["outside"]
+        return found
+
+    def extended_by(self: FOT, server: Any, reduced: Any, ctx: Any) -> Any:
+        arrived.append(reduced["outside"])
+        return extend(self, server, reduced, ctx)
+
+    monkeypatch.setattr(FOT, "_sketch", sketched)
+    monkeypatch.setattr(FOT, "_extend", extended_by)
+    stream = Toy(clients=2, tasks=3, rounds_per_task=1, sizes={(0, 1): 4, (1, 1): 12}, only={0: (0,), 1: (1, 2, 3)})
+    DEEP.change(stream=stream).run(rounds=2)
+    assert (sent[0] - sent[1]).abs().min() > 1e-3  # so that the weights matter in every layer
+    torch.testing.assert_close(arrived[-1], (4 * sent[0] + 12 * sent[1]) / 16)
+
+
 # what it reduces to --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("module", [None, Norm, Deep])
 def test_the_first_task_is_fedavg_to_the_bit(module: Any) -> None:

@@ -319,6 +319,21 @@ def test_the_best_score_begins_anew_at_a_change(reset: bool) -> None:
     assert changed["previous_since"] == 0
 
 
+@pytest.mark.parametrize(("lead", "chosen"), [(0.0, True), (-0.01, True), (0.01, False)])
+def test_of_equally_good_models_the_newer_one_is_chosen(lead: float, chosen: bool) -> None:
+    """lead: by how much the older model was better on the images."""
+    case = on_boundary(**PROXY)
+    first = case.run(rounds=1).state.server["glfc"]
+    older = {"params": torch.zeros_like(case.model()["params"])}
+    own = {**first, "best": first["score"] + lead, "current": older, "current_since": 0}
+    choose = phase_of(GLFC(**PROXY), "choose").update
+    server = {"model": case.run(rounds=1).state.model, "glfc": own}
+    found = choose(server, {}, case.context(round_index=1))
+    assert found["score"] == first["score"]
+    assert found["current_since"] == (1 if chosen else 0)
+    assert torch.equal(found["current"]["params"], server["model"]["params"] if chosen else older["params"])
+
+
 def test_bytes_by_part() -> None:
     case = on_boundary(**PROXY)
     encoder_bytes = 4 * sum(p.numel() for p in EncoderBlueprint((1, 4, 4), 4).build().parameters())

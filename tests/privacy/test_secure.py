@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -339,44 +340,64 @@ def flipped(votes: dict[str, Tensor]) -> dict[str, Tensor]:
     return {voter: vote ^ 1 for voter, vote in votes.items()}
 
 
-CHEATS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "another client's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}),
-    "a group of two": (SHARE, lambda a: {**a, "clients": a["clients"][:2], "keys": a["keys"][:2]}),
-    "not a list of keys": (SHARE, lambda a: {**a, "keys": a["keys"][:, :5]}),
-    "keys that are no points on the curve": (SHARE, lambda a: {**a, "keys": torch.cat([a["keys"][:-1], OFF_CURVE])}),
-    "another form of its reply": (SHARE, lambda a: {**a, "forms": {**a["forms"], "0": "{}"}}),
-    "two forms of one value": (SHARE, lambda a: {**a, "forms": {**a["forms"], "4": other_form(a)}}),
-    "a form larger than memory": (SHARE, lambda a: {**a, "forms": {**a["forms"], "4": huge_form(a)}}),
-    "hardly anybody shared": (MASK, lambda a: {**a, "sharing": a["sharing"][:1]}),
-    "strangers shared": (MASK, lambda a: {**a, "sharing": torch.tensor([0, 1, 2, 9])}),
-    "no letters": (MASK, lambda a: {k: v for k, v in a.items() if k != "letters"}),
-    "letters of another size": (MASK, lambda a: {**a, "letters": {"1": torch.zeros(3, dtype=torch.uint8)}}),
-    "hardly anybody alive": (AGREE, lambda a: {"alive": a["alive"][:1]}),
-    "a set without the client": (AGREE, lambda a: {"alive": a["alive"][1:]}),
-    "strangers alive": (AGREE, lambda a: {"alive": torch.tensor([0, 1, 2, 3, 9])}),
-    "no votes": (UNMASK, lambda a: {}),
-    "votes of another set": (UNMASK, lambda a: {"votes": Each({c: flipped(v) for c, v in a["votes"].values.items()})}),
-}
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+OTHERS, SMALL_GROUP = "the server passes on other keys, or another form", "^2 clients; secure aggregation needs 3"
+NO_SET = "the set to open is not one of clients that shared their keys, with this one"
+# the step, what the server changes in it, and which check of the client's refuses that
+CHEATS: dict[str, tuple[str, Change, str]] = {
+    "another client's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}, OTHERS),
+    "a group of two": (SHARE, lambda a: {**a, "clients": a["clients"][:2], "keys": a["keys"][:2]}, SMALL_GROUP),
+    "not a list of keys": (SHARE, lambda a: {**a, "keys": a["keys"][:, :5]}, "keys of client 0 are no points"),
+    "keys that are no points on the curve": (
+        SHARE, lambda a: {**a, "keys": torch.cat([a["keys"][:-1], OFF_CURVE])}, "keys of client 4 are no points",
+    ),
+    "another form of its reply": (SHARE, lambda a: {**a, "forms": {**a["forms"], "0": "{}"}}, OTHERS),
+    "two forms of one value": (
+        SHARE, lambda a: {**a, "forms": {**a["forms"], "4": other_form(a)}}, "two forms of fedavg/counters",
+    ),
+    "a form larger than memory": (
+        SHARE, lambda a: {**a, "forms": {**a["forms"], "4": huge_form(a)}}, "two forms of fedavg/counters",
+    ),
+    "hardly anybody shared": (MASK, lambda a: {**a, "sharing": a["sharing"][:1]}, "^1 of 5 clients shared their keys"),
+    "strangers shared": (MASK, lambda a: {**a, "sharing": torch.tensor([0, 1, 2, 9])}, "^4 of 5 clients shared"),
+    "without this client": (MASK, lambda a: {**a, "sharing": a["sharing"][1:]}, "^4 of 5 clients shared their keys"),
+    "no letters": (MASK, lambda a: {k: v for k, v in a.items() if k != "letters"}, "no letter of client 1"),
+    "letters of another size": (
+        MASK, lambda a: {**a, "letters": {"1": torch.zeros(3, dtype=torch.uint8)}}, "none of the right size",
+    ),
+    "hardly anybody alive": (AGREE, lambda a: {"alive": a["alive"][:1]}, "^1 of 5 clients are left; too few"),
+    "fewer alive than are needed": (AGREE, lambda a: {"alive": a["alive"][:3]}, "^3 of 5 clients are left; too few"),
+    "a set without the client": (AGREE, lambda a: {"alive": a["alive"][1:]}, NO_SET),
+    "strangers alive": (AGREE, lambda a: {"alive": torch.tensor([0, 1, 2, 3, 9])}, NO_SET),
+    "no votes": (UNMASK, lambda a: {}, "^1 clients agree on the set to open; 4 are needed"),
+    "votes of another set": (
+        UNMASK, lambda a: {"votes": Each({c: flipped(v) for c, v in a["votes"].values.items()})}, "^1 clients agree",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_clients_refuse_a_server_that_cheats(name: str) -> None:
-    step, change = CHEATS[name]
+    """Client 0 refuses, which is the first that is asked, so that no other client's check stands in for its own."""
+    step, change, reason = CHEATS[name]
     own = protected(SMALL)
 
     def engine(world: World, store: ClientStore) -> Engine:
         return Secured(Cheat(own.eager(world, store), step=step, change=change), world)
 
-    with pytest.raises(ClientError) as caught:
+    with pytest.raises(ClientError, match="client 0 failed") as caught:
         own.run(engine)
     assert isinstance(caught.value.cause, ProtocolError)
+    assert re.search(reason, str(caught.value.cause)), caught.value.cause
 
 
 def test_a_step_is_taken_once() -> None:
     part = secured(methods.build("fedavg")).part(NAME)
     ctx = Bench("fedavg").context(phase=UNMASK)
     request = {NAME: {"alive": torch.tensor([0]), "gone": torch.tensor([])}}
-    for state in ({}, {NAME: {"step": "idle"}}, {NAME: {"step": UNMASK, "place": "7.0"}}):
+    here = {"place": "0.0", "epoch": 0}
+    places = ({}, {"step": "idle"}, {"step": "idle", **here}, {"step": MASK, **here}, {"step": UNMASK, "place": "7.0"})
+    for state in ({NAME: own} for own in places):
         with pytest.raises(ProtocolError, match="but this client is at"):
             phase_of(part, UNMASK).run(state, request, Bench().stream.data(0, 0), ctx)  # type: ignore[misc]
 

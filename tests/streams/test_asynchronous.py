@@ -173,6 +173,13 @@ def test_the_server_ends_a_task_when_enough_clients_have(quorum: float, ends: li
     assert [plan.task_of_server for plan in plans] == [sum(index > end for end in ends) for index in range(12)]
 
 
+@pytest.mark.parametrize(("quorum", "ends"), [(0.26, 2), (0.4, 2), (0.51, 4), (0.74, 4), (0.76, 5)])
+def test_a_quorum_between_two_numbers_of_clients_is_the_larger_one(quorum: float, ends: int) -> None:
+    """Of four clients, that leave the first task with rounds 1, 2, 4 and 5: "at least 0.4" of them are two."""
+    stream = small_stream(asynchronous={**FIRST, "quorum": quorum})
+    assert next(index for index in range(12) if stream.round(index).task_closes) == ends
+
+
 def test_events_tell_the_task_of_every_client() -> None:
     outcome = Bench("fedavg", stream=small_stream(asynchronous=FIRST)).run()
     trained = [event for event in outcome.events if event.get("phase") == "train"]

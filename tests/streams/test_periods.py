@@ -31,7 +31,7 @@ from everfed.streams.masking import IGNORED, mask_tokens, masked_counts, masked_
 from everfed.streams.options import OptionError
 from tests.support.toy import Bench
 
-pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers", reason="pip install 'everfed[text]'")
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "roofs", "and", "sang", "songs"]
 
 
