@@ -1,8 +1,10 @@
-"""The tables of REPRODUCIBILITY.md, between marks that name a table of a paper, from the records alone.
+"""The tables of REPRODUCIBILITY.md, between marks that name a table of a paper or a recipe, from the records alone.
 
 <!-- records: fedgp/table1 -->
 ...
 <!-- records: end -->
+
+<!-- records: recipe:stamp/cifar100-cnn --> marks a line for every run of a recipe, with the settings that differ.
 """
 
 from __future__ import annotations
@@ -16,18 +18,24 @@ from everfed.reproduction import writing
 from everfed.reproduction.judging import NOT_JUDGED, Judged, Runs, judge
 from everfed.reproduction.matching import runs_of
 from everfed.reproduction.planning import plan
-from everfed.reproduction.records import Record
+from everfed.reproduction.records import Record, differences, flat
 from everfed.reproduction.tables import find
 
+RECIPE = "recipe:"  # what a mark of a recipe begins with
 _MARKED = re.compile(r"(<!-- records: (?!end)(\S+) -->\n)(.*?)(<!-- records: end -->)", re.DOTALL)
 
 
 def renewed(text: str, records: Iterable[Record]) -> str:
     """The page with every marked table written anew. Raises UserError for a mark of a table that is not there."""
+    records = list(records)
     runs = runs_of(records)
     if not _MARKED.search(text):
         raise UserError("the page has no table to renew; mark its place with <!-- records: PAPER/TABLE -->")
-    return _MARKED.sub(lambda found: f"{found[1]}{section(found[2], runs)}\n{found[4]}", text)
+
+    def written(name: str) -> str:
+        return every_run(name.removeprefix(RECIPE), records) if name.startswith(RECIPE) else section(name, runs)
+
+    return _MARKED.sub(lambda found: f"{found[1]}{written(found[2])}\n{found[4]}", text)
 
 
 def section(name: str, runs: Runs) -> str:
@@ -40,6 +48,29 @@ def section(name: str, runs: Runs) -> str:
     table = markdown_table(columns, [[*line[:-1], reasons.get(line[-1], line[-1])] for line in lines])
     notes = [f"{short.removeprefix(NOT_JUDGED).strip()} {long}" for long, short in reasons.items()]
     return "\n\n".join([table, *notes, _sources(judged, runs)])
+
+
+def every_run(recipe: str, records: Iterable[Record]) -> str:
+    """A line for every record of a recipe, in per cent, and what made them."""
+    own = sorted((one for one in records if one["recipe"] == recipe), key=lambda one: (one["method"], one["seed"]))
+    if not own:
+        return "No records."
+    keys = sorted(
+        {key for one in own for key in differences(own[0]["settings"], one["settings"]) if "method" not in key}
+    )
+    lines = []
+    for one in own:
+        table = flat(one["settings"])
+        scores = [one["metrics"].get(key) for key in ("learning_accuracy", "acc", "forgetting")]
+        set_to = [str(table.get(key, "default")) for key in keys]
+        lines.append([one["method"], *set_to, str(one["seed"]), *map(_percent, scores)])
+    columns = ["method", *keys, "seed", "learning accuracy", "final accuracy", "forgetting"]
+    ways: dict[str, list[Record]] = {}
+    for one in own:
+        ways.setdefault(_how(one), []).append(one)
+    return "\n\n".join(
+        [markdown_table(columns, sorted(lines)), *(_line(recipe, how, group) for how, group in ways.items())]
+    )
 
 
 def _numbered(verdicts: Iterable[str]) -> dict[str, str]:

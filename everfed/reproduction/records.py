@@ -108,7 +108,7 @@ def read_all(root: Path) -> list[Record]:
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
     """The dotted keys in which two settings differ."""
-    left, right = dict(_flat(ours)), dict(_flat(theirs))
+    left, right = flat(ours), flat(theirs)
     return tuple(sorted(key for key in {*left, *right} if left.get(key) != right.get(key)))
 
 
@@ -116,6 +116,11 @@ def _place(record: Record) -> Path:
     precision = record["environment"].get("precision", "fp32")
     name = f"{record['method']}-{record['seed']}-{precision}-{record['recipe_hash'][:8]}.json"
     return Path(record["recipe"].replace("/", "-")) / name
+
+
+def flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    return dict(_flat(table))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,13 @@ def test_marks_of_no_table_are_refused() -> None:
         renewed(PAGE.replace("table1", "table0"), [])
     with pytest.raises(UserError, match="no table to renew"):
         renewed("# Results\n", [])
+
+
+def test_every_run_of_a_recipe_is_a_line_with_the_settings_that_differ() -> None:
+    runs = [
+        {**made(accuracy=0.5), "recipe": "own", "seed": seed, "settings": {"train": {"optimizer": {"lr": lr}}}}
+        for seed, lr in ((0, 0.1), (1, 0.2))
+    ]
+    text = renewed("<!-- records: recipe:own -->\n<!-- records: end -->\n", runs)
+    assert re.search(r"\| train.optimizer.lr +\| seed", text)
+    assert re.search(r"\| 0.1 +\| 0 ", text) and re.search(r"\| 0.2 +\| 1 ", text) and "`own`: " in text
