@@ -125,7 +125,7 @@ def install(folder: Path) -> Notebook:
     if "flwr.supercore.sql_mixin" in here:
         _database(book)
     if "everfed.federation.flower.supernode" in here:
-        book.replace(WAITING, "everfed.federation.local", "ask")  # for the worker, which notes what it does
+        book.replace(WAITING, "everfed.federation.local", "call_worker")  # for the worker, which notes what it does
     if "everfed.federation.codec" in here:
         book.replace(BYTES, "everfed.core.tree", "to_bytes", "from_bytes")
         book.replace(BYTES, "everfed.federation.packet", "digest")

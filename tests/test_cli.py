@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from typer.testing import CliRunner, Result
 from everfed import methods, models, recipes, streams
 from everfed.cli import app
 from everfed.commands.sweep import folder_name, split_values
+from everfed.errors import RecipeError
 from everfed.markdown import markdown_table
+from everfed.recipe import read
 
 TINY = """\
 [stream]
@@ -363,6 +366,33 @@ def test_compare_makes_run_folders_and_one_sorted_table() -> None:
     assert Path("cells/compare.md").read_text().startswith("| Method")
     with open("cells/compare.csv") as file:
         assert [line["name"] for line in csv.DictReader(file)] == [row["name"] for row in rows]
+
+
+def test_compare_runs_a_method_with_its_own_options_and_the_command_line_s_after_them() -> None:
+    options = '[compare]\nmethods = ["fedavg", "er"]\n[compare.options]\n'
+    options += """er = ['train.optimizer={ kind = "adam", lr = 0.002 }', "method.er.batch=3"]\n"""
+    Path("two.toml").write_text(TINY + options)
+    done("compare", "two.toml", "--out", "own", "--set", "train.optimizer.lr=0.5")
+    plain, own = (tomllib.loads(Path(f"own/{name}-0/recipe.toml").read_text()) for name in ("fedavg", "er"))
+    assert own["train"]["optimizer"]["kind"] == "adam" and own["method"]["er"]["batch"] == 3
+    assert plain["train"]["optimizer"].get("kind", "sgd") == "sgd"
+    assert plain["train"]["optimizer"]["lr"] == own["train"]["optimizer"]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("der = ['train.batch_size=3']", r"compare: options.der: not among methods = \['fedavg'\]"),
+        (
+            "fedavg = ['train.batch_size']",
+            r"compare: options.fedavg: write settings as key=value; got 'train.batch_size'",
+        ),
+    ],
+)
+def test_options_of_a_comparison_are_checked(options: str, problem: str) -> None:
+    Path("two.toml").write_text(f'{TINY}[compare]\nmethods = ["fedavg"]\n[compare.options]\n{options}\n')
+    with pytest.raises(RecipeError, match=problem):
+        read("two.toml")
 
 
 def test_compare_keeps_what_is_finished_and_runs_the_rest() -> None:

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipes": set(),
     "recipe": {"methods", "recipes"},
     "monitor": {"core", "parts"},
-    "privacy": {"core", "methods"},
+    "privacy": {"core", "methods", "store"},
     "engines": {"core", "store"},
     "progress": set(),
     "session": {"core", "data", "engines", "methods", "metrics", "models", "monitor", "privacy", "recipe", "store",
@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"recipe", "session", "store"},
     "report": {"core", "metrics", "recipe", "store"},
     "reproduction": {"methods", "metrics", "recipe", "recipes", "store"},
-    "federation": {"api", "core", "engines", "recipe", "session", "store"},
+    "federation": {"api", "core", "engines", "privacy", "recipe", "session", "store"},
 }  # fmt: skip
 TOP = {"commands", "cli", "__main__", "__init__"}  # may import everything; nothing imports them
 

@@ -19,6 +19,7 @@ PROJECT = PYPROJECT["project"]
 # What the extras bring.
 OPTIONAL = {
     "flwr",
+    "cryptography",
     "datasets",
     "flwr_datasets",
     "transformers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,13 @@ import typer
 
 from everfed.commands.output import interrupt_message
 from everfed.federation.runs import KEPT
+
+
+class LostState(StrEnum):
+    """What to do when the state folder is removed."""
+
+    RESTART = "restart"
+    END = "end"
 
 
 def join(
@@ -36,6 +44,13 @@ def join(
     keep_runs: Annotated[
         int, typer.Option(metavar="N", min=0, help="Earlier runs whose state is kept; older ones are removed.")
     ] = KEPT,
+    budget: Annotated[
+        float, typer.Option(metavar="E", min=0, help="Most epsilon of all its replies, in any run (0: no limit).")
+    ] = 0.0,
+    delta: Annotated[float, typer.Option(metavar="D", help="At which epsilon is computed.")] = 1e-5,
+    lost_state: Annotated[
+        LostState, typer.Option(help="When its folder is removed while it runs; with --budget it ends.")
+    ] = LostState.RESTART,
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What this client agrees to, in TOML; the rest is refused.")
     ] = None,
@@ -70,10 +85,12 @@ def join(
     for option, file in (("--certificate", root), ("--key", key)):
         if file is not None and not file.is_file():
             raise UserError(f"{option} {file}: there is no such file")
+    if not 0 < delta < 1:
+        raise UserError(f"--delta must be between 0 and 1; got {delta}")
     if key is not None:
         require_private(key)
     if policy is not None:
-        Policy.read(policy)
+        budget = Policy.read(policy).strictest_budget(budget)
     if data is not None:
         load_object(data, "--data")  # here rather than in the first round
     joining = Joining(
@@ -88,6 +105,9 @@ def join(
         key,
         poll,
         keep_runs,
+        budget,
+        delta,
+        lost_state.value,
         policy,
     )
     with interrupt_message("the same command"):

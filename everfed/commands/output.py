@@ -32,6 +32,8 @@ def print_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
     shown = {METRICS[key].named(score): metrics.get(key) for key in (score.main, score.lost)}
     numbers = "  ".join(f"{name} {score.text(value)}" for name, value in shown.items() if value is not None)
     typer.echo(f"{result['method']} seed {result['seed']}: {numbers}")
+    if (scale := result.get("scale", 1.0)) < 1:
+        typer.echo(f"at --scale {scale:g} of the work: fewer rounds, less data; it does not compare with full runs")
     typer.echo(f"run folder: {folder}")
 
 

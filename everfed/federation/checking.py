@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from everfed.core import tree
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Moment, World
 from everfed.core.message import MODEL
-from everfed.core.part import Model
+from everfed.core.part import Model, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
-from everfed.core.reduce import Collect
+from everfed.core.reduce import Collect, Mean
 from everfed.core.tree import Tree
 
 
@@ -39,6 +40,7 @@ class Reason(StrEnum):
     WRONG_DTYPE = "wrong dtype"
     NOT_FINITE = "not finite"
     TOO_LARGE = "too large"  # more bytes, samples or steps, or larger numbers, than the limits
+    OUTLIER = "outlier"  # far longer than the other replies of the phase
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,72 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+FEWEST = 3  # replies below which there is no majority to compare with
+
+
+def find_outliers(
+    world: World, moment: Moment, model: Model, replies: Mapping[int, Reply], factor: float
+) -> dict[int, Refusal]:
+    """The clients whose trained models are too far from the model that they were sent: more than `factor` times the
+    median of all replies, which a minority cannot move beyond what honest clients send."""
+    part = world.method.aggregator
+    unmoved = part.upload(model, {MODEL: dict(model)}, world.server(TRAIN, moment))
+    refused: dict[int, Refusal] = {}
+    for key, base in unmoved.items():
+        if not isinstance(base, Tensor) or not base.is_floating_point():
+            continue
+        sent = {client: reply.values.get(part.name, {}).get(key) for client, reply in replies.items()}
+        norms = {client: _distance(value, base) for client, value in sent.items() if value is not None}
+        middle = median(norms.values()) if len(norms) >= FEWEST else 0.0
+        for client, norm in norms.items():
+            if 0.0 < factor * middle < norm:
+                detail = f"{part.name}/{key} moved by {norm:.3g}, that of the median client by {middle:.3g}"
+                refused.setdefault(client, Refusal(Reason.OUTLIER, f"{detail}; at most {factor:g} times that"))
+    return refused
+
+
+def _distance(value: Tensor, base: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value - base.to(value.device), dtype=torch.float64))
+
+
+class SampleClaims:
+    """Caps the number of samples that clients claim, where replies are weighed by it.
+
+    allowed: (client) -> at most so many, or None where the roster does not name the client. It then counts for what the
+    server's own stream holds for it; where a client's data is known to itself alone, for the median of the phase's
+    claims.
+    """
+
+    def __init__(self, world: World, allowed: Callable[[int], int | None] = lambda client: None) -> None:
+        self.world, self.allowed = world, allowed
+        self._rehearses = any(overrides(part, "dataset") for part in world.method.parts)  # samples of earlier tasks
+        self._held: dict[tuple[int, int], int] = {}  # (client, task) -> samples in the server's own stream
+
+    def capped(self, phase: Phase, moment: Moment, claims: Mapping[int, int]) -> dict[int, int]:
+        """{client: as how many it counts}, for those whose claim is larger."""
+        reducers = self.world.method.reducers(phase)
+        if not any(isinstance(r, Mean) and r.weighted for keys in reducers.values() for r in keys.values()):
+            return {}
+        middle = int(median(sorted(claims.values()))) if claims else 0
+        most = {client: self._most(client, moment, middle) for client in claims}
+        return {client: most[client] for client, claim in claims.items() if claim > most[client]}
+
+    def _most(self, client: int, moment: Moment, middle: int) -> int:
+        allowed = self.allowed(client)
+        if allowed is not None:
+            return allowed
+        if self.world.stream.private_data:
+            return middle
+        own = moment.plan.tasks.get(client, moment.plan.task)
+        earlier = range(own) if self._rehearses else ()
+        return self._size(client, own) + sum(self._size(client, task) for task in earlier)
+
+    def _size(self, client: int, task: int) -> int:
+        if (client, task) not in self._held:
+            self._held[client, task] = len(self.world.stream.data(client, task))
+        return self._held[client, task]
+
+
 class ReplyChecker:
     """Checks the replies of one phase, accepts one per client, and records the refused ones."""
 
@@ -342,7 +410,9 @@ __all__ = [
     "Reason",
     "Refusal",
     "ReplyChecker",
+    "SampleClaims",
     "Spec",
     "check_reply",
     "expected_reply",
+    "find_outliers",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,15 +13,25 @@ from everfed.core.context import Moment, Place, World
 from everfed.core.engine import Absent, ClientError, PhaseCall
 from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
-from everfed.core.phase import Phase
+from everfed.core.phase import TRAIN, Phase
 from everfed.engines.base import BuildModule, OneTrainer, new_trainer
-from everfed.federation.checking import Arrived, ReplyChecker, expected_reply, largest_reply
+from everfed.federation.checking import (
+    Arrived,
+    Refusal,
+    ReplyChecker,
+    SampleClaims,
+    expected_reply,
+    find_outliers,
+    largest_reply,
+)
 from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.patience import Patience
 from everfed.federation.phase_requests import REJECTED, Notify, PhaseRequests
 from everfed.federation.request import RECIPE, Answer, Request, Step, fingerprint
 from everfed.federation.transport import Transport
+
+OUTLIER = 1000.0  # times the median; honest clients differ by their steps, not by such a factor
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,9 @@ Early = dict[int, tuple[Step, Reply | Absent]]  # by client: replies that came w
 
 
 class Federated(OneTrainer):
-    """Holds no client state. durable: the place from which the run would resume if the server were killed now."""
+    """Holds no client state. durable: the place from which the run would resume if the server were killed now.
+    outlier: how many times as far as the median client's a model may move, 0 for any. allowed: the number of samples
+    that a client may claim, None where it is not known."""
 
     batches_phases = True
 
@@ -68,8 +80,11 @@ class Federated(OneTrainer):
         durable: Callable[[], Place],
         notify: Notify = lambda event: None,
         device: str = "cpu",
+        outlier: float = OUTLIER,
+        allowed: Callable[[int], int | None] = lambda client: None,
     ) -> None:
         self.world, self.transport, self.identity = world, transport, identity
+        self.outlier, self.claims = outlier, SampleClaims(world, allowed)
         self.patience, self.durable, self.notify = patience, durable, notify
         self.trainer = new_trainer(world, build_module, device)
         self.name = transport.name
@@ -133,10 +148,28 @@ class Federated(OneTrainer):
                 continue
             refusal = checker.check(Arrived(client, checker.expected.call, reply))
             if refusal is not None:
-                checked[client] = Absent(REJECTED, str(refusal))
-                event = {"event": "client", "client": client, "phase": phase.name, "kind": REJECTED}
-                self.notify({**event, "reason": str(refusal)})
-        return checked
+                checked[client] = self._reject(client, phase, refusal)
+        return self._compared(outgoing, checked)
+
+    def _compared(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
+        """Bounds that depend on what the others sent: outliers are refused, and claims of samples are capped."""
+        phase, moment = outgoing.phase, outgoing.moment
+        found = {client: reply for client, reply in replies.items() if isinstance(reply, Reply)}
+        if phase.name != TRAIN:
+            return replies
+        outliers = find_outliers(self.world, moment, self._model, found, self.outlier) if self.outlier else {}
+        compared = {**replies, **{c: self._reject(c, phase, refusal) for c, refusal in outliers.items()}}
+        claims = {c: reply.samples for c, reply in found.items() if c not in outliers and reply.samples}
+        for client, samples in self.claims.capped(phase, moment, claims).items():
+            compared[client] = replace(found[client], samples=samples)
+            text = f"client {client} claims {claims[client]} samples and counts for {samples}; see federation.samples"
+            self.notify({"event": "warning", "message": text})
+        return compared
+
+    def _reject(self, client: int, phase: Phase, refusal: Refusal) -> Absent:
+        event = {"event": "client", "client": client, "phase": phase.name, "kind": REJECTED}
+        self.notify({**event, "reason": str(refusal)})
+        return Absent(REJECTED, str(refusal))
 
     def _usable(self, replies: dict[int, Reply | Absent], phase: Phase, moment: Moment) -> dict[int, Reply | Absent]:
         """Raises ClientError when fewer replies can be used than a phase needs: one, or federation.minimum."""

@@ -12,9 +12,12 @@ from everfed.federation.logs import stamped
 from everfed.federation.policy import Policy
 from everfed.federation.runs import KEPT
 from everfed.federation.supervisor import Child, Say, environment, supervise
+from everfed.federation.watch import FolderWatch, StateLost
+from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
 from everfed.store.files import make_private
 from everfed.store.lock import Locked, locked
 
+RESTART, END = "restart", "end"
 KEY_REFUSED = (
     "the SuperLink refused this client's key: it is not enrolled there, or the SuperLink still waits for the heartbeat "
     "of a SuperNode that was killed, for up to half a minute"
@@ -25,8 +28,9 @@ KEY_REFUSED = (
 class Joining:
     """server: HOST:PORT; folder: of this client's state; name: under which the server enrols it; client: the index to
     request, -1 for any; data_dir, data: where its samples come from; root, key: files of TLS and node authentication,
-    None without; poll: seconds between two looks for messages; keep_runs: runs kept beside the current one; policy: the
-    file of what this client agrees to."""
+    None without; poll: seconds between two looks for messages; keep_runs: runs kept beside the current one; budget,
+    delta: the epsilon that this client's replies may cost in all runs together, 0 for no limit; lost_state: what to do
+    when its folder is removed meanwhile, RESTART or END; policy: the file of what this client agrees to."""
 
     server: str
     folder: Path
@@ -39,16 +43,36 @@ class Joining:
     key: Path | None = None
     poll: float = 0.5
     keep_runs: int = KEPT
+    budget: float = 0.0
+    delta: float = 1e-5
+    lost_state: str = RESTART
     policy: Path | None = None
 
 
 def join(joining: Joining, say: Say) -> None:
-    """Runs until it is interrupted. Raises UserError when this client runs already."""
+    """Runs until it is interrupted. Raises UserError when this client runs already, and StateLost when its folder is
+    removed and it is not to start again: with a budget it never does, since the account of what was spent is gone."""
+    while True:
+        try:
+            _join_once(joining, say)
+        except StateLost as lost:
+            if joining.lost_state == END or joining.budget > 0:
+                raise
+            say(stamped(f"{lost}; starting again without it"))
+
+
+def _join_once(joining: Joining, say: Say) -> None:
     make_private(joining.folder)
     try:
         with locked(joining.folder / ".join.lock"):
             say(stamped(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}"))
-            supervise(children(joining), say)
+            AppendedFile(joining.folder / PRIVACY_LEDGER).close()  # there from the start, so that its loss is noticed
+            watch = FolderWatch(joining.folder, ".join.lock", PRIVACY_LEDGER)
+            try:
+                supervise(children(joining), say, watch=watch.check)
+            except FileNotFoundError:
+                watch.check()  # the log of a child could not be opened
+                raise
     except Locked as error:
         raise UserError(f"another `everfed join` runs with --folder {joining.folder}") from error
 
@@ -80,6 +104,7 @@ def last_line(text: str) -> str:
 def _worker(joining: Joining, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
     words += ["--client", str(joining.client), "--device", joining.device, "--keep-runs", str(joining.keep_runs)]
+    words += ["--budget", str(joining.budget), "--delta", str(joining.delta)]
     words += ["--server", joining.server]
     if joining.policy:
         words += ["--policy", str(joining.policy.absolute())]

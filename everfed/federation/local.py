@@ -66,7 +66,7 @@ def answers(path: Path) -> bool:
         return caller.connect_ex(str(path)) == 0
 
 
-def ask(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
+def call_worker(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
     """Send a packet to the worker that listens at `path`; returns its answer."""
     with _connected(path, patience) as connection:
         wire.send(connection, packet)

@@ -35,6 +35,10 @@ class Roster:
             )
         return self.indices[name]
 
+    def name(self, client: int) -> str:
+        """The name of a client; "" where none is enrolled with this index."""
+        return next((name for name, index in self.indices.items() if index == client), "")
+
     def _free(self, name: str, wanted: int) -> int:
         free = sorted(set(range(self.clients)) - set(self.indices.values()))
         if not free or wanted not in (-1, *free):

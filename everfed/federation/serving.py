@@ -58,7 +58,9 @@ def serve(serving: Serving, open_grid: Callable[[], Grid], observers: Sequence[O
         def build(assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine:
             return _engine(serving, folder, assembly, open_grid, notify, durable)
 
-        return execute(assembly, folder, observers, serving.checkpoint_every, build)
+        # a sum that was opened can only be opened again with the same clients, so none is left to be repeated
+        every = 0.0 if recipe.privacy.secure_aggregation else serving.checkpoint_every
+        return execute(assembly, folder, observers, every, build)
 
 
 def _run_folder(serving: Serving) -> AbstractContextManager[RunFolder]:
@@ -121,7 +123,21 @@ def _engine(
         tries=section.tries,
     )
     _wait_for(transport, serving.clients or assembly.stream.clients, notify)
-    return Federated(assembly.world, assembly.build_module, transport, identity, patience, durable, notify)
+
+    def allowed(client: int) -> int | None:
+        return section.samples.get(roster.name(client))
+
+    return Federated(
+        assembly.world,
+        assembly.build_module,
+        transport,
+        identity,
+        patience,
+        durable,
+        notify,
+        outlier=section.outlier,
+        allowed=allowed,
+    )
 
 
 def next_epoch(folder: Path) -> tuple[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.core.context import Moment, World
+from everfed.core.context import Attempt, Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.stream import RoundPlan
@@ -33,8 +33,11 @@ from everfed.federation.request import (
     require_protocol,
 )
 from everfed.federation.runs import KEPT, STEPS, Runs
+from everfed.privacy.differential import BudgetSpent
+from everfed.privacy.spending import DELTA, ClientLedger
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
+from everfed.store.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class ClientRuntime:
     store: ClientStore
 
 
+LEDGER = "ledger.jsonl"  # what this client has revealed, in all runs: never rolled back, never removed with a run
 _LOG = logging.getLogger("everfed.site")
 BuildRuntime = Callable[[str, float], ClientRuntime]  # recipe in TOML, scale
 
@@ -77,11 +81,23 @@ class Run:
 
 class Site:
     """folder: of this client's state, with one folder per run; keep_runs: how many runs are kept beside the current
-    one. One process at a time."""
+    one; budget: the epsilon that its replies may cost in all runs together, 0 for no limit, at `delta`. One process at
+    a time."""
 
-    def __init__(self, folder: Path, identity: Identity, build: BuildRuntime, keep_runs: int = KEPT) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: Identity,
+        build: BuildRuntime,
+        keep_runs: int = KEPT,
+        budget: float = 0.0,
+        delta: float = DELTA,
+    ) -> None:
+        make_folder(folder)
         self.folder, self.identity, self._build = folder, identity, build
+        self._spending = ClientLedger(folder, budget, delta)
         self._on_disk = Runs(folder, keep_runs)
+        self._ledger = Ledger(folder / LEDGER)
         self._current = ""
         self._runs: dict[str, Run] = {}
         self._runtime: tuple[tuple[str, float], ClientRuntime] | None = None
@@ -98,6 +114,9 @@ class Site:
             return self._steps(packet, Request.of(packet)).packet()
         except (PacketError, Stale) as error:
             return Answer(REFUSED, reason=f"{type(error).__name__}: {error}").packet()
+        except BudgetSpent as error:
+            _LOG.warning("a request was refused: %s", error)
+            return Answer(REFUSED, reason=str(error)).packet()
         except Exception as error:  # a user's own stream or part may raise anything
             _LOG.exception("a step failed; the error was sent to the server")
             reason = str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
@@ -126,7 +145,10 @@ class Site:
 
     def _step(self, run: Run, request: Request, step: Step, recipe: str, packet: Packet) -> bytes:
         """Make a step, or repeat the reply of one that was made before."""
+        runtime = self._runtime_for(recipe, request)
         name = f"{step.name}.{request.client}"
+        if any(part.per_epoch for part in runtime.world.method.protections):
+            name = f"{name}.{request.epoch}"  # masked with other keys for a server that was started again
         known = run.journal.find(step.place, name)
         where = f"round {step.place[0] + 1}, {step.phase}"
         if known is not None:
@@ -136,8 +158,11 @@ class Site:
             if content in packet.pieces:
                 run.payloads.put(part, key, content, packet.pieces[content])
         message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
-        runtime, before = self._runtime_for(recipe, request), run.journal.before(step.place)
-        state, reply = _call(runtime, request.client, step, message, before)
+        before, method = run.journal.before(step.place), runtime.world.method
+        attempt = Attempt(request.run, request.epoch, self._ledger)
+        self._spending.check(method)
+        state, reply = _call(runtime, request.client, step, message, before, attempt)
+        self._spending.charge(method, request.run, step.place, state, reply)
         tree = reply_to_tree(reply)
         data = to_bytes(tree)
         run.journal.record(step.place, name, state, tree)
@@ -167,6 +192,9 @@ class Site:
             self._current = name
 
     def _run(self, name: str) -> Run:
+        if name in self._runs and not self._runs[name].journal.folder.is_dir():
+            _LOG.warning("the state of run %s was removed from %s; it starts without", name, self.folder)
+            self._runs = {}
         if name not in self._runs:
             self._runs = {name: Run(self.folder / name)}  # one at a time is kept in memory
         return self._runs[name]
@@ -181,7 +209,9 @@ class Site:
         return self._runtime[1]
 
 
-def _call(runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any) -> tuple[Any, Any]:
+def _call(
+    runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any, attempt: Attempt
+) -> tuple[Any, Any]:
     """(state, reply) of one step."""
     phases = runtime.world.method.phases_by_name()
     if step.phase not in phases:
@@ -195,7 +225,7 @@ def _call(runtime: ClientRuntime, client: int, step: Step, message: Message | No
     store.clear()
     if before is not None:
         store.put(client, before)
-    moment = Moment(round_index, plan, repeat, position, stage)
+    moment = Moment(round_index, plan, repeat, position, stage, attempt)
     ((_, reply),) = runtime.engine.exchange(phases[step.phase], (client,), message, moment)
     if isinstance(reply, Absent):
         raise ClientError(client, step.phase, round_index, reply.reason)

@@ -117,8 +117,8 @@ class Child:
         self.process = None
 
 
-def supervise(children: Sequence[Child], say: Say, poll: float = 0.2) -> None:
-    """Keep all of them running until a signal ends this process."""
+def supervise(children: Sequence[Child], say: Say, poll: float = 0.2, watch: Callable[[], None] = lambda: None) -> None:
+    """Keep all of them running until a signal ends this process, or `watch`, called at every look, raises."""
 
     def leave(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -126,6 +126,7 @@ def supervise(children: Sequence[Child], say: Say, poll: float = 0.2) -> None:
     signal.signal(signal.SIGTERM, leave)
     try:
         while True:
+            watch()
             for child in children:
                 child.check(say)
             time.sleep(poll)

@@ -2,14 +2,18 @@
 socket. Started by `everfed join`, or by hand beside a SuperNode:
 
     python -m everfed.federation.worker --folder DIR --name NAME [--client K] [--data-dir DIR | --data MODULE:FUNCTION]
+
+It ends with code 3 when its folder is removed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +25,25 @@ from everfed.federation.packet import PacketError
 from everfed.federation.policy import Answers, Guard, Policy
 from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
+from everfed.federation.watch import FolderWatch, StateLost
+from everfed.privacy.spending import DELTA
+from everfed.store.appended import PRIVACY_LEDGER
 from everfed.store.files import make_private
 from everfed.store.lock import Locked, locked
 
+LOST = 3  # exit code
+LOOK = 1.0  # seconds between two looks at the folder
 
-def serve(site: Answers, listener: socket.socket) -> None:
-    """Answer one packet per connection, one at a time, for ever."""
+
+def serve(site: Answers, listener: socket.socket, watch: FolderWatch) -> None:
+    """Answer one packet per connection, one at a time, until the folder is gone. Raises StateLost."""
+    listener.settimeout(LOOK)
     while True:
-        connection, _ = listener.accept()
+        watch.check()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
         # the sender may be gone; finished steps are in the journal, and the request will be repeated
         with connection, contextlib.suppress(PacketError, EOFError, OSError):
             wire.send(connection, site.answer(wire.receive(connection)))
@@ -45,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policy", type=Path, default=None, metavar="FILE", help="what this client agrees to")
     parser.add_argument("--server", default="", metavar="HOST:PORT", help="named in the audit log")
     parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
+    parser.add_argument("--budget", type=float, default=0.0, help="epsilon of all replies together; 0: any")
+    parser.add_argument("--delta", type=float, default=DELTA, help="at which epsilon is computed")
     chosen = parser.parse_args(arguments)
     from everfed.federation.runtime import RuntimeBuilder
 
@@ -55,12 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device, policy)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
-            site = Site(chosen.folder, Identity(chosen.name, chosen.client), build, max(0, chosen.keep_runs))
+            identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
+            budget = policy.strictest_budget(chosen.budget)
+            site = Site(chosen.folder, identity, build, keep, budget, chosen.delta)
             own = (chosen.data.partition(":")[0],) if chosen.data else ()
-            log = AuditLog(chosen.folder / AUDIT)
-            serve(Audited(Guard(site, policy, *own), log, chosen.server), listener)
+            guarded = Audited(Guard(site, policy, *own), AuditLog(chosen.folder / AUDIT), chosen.server)
+            serve(guarded, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
+    except StateLost as error:
+        logging.getLogger("everfed").error("%s", error)
+        sys.exit(LOST)
 
 
 if __name__ == "__main__":

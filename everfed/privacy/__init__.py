@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed import CompositionError, Method
-from everfed.core.context import World
+from everfed.core.context import Ledger, World
 from everfed.core.engine import Engine
+from everfed.core.run_state import RunState
 
 if TYPE_CHECKING:
     from everfed.recipe import PrivacySection
@@ -35,14 +37,29 @@ def check(world: World) -> None:
     check_world(world)
 
 
-def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
-    """The engine with the server's side of the method's protections."""
-    from everfed.privacy.secure import NAME
+def accounting(world: World, folder: Path, notify: Notify) -> Callable[[RunState], None] | None:
+    """A function that records what a run has released in a ledger in its folder; None where nothing is counted."""
+    from everfed.privacy.spending import RunLedger, protection
 
+    part = protection(world.method)
+    return None if part is None else RunLedger(folder, part, notify).record
+
+
+def wrap(engine: Engine, world: World, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:
+    """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
+    from everfed.privacy.secure import NAME
+    from everfed.privacy.spending import protection
+
+    noise = protection(world.method)
+    if engine.sharded and noise is not None and noise.seed < 0:
+        raise CompositionError(
+            "privacy.dp: every rank would draw the server's noise with a key of its own, and the ranks would end with "
+            "different models; engine.kind = 'ranks' needs privacy.dp.seed, or use eager, processes or graphs"
+        )
     if not any(part.name == NAME for part in world.method.parts):
         return engine
     if engine.sharded:
         raise CompositionError("privacy.secure_aggregation needs all clients behind one server; engine.kind is 'ranks'")
     from everfed.privacy.secure_engine import Secured
 
-    return Secured(engine, world, device, notify)
+    return Secured(engine, world, device, notify, ledger)

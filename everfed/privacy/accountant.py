@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
+from math import inf, sqrt
 
 from everfed.errors import UserError
 
@@ -13,28 +13,42 @@ class MissingAccountant(UserError):
 
 
 def check_installed() -> None:
-    """Refuse to start where spending could not be accounted for."""
+    """Refuse to start where noise could not be drawn or spending not be accounted for."""
     try:
+        import cryptography  # noqa: F401
         import dp_accounting.rdp  # noqa: F401
     except ImportError as error:
         raise MissingAccountant(
-            "privacy.dp is accounted for by dp-accounting; pip install 'everfed[privacy]'"
+            "privacy.dp is accounted for by dp-accounting, and its noise drawn by cryptography; "
+            "pip install 'everfed[privacy]'"
         ) from error
 
 
-def epsilon(noise: float, releases: Mapping[int, int], delta: float, sensitivity: float = 1.0) -> float:
-    """The epsilon at `delta` that has been spent by Gaussian mechanisms.
+def multiplier(noise: float, values: int, sensitivity: float = 1.0) -> float:
+    """The noise of one release in units of its sensitivity. noise, sensitivity: in units of the clip; `values`, each
+    clipped and noised by itself, are one Gaussian mechanism whose sensitivity is sqrt(values) times as large."""
+    return noise / (sensitivity * sqrt(values))
 
-    noise: standard deviation in units of the clip. releases: {K: how often K values, each clipped and noised by itself,
-    were released at once}; K values are one Gaussian mechanism whose sensitivity is sqrt(K) times as large.
+
+def epsilon(noise: float, releases: Mapping[int, int], delta: float, sensitivity: float = 1.0) -> float:
+    """The epsilon at `delta` that has been spent by Gaussian mechanisms of one noise.
+
+    noise: standard deviation in units of the clip. releases: {K: how often K values were released at once}.
     sensitivity: in units of the clip; 1 where a client is there or not, 2 where its reply is exchanged for another.
     No amplification by sampling is claimed: every release counts as if all clients had taken part.
     """
+    return composed({multiplier(noise, K, sensitivity): releases[K] for K in sorted(releases)}, delta)
+
+
+def composed(releases: Mapping[float, int], delta: float) -> float:
+    """The epsilon at `delta` of Gaussian mechanisms, {multiplier: how often}; infinite where one had no noise."""
     from dp_accounting import GaussianDpEvent
     from dp_accounting.rdp import RdpAccountant
 
+    if releases.get(0.0):
+        return inf
     accountant = RdpAccountant()
-    for values, count in sorted(releases.items()):
+    for noise, count in releases.items():
         if count:
-            accountant.compose(GaussianDpEvent(noise / (sensitivity * sqrt(values))), count)
+            accountant.compose(GaussianDpEvent(noise), count)
     return float(accountant.get_epsilon(delta)) if any(releases.values()) else 0.0

@@ -5,8 +5,11 @@ Then Gaussian noise of standard deviation noise x clip is added to every coordin
 ("local": no other party is trusted), or by the server to the sum ("central": the server is trusted, or sees sums only,
 with secure aggregation; much less noise for the same privacy). All phases are protected and accounted for.
 
-The noise is drawn with a key that is made at random once and kept with the state, so that a run that is resumed
-releases the same numbers again and spends nothing twice.
+The noise is a function of a secret key, made at random once and kept with the state, and of what it hides: the values
+themselves and, on a client, every message that it has received up to then. A run that is resumed computes the same
+values from the same messages, so it releases the same numbers again, which reveals nothing new and is counted once.
+Anything else, such as the same place asked again with another model or a sum over another set of clients, gets fresh
+noise and is a further release; the ledgers (`everfed.privacy.spending`) count it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
 from everfed.privacy import accountant
 from everfed.privacy.encoding import flat
+from everfed.privacy.noise import standard_normal, tree_digest
 
 NAME = "dp"
 CENTRAL, LOCAL = "central", "local"
@@ -57,7 +60,8 @@ class BudgetSpent(RuntimeError):
 class DifferentialPrivacy(Protection):
     """kind: "central" or "local". noise: standard deviation in units of `clip`. clip: the largest L2 norm of a value.
     delta: at which epsilon is reported. budget: the epsilon that may be spent, 0 for any. seed: -1 for a secret key;
-    any other makes the noise repeatable, for simulations, and protects nothing. means, model: `private` sets them."""
+    any other makes the noise a function of seed and place alone, so that simulations on different engines can be
+    compared, and protects nothing. means, model: `private` sets them."""
 
     kind: str = CENTRAL
     noise: float = 1.0
@@ -82,43 +86,64 @@ class DifferentialPrivacy(Protection):
 
     # on the client -----------------------------------------------------------------------------------------------
     def client_slots(self, ctx: Context) -> Tree:
-        return {"key": self._new_key(f"client {ctx.client}")} if self.kind == LOCAL else {}
+        """history: digest of all messages so far. release, multiplier: of the last reply, for the client's ledger."""
+        key = {"key": self._new_key(f"client {ctx.client}")} if self.kind == LOCAL else {}
+        return {**key, "history": _to_tensor(bytes(32)), "release": "", "multiplier": 0.0}
 
-    def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[None, Reply]:
-        """Clip every value and, if local, add noise. Counts and losses are not protected, so they are not sent."""
-        own = client.get(self.name, {})
-        if phase.name == EVALUATE:
-            return None, reply
+    def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[Slots, Reply]:
+        """Clip every value and, if local, add noise. Counts and losses are not protected, so they are not sent; nor are
+        scores on the client's own tests."""
+        own = {**self.client_slots(ctx), **client.get(self.name, {})}
+        own["history"] = _to_tensor(tree_digest({"message": message, "history": own["history"]}, _place(ctx)))
+        sent = {} if phase.name == EVALUATE else flat(reply.values)
+        clipped = {path: self._clipped(path, value, message) for path, value in sent.items() if not _empty(value)}
+        content = tree_digest({"values": clipped, "history": own["history"], "key": own.get("key")}, _place(ctx))
         values: dict[str, Tree] = {}
-        for path, value in flat(reply.values).items():
+        for path, value in sent.items():
             part, key = path.split("/", 1)
-            values.setdefault(part, {})[key] = self._protected(path, value, message, own, ctx)
-        return None, Reply(values)
+            values.setdefault(part, {})[key] = (
+                self._sent(path, value, clipped[path], content, message, own, ctx) if path in clipped else value
+            )
+        own |= {"release": content.hex() if clipped else "", "multiplier": self.multiplier(len(clipped))}
+        return own, Reply(values)
 
-    def _protected(self, path: str, value: Any, message: Message, own: Tree, ctx: Context) -> Any:
-        if isinstance(value, Tensor) and value.numel() == 0:
-            return value
+    def _clipped(self, path: str, value: Any, message: Message) -> Tensor:
+        """In float64; of the model, the update."""
         if isinstance(value, Tensor) and not value.is_floating_point():
             raise CompositionError(f"privacy.dp: {path} is of whole numbers, which clipping and noise would spoil")
-        base = message[MODEL]["params"] if path == self.model else None
-        moved = torch.as_tensor(value, dtype=torch.float64) if base is None else value.double() - base.double()
-        clipped = clip_norm(moved, self.clip)
+        if path == self.model:
+            return clip_norm(value.double() - message[MODEL]["params"].double(), self.clip)
+        return clip_norm(torch.as_tensor(value, dtype=torch.float64), self.clip)
+
+    def _sent(
+        self, path: str, value: Any, clipped: Tensor, content: bytes, message: Message, own: Tree, ctx: Context
+    ) -> Any:
+        """In the form in which the part sends it."""
         if self.kind == LOCAL:
-            clipped = clipped + self._noise(own["key"], path, clipped, ctx) * self.noise * self.clip
+            clipped = clipped + self._noise(own["key"], content, path, clipped, ctx) * self.noise * self.clip
         if not isinstance(value, Tensor):
             return float(clipped)
-        return (clipped if base is None else clipped + base.double()).to(value.dtype)
+        return (clipped + message[MODEL]["params"].double() if path == self.model else clipped).to(value.dtype)
+
+    def multiplier(self, values: int) -> float:
+        """The noise of a release of so many values in units of its sensitivity; 0 for no release."""
+        return accountant.multiplier(self.noise, values, self.sensitivity) if values else 0.0
+
+    @property
+    def sensitivity(self) -> float:
+        """In units of the clip: a client is there or not, or its reply is exchanged for another."""
+        return 1.0 if self.kind == CENTRAL else 2.0
 
     # on the server -----------------------------------------------------------------------------------------------
     def server_slots(self, ctx: Context) -> Tree:
-        return {"key": self._new_key("server"), "spent": {}}
+        """spent: {number of values: releases}. release, values: of the last one, for the ledger of the run."""
+        return {"key": self._new_key("server"), "spent": {}, "release": "", "values": 0}
 
     def release(
         self, server: State, phase: Phase, reduced: Reduced, weights: Weights, ctx: Context
     ) -> tuple[Slots, Reduced]:
         """Account for what is about to be released; noise on sums and means, if central."""
         own, found = server[self.name], {p: v for p, v in flat(reduced).items() if not _empty(v)}
-        known = self.means.get(phase.name, {})
         if not found or (phase.name == TRAIN and not synchronises(ctx)):
             return None, reduced
         spent = {**own["spent"], str(len(found)): own["spent"].get(str(len(found)), 0) + 1}
@@ -128,19 +153,22 @@ class DifferentialPrivacy(Protection):
                 f"privacy.dp.budget = {self.budget:g}: phase {phase.name!r} of round {ctx.round} would raise epsilon "
                 f"to {after:.3f}; {self.spent(own['spent']):.3f} is spent (delta = {self.delta:g})"
             )
+        counts = {path: _weight(weights, path) for path in found}
+        content = tree_digest({"values": found, "counts": counts, "key": own["key"]}, _place(ctx))
         if self.kind == CENTRAL:
             noisy: Reduced = {part: dict(values) for part, values in reduced.items()}
             for path, value in found.items():
                 part, key = path.split("/", 1)
-                divisor = weights[part][key] if known[path] else 1.0
-                noisy[part][key] = self._hidden(own["key"], path, value, self.noise * self.clip / divisor, ctx)
+                scale = self.noise * self.clip / (counts[path] if self.means[phase.name][path] else 1.0)
+                exact = torch.as_tensor(value).double()
+                hidden = exact + self._noise(own["key"], content, path, exact, ctx) * scale
+                noisy[part][key] = hidden.to(value.dtype) if isinstance(value, Tensor) else float(hidden)
             reduced = noisy
-        return {**own, "spent": spent}, reduced
+        return {**own, "spent": spent, "release": content.hex(), "values": len(found)}, reduced
 
     def spent(self, releases: Mapping[str, int]) -> float:
         """Epsilon at `delta`; of a client that took part in everything, if local."""
-        sensitivity = 1.0 if self.kind == CENTRAL else 2.0
-        return accountant.epsilon(self.noise, {int(k): n for k, n in releases.items()}, self.delta, sensitivity)
+        return accountant.epsilon(self.noise, {int(k): n for k, n in releases.items()}, self.delta, self.sensitivity)
 
     def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
         return {"epsilon": self.spent(server[self.name]["spent"]), "delta": self.delta}
@@ -154,19 +182,31 @@ class DifferentialPrivacy(Protection):
     # noise -------------------------------------------------------------------------------------------------------
     def _new_key(self, who: str) -> Tensor:
         key = secrets.token_bytes(32) if self.seed < 0 else hashlib.sha256(f"{self.seed} {who}".encode()).digest()
-        return torch.frombuffer(bytearray(key), dtype=torch.uint8)
+        return _to_tensor(key)
 
-    def _hidden(self, key: Tensor, path: str, value: Any, scale: float, ctx: Context) -> Any:
-        exact = torch.as_tensor(value).double()
-        noisy = exact + self._noise(key, path, exact, ctx) * scale
-        return noisy.to(value.dtype) if isinstance(value, Tensor) else float(noisy)
+    def _noise(self, key: Tensor, content: bytes, path: str, like: Tensor, ctx: Context) -> Tensor:
+        """Standard normal numbers of this key, release and path."""
+        release = content if self.seed < 0 else _place(ctx).encode()
+        numbers = standard_normal(_to_bytes(key), release + path.encode(), like.numel())
+        return torch.from_numpy(numbers).reshape(like.shape).to(like.device)
 
-    def _noise(self, key: Tensor, path: str, like: Tensor, ctx: Context) -> Tensor:
-        """Standard normal numbers of this key, place and path."""
-        place = f"{ctx.round}/{ctx.phase}/{ctx.repeat}/{path}".encode()
-        digest = hashlib.sha256(key.cpu().numpy().tobytes() + place).digest()
-        rng = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(digest, "little")))
-        return torch.from_numpy(rng.standard_normal(tuple(like.shape))).to(like.device)
+
+def _place(ctx: Context) -> str:
+    return f"{ctx.round}/{ctx.phase}/{ctx.repeat}"
+
+
+def _to_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
+
+
+def _weight(weights: Weights, path: str) -> float:
+    """How many replies are in the sum, or their weights together."""
+    part, key = path.split("/", 1)
+    return float(weights.get(part, {}).get(key, 0.0))
 
 
 def clip_norm(value: Tensor, limit: float) -> Tensor:

@@ -20,10 +20,13 @@ from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.session.assembly import Assembly, fingerprint
 from everfed.session.outcome import save_model, save_pictures
 from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_fault
-from everfed.session.result import result
+from everfed.session.result import at_chance, result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
+from everfed.store.ledger import Ledger
 from everfed.store.run import EventLog, RunFolder
+
+LEDGER = "ledger.jsonl"  # of a federation: what its clients were asked to reveal
 
 
 class BuildEngine(Protocol):
@@ -83,19 +86,25 @@ def _drive(
         engine = build_engine(assembly, notify, lambda: alone.durable)
     else:
         engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
-    engine = privacy.wrap(engine, world, str(where), notify)
+    ledger = None if build_engine is None else Ledger(folder.path / LEDGER)
+    engine = privacy.wrap(engine, world, str(where), notify, ledger)
     try:
         announce(notify, assembly, state)
         report_buffers = buffer_reporter(world, store, group, notify) if build_engine is None else None
-        save, options = _saver(checkpoints, notify, report_buffers), EvalOptions(**recipe.eval.model_dump())
+        leads = group is None or group.leads
+        account = privacy.accounting(world, folder.path, notify) if leads else None
+        save = _saver(checkpoints, notify, report_buffers, account)
+        options = EvalOptions(**recipe.eval.model_dump())
         first = on_device(assembly.first_model(), where)
         final = Runner(world, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
         _require_data(assembly, final)
         checkpoints.wait()
         state_bytes = engine.total(store.bytes())
         summary = result(assembly, final, engine.describe(), state_bytes)
-        if group is None or group.leads:
+        if leads:
             _save_results(folder, assembly, engine, final, summary)
+        if (warning := at_chance(assembly.stream, summary)) is not None:
+            notify({"event": "warning", "message": warning})
         notify({"event": "end", "metrics": summary["metrics"], "seconds": final.seconds})
         return summary
     finally:
@@ -124,9 +133,16 @@ def _save_results(
 
 
 def _saver(
-    checkpoints: Checkpoints | RankCheckpoints, notify: Observer, report_buffers: Callable[[RunState], None] | None
+    checkpoints: Checkpoints | RankCheckpoints,
+    notify: Observer,
+    report_buffers: Callable[[RunState], None] | None,
+    account: Callable[[RunState], None] | None,
 ) -> Callable[[RunState, bool], None]:
+    """account: records what was released, before anything is sent that follows from it."""
+
     def save(state: RunState, task_end: bool) -> None:
+        if account is not None:
+            account(state)
         if task_end and report_buffers is not None:
             report_buffers(state)
         if checkpoints.offer(state, task_end):

@@ -45,6 +45,7 @@ class Own(PlannedStream):
     scenario = "own"
     about = "periods that a function of your own yields for every client; scored on each client's own tests"
     own_tests = True
+    private_data = True
 
     def __init__(
         self,

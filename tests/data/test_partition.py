@@ -1,4 +1,4 @@
-"""Partitions against the properties and numbers of the specification."""
+"""Partitions against their defining properties, and against counts on MNIST's class sizes."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_shards_of_mnist_are_two_runs_of_3000_of_the_sorted_images():
     assert sorted(dealt) == list(range(20))
 
 
-def test_shards_of_mnist_hold_1_to_4_digits_as_often_as_the_specification_counts():
-    # Specification: 1/2/3/4 digits with probability .01/.39/.46/.15. All 190 pairs of shards are equally likely.
+def test_shards_of_mnist_hold_1_to_4_digits_as_often_as_all_pairs_of_shards():
+    # FedGP's code deals 2 of 20 sorted shards to each client; all 190 pairs are equally likely
     labels = np.repeat(np.arange(10), MNIST_CLASS_SIZES)
     held = [set(labels[s * 3000 : (s + 1) * 3000].tolist()) for s in range(20)]
     pairs = [len(a | b) for a, b in itertools.combinations(held, 2)]

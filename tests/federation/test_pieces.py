@@ -23,7 +23,7 @@ from everfed.federation import packet as wire
 from everfed.federation.codec import to_reply
 from everfed.federation.flower.app import files
 from everfed.federation.joining import KEY_REFUSED, Joining, children, join, refusal
-from everfed.federation.local import ask, listen, socket_path
+from everfed.federation.local import call_worker, listen, socket_path
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.request import Answer, Request
 from everfed.federation.roster import Roster
@@ -91,7 +91,7 @@ def test_what_is_too_large_is_not_read() -> None:
 
 def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="no everfed worker answers"):
-        ask(str(tmp_path / "nobody.sock"), Packet({}), patience=0.2)
+        call_worker(str(tmp_path / "nobody.sock"), Packet({}), patience=0.2)
 
 
 def test_a_socket_is_its_owners_alone_and_its_path_is_short(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,14 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.task_identity import TaskIdentity
 
 from everfed.federation.flower.grid import _answer
-from everfed.federation.flower.pulling import UNUSABLE, pull
+from everfed.federation.flower.pulling import UNUSABLE, Puller
 from everfed.federation.flower.records import to_records
 from everfed.federation.packet import Packet
 from everfed.federation.transport import Failure
 from tests.core.test_tree_hostile import mutated
 
 NODE = Node(node_id=1)
+LARGE = Packet({"protocol": 1, "kind": "large"}, {"reply.0": b"9876543210" * 5000})
 SMALL = Packet({"protocol": 1, "kind": "reply"}, {"reply.0": b"0123456789" * 50})
 
 
@@ -78,9 +80,28 @@ class Link:
         self.confirmed.append(request.message_object_id)
 
 
+class Waiting(Link):
+    """One reply, "late", is announced; its objects come when `sent` is set."""
+
+    def __init__(self, *replies: Stored) -> None:
+        super().__init__([stored(LARGE, "late"), *replies])
+        self.sent, self.announced = threading.Event(), set[str]()
+
+    def PullMessages(self, request: Any) -> Any:
+        """As the SuperLink does: every reply is handed out once."""
+        asked = [ticket for ticket in request.message_ids if ticket not in self.announced]
+        self.announced |= set(asked)
+        return super().PullMessages(SimpleNamespace(message_ids=asked))
+
+    def PullObject(self, request: Any) -> Any:
+        if request.object_id in self.replies[0].contents and not self.sent.is_set():
+            return SimpleNamespace(object_found=True, object_available=False, object_content=b"")
+        return super().PullObject(request)
+
+
 def answers(link: Link, limit: int = 1 << 20) -> dict[str, Packet | Failure]:
     tickets = [one.ticket for one in link.replies]
-    return {m.metadata.reply_to_message_id: _answer(m) for m in pull(link, NODE, 1, tickets, limit)}
+    return {m.metadata.reply_to_message_id: _answer(m) for m in Puller(link, NODE, 1).pull(tickets, limit)}
 
 
 def test_an_honest_reply_arrives_as_it_was_sent_and_is_confirmed() -> None:
@@ -141,3 +162,60 @@ def test_an_object_that_is_missing_may_come_later() -> None:
     found = answers(Losing([stored(SMALL)]))["t0"]
     assert isinstance(found, Failure) and not found.own
     assert UNUSABLE not in (0, 1, 2, 3, 4, 5, 6, 7, 8)
+
+
+# an app that announced its reply and died ----------------------------------------------------------------------------
+@pytest.mark.timeout(60)
+def test_a_reply_that_was_announced_and_never_sent_holds_up_nothing() -> None:
+    link = Waiting(stored(SMALL, "small"))
+    puller = Puller(link, NODE, 1)
+    assert [_answer(one) for one in puller.pull(["late", "small"], 1 << 20)] == [SMALL]
+    link.replies.append(stored(SMALL, "next"))
+    found = puller.pull(["late", "next"], 1 << 20)
+    assert [one.metadata.reply_to_message_id for one in found] == ["next"]
+    puller.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_reply_whose_objects_come_late_arrives_and_wakes_the_server() -> None:
+    link = Waiting()
+    puller = Puller(link, NODE, 1)
+    assert puller.pull(["late"], 1 << 20) == []
+    threading.Timer(0.2, link.sent.set).start()
+    puller.wait(50.0)
+    (found,) = puller.pull(["late"], 1 << 20)
+    assert _answer(found) == LARGE and link.confirmed
+
+
+@pytest.mark.timeout(60)
+def test_a_reply_that_does_not_come_is_a_failure_in_the_end_and_is_asked_for_again() -> None:
+    link = Waiting()
+    puller = Puller(link, NODE, 1, stall=0.5)
+    found: list[Message] = []
+    while not found:
+        found = puller.pull(["late"], 1 << 20)
+    failure = _answer(found[0])
+    assert isinstance(failure, Failure) and not failure.own and "announced, but not sent" in failure.reason
+
+
+@pytest.mark.timeout(60)
+def test_a_reply_that_nothing_waits_for_is_not_pulled_on() -> None:
+    link = Waiting()
+    puller = Puller(link, NODE, 1)
+    puller.pull(["late"], 1 << 20)
+    threads = [thread for thread in threading.enumerate() if thread.name == "pull"]
+    puller.forget(["late"])
+    for thread in threads:
+        thread.join()
+    link.sent.set()
+    assert puller.pull(["late"], 1 << 20) == [] and not link.confirmed
+
+
+@pytest.mark.timeout(60)
+def test_a_lost_connection_is_raised_by_the_next_pull() -> None:
+    class Broken(Link):
+        def PullObject(self, request: Any) -> Any:
+            raise ConnectionError("the SuperLink is away")
+
+    with pytest.raises(ConnectionError, match="away"):
+        Puller(Broken([stored(SMALL)]), NODE, 1).pull(["t0"], 1 << 20)

@@ -71,6 +71,7 @@ def test_two_ranks_equal_one_process(eager: Path, tmp_path: Path) -> None:
         "trimmed-mean",
         pytest.param("median", marks=pytest.mark.slow),
         pytest.param("norm-clipping", marks=pytest.mark.slow),
+        pytest.param("geometric-median", marks=pytest.mark.slow),
     ],
 )
 def test_robust_reducers_see_the_clients_of_all_ranks(reducer: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from everfed.parts.generative.acgan import ACGAN, balanced, noise
 from everfed.parts.generative.consolidation import Consolidation, labels_of
 from everfed.parts.generative.fedcil import FedCIL
 from tests.parity.test_resume import assert_resumes
-from tests.support.rehearsal_free import ClassToy
+from tests.support.rehearsal_free import ClassToy, PoolToy
 from tests.support.toy import SMALL, Bench, Norm, Toy
 
 ADAM = TrainOptions(1, 6, Optimizer("adam", lr=0.01, beta1=0.5, state="task"))
@@ -186,6 +186,21 @@ def test_the_first_task_replays_nothing_and_later_ones_only_what_the_client_had(
         if replays:
             assert set(tables["old"].values[tables["old"].values > 0].flatten()) <= {0, 1}
         assert ("known" in tables) is (rounds == 1)  # consistency begins in the second round of a task
+
+
+def test_consistency_is_over_the_classes_that_any_client_knows() -> None:
+    """Each client has classes of its own. Only the labels of the global generator are of all of them, as in C2 and C3,
+    and these compete in the loss, so that it stays finite."""
+    case = bench(PoolToy())
+    part, outcome = case.build_method().part("fedcil"), case.run(rounds=3)
+    assert isinstance(part, FedCIL)
+    ctx, data = case.context(round_index=3), case.stream.data(0, 1)
+    own, _ = part.start(outcome.clients[0], {}, case.model(), data, ctx)
+    slots, tables = part.plan({"fedcil": own}, minibatches(data.ids, 40, 5, ctx.rng("order")), {}, ctx)
+    drawn = {name: {int(y) for i in range(100) for y in tables[name].row(i)} for name in ("known", "fake", "old")}
+    assert drawn == {"known": set(range(8)), "fake": {0, 1, 2, 3}, "old": {0, 1}}
+    assert slots["classes"].all()
+    assert torch.isfinite(case.run().params).all() and case.run().params.abs().max() < 10
 
 
 def test_the_weight_of_real_data_is_one_in_the_first_task_and_half_later() -> None:

@@ -21,6 +21,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.parts.aggregate.average import FedAvg
 from everfed.parts.project.matching import match_gradients
+from everfed.parts.project.matching_solvers import SoftmaxSGD
 from everfed.parts.project.stamp import STAMP, balanced, per_class
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 
@@ -192,12 +193,26 @@ def test_a_client_without_data_keeps_no_exemplars() -> None:
     assert list(pool(outcome, 0)) == ["1"] and list(pool(outcome, 1)) == ["0", "1"]
 
 
-def test_angles_in_time() -> None:
-    reported = [e for e in bench({"angles": True}).run().events if e["event"] == "measure"]
-    assert [e["round"] for e in reported] == [2, 3]  # from the second task on
-    m = reported[0]["temporal_cosine"]
-    assert reported[0]["temporal_cosine_with_self"] == pytest.approx((1 + m) / 2)
-    assert torch.equal(bench({"angles": True}).run().params, bench().run().params)
+@pytest.mark.parametrize("solver", ["exact", "softmax_sgd"])
+def test_the_first_task_may_be_matched_too(solver: str) -> None:
+    """The released code makes the only update longer: 2 (1 + kappa) / (1 + kappa^2) = 2.353 times at its rate of 2."""
+    options = {"match_first": True, "rate": 2.0, "solver": solver}
+    one = Toy(clients=1, tasks=1, rounds_per_task=1)
+    start, plain = Bench(stream=one).model()["params"], Bench(stream=one).run().params
+    moved = bench(options, "stamp-temporal", stream=one).run().params
+    assert torch.allclose(moved - start, 2 * 1.25 / 1.0625 * (plain - start), atol=1e-5)
+
+
+def test_the_solver_of_the_released_code_takes_25_steps_on_clients() -> None:
+    options = {"solver": "softmax_sgd", "solver_steps": 25, "solver_momentum": 0.1, "exemplars": 5}
+    train = TrainOptions(1, 2, Optimizer(lr=0.2))
+    make = Bench("stamp-temporal", {"stamp": options}, quadratic(), train, Linear)
+    theta = make.run(rounds=1).params
+    current = theta - 0.2 * one_gradient(theta, 1)
+    updates = [current - 0.2 * one_gradient(current, 0) - theta, current - theta]
+    sgd = SoftmaxSGD(steps=25, momentum=0.1)
+    expected = match_gradients(updates, 0.25, "1+k2", solver="softmax_sgd", sgd=sgd)
+    assert torch.allclose(make.run().params, theta + expected, atol=1e-6)
 
 
 # refusals ------------------------------------------------------------------------------------------------------------
@@ -205,7 +220,8 @@ def test_angles_in_time() -> None:
     ("options", "match"),
     [({"clone_from": "x"}, "after_current, round_start"), ({"combine": "x"}, "mean, sum"), ({"epochs": -1}, "epochs"),
      ({"granularity": "x"}, "round, step"), ({"moments": "x"}, "fresh, copied"), ({"exemplars": -1}, "exemplars"),
-     ({"kappa": 1.5}, "kappa"), ({"scale": "x"}, "scale")],
+     ({"kappa": 1.5}, "kappa"), ({"scale": "x"}, "scale"), ({"solver_steps": 0}, "solver_steps"),
+     ({"solver_momentum": 1.0}, "solver_momentum")],
 )  # fmt: skip
 def test_options_are_checked(options: dict[str, object], match: str) -> None:
     with pytest.raises(methods.MethodError, match=match):

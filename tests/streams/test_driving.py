@@ -94,8 +94,8 @@ def test_validation_images_come_from_the_training_part() -> None:
         ({"anchors": [[0.1]]}, "stream.anchors"),
         ({"anchors": [[0.1, 2.0]]}, "stream.anchors"),
         ({"max_boxes": 0}, "stream.max_boxes"),
-        ({"augment": "crop-flip"}, "stream.augment: means nothing"),
-        ({"drift": 1, "boundaries": False}, "stream.drift: means nothing"),
+        ({"augment": "crop-flip"}, "stream.augment: has no effect"),
+        ({"drift": 1, "boundaries": False}, "stream.drift: has no effect"),
         ({"validation": 0.01}, "stream.validation"),
     ],
 )

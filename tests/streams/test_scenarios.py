@@ -1,4 +1,4 @@
-"""What makes each scenario what it is, with the protocols of the specification."""
+"""The scenarios as the papers define them: FedGP (rotated and permuted MNIST), MFCL and FedSSI (new classes)."""
 
 from __future__ import annotations
 

@@ -177,13 +177,20 @@ class GridTransport:
 
     def receive(self) -> list[tuple[str, Packet | Failure]]:
         since = time.monotonic() - self._sent
-        time.sleep(max(self.poll, min(LONGEST, SHARE * since)))
+        self._wait(max(self.poll, min(LONGEST, SHARE * since)))
         waiting = [*self._tickets, *self._hellos]
         found = self._safely(lambda grid: list(grid.pull_messages(waiting))) if waiting else None
         answers = [one for reply in found or () for one in self._matched(reply)]
         self._detect_outage()
         lost, self._lost = self._lost, []
         return [*lost, *answers]
+
+    def _wait(self, seconds: float) -> None:
+        """For so long, or until a reply that is being pulled is complete."""
+        if self._grid is not None and hasattr(self._grid, "wait"):  # Flower's own grid has none
+            self._grid.wait(seconds)
+        else:
+            time.sleep(seconds)
 
     def _detect_outage(self) -> None:
         """After an outage of the SuperLink all open requests are repeated: messages that it was delivering then count
@@ -206,6 +213,8 @@ class GridTransport:
     def forget(self, tickets: list[str]) -> None:
         for ticket in tickets:
             self._tickets.pop(ticket, None)
+        if self._grid is not None and hasattr(self._grid, "forget"):  # Flower's own grid has none
+            self._grid.forget(tickets)
 
     def close(self) -> None:
         grid, self._grid = self._grid, None

@@ -37,6 +37,7 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectPushError,
+    ObjectUnavailableError,
     inflate_object_from_contents,
     push_objects,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "ObjectPullError",
     "ObjectPushError",
     "ObjectTree",
+    "ObjectUnavailableError",
     "PullAppMessagesRequest",
     "PullTaskInputRequest",
     "PushTaskOutputRequest",

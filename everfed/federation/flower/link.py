@@ -38,7 +38,7 @@ from everfed.federation.flower.internals import (
     run_from_proto,
     through_socket,
 )
-from everfed.federation.flower.pulling import pull
+from everfed.federation.flower.pulling import Puller
 from everfed.federation.local import control_socket
 
 HEARTBEAT = 15.0
@@ -78,6 +78,7 @@ class HeldGrid(HttpGrid):
         )
         self.outages = 0  # how often the SuperLink did not answer
         self.limit = 0  # bytes of one reply; set before messages are pulled
+        self._puller: Puller | None = None  # from the first pull on: the task's run is known then
         self._ended = threading.Event()
         self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
 
@@ -100,7 +101,18 @@ class HeldGrid(HttpGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Replies within the limit; errors in place of larger ones and of malformed ones."""
-        return pull(self._runtime_client, self.node, self.run.run_id, list(message_ids), self.limit)
+        if self._puller is None:
+            self._puller = Puller(self._runtime_client, self.node, self.run.run_id)
+        return self._puller.pull(list(message_ids), self.limit)
+
+    def wait(self, seconds: float) -> None:
+        """Until a reply that was announced is complete, or for so long."""
+        self._puller.wait(seconds) if self._puller is not None else time.sleep(seconds)
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Stop pulling the replies to these messages."""
+        if self._puller is not None:
+            self._puller.forget(message_ids)
 
     def _send_heartbeats(self) -> None:
         """The SuperLink ends a task after a minute without a heartbeat."""
@@ -113,6 +125,8 @@ class HeldGrid(HttpGrid):
     def close(self) -> None:
         """End the run on the SuperLink."""
         self._ended.set()
+        if self._puller is not None:
+            self._puller.close()
         self._retry_invoker.max_tries = 1
         with contextlib.suppress(httpx.HTTPError):  # else it ends by itself, for lack of heartbeats
             self._runtime_client.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details=""))

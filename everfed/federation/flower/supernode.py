@@ -41,7 +41,7 @@ from everfed.federation.flower.internals import (
 )
 from everfed.federation.flower.pulling import TooLarge, Unreadable, bounded, inflated
 from everfed.federation.flower.records import from_records, to_records
-from everfed.federation.local import ask
+from everfed.federation.local import call_worker
 from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import FRAME_LIMIT, Packet
 
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the node is deactivated on the way out
     with connected(chosen.superlink, chosen.root_certificates, chosen.key) as link:
         _LOG.info("connected to %s", chosen.superlink)
-        node = SuperNode(link, lambda packet: ask(chosen.worker, packet), chosen.limit)
+        node = SuperNode(link, lambda packet: call_worker(chosen.worker, packet), chosen.limit)
         while True:
             if not node.step():
                 time.sleep(chosen.poll)

@@ -62,6 +62,7 @@ TOUCHES = (
     Touch(f"{_UTILS}:push_objects", "sending a message's objects", ("objects", "push_object_fn", "object_ids_to_push")),
     Touch(f"{_UTILS}:inflate_object_from_contents", "decoding a message", ("object_id", "object_contents")),
     Touch(f"{_UTILS}:ObjectPullError", "errors of fetching"),
+    Touch(f"{_UTILS}:ObjectUnavailableError", "errors of fetching"),
     Touch(f"{_UTILS}:ObjectPushError", "errors of sending"),
     Touch(f"{_OBJECT}:iterate_object_tree", "the objects of a message"),
     Touch(f"{_OBJECT}:get_object_tree", "the objects of a message"),

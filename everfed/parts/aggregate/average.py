@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everfed import MODEL, Context, Mean, Message, Model, Part, Reducer, State, Tree
-from everfed.parts.aggregate.robust import ClippedMean, Median, TrimmedMean
+from everfed.parts.aggregate.robust import ClippedMean, GeometricMedian, Median, TrimmedMean
 
-REDUCERS = ("mean", "trimmed-mean", "median", "norm-clipping")
+REDUCERS = ("mean", "trimmed-mean", "median", "norm-clipping", "geometric-median")
+_OF_UPDATES = ("norm-clipping", "geometric-median")  # they reduce what clients add to the model they were sent
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,17 @@ class FedAvg(Part):
     """weighting: "uniform" gives every client 1/K (FedGP), "samples" gives it n_k/n (McMahan).
 
     reducer: "mean"; against malicious clients, "trimmed-mean" (of every coordinate the `trim` smallest and largest are
-    cut off), "median" (of every coordinate), or "norm-clipping" (updates of an L2 norm above `norm` are scaled down
-    to it). The robust ones see every client's model, and give each the same weight.
+    cut off), "median" (of every coordinate), "norm-clipping" (updates of an L2 norm above `norm` are scaled down to
+    it; 0: above the median of the round's norms), or "geometric-median" (of the updates, each mixed with its nearest
+    neighbours if some of the clients may be `liars`). The robust ones see every client's model, and give each the same
+    weight.
     """
 
     weighting: str = "uniform"
     reducer: str = "mean"
     trim: int = 1
-    norm: float = 10.0
+    norm: float = 0.0
+    liars: int = 0
 
     name = "fedavg"
 
@@ -38,19 +42,22 @@ class FedAvg(Part):
             )
         if self.trim < 1:
             raise ValueError(f"trim must be at least 1; got {self.trim}")
-        if not self.norm > 0:
-            raise ValueError(f"norm must be above 0; got {self.norm}")
+        if not self.norm >= 0:
+            raise ValueError(f"norm must be at least 0; got {self.norm}")
+        if self.liars < 0:
+            raise ValueError(f"liars must be at least 0; got {self.liars}")
 
     def reducers(self) -> Mapping[str, Reducer]:
-        if self.reducer == "norm-clipping":
-            return {"update": ClippedMean(self.norm), "stats": Median(), "counters": Median()}
+        if self.reducer in _OF_UPDATES:
+            update = ClippedMean(self.norm) if self.reducer == "norm-clipping" else GeometricMedian(self.liars)
+            return {"update": update, "stats": Median(), "counters": Median()}
         robust: dict[str, Reducer] = {"trimmed-mean": TrimmedMean(self.trim), "median": Median()}
         mean = robust.get(self.reducer, Mean(weighted=self.weighting == "samples"))
         return {"params": mean, "stats": mean, "counters": mean}
 
     def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
         sent: Tree = dict(model) if ctx.options.batchnorm != "local" else {"params": model["params"]}
-        if self.reducer == "norm-clipping":
+        if self.reducer in _OF_UPDATES:
             params = sent.pop("params")
             sent["update"] = params - message[MODEL]["params"].to(params.device)
         return sent

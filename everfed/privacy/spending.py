@@ -1,0 +1,116 @@
+"""Ledgers of what was released: of a client over all its runs, and of one run.
+
+Both lie outside everything that is rolled back when a run is resumed: an entry is on the disk before the release leaves
+the process. A release that is computed again with the same content is the same entry.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from everfed import Method, State
+from everfed.core.client import Reply
+from everfed.core.context import Place
+from everfed.core.run_state import RunState
+from everfed.privacy import accountant
+from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy
+from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
+
+DELTA = 1e-5
+Notify = Callable[[dict[str, Any]], None]
+
+
+def protection(method: Method) -> DifferentialPrivacy | None:
+    """The method's differential privacy, if it has one."""
+    return next((part for part in method.parts if isinstance(part, DifferentialPrivacy)), None)
+
+
+class ClientLedger:
+    """What a client has released, whatever the recipe and the server. budget: the epsilon at `delta` that its replies
+    may cost in all, 0 for no limit (they are still recorded).
+
+    Under local noise an entry is a noised reply; under central noise it is one participation, whose noise the server is
+    trusted to add. A run without noise is one entry that costs an infinite epsilon.
+    """
+
+    def __init__(self, folder: Path, budget: float = 0.0, delta: float = DELTA) -> None:
+        if budget > 0:
+            accountant.check_installed()
+        self.file, self.budget, self.delta = AppendedFile(folder / PRIVACY_LEDGER), budget, delta
+        self._known = {(entry["run"], entry["release"]) for entry in self.file.entries}
+        self._spent = Counter(float(entry["multiplier"]) for entry in self.file.entries)
+
+    def check(self, method: Method) -> None:
+        """Refuse a recipe whose replies would be bare. Raises BudgetSpent."""
+        part = protection(method)
+        if self.budget and (part is None or part.seed >= 0):
+            why = "no [privacy.dp]" if part is None else "privacy.dp.seed set, so that its noise hides nothing"
+            raise BudgetSpent(f"this client has a privacy budget of {self.budget:g}, and the recipe has {why}")
+
+    def charge(self, method: Method, run: str, place: Place, state: State, reply: Reply) -> None:
+        """Record a reply before it is sent. state: the client's, after the step. Raises BudgetSpent."""
+        part = protection(method)
+        if part is None or part.seed >= 0:
+            name, multiplier = "bare", 0.0
+            if not (reply.values or reply.samples):
+                return
+        else:
+            name, multiplier = str(state[NAME]["release"]), float(state[NAME]["multiplier"])
+            if not name:
+                return
+        if (run, name) in self._known:
+            return
+        after = Counter({**self._spent, multiplier: self._spent[multiplier] + 1})
+        if self.budget and (epsilon := accountant.composed(after, self.delta)) > self.budget:
+            raise BudgetSpent(
+                f"this client's privacy budget of {self.budget:g} does not allow the reply of round {place[0] + 1}: "
+                f"epsilon would be {epsilon:.3f} (delta = {self.delta:g}); {self.spent():.3f} is spent by "
+                f"{self._spent.total()} replies, listed in {self.file.path}"
+            )
+        self.file.add({"run": run, "place": list(place), "release": name, "multiplier": multiplier})
+        self._known.add((run, name))
+        self._spent = after
+
+    def spent(self) -> float:
+        """Epsilon so far."""
+        return accountant.composed(self._spent, self.delta)
+
+
+class RunLedger:
+    """What the server of a run has released. After a crash a run goes on from its last checkpoint, perhaps with other
+    clients: the sums that it then releases at the same places are further releases."""
+
+    def __init__(self, folder: Path, part: DifferentialPrivacy, notify: Notify) -> None:
+        self.file, self.part, self.notify = AppendedFile(folder / PRIVACY_LEDGER), part, notify
+
+    def record(self, state: RunState) -> None:
+        """Record the last release before anything follows from it, and correct the number of releases in `state`.
+        Raises BudgetSpent."""
+        own, place = state.server[NAME], list(state.place)
+        if not own.get("release"):
+            return
+        if all(entry["release"] != own["release"] for entry in self.file.entries):
+            again = any(entry["place"] == place for entry in self.file.entries)
+            self._require_budget(Counter([str(own["values"]), *self._values(lambda entry: True)]))
+            self.file.add({"place": place, "release": own["release"], "values": own["values"]})
+            if again:
+                what = f"the release before place {place} was made before the run was resumed, with other content"
+                self.notify({"event": "warning", "message": f"privacy.dp: {what}; it is counted a second time"})
+        known = Counter(self._values(lambda entry: entry["place"] <= place))
+        counted = dict(known | Counter(own["spent"]))
+        if counted != own["spent"]:
+            state.set_slots(NAME, {**own, "spent": counted})
+
+    def _values(self, wanted: Callable[[dict[str, Any]], bool]) -> list[str]:
+        return [str(entry["values"]) for entry in self.file.entries if wanted(entry)]
+
+    def _require_budget(self, releases: Counter[str]) -> None:
+        budget, epsilon = self.part.budget, self.part.spent(releases)
+        if budget and epsilon > budget:
+            raise BudgetSpent(
+                f"privacy.dp.budget = {budget:g}: the next release would raise epsilon to {epsilon:.3f} with those in "
+                f"{self.file.path}, which were made before the run was resumed (delta = {self.part.delta:g})"
+            )

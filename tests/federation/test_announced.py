@@ -1,0 +1,49 @@
+"""Real processes: an app that announces its reply and dies before it sends it holds up nobody but itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+
+from tests.federation.field import Field, Site, events, field
+
+pytestmark = [pytest.mark.federation, pytest.mark.slow]
+DYING = """
+import os
+from flwr.supernode.runtime import run_clientapp as app
+from everfed.federation.flower import executor
+
+app.push_objects = lambda *values, **named: os._exit(1)  # the reply is announced by then
+executor.main()
+"""
+
+
+def dying(site: Site) -> None:
+    """From now on this client's apps die in the middle of a reply."""
+    child = site.child("executor")
+    child.command = [sys.executable, "-c", DYING, *list(child.command)[3:]]
+    site.kill("executor")
+
+
+@pytest.mark.timeout(170)  # the phase took 180 s and more
+def test_a_deadline_holds_whatever_one_client_does(tmp_path: Path) -> None:
+    with field(tmp_path, 3) as made:
+        _serve(made)
+    phases = [event for event in events(tmp_path / "run", "phase") if event["phase"] == "train"]
+    assert len(phases) == 2 and all(event["absent"].keys() == {"2"} for event in phases)
+
+
+def _serve(made: Field) -> None:
+    begun: list[Any] = []
+
+    def observe(event: dict[str, Any]) -> None:
+        if event["event"] == "start" and not begun:
+            begun.append(event)
+            dying(made.sites[2])
+
+    made.serve(made.recipe("federation.deadline=15.0"), "run", observe)

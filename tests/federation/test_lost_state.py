@@ -1,0 +1,99 @@
+"""A state folder that is removed while its client runs: `everfed join` reports it, and starts again or ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+
+from everfed.federation.local import socket_path
+from everfed.federation.watch import FolderWatch, StateLost
+from tests.federation.field import free_port, until
+
+
+@contextmanager
+def joined(folder: Path, output: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`everfed join` as a user runs it, without a server; its worker has started."""
+    command = [sys.executable, "-m", "everfed", "join", "--server", f"127.0.0.1:{free_port()}", "--insecure"]
+    with open(output, "wb") as log:
+        process = subprocess.Popen([*command, "--folder", str(folder), "--name", "a", *options], stdout=log, stderr=log)
+    try:
+        until(lambda: socket_path(folder).exists(), 120.0, "for the worker")
+        yield process
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+@pytest.mark.federation
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", ["folder", "contents"])
+def test_a_client_whose_folder_is_removed_starts_again(tmp_path: Path, what: str) -> None:
+    folder, output = tmp_path / "state", tmp_path / "output"
+    with joined(folder, output) as process:
+        until((folder / "privacy.jsonl").exists, 60.0, "for the ledger")
+        first = socket_path(folder).stat().st_ino
+        if what == "folder":
+            shutil.rmtree(folder)
+        else:
+            for path in folder.iterdir():
+                if not path.name.startswith("."):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        until(lambda: "starting again without it" in output.read_text(), 60.0, "for the report")
+        until(
+            lambda: socket_path(folder).exists() and socket_path(folder).stat().st_ino != first, 120.0, "for a worker"
+        )
+        assert process.poll() is None
+    assert "was removed or replaced while this client was running: its state is lost" in output.read_text()
+
+
+@pytest.mark.federation
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [["--lost-state", "end"], ["--budget", "8"]])
+def test_a_client_whose_folder_is_removed_ends_by_its_policy(tmp_path: Path, options: list[str]) -> None:
+    folder, output = tmp_path / "state", tmp_path / "output"
+    with joined(folder, output, *options) as process:
+        shutil.rmtree(folder)
+        assert process.wait(60) != 0
+    text = output.read_text()
+    assert "its state is lost" in text.replace("\n", " ") and "Traceback" not in text
+    assert not folder.exists()
+
+
+def test_a_worker_of_its_own_ends_with_a_code_that_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    command = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", "a"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    until(lambda: socket_path(folder).exists(), 120.0, "for the worker")
+    shutil.rmtree(folder)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 3 and b"its state is lost" in said
+
+
+def test_a_watch_sees_what_is_removed_or_replaced_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "a").touch()
+    watch = FolderWatch(folder, "a", "b")
+    (folder / "other").touch()
+    watch.check()
+    (folder / "b").touch()  # later than the watch: from now on it must stay
+    watch.check()
+    (folder / "b").unlink()
+    with pytest.raises(StateLost, match=r"state/b was removed"):
+        watch.check()
+    (folder / "b").touch()
+    shutil.move(folder, tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere", folder)
+    with pytest.raises(StateLost, match="was removed or replaced"):
+        watch.check()
