@@ -90,8 +90,8 @@ def proxy(
 ) -> None:
     """Write the configuration of an nginx that exposes only what clients call.
 
-    Anyone who reaches a SuperLink's port may submit code to it, so it listens
-    on loopback, behind this proxy.
+    A SuperLink listens on loopback, behind this proxy; what it answers there
+    is limited once more, by name.
 
     \b
     Examples:

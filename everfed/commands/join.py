@@ -90,7 +90,7 @@ def join(
     if key is not None:
         require_private(key)
     if policy is not None:
-        Policy.read(policy)
+        budget = Policy.read(policy).strictest_budget(budget)
     if data is not None:
         load_object(data, "--data")  # here rather than in the first round
     joining = Joining(

@@ -36,8 +36,8 @@ def serve(
 ) -> None:
     """Run a recipe on real clients; the run folder is that of any run.
 
-    It starts a SuperLink (or uses the one that runs at HOST:PORT), waits for
-    clients, and runs.
+    It starts a SuperLink (or uses the one that you run at HOST:PORT), waits
+    for clients, and runs.
 
     After a kill, the same command resumes the run, with the same result;
     clients rejoin by themselves.

@@ -2,7 +2,7 @@
 
     require_secure_aggregation = true   # the server may learn sums only
     min_noise = 1.0                     # local differential privacy with at least this noise
-    budget = 8.0                        # the most epsilon that a recipe may spend
+    budget = 8.0                        # the most epsilon of all replies, in any run, as --budget
     allow_collect = false               # no phase in which the server sees single clients' values
     parts = ["fedavg", "memory", "der"] # the parts that may run, by name
     phases = ["train", "evaluate"]      # the phases that may run, by name
@@ -82,6 +82,10 @@ class Policy(BaseModel):
         """Bytes of one request."""
         return FRAME_LIMIT if self.max_bytes is None else self.max_bytes
 
+    def strictest_budget(self, option: float) -> float:
+        """The smaller of the policy's budget and that of --budget, where 0 is no limit."""
+        return min((limit for limit in (self.budget, option) if limit), default=0.0)
+
     def modules(self, *own: str) -> tuple[str, ...]:
         """The modules that a recipe may name. own: those that this client chose itself."""
         return (*OWN_CODE, *self.code, *own)
@@ -95,9 +99,6 @@ class Policy(BaseModel):
             raise Refusal("policy min_noise: the recipe must have privacy.dp of kind 'local' and without a seed")
         if self.min_noise is not None and dp is not None and dp.noise < self.min_noise:
             raise Refusal(f"policy min_noise = {self.min_noise}: the recipe has privacy.dp.noise = {dp.noise}")
-        if self.budget is not None and (dp is None or not 0 < dp.budget <= self.budget):
-            spent = "no privacy.dp" if dp is None else f"privacy.dp.budget = {dp.budget}"
-            raise Refusal(f"policy budget = {self.budget}: the recipe has {spent}; 0 is no limit")
 
     def check_method(self, method: Method) -> None:
         """Raises Refusal."""

@@ -1,7 +1,7 @@
 """A reverse proxy in front of the SuperLink, as a configuration of nginx.
 
-In Flower's open-source build anyone who reaches the SuperLink's port may register nodes and submit code. So the
-SuperLink binds loopback, and the proxy exposes only the calls that SuperNodes make, by name.
+The SuperLink binds loopback and answers the calls of SuperNodes only (`flower.superlink`). The proxy exposes the same
+calls by name, so that nothing else reaches the SuperLink from outside.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def check_binding(host: str, insecure: bool) -> None:
     if insecure:
         raise ProxyError(f"--insecure binds loopback only ({', '.join(LOOPBACK)}), not {host}")
     raise ProxyError(
-        f"the SuperLink must bind loopback, not {host}: anyone who reaches its port may submit code. Put a proxy in "
-        "front of it: `everfed federation proxy`"
+        f"the SuperLink must bind loopback, not {host}. Put a proxy in front of it: `everfed federation proxy`"
     )
 
 
@@ -73,8 +72,8 @@ def nginx(proxy: Proxy) -> str:
     folder = proxy.certificates.absolute()
     calls = "|".join(FLEET)
     return f"""\
-# Written by `everfed federation proxy`. Exposes the calls of SuperNodes (/v1/fleet/) and nothing else: with the rest,
-# anyone could register nodes and submit code. The SuperLink itself listens on loopback.
+# Written by `everfed federation proxy`. Exposes the calls of SuperNodes (/v1/fleet/) and nothing else. The SuperLink
+# itself listens on loopback.
 worker_processes auto;
 pid nginx.pid;
 error_log error.log warn;

@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
             identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
-            site = Site(chosen.folder, identity, build, keep, chosen.budget, chosen.delta)
+            budget = policy.strictest_budget(chosen.budget)
+            site = Site(chosen.folder, identity, build, keep, budget, chosen.delta)
             own = (chosen.data.partition(":")[0],) if chosen.data else ()
             guarded = Audited(Guard(site, policy, *own), AuditLog(chosen.folder / AUDIT), chosen.server)
             serve(guarded, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))

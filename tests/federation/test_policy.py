@@ -30,7 +30,8 @@ def answered(folder: Path, policy: Policy, *sets: str, method: str = "fedavg") -
     """The answer of a client with this policy to the first request of a run. Its step has no message: a recipe that is
     not refused fails in training, after the policy has let it pass."""
     text = to_toml(small_recipe(folder, 2, *sets, method=method)).encode()
-    site = Site(folder / "state", Identity("site-0", 0), RuntimeBuilder(policy=policy))
+    budget = policy.strictest_budget(0.0)
+    site = Site(folder / "state", Identity("site-0", 0), RuntimeBuilder(policy=policy), budget=budget)
     return Answer.of(Guard(site, policy).answer(request(text)))
 
 
@@ -47,9 +48,8 @@ def request(recipe: bytes, round_index: int = 0) -> Packet:
         ({"min_noise": 1.0}, ("privacy.dp.kind=central",), "fedavg", "must have privacy.dp of kind 'local'"),
         ({"min_noise": 0.1}, (*DP, "privacy.dp.seed=3"), "fedavg", "without a seed"),
         ({"min_noise": 1.0}, DP, "fedavg", "policy min_noise = 1.0: the recipe has privacy.dp.noise = 0.5"),
-        ({"budget": 8.0}, (), "fedavg", "policy budget = 8.0: the recipe has no privacy.dp"),
-        ({"budget": 8.0}, DP, "fedavg", "policy budget = 8.0: the recipe has privacy.dp.budget = 9.0"),
-        ({"budget": 8.0}, ("privacy.dp.kind=local",), "fedavg", "privacy.dp.budget = 0.0; 0 is no limit"),
+        ({"budget": 8.0}, (), "fedavg", "a privacy budget of 8, and the recipe has no [privacy.dp]"),
+        ({"budget": 8.0}, (*DP, "privacy.dp.seed=3"), "fedavg", "privacy.dp.seed set"),
         ({"allow_collect": False}, (), "fedomg", "policy allow_collect = false"),
         ({"parts": ["fedavg", "memory"]}, (), "der", "policy parts: the recipe's method has der"),
         ({"phases": ["train"]}, (), "coordinated", "policy phases: the recipe's method has"),
@@ -82,6 +82,13 @@ def test_a_recipe_within_the_policy_passes(
     policy: dict[str, object], sets: tuple[str, ...], method: str, tmp_path: Path
 ) -> None:
     assert "policy" not in answered(tmp_path, Policy(**policy), *sets, method=method).reason
+
+
+@pytest.mark.parametrize(
+    ("own", "option", "least"), [(None, 0.0, 0.0), (None, 3.0, 3.0), (8.0, 0.0, 8.0), (8.0, 3.0, 3.0)]
+)
+def test_of_two_budgets_the_smaller_holds(own: float | None, option: float, least: float) -> None:
+    assert Policy(budget=own).strictest_budget(option) == least
 
 
 @pytest.mark.parametrize(
