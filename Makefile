@@ -12,12 +12,13 @@ DOCS_STAMP := $(VENV)/.installed-docs
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test slow lint docs clean
+.PHONY: help install demo test slow mutants lint docs clean
 
 help:
 	@echo "make demo     install, run the main job on embedded data, print the table, write the report"
 	@echo "make test     install, run the tests (the slow ones left out)"
 	@echo "make slow     install, run the slow tests"
+	@echo "make mutants  install, plant bugs one at a time and count those that the tests notice"
 	@echo "make lint     install, ruff check, ruff format --check, mypy"
 	@echo "make docs     install, build the documentation into site/"
 	@echo "make install  create $(VENV) and install everfed with what the demo needs"
@@ -34,6 +35,9 @@ test: $(DEV_STAMP)
 
 slow: $(DEV_STAMP)
 	$(PYTEST) -m slow --timeout 3600
+
+mutants: $(DEV_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

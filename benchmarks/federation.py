@@ -111,9 +111,7 @@ def clients(folder: Path, port: int, count: int, poll: float) -> Iterator[dict[s
     every = [
         child
         for client in range(count)
-        for child in children(
-            Joining(f"127.0.0.1:{port}", folder / f"c{client}", f"site-{client}", client, poll=poll), _free()
-        )
+        for child in children(Joining(f"127.0.0.1:{port}", folder / f"c{client}", f"site-{client}", client, poll=poll))
     ]
     try:
         for child in every:

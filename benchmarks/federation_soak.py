@@ -2,7 +2,7 @@
 
 python -m benchmarks.federation_soak [--rounds 200] [--clients 2] [--every 5] [--seed 0] [--out FILE]
 
-Every few rounds one of these is killed: a SuperNode, a worker, an executor, the SuperLink. At the end the model must be
+Every few rounds one of these is killed: a SuperNode, a worker, the SuperLink. At the end the model must be
 the simulation's, byte for byte, and the memory and open files of every long-lived process, noted after each round, must
 be flat: the last quarter against the second.
 """
@@ -86,7 +86,7 @@ class Soak:
 
     def strike(self, rng: random.Random, link: Path) -> None:
         """One fault, drawn; nothing when what was drawn is not running just now."""
-        name = rng.choice(["supernode", "worker", "executor", "superlink"])
+        name = rng.choice(["supernode", "worker", "superlink"])
         client = rng.choice(sorted({client for client, _ in self.children}))
         try:
             if name == "superlink":
@@ -110,7 +110,7 @@ class Soak:
 def _children(folder: Path, port: int, client: int) -> list[Child]:
     joining = Joining(f"127.0.0.1:{port}", folder / f"c{client}", f"site-{client}", client, poll=0.3)
     joining.folder.mkdir(parents=True, exist_ok=True)
-    return children(joining, _free())
+    return children(joining)
 
 
 def soak(folder: Path, rounds: int, clients: int, every: int, seed: int) -> dict[str, Any]:

@@ -39,8 +39,8 @@ WAITING = "waiting"
 # what a process imports only after it has begun
 LATER = {
     "everfed.federation.worker": ("everfed.federation.runtime",),
-    "everfed.federation.flower.superlink": ("flwr.superlink.cli",),
-    "everfed.federation.flower.supernode": ("flwr.supernode.start_client_internal", "flwr.supernode.cli"),
+    "everfed.federation.flower.superlink": ("flwr.superlink.cli", "flwr.superlink.main"),
+    "everfed.federation.flower.supernode": ("flwr.supernode.fleet_http_connection",),
 }
 KINDS = (TRAINING, DISK, BYTES, DATABASE, TRANSPORT, START, REST)
 
@@ -124,9 +124,8 @@ def install(folder: Path) -> Notebook:
         book.replace(WAITING, "flwr.supercore.inflatable.inflatable_utils", "pull_objects", "push_objects")
     if "flwr.supercore.sql_mixin" in here:
         _database(book)
-    if "flwr.supernode.runtime.run_clientapp" in here:
-        book.replace(START, "flwr.supernode.runtime.run_clientapp", "run_clientapp")
-        book.replace(WAITING, "everfed.federation.local", "ask")  # for the worker, which notes what it does
+    if "everfed.federation.flower.supernode" in here:
+        book.replace(WAITING, "everfed.federation.local", "call_worker")  # for the worker, which notes what it does
     if "everfed.federation.codec" in here:
         book.replace(BYTES, "everfed.core.tree", "to_bytes", "from_bytes")
         book.replace(BYTES, "everfed.federation.packet", "digest")

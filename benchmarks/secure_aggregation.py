@@ -45,7 +45,8 @@ class Room:
 
     def __init__(self, replies: Sequence[Reply], gone: frozenset[int]) -> None:
         self.part = SecureAggregation(weighing={PHASE.name: {"/".join(PATH): False}})
-        self.method = SimpleNamespace(part=lambda name: self.part)
+        self.method = SimpleNamespace(part=lambda name: self.part, phases=lambda position: self.part.phases())
+        self.facts = SimpleNamespace(layout=SimpleNamespace(size=replies[0].values[PATH[0]][PATH[1]].numel()))
         self.replies, self.gone = replies, gone
         self.states: dict[int, Any] = {}
         self.seconds = [0.0] * len(replies)
@@ -66,12 +67,16 @@ class Room:
             yield client, reply
 
     def _answer(self, client: int, phase: Phase, message: Message, moment: Moment) -> Reply:
-        ctx = cast(Any, SimpleNamespace(client=client, round=moment.round, repeat=moment.repeat))
+        where = {"round": moment.round, "repeat": moment.repeat, "facts": self.facts, "attempt": None}
+        ctx = cast(Any, SimpleNamespace(client=client, **where))
         if phase is PHASE:
             self.states[client], sealed = self.part.seal({}, phase, {}, self.replies[client], ctx)
             return sealed
         asked = addressed(message, client)
-        self.states[client], said = self.part.run({NAME: self.states[client]}, phase.name, asked, cast(Any, None), ctx)
+        assert phase.run is not None
+        state, said = phase.run({NAME: self.states[client]}, asked, cast(Any, None), ctx)
+        assert state is not None
+        self.states[client] = state
         return Reply({NAME: said})
 
 

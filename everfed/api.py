@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Observer = Callable[[dict[str, Any]], None]
 CHECKPOINT_EVERY = 5.0
+IN_PYTHON = "python:"  # what stream.dataset begins with in the recipe of a run on a stream made in Python
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,9 @@ def reassemble(
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})
     if settings.get("own_stream") and stream is None:
         raise RunError(f"{folder.path} ran on a stream made in Python; pass the same stream again")
+    known = (recipe.stream.model_extra or {}).get("identity")
+    if stream is not None and known is not None and stream.identity() != known:
+        raise RunError(f"{folder.path} ran on other data, or other settings of the stream; pass the same stream again")
     scale = float(settings.get("scale", 1.0))
     return assemble(scaled(recipe, scale), _text(data_dir) or settings.get("data_dir"), scale, stream)
 
@@ -144,17 +148,16 @@ def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:
 
 
 def _fitted(recipe: Recipe, stream: Stream, scale: float) -> Recipe:
-    """The recipe of a run on a stream of the user's own, which says itself how many rounds a task has."""
+    """The recipe of a run on a stream of the user's own: its [stream] names that stream and its data, so that two runs
+    on other data are two experiments; the stream says itself how many rounds a task has."""
     if scale != 1.0:
         raise RecipeError("scale shrinks the stream a recipe names; make your own as small as you like")
-    rounds = stream.rounds_per_task or recipe.train.rounds_per_task
-    if rounds == recipe.train.rounds_per_task:
-        return recipe
-    if "rounds_per_task" in recipe.train.model_fields_set:
-        given = recipe.train.rounds_per_task
+    rounds, given = stream.rounds_per_task or recipe.train.rounds_per_task, recipe.train.rounds_per_task
+    if rounds != given and "rounds_per_task" in recipe.train.model_fields_set:
         raise RecipeError(f"train.rounds_per_task = {given}, but the stream has {rounds}; make them equal")
     table = recipe.model_dump(exclude_none=True)
-    return from_table({**table, "train": {**table["train"], "rounds_per_task": rounds}})
+    own = {"dataset": f"{IN_PYTHON}{stream.name}", "scenario": "own", "identity": stream.identity()}
+    return from_table({**table, "stream": own, "train": {**table["train"], "rounds_per_task": rounds}})
 
 
 def _text(data_dir: str | Path | None) -> str | None:

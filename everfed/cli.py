@@ -15,6 +15,7 @@ from everfed.commands.federation import federation
 from everfed.commands.join import join
 from everfed.commands.listing import listing
 from everfed.commands.near_optimality import near_optimality
+from everfed.commands.record import record
 from everfed.commands.report import report
 from everfed.commands.reproduce import reproduce
 from everfed.commands.resume import resume
@@ -47,7 +48,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (run, resume, compare, sweep, reproduce, demo, report, samples, ui, bench, near_optimality, doctor)
+COMMANDS = (run, resume, compare, sweep, reproduce, record, demo, report, samples, ui, bench, near_optimality, doctor)
 FEDERATION = (serve, join)
 for command in (*COMMANDS, *FEDERATION):
     app.command()(command)

@@ -83,6 +83,17 @@ def _is_place(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _PLACES and error.filename is not None
 
 
+def place_of(error: BaseException) -> str:
+    """File, line and function where an error was raised, in the innermost code that is no installed package's."""
+    import sysconfig
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
+    return f"{last.filename}, line {last.lineno}, in {last.name}"
+
+
 Note = dict[str, Any]  # JSON-ready
 
 

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+
+_ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 
 
 class NameProblem(ValueError):
     """`package.module:Name` that does not lead to an object."""
+
+
+@contextmanager
+def restricted(modules: Sequence[str]) -> Iterator[None]:
+    """In the body only these modules, and those inside them, may be named; for recipes that others wrote."""
+    token = _ALLOWED.set(tuple(modules))
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def _require_allowed(module: str, name: str, key: str) -> None:
+    allowed = _ALLOWED.get()
+    if allowed is not None and not any(module == one or module.startswith(f"{one}.") for one in allowed):
+        raise NameProblem(f"{key} = {name!r}: policy code does not allow the module {module!r}")
 
 
 def load_object(name: str, key: str) -> Any:
@@ -17,6 +38,7 @@ def load_object(name: str, key: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise NameProblem(f"{key} must look like package.module:Name; got {name!r}")
+    _require_allowed(module_name, name, key)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

@@ -144,11 +144,18 @@ def message_for(event: Event, state: ProgressState) -> str | None:
     return None
 
 
+Stamp = Callable[[str, Event], str]  # the line of an event -> the line to print
+
+
+def _plain(line: str, event: Event) -> str:
+    return line
+
+
 class PlainLines:
     """One line per task and warning, and one every few seconds in between."""
 
-    def __init__(self, write: Write, state: ProgressState) -> None:
-        self._write, self._state, self._last = write, state, state.clock()
+    def __init__(self, write: Write, state: ProgressState, stamp: Stamp = _plain) -> None:
+        self._write, self._state, self._stamp, self._last = write, state, stamp, state.clock()
 
     def __call__(self, event: Event) -> None:
         self._state.update(event)
@@ -157,7 +164,7 @@ class PlainLines:
         if line is None and event["event"] == "phase" and now - self._last >= SECONDS_BETWEEN_LINES:
             line = self._state.line()
         if line is not None:
-            self._write(line)
+            self._write(self._stamp(line, event))
             self._last = now
 
 
@@ -174,15 +181,15 @@ class JsonLines:
 class LiveBar:
     """A bar that moves with every phase; the lines of `message_for` are printed above it."""
 
-    def __init__(self, progress: Progress, state: ProgressState) -> None:
-        self._progress, self._state = progress, state
+    def __init__(self, progress: Progress, state: ProgressState, stamp: Stamp = _plain) -> None:
+        self._progress, self._state, self._stamp = progress, state, stamp
         self._bar = progress.add_task(state.title, total=None, state=state)
 
     def __call__(self, event: Event) -> None:
         self._state.update(event)
         line = message_for(event, self._state)
         if line is not None:
-            self._progress.console.print(line, highlight=False, markup=False)
+            self._progress.console.print(self._stamp(line, event), highlight=False, markup=False)
         total = self._state.rounds or None
         self._progress.update(self._bar, completed=self._state.done, total=total, description=self._state.title)
 
@@ -199,15 +206,16 @@ class _Facts(ProgressColumn):
 
 
 @contextmanager
-def watching(console: Console, as_json: bool = False, title: str = "") -> Iterator[Observer]:
-    """An observer of one run that writes to `console`: JSON lines, plain lines, or a bar on a terminal."""
+def watching(console: Console, as_json: bool = False, title: str = "", stamp: Stamp = _plain) -> Iterator[Observer]:
+    """An observer of one run that writes to `console`: JSON lines, plain lines, or a bar on a terminal. stamp: changes
+    every line before it is printed."""
     state = ProgressState(title)
     write: Write = lambda line: console.out(line, highlight=False)  # noqa: E731
     if as_json:
         yield JsonLines(write)
     elif not console.is_terminal:
-        yield PlainLines(write, state)
+        yield PlainLines(write, state, stamp)
     else:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(8), _Place(), _Facts())
         with Progress(*columns, console=console, transient=True) as progress:
-            yield LiveBar(progress, state)
+            yield LiveBar(progress, state, stamp)

@@ -19,7 +19,7 @@ import numpy as np
 from everfed import UserError
 from everfed.streams import Period
 
-POLL = 0.2  # seconds between two looks at the folder
+POLL = 0.2  # seconds between two polls of the folder
 
 
 def make_stream(client: int) -> Iterator[Period]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from typer.testing import CliRunner, Result
 from everfed import methods, models, recipes, streams
 from everfed.cli import app
 from everfed.commands.sweep import folder_name, split_values
+from everfed.errors import RecipeError
 from everfed.markdown import markdown_table
+from everfed.recipe import read
 
 TINY = """\
 [stream]
@@ -210,21 +213,95 @@ def heeding_ctrl_c() -> None:
 
 
 def test_ctrl_c_says_how_to_go_on() -> None:
-    command = ["run", "tiny.toml", "--set", "train.rounds_per_task=2000", "--out", "long"]
+    """Of a terminal, where it reaches the worker processes, too."""
+    command = ["run", "tiny.toml", "--set", "train.rounds_per_task=2000", "--set", "engine.kind=processes"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "everfed", *command],
+        [sys.executable, "-m", "everfed", *command, "--out", "long"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         preexec_fn=heeding_ctrl_c,
     )
-    while child.poll() is None and not Path("long/events.jsonl").exists():
+    log = Path("long/events.jsonl")
+    while child.poll() is None and not (log.exists() and '"phase"' in log.read_text()):
         time.sleep(0.01)
-    time.sleep(0.2)
-    child.send_signal(signal.SIGINT)
+    os.killpg(child.pid, signal.SIGINT)
     _, errors = child.communicate()
     assert child.returncode == 130
     assert "interrupted; `everfed resume long` goes on" in errors and "Traceback" not in errors
+
+
+INTERRUPTED = """\
+import os, signal
+from dataclasses import dataclass
+from typing import ClassVar
+
+from everfed import Part
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(100):  # the handler runs between two of these
+        pass
+
+
+class Destroyed:
+    def __del__(self):
+        ctrl_c()
+
+
+@dataclass(frozen=True)
+class InDestructor(Part):
+    name: ClassVar[str] = "in-destructor"
+
+    def receive(self, client, message, model, data, ctx):
+        if ctx.round == 1 and ctx.client == 0:
+            Destroyed()
+        return None, model
+
+
+@dataclass(frozen=True)
+class InSetUp(Part):
+    name: ClassVar[str] = "in-set-up"
+
+    def check(self, parts, optimizer):
+        ctrl_c()
+        return ()
+"""
+
+
+def interrupted(part: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """A run in a process of its own whose part sends itself a ctrl-C."""
+    Path("interrupted.py").write_text(INTERRUPTED)
+    sets = [f'method.parts=["fedavg", "interrupted:{part}"]', "engine.kind=eager", "train.rounds_per_task=4"]
+    command = [sys.executable, "-m", "everfed", "run", "tiny.toml", "--out", "mine", *more]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        [*command, *(word for one in sets for word in ("--set", one))],
+        capture_output=True,
+        text=True,
+        env=environment,
+        preexec_fn=heeding_ctrl_c,
+    )
+
+
+def test_a_ctrl_c_that_python_ignores_ends_the_run_at_the_next_event() -> None:
+    """In a destructor an exception is printed and forgotten, KeyboardInterrupt too."""
+    ended = interrupted("InDestructor")
+    assert "Exception ignored in" in ended.stderr  # so that this test tests what it says
+    assert ended.returncode == 130
+    assert "interrupted; `everfed resume mine` goes on where it stopped" in ended.stderr
+    events = [json.loads(line) for line in Path("mine/events.jsonl").read_text().splitlines()]
+    assert max(event["round"] for event in events if event["event"] == "phase") == 1
+    assert events[-1]["event"] == "fault" and events[-1]["message"].startswith("KeyboardInterrupt")
+
+
+def test_a_ctrl_c_before_the_first_round_leaves_nothing_to_resume() -> None:
+    ended = interrupted("InSetUp")
+    assert ended.returncode == 130
+    assert "interrupted; no round had begun, so nothing was kept; the same command begins anew" in ended.stderr
+    assert not Path("mine").exists()
 
 
 def test_the_run_folder_is_there_before_torch_is_imported() -> None:
@@ -363,6 +440,33 @@ def test_compare_makes_run_folders_and_one_sorted_table() -> None:
     assert Path("cells/compare.md").read_text().startswith("| Method")
     with open("cells/compare.csv") as file:
         assert [line["name"] for line in csv.DictReader(file)] == [row["name"] for row in rows]
+
+
+def test_compare_runs_a_method_with_its_own_options_and_the_command_line_s_after_them() -> None:
+    options = '[compare]\nmethods = ["fedavg", "er"]\n[compare.options]\n'
+    options += """er = ['train.optimizer={ kind = "adam", lr = 0.002 }', "method.er.batch=3"]\n"""
+    Path("two.toml").write_text(TINY + options)
+    done("compare", "two.toml", "--out", "own", "--set", "train.optimizer.lr=0.5")
+    plain, own = (tomllib.loads(Path(f"own/{name}-0/recipe.toml").read_text()) for name in ("fedavg", "er"))
+    assert own["train"]["optimizer"]["kind"] == "adam" and own["method"]["er"]["batch"] == 3
+    assert plain["train"]["optimizer"].get("kind", "sgd") == "sgd"
+    assert plain["train"]["optimizer"]["lr"] == own["train"]["optimizer"]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("der = ['train.batch_size=3']", r"compare: options.der: not among methods = \['fedavg'\]"),
+        (
+            "fedavg = ['train.batch_size']",
+            r"compare: options.fedavg: write settings as key=value; got 'train.batch_size'",
+        ),
+    ],
+)
+def test_options_of_a_comparison_are_checked(options: str, problem: str) -> None:
+    Path("two.toml").write_text(f'{TINY}[compare]\nmethods = ["fedavg"]\n[compare.options]\n{options}\n')
+    with pytest.raises(RecipeError, match=problem):
+        read("two.toml")
 
 
 def test_compare_keeps_what_is_finished_and_runs_the_rest() -> None:

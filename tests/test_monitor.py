@@ -17,6 +17,16 @@ from everfed.report.html import render
 from everfed.report.read import read_run
 
 
+@pytest.mark.parametrize("warmup", [1, 2, 4])
+def test_nothing_is_suspected_before_the_warm_up_is_over(warmup: int) -> None:
+    """A jump of 10 with the second observation: the statistic is 5 at once, far above the threshold."""
+    detector, track, found = PageHinkley(delta=0.0, threshold=0.1, warmup=warmup), Track(), []
+    for x in (0.0, 10.0, 10.0, 10.0, 10.0):
+        track, rises = detector.step(track, x)
+        found.append(rises)
+    assert found == [n > max(warmup, 1) for n in range(1, 6)]
+
+
 def alarms(values: list[float], detector: PageHinkley) -> list[int]:
     track, found = Track(), []
     for index, value in enumerate(values):

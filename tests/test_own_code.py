@@ -328,7 +328,7 @@ def test_a_run_on_own_arrays_can_be_resumed_and_loaded(work: Path) -> None:
 def test_another_stream_than_before_is_refused(work: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         everfed.run(recipe(), "mine", stream=own_stream(), observers=[stop], checkpoint_every=0.0)
-    with pytest.raises(everfed.UserError, match="belongs to another recipe"):
+    with pytest.raises(everfed.UserError, match="ran on other data, or other settings of the stream"):
         everfed.resume("mine", stream=own_stream(clients=4))
 
 

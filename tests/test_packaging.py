@@ -166,7 +166,7 @@ def test_constraints_pin_exactly_and_cover_the_requirements() -> None:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """everfed's wheel, built in this environment by hatchling itself, so that nothing is fetched."""
-    pytest.importorskip("hatchling", reason="hatchling builds the wheel; `make test` installs it")
+    pytest.importorskip("hatchling", reason="pip install hatchling, which builds the wheel; `make test` does")
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],

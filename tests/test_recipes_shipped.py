@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from everfed import api, methods, recipes
+from everfed import Optimizer, api, methods, recipes
 from everfed.data import available
 from everfed.data.domains import KNOWN
 from everfed.recipe import Recipe, read, read_placed, settled, to_toml
+from everfed.reproduction.tables import papers
+from everfed.streams.options import NORMALISATIONS
 
 NAMES = recipes.names()
 # of images; tests/test_recipes_text_and_detection.py looks at the others
@@ -43,7 +45,7 @@ def test_a_recipe_builds_every_method_it_compares(name: str) -> None:
     assert recipe.compare is not None
     assert recipe.method.name in recipe.compare.methods
     for method in recipe.compare.methods:
-        section = settled(read(name, method=method)).method
+        section = settled(read(name, method=method, sets=recipe.compare.options.get(method, ()))).method
         methods.build(section.name, section.model_extra)
 
 
@@ -147,6 +149,71 @@ def test_fedgp_recipes_show_the_images_as_the_paper_did(name: str) -> None:
     assert stream.scenario == ("domain-incremental" if "mnist" in data else "class-incremental")
 
 
+def compared(name: str, method: str) -> Recipe:
+    """The recipe as `everfed compare` runs it for one method."""
+    comparison = read(name).compare
+    assert comparison is not None and method in comparison.methods
+    return settled(read(name, method=method, sets=comparison.options.get(method, ())))
+
+
+@pytest.mark.parametrize("name", ["mfcl/table1-cifar100", "mfcl/cifar100-small", "mfcl/af-fcl-cifar100"])
+def test_fedcil_is_compared_in_the_range_of_its_generator_with_its_authors_optimiser(name: str) -> None:
+    """As `everfed reproduce` runs it; black and white are the ends of tanh."""
+    recipe = compared(name, "fedcil")
+    mean, std = NORMALISATIONS[recipe.stream.model_extra["normalise"]]
+    assert ((0.0 - mean[0]) / std[0], (1.0 - mean[0]) / std[0]) == (-1.0, 1.0)
+    optimizer = recipe.train.optimizer
+    assert (optimizer.kind, optimizer.lr, optimizer.beta1, optimizer.state) == ("adam", 2e-4, 0.5, "task")
+    assert compared(name, "fedavg").stream == read(name).stream  # the others see what they saw
+    assert read(name).compare.options["fedcil"] == papers()["mfcl"].options["FedCIL"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in NAMES if n.startswith("mfcl/") and n != "mfcl/fedcil-mnist"],  # FedCIL's authors have another one
+)
+def test_convolutions_are_initialised_as_in_the_released_code(name: str) -> None:
+    assert read(name).model.model_extra["init"] == "he-fan-out"
+
+
+def test_mfcl_on_tiny_imagenet_trains_on_images_like_the_generator_s() -> None:
+    """Its generator ends in a normalisation to mean 0 and deviation 1; the authors use ImageNet's statistics."""
+    mean, std = NORMALISATIONS[read("mfcl/tiny-imagenet").stream.model_extra["normalise"]]
+    assert (mean, std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def test_recipes_of_target_and_lander_follow_the_released_code() -> None:
+    target, lander = (read(f"mfcl/{name}-cifar100") for name in ("target", "lander"))
+    for recipe in (target, lander):
+        assert recipe.stream.model_extra["augment"] == "crop-flip-brightness"
+    assert lander.stream.model_extra["partition"] == {"kind": "dirichlet", "alpha": 0.5, "balance": True}
+    for name in ("mfcl/target-cifar100", "mfcl/lander-cifar100"):
+        part = compared(name, "lwf").method.model_extra["lwf"]
+        assert part["weight"] * 2.0**2 == 3.0  # beta tau^2 KL is lamda times their cross-entropy, but for a constant
+    assert compared("mfcl/target-cifar100", "ewc").method.model_extra["ewc"]["weight"] == 1000.0
+    rates = {m: compared("mfcl/lander-cifar100", m).train.optimizer for m in ("fedavg", "lwf", "target", "lander")}
+    assert {m: (o.lr, o.schedule) for m, o in rates.items()} == {
+        "fedavg": (0.01, "constant"),
+        "lwf": (0.01, "constant"),
+        "target": (0.04, "constant"),
+        "lander": (0.04, "cosine"),
+    }
+
+
+def test_the_last_round_of_glfc_s_tasks_is_annealed() -> None:
+    recipe = read("mfcl/glfc-cifar100")
+    optimizer = Optimizer(**recipe.train.optimizer.model_dump())
+    rates = [optimizer.rate(index, recipe.train.rounds_per_task) for index in range(10)]
+    assert rates == pytest.approx([2.0, 2.0, 2.0, 2.0, 2.0, 0.4, 2.0, 2.0, 2.0, 0.016])
+
+
+def test_af_fcl_keeps_its_statistics_to_itself() -> None:
+    name = "mfcl/af-fcl-cifar100"
+    assert read(name).model.batchnorm == "local"
+    assert read(name).stream.model_extra["augment"] == "crop-flip-brightness"
+    assert compared(name, "glfc").model.batchnorm == "mean"  # the server's old model would have none
+
+
 def test_only_table_4_is_asynchronous_and_its_small_form_differs_in_scale_alone() -> None:
     for name in FEDGP:
         assert ("asynchronous" in read(name).stream.model_extra) == name.startswith("fedgp/table4")
@@ -174,7 +241,7 @@ def test_commands_in_the_comments_set_keys_that_exist() -> None:
             assert read_placed(name, sets=[entry]).recipe
 
 
-def test_mfcls_table_has_the_settings_of_its_specification() -> None:
+def test_mfcls_table_1_has_the_settings_of_the_paper() -> None:
     recipe = read("mfcl/table1-cifar100")
     optimizer, stream = recipe.train.optimizer, recipe.stream.model_extra
     assert settings(recipe) | {"participation": stream["participation"]} == {
@@ -197,3 +264,15 @@ def test_mfcls_table_has_the_settings_of_its_specification() -> None:
     assert recipe.compare is not None
     assert set(recipe.compare.methods) == {"fedavg", "fedprox", "fedcil", "fedlwf2t", "mfcl", "ideal"}
     assert recipe.compare.seeds == [0, 1, 2]
+
+
+def test_stamps_code_has_the_options_of_the_released_code() -> None:
+    """Clones go on with the client's moments, 25 solver steps with momentum 0.1 on clients, the first task matched."""
+    stamp = read("stamp/code-cifar100").method.model_extra["stamp"]
+    assert (stamp["moments"], stamp["match_first"], stamp["rate"]) == ("copied", True, 2.0)
+    assert (stamp["solver"], stamp["solver_steps"], stamp["solver_momentum"]) == ("softmax_sgd", 25, 0.1)
+
+
+def test_the_gap_is_compared_with_the_methods_of_figure_1() -> None:
+    compared = read("stamp/fig1-cifar100").compare
+    assert compared is not None and {"af-fcl", "fedssi", "stamp"} <= set(compared.methods)

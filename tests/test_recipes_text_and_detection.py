@@ -2,6 +2,7 @@
 
 import pytest
 
+from everfed import recipes
 from everfed.recipe import read
 
 METHODS = ["fedavg", "fedgp", "agem", "fedgp+agem", "der", "fedgp+der", "ideal"]
@@ -35,3 +36,11 @@ def test_figure_4_follows_the_paper(name: str) -> None:
     assert method["memory"]["size"] == 200
     assert recipe.compare.methods == ["fedavg", "der", "fedgp+der", "ideal"]
     assert recipe.model.kind == ("micro-yolo" if name == "streets-small" else "tiny-yolo")
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith("coordinated/")])
+def test_coordinated_replay_weighs_clients_by_samples_and_averages_over_masks(name: str) -> None:
+    """Eq. 1 has n_m / n; gradients of a selection are a mean over several masks."""
+    defaults = read(name).method.defaults
+    assert defaults["fedavg"] == {"weighting": "samples"}
+    assert defaults["memory"]["gradients"]["draws"] > 1

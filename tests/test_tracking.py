@@ -26,7 +26,9 @@ def everfed(*arguments: str) -> Result:
 
 def scalars(folder: Path) -> dict[str, list[int]]:
     """The steps of every value that TensorBoard finds."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="pip install 'everfed[trackers]'"
+    )
     found = accumulator.EventAccumulator(str(folder))
     found.Reload()
     return {tag: [event.step for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}

@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from everfed.commands import tracking
-from everfed.commands.output import interrupt_message, stdout
+from everfed.commands.interrupts import interrupt_message, same_command
+from everfed.commands.output import stdout
 from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.recipe import Places, Recipe, placed, read_placed, settled, to_toml
 from everfed.recipe.places import Key
@@ -127,10 +128,12 @@ def _run_one(cell: Cell, settings: Settings, number: str) -> Outcome:
     from everfed.progress import watching
 
     title = f"{number}{cell.row} seed {cell.recipe.seed}"
-    with interrupt_message("the same command"), watching(stdout(), settings.as_json, title) as observer:
+    showing = watching(stdout(), settings.as_json, title)
+    with interrupt_message(same_command) as interrupts, showing as observer:
         display = _with_folder(observer, cell.folder) if settings.as_json else observer
         trackers = tracking.observers(settings.track, cell.folder, cell.recipe)
-        how: dict[str, Any] = {"observers": [display, *trackers], "checkpoint_every": settings.checkpoint_every}
+        observers = [display, *trackers, interrupts]
+        how: dict[str, Any] = {"observers": observers, "checkpoint_every": settings.checkpoint_every}
         try:
             if RunFolder(cell.folder).recipe.exists():
                 return Outcome(cell, api.resume(cell.folder, **how).data)

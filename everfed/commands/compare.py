@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,7 +67,8 @@ def compared(
     base = read(recipe, sets=[entry for entry in sets if not _is_method_option(entry)])
     names, numbers = _methods(methods, base, recipe), _seeds(seeds, base)
     folder = out or Path("runs") / f"{base.name.replace('/', '-')}-compare"
-    grid = _cells(recipe, names, numbers, sets, folder)
+    own = base.compare.options if base.compare else {}
+    grid = _cells(recipe, names, numbers, own, sets, folder)
     cells.check(grid, settings)
     rows = summary.rows(cells.run(grid, settings))
     facts = {"recipe": base.name, "scale": settings.scale, "seeds": numbers}
@@ -105,15 +106,24 @@ def _seeds(text: str | None, recipe: Recipe) -> list[int]:
     return recipe.compare.seeds if recipe.compare else [recipe.seed]
 
 
-def _cells(recipe: str, methods: Sequence[str], seeds: Sequence[int], sets: Sequence[str], folder: Path) -> list[Cell]:
+def _cells(
+    recipe: str,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    own: Mapping[str, Sequence[str]],
+    sets: Sequence[str],
+    folder: Path,
+) -> list[Cell]:
+    """A run for every method and seed. own: settings by method, which those of the command line follow."""
     from everfed.commands.cells import new_cell
 
     grid, used = [], set()
     for method in methods:
         usable = [entry for entry in sets if _applies(entry, method)]
         used.update(usable)
+        given = [*own.get(method, ()), *usable]
         for seed in seeds:
-            grid.append(new_cell(method, recipe, folder / f"{method}-{seed}", method=method, seed=seed, sets=usable))
+            grid.append(new_cell(method, recipe, folder / f"{method}-{seed}", method=method, seed=seed, sets=given))
     for entry in sets:
         if entry not in used:
             raise RecipeError(f"--set {entry}: none of the methods {', '.join(methods)} has that part")

@@ -25,8 +25,9 @@ def keys(
     client: Annotated[list[str], typer.Option(metavar="NAME", help="A client that may take part; repeat it.")] = [],  # noqa: B006
     name: Annotated[str, typer.Option(metavar="NAME", help="The federation's name, in its authority.")] = "everfed",
     days: Annotated[int, typer.Option(metavar="N", help="How long the server's certificate is valid.")] = 365,
+    renew: Annotated[bool, typer.Option("--renew", help="Replace the server's certificate and clients' keys.")] = False,
 ) -> None:
-    """Create keys and certificates; nothing is overwritten.
+    """Create keys and certificates; nothing is overwritten without --renew.
 
     Creates what is missing: an authority (ca.crt, ca.key), with --host a
     certificate of the server (server.crt, server.key), with --client a key
@@ -39,6 +40,7 @@ def keys(
     Examples:
       everfed federation keys --host fl.example.org --client site-a --client site-b
       everfed federation keys --client site-c
+      everfed federation keys --host fl.example.org --client site-a --renew
     """
     from everfed.federation import certificates
 
@@ -46,12 +48,37 @@ def keys(
     if not (out / certificates.CA).exists():
         certificates.make_authority(out, name)
         typer.echo(f"{out / certificates.CA}: the federation's authority; copy it to every client")
+    if host and renew:
+        certificates.withdraw_server(out)
     if host:
         certificates.make_server(out, host, days)
         typer.echo(f"{out / certificates.SERVER}: the server's certificate for {', '.join(host)}, {days} days")
     for one in client:
+        if renew:
+            certificates.revoke(out, one)
         secret = certificates.make_client(out, one)
         typer.echo(f"{secret}: the private key of {one}; move it to that client")
+
+
+@federation.command()
+def revoke(
+    client: Annotated[list[str], typer.Argument(metavar="NAME", help="Clients that may no longer take part.")],
+    out: Folder = Path("pki"),
+) -> None:
+    """Withdraw clients' keys.
+
+    A SuperLink accepts the keys that its folder has when `everfed serve`
+    starts: end a running server, and give the same command again.
+
+    \b
+    Example:
+      everfed federation revoke site-b
+    """
+    from everfed.federation import certificates
+
+    for one in client:
+        certificates.revoke(out, one)
+        typer.echo(f"{one} is no longer enrolled in {out}; start `everfed serve` again")
 
 
 @federation.command()
@@ -105,6 +132,29 @@ def status(
     typer.echo(f"{run}: {found['state']}, round {found['round']}, server started {found['epoch']} times")
     columns = ("client", "name", "state", "answers", "failures", "trouble")
     show_table(columns, [[str(one[name]) for name in columns] for one in found["clients"]])
+
+
+@federation.command()
+def audit(
+    log: Annotated[Path, typer.Argument(metavar="FILE", help="audit.jsonl of a run folder or of a client's folder.")],
+    holds: Annotated[str, typer.Option(metavar="HASH", help="A hash noted earlier, which the log must contain.")] = "",
+) -> None:
+    """Check that no line of an audit log was changed, removed or added.
+
+    A server's log notes the last hash of each client's log with every answer
+    ("their"), so --holds finds a client's log that was written anew.
+
+    \b
+    Examples:
+      everfed federation audit runs/hospital/audit.jsonl
+      everfed federation audit everfed-site-a/audit.jsonl --holds 5f1c...
+    """
+    from everfed.federation.audit import AuditError, verify
+
+    last = verify(log)
+    if holds and holds.encode() not in log.read_bytes():
+        raise AuditError(f"{log}: no line has the hash {holds}; the log was written anew")
+    typer.echo(f"{log}: {last.number} lines, unchanged; the last hash is {last.hash}")
 
 
 @federation.command("app")

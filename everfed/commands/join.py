@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from everfed.commands.output import interrupt_message
+from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.federation.runs import KEPT
 
 
@@ -51,6 +51,9 @@ def join(
     lost_state: Annotated[
         LostState, typer.Option(help="When its folder is removed while it runs; with --budget it ends.")
     ] = LostState.RESTART,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What this client agrees to, in TOML; the rest is refused.")
+    ] = None,
 ) -> None:
     """Take part in a federation with this machine's data, until interrupted.
 
@@ -67,9 +70,11 @@ def join(
     from everfed.federation.extra import require_flower
 
     require_flower()
+    from everfed.federation.certificates import require_private
     from everfed.federation.joining import Joining
     from everfed.federation.joining import join as take_part
     from everfed.federation.names import check_name
+    from everfed.federation.policy import Policy
     from everfed.naming import load_object
 
     if insecure == (root is not None):
@@ -82,6 +87,10 @@ def join(
             raise UserError(f"{option} {file}: there is no such file")
     if not 0 < delta < 1:
         raise UserError(f"--delta must be between 0 and 1; got {delta}")
+    if key is not None:
+        require_private(key)
+    if policy is not None:
+        Policy.read(policy)
     if data is not None:
         load_object(data, "--data")  # here rather than in the first round
     joining = Joining(
@@ -99,6 +108,7 @@ def join(
         budget,
         delta,
         lost_state.value,
+        policy,
     )
-    with interrupt_message("the same command"):
+    with interrupt_message(same_command):
         take_part(joining, lambda line: typer.echo(line, err=True))

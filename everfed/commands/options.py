@@ -25,7 +25,8 @@ Data = Annotated[
     typer.Option("--data", metavar="DIR", help="Folder of data sets; else what EVERFED_DATA names."),
 ]
 Scale = Annotated[
-    float, typer.Option("--scale", metavar="F", help="Share of the rounds and the data, above 0 and at most 1.")
+    float,
+    typer.Option("--scale", metavar="F", help="Share of the work, above 0 and at most 1."),
 ]
 CheckpointEvery = Annotated[
     float, typer.Option("--checkpoint-every", metavar="S", min=0.0, help="Seconds of work between checkpoints.")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from rich.table import Table
 
 from everfed.markdown import markdown_table
 from everfed.scores import METRICS, score_of
-
-INTERRUPTED = 130  # exit code after ctrl-C
 
 
 def stdout() -> Console:
@@ -32,17 +29,9 @@ def print_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
     shown = {METRICS[key].named(score): metrics.get(key) for key in (score.main, score.lost)}
     numbers = "  ".join(f"{name} {score.text(value)}" for name, value in shown.items() if value is not None)
     typer.echo(f"{result['method']} seed {result['seed']}: {numbers}")
+    if (scale := result.get("scale", 1.0)) < 1:
+        typer.echo(f"at --scale {scale:g} of the work: fewer rounds, less data; it does not compare with full runs")
     typer.echo(f"run folder: {folder}")
-
-
-@contextmanager
-def interrupt_message(remedy: str) -> Iterator[None]:
-    """After ctrl-C, print how to go on. remedy: the command for that."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; {remedy} goes on where it stopped", err=True)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

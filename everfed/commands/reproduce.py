@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from everfed.commands import options, tracking
+from everfed.commands.record import RECORDS, Records
 from everfed.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,14 @@ def reproduce(
         str | None, typer.Argument(metavar="[PAPER/TABLE]", help="A table or figure, such as fedgp/table1.")
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="Show every table with what it costs, and run nothing.")] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show the cells with records, verdicts, and what the rest costs.")
+    ] = False,
+    records: Records = RECORDS,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=1, help="For --status: training samples a second (default: the records')."),
+    ] = None,
     methods: Annotated[
         str | None, typer.Option(metavar="M,M,...", help="Only these methods, by everfed's names or the paper's.")
     ] = None,
@@ -63,6 +72,7 @@ def reproduce(
     \b
     Examples:
       everfed reproduce --list
+      everfed reproduce --status --rate 5000
       everfed reproduce fedgp/table1 --data ~/data
       everfed reproduce fedgp/table1 --data ~/data --scale small --seeds 1
       everfed reproduce fedgp/table7 --methods der,fedgp+der --columns MNIST
@@ -77,6 +87,11 @@ def reproduce(
         if methods or columns:
             raise UserError("--list shows whole tables; leave --methods and --columns out")
         _show_list(table or "", selection, settings)
+        return
+    if status:
+        if methods or columns:
+            raise UserError("--status shows whole tables; leave --methods and --columns out")
+        _show_status(table or "", records, rate, seeds, as_json)
         return
     if table is None:
         raise UserError("name a table, such as fedgp/table1; `everfed reproduce --list` shows every one")
@@ -132,18 +147,18 @@ def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found
     runs = [cell for own in wanted.values() for cell in own]
     _announce(places, runs, settings)
     outcomes = {outcome.cell.folder: outcome for outcome in cells.run(runs, settings)}
-    judged = judging.judge(places, _finished(wanted, outcomes), settings.scale < 1)
-    differences = judging.differences(table, judged)
-    return Found(table, settings.scale, judged, differences, _problems(outcomes.values()))
+    judged = judging.judge(places, _finished(wanted, outcomes))
+    return Found(table, settings.scale, judged, _problems(outcomes.values()))
 
 
 def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome]) -> Runs:
+    from everfed.reproduction import records
     from everfed.reproduction.measures import Sample
 
     found: dict[Experiment, dict[int, Sample]] = {}
     for experiment, cells in wanted.items():
-        results = [(cell, outcomes[cell.folder].result) for cell in cells]
-        found[experiment] = {cell.recipe.seed: Sample(cell.folder, r) for cell, r in results if r is not None}
+        done = [cell for cell in cells if outcomes[cell.folder].result is not None]
+        found[experiment] = {cell.recipe.seed: Sample(records.of_run(cell.folder)) for cell in done}
     return found
 
 
@@ -241,7 +256,7 @@ def _print_result(found: Found, out: Path, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "reproduction", **writing.as_dict(found)}))
         return
-    for columns, lines in (writing.cells(found), writing.paired(found), writing.missing(found.judged)):
+    for columns, lines in (writing.cells(found.measured), writing.missing(found.judged)):
         if lines:
             show_table(columns, lines)
             typer.echo("")
@@ -269,3 +284,21 @@ def _show_list(prefix: str, selection: Selection, settings: Settings) -> None:
         return
     show_table(COLUMNS, [row.line() for row in rows])
     typer.echo("Samples: training samples processed, from the recipes; replayed and generated ones come on top.")
+
+
+def _show_status(prefix: str, folder: Path, rate: float | None, seeds: int | None, as_json: bool) -> None:
+    from everfed.commands.output import show_table
+    from everfed.reproduction import matching, records
+    from everfed.reproduction.status import COLUMNS, Rates, measured_rates, status
+    from everfed.reproduction.tables import papers
+
+    kept = records.read_all(folder)
+    rates = Rates(given=rate) if rate else measured_rates(kept)
+    rows = status(prefix.lower(), matching.runs_of(kept), lambda recipe: _seeds(recipe, seeds), rates)
+    if not rows:
+        raise UserError(f"no table with runs begins with {prefix!r}; papers: {', '.join(papers())}")
+    if as_json:
+        typer.echo(json.dumps([vars(row) for row in rows], indent=2))
+        return
+    show_table(COLUMNS, [row.line() for row in rows])
+    typer.echo(f"{len(kept)} records in {folder}. Tables share runs: a run that several need is counted in each.")

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options, tracking
-from everfed.commands.output import interrupt_message, print_result, stdout
+from everfed.commands.interrupts import interrupt_message
+from everfed.commands.output import print_result, stdout
 
 
 def resume(
@@ -31,6 +32,10 @@ def resume(
     from everfed.store.run import RunFolder
 
     trackers = tracking.observers(track, run, read(RunFolder.open(run).recipe)) if track else []
-    with interrupt_message(f"`everfed resume {run}`"), watching(stdout(), as_json) as observer:
-        result = api.resume(run, observers=[observer, *trackers], checkpoint_every=checkpoint_every)
+
+    def remedy() -> str:
+        return f"`everfed resume {run}` goes on where it stopped"
+
+    with interrupt_message(remedy) as interrupts, watching(stdout(), as_json) as observer:
+        result = api.resume(run, observers=[observer, *trackers, interrupts], checkpoint_every=checkpoint_every)
     print_result(result.folder, result.data, as_json)

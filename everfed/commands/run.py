@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from everfed.commands import options, tracking
-from everfed.commands.output import interrupt_message, print_result, stdout
+from everfed.commands.interrupts import interrupt_message
+from everfed.commands.output import print_result, stdout
 
 
 def run(
@@ -35,19 +36,26 @@ def run(
     from everfed import api
     from everfed.progress import watching
     from everfed.recipe import placed, read_placed
+    from everfed.store.run import RunFolder
 
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
     folder = out or api.default_folder(reading.recipe)
-    remedy = f"`everfed resume {folder}`"
+
+    def remedy() -> str:
+        if RunFolder(folder).recipe.exists():
+            return f"`everfed resume {folder}` goes on where it stopped"
+        return "no round had begun, so nothing was kept; the same command begins anew"
+
     with placed(reading.places):
         trackers = tracking.observers(track, folder, reading.recipe)
-    with placed(reading.places), interrupt_message(remedy), watching(stdout(), as_json) as observer:
+    showing = watching(stdout(), as_json)
+    with placed(reading.places), interrupt_message(remedy) as interrupts, showing as observer:
         result = api.run(
             reading.recipe,
             folder,
             data_dir=options.absolute(data),
             scale=scale,
-            observers=[observer, *trackers],
+            observers=[observer, *trackers, interrupts],
             checkpoint_every=checkpoint_every,
         )
     print_result(result.folder, result.data, as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,8 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options
-from everfed.commands.output import interrupt_message, print_result, stdout
+from everfed.commands.interrupts import interrupt_message, same_command
+from everfed.commands.output import print_result, stdout
 
 
 def serve(
@@ -51,6 +53,7 @@ def serve(
 
     require_flower()
     from everfed.federation.flower.link import Address, open_grid
+    from everfed.federation.logs import stamped, stamped_event
     from everfed.federation.security import enrolled, read_security, register
     from everfed.federation.serving import Serving
     from everfed.federation.serving import serve as run_server
@@ -58,18 +61,19 @@ def serve(
     from everfed.progress import watching
     from everfed.recipe import placed, read_placed
 
-    security = None if insecure else read_security(certificates)
+    say = _say(as_json)
+    security = None if insecure else read_security(certificates, lambda text: say(stamped(text, logging.WARNING)))
     names = {} if insecure or certificates is None else enrolled(certificates)
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
     folder = out or api.default_folder(reading.recipe)
     address = Address(host, port, security.ca.read_bytes() if security else None)
     serving = Serving(reading.recipe, folder, _text(options.absolute(data)), scale, clients, names, checkpoint_every)
     link = Settings(host, port, folder.absolute().with_name(f"{folder.name}.superlink"), security)
-    say = _say(as_json)
-    watch = watching(stdout(), as_json)
-    with placed(reading.places), interrupt_message("the same command"), watch as observer, running(link, say):
+    watch = watching(stdout(), as_json, stamp=stamped_event)
+    interruptible = interrupt_message(same_command)
+    with placed(reading.places), interruptible as interrupts, watch as observer, running(link, say):
         register(address, names)
-        result = run_server(serving, lambda: open_grid(address), [observer])
+        result = run_server(serving, lambda: open_grid(address), [observer, interrupts])
     print_result(folder, result, as_json)
 
 

@@ -92,7 +92,8 @@ def _text(spread: dict[str, float] | None, kind: str) -> str:
     if spread is None:
         return "-"
     scale = 100 if kind == PERCENT else 1
-    return f"{scale * spread['mean']:.2f} ± {scale * spread['deviation']:.2f}"
+    mean = f"{scale * spread['mean']:.2f}"
+    return mean if spread["count"] == 1 else f"{mean} ± {scale * spread['deviation']:.2f}"
 
 
 def as_dict(found: Sequence[Row]) -> list[dict[str, Any]]:
@@ -125,7 +126,7 @@ def write(folder: Path, stem: str, found: Sequence[Row], heading: str, facts: di
 
 
 def _write(path: Path, text: str) -> None:
-    write_atomic(path, text.encode())
+    write_atomic(path, text.encode(), shared=True)
 
 
 def _csv(found: Sequence[Row]) -> str:

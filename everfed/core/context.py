@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -71,9 +71,30 @@ class TrainOptions:
     batchnorm: str = "mean"
 
 
+class Ledger(Protocol):
+    """Records that are never changed or removed, by key: what a client has revealed cannot be taken back."""
+
+    def find(self, key: str) -> str | None:
+        """The value recorded under `key`."""
+
+    def record(self, key: str, value: str) -> None:
+        """Durable when it returns. Raises ValueError when `key` has another value already."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a real client knows of the server that it answers. run: the run's identity; epoch: how often its server was
+    started; ledger: the client's own, outside the states that a new epoch may roll back."""
+
+    run: str
+    epoch: int
+    ledger: Ledger
+
+
 @dataclass(frozen=True)
 class Context:
-    """One call of a hook: `client` is None on the server. Immutable; `trainer` is the engine's local training."""
+    """One call of a hook: `client` is None on the server. Immutable; `trainer` is the engine's local training;
+    `attempt` is None in a simulation."""
 
     seed: int
     facts: Facts
@@ -88,6 +109,7 @@ class Context:
     past: Callable[[], list[Data]] | None = None
     tests: HeldOut | None = None
     allowed_labels: tuple[int, ...] | None = None
+    attempt: Attempt | None = None
 
     def key(self, tag: str) -> int:
         """A 63-bit key for (seed, round, phase, repeat, client, tag)."""
@@ -132,13 +154,14 @@ class Context:
 @dataclass(frozen=True)
 class Moment:
     """Where in the run a phase is. position: in the round's list of phases. stage: of an engine that carries one phase
-    out in several exchanges."""
+    out in several exchanges. attempt: on a real client, which server it answers."""
 
     round: int
     plan: RoundPlan
     repeat: int = 0
     position: int = 0
     stage: int = 0
+    attempt: Attempt | None = None
 
     @property
     def place(self) -> Place:
@@ -196,6 +219,7 @@ class World:
             past=self._past(client, task),
             tests=self.held_out if phase.name == EVALUATE or self.method.needs(HELD_OUT) else None,
             allowed_labels=self._allowed(client, task),
+            attempt=moment.attempt,
         )
 
     def _progress(self, client: int, index: int) -> tuple[int, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SCHEDULES = ("constant", "linear", "exponential", "geometric", "cosine")
+SCHEDULES = ("constant", "linear", "exponential", "geometric", "cosine", "table")
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,14 @@ class Optimizer:
 
     kind: "sgd" or "adam". schedule: how lr moves over the rounds of a task: constant; linear, from lr towards 0
     (round i of R uses lr * (1 - i/R)); exponential, from lr at the first round to lr_end at the last; geometric
-    and cosine, from lr to lr_end, which they would reach in round R.
+    and cosine, from lr to lr_end, which they would reach in round R; table, lr times the `factors`, which share the
+    rounds of a task evenly among them: the last round always has the last one.
     state: "fresh" starts anew every round, "kept" carries momentum and moments from round to round on the client,
     "task" does so within a task.
     """
 
     kind: str = "sgd"
-    lr: float = 0.01
+    lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
     beta1: float = 0.9
@@ -32,8 +34,10 @@ class Optimizer:
     schedule: str = "constant"
     lr_end: float = 1e-3
     state: str = "fresh"
+    factors: Sequence[float] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", tuple(self.factors))
         for name, value, allowed in (
             ("kind", self.kind, ("sgd", "adam")),
             ("schedule", self.schedule, SCHEDULES),
@@ -44,6 +48,11 @@ class Optimizer:
         for name in ("lr", "momentum", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"optimizer.{name} must be at least 0; got {getattr(self, name)}")
+        if bool(self.factors) != (self.schedule == "table") or not all(factor >= 0 for factor in self.factors):
+            raise ValueError(
+                "optimizer.factors must be numbers of at least 0, some with schedule = 'table' and none otherwise; got "
+                f"{list(self.factors)} with schedule = {self.schedule!r}"
+            )
 
     def rate(self, index: int, rounds: int) -> float:
         """The learning rate of round `index` of a task of `rounds` rounds."""
@@ -55,6 +64,8 @@ class Optimizer:
             return float(self.lr * (self.lr_end / self.lr) ** (index / rounds))
         if self.schedule == "cosine":
             return self.lr_end + (self.lr - self.lr_end) * (1.0 + math.cos(math.pi * index / rounds)) / 2.0
+        if self.schedule == "table":
+            return self.lr * self.factors[-(-(index + 1) * len(self.factors) // rounds) - 1]
         return self.lr
 
     def init(self, params: Tensor) -> dict[str, Tensor]:

@@ -170,6 +170,7 @@ class Protection(Part):
     """A part that changes what leaves a client and what the server reads of it, in every phase: masks, noise."""
 
     adds: ClassVar[frozenset[str]] = frozenset()  # keys that `seal` may add to any reply
+    per_epoch: ClassVar[bool] = False  # must a restarted server get a newly sealed reply, never a stored one?
 
     def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[Slots, Reply]:
         """The last hook before a reply leaves the client, in part order: (slots, the reply as it is sent). `message`

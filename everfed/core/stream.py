@@ -6,6 +6,8 @@ a `StreamView`, which has no samples; the test sets are reached through `HeldOut
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +90,7 @@ class Stream(ABC):
     private_data: bool = False  # are a client's samples known to that client alone, and not to a server?
     own_tests: bool = False  # has every client tests of its own? Then every model is scored on the clients
     fingerprint: str = ""  # of what was read from files beside the data
+    colour_draws: int = 0  # columns at the end of `draw_augmentation` that change colours; 0 in them changes nothing
     visible: frozenset[str] = frozenset()  # further attributes that parts may use in training
     has_pictures: bool = False  # does it draw its samples (`pictures`)?
 
@@ -120,6 +123,10 @@ class Stream(ABC):
     def augment(self, x: Tensor, draws: Tensor) -> Tensor:
         """Apply drawn augmentations in storage form: same shape and dtype, batched, no host synchronisation."""
         return x
+
+    def augment_samples(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for samples and their targets, where these change with the sample (masks of a language model)."""
+        return self.augment(x, draws), y
 
     # loss and score ----------------------------------------------------------------------------------------------
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -170,6 +177,22 @@ class Stream(ABC):
         """JSON-ready facts for result.json."""
         return {"name": self.name}
 
+    def identity(self) -> str:
+        """A digest of the data and of how it is divided; seeds are no part of it: those of one experiment share it."""
+        shape = [self.name, self.clients, self.tasks, self.rounds, self.classes, self.input_shape]
+        tests = (tensor for task in range(self.tasks) for tensor in (self.test(task).x, self.test(task).y))
+        return digest_of(json.dumps(shape), *tests)
+
+
+def digest_of(text: str, *tensors: Tensor) -> str:
+    """16 hexadecimal digits of a text and the content of tensors."""
+    found = hashlib.blake2b(text.encode(), digest_size=8)
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
 
 class Hidden(RuntimeError):
     """A part asked for what this stream does not tell."""
@@ -178,8 +201,8 @@ class Hidden(RuntimeError):
 _VISIBLE = frozenset(
     {
         "name", "clients", "tasks", "rounds", "classes", "input_shape", "score", "boundaries", "task_ids",
-        "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "loss", "measure",
-        "measure_all", "also",
+        "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "augment_samples",
+        "colour_draws", "loss", "measure", "measure_all", "also",
     }
 )  # fmt: skip
 _OF_TASKS = frozenset({"tasks", "labels", "labels_of"})  # hidden with the tasks

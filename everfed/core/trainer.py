@@ -293,10 +293,10 @@ class Trainer:
     def load_batch(self, step: Step, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
         """Gather a minibatch from the client's data and augment it, on the device."""
         core = rows[_CORE]
-        batch = x.index_select(0, core["rows"])
+        batch, targets = x.index_select(0, core["rows"]), y.index_select(0, core["rows"])
         if "augment" in core:
-            batch = self.stream.augment(batch, core["augment"])
-        step.begin(batch, y.index_select(0, core["rows"]), rows)
+            batch, targets = self.stream.augment_samples(batch, targets, core["augment"])
+        step.begin(batch, targets, rows)
 
 
 def upload(plans: Mapping[str, Tables], device: torch.device) -> dict[str, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Which data sets there are: every named one, with where it lies or where to get it, and the user's own."""
+"""Lists the data sets: every named one, with its path or where to get it, and the user's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from everfed.data import catalogue, domains, imagenet, scenes, streets, texts, u
 from everfed.data.image_folder import is_image_folder
 from everfed.data.sources import EMBEDDED, data_folder
 
-Row = tuple[str, bool, str]  # name, found, where it lies or where to get it
+Row = tuple[str, bool, str]  # name, found, its path or where to get it
 
 
 def available(data_dir: str | Path | None = None) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The named data sets: how each may lie in the data folder, and where to get it."""
+"""The named data sets: their layouts in the data folder, and where to get them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGITS = tuple("0123456789")
 
 @dataclass(frozen=True)
 class Layout:
-    """One way a set may lie on disk.
+    """One layout of a set on disk.
 
     folders: places below the data folder. files: the files needed, each as alternative names. read: Paths -> Arrays.
     """
@@ -35,7 +35,7 @@ class Layout:
         return None
 
     def places(self, root: Path) -> Iterator[str]:
-        """What was looked for, for messages: the first name of the first file of every folder."""
+        """The paths that are searched, for messages: the first name of the first file of every folder."""
         for folder in self.folders:
             yield str(root / folder / self.files[0][0])
 

@@ -23,7 +23,7 @@ JOINED = "+"  # "mnist+usps" names two sets that follow each other
 
 @dataclass(frozen=True)
 class Domains:
-    """Domains with the same classes. format: (channels, size) that images are brought to when a recipe does not say."""
+    """Domains with the same classes. format: default (channels, size) that images are brought to."""
 
     name: str
     names: tuple[str, ...]
@@ -48,8 +48,8 @@ class Domains:
 
 @dataclass(frozen=True)
 class Known:
-    """A named set. domains: in their usual order. folders: where it may lie below the data folder. size: what images
-    are decoded to. find_other, read_other: another form that it may have, where it lies and how it is read."""
+    """A named set. domains: in their usual order. folders: its possible folders below the data folder. size: of decoded
+    images. find_other, read_other: find and read another form of the set."""
 
     domains: tuple[str, ...]
     folders: tuple[str, ...]
@@ -59,7 +59,7 @@ class Known:
     read_other: Callable[[Path], Domains] | None = None
 
     def find(self, root: Path) -> Path | None:
-        """Where it lies, in whichever form."""
+        """The path of the set, in either form."""
         return self.find_other(root) or self.find_folders(root)
 
     def find_folders(self, root: Path) -> Path | None:

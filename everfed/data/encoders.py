@@ -22,7 +22,7 @@ from everfed.naming import load_object
 from everfed.store.files import digest, file_digest
 
 AUTO, HASHING, WORDLLAMA, DISTILBERT, HUB = "auto", "hashing", "wordllama", "distilbert", "hub:"
-FOLDERS = ("distilbert-base-uncased", "distilbert")  # where DistilBERT may lie below the data folder
+FOLDERS = ("distilbert-base-uncased", "distilbert")  # possible folders of DistilBERT below the data folder
 _LENGTH = 128  # tokens; longer texts are cut
 _BATCH = 64
 _MOST_DIMENSIONS = 2**16
@@ -31,7 +31,7 @@ NORM = 10.0  # about the length of a transformer's vectors, so that the same lea
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What turns texts into vectors."""
+    """Turns texts into vectors."""
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class WordLlamaEncoder:
             raise DataError(
                 "stream.encoder: wordllama is not installed; install it with: pip install 'everfed[text]'"
             ) from missing
-        # the package looks for its tokenizer in its cache folder alone: it is told that it is its own
+        # the package searches for its tokenizer in a cache folder only: set to the package itself
         here = Path(wordllama.__file__).parent
         self._model = wordllama.WordLlama.load(cache_dir=here, disable_download=True)
 
@@ -145,8 +145,8 @@ class TransformerEncoder:
 def make_encoder(spec: str | None, folder: Path | None) -> Encoder:
     """The encoder that `stream.encoder = spec` names. Raises DataError.
 
-    auto: DistilBERT where its weights lie in the data folder, else WordLlama where it is installed, else hashing; the
-    result of a run says which.
+    auto: DistilBERT if its weights are in the data folder, else WordLlama if it is installed, else hashing; result.json
+    names the one that was used.
     """
     spec = AUTO if spec is None else spec
     weights = _distilbert(folder)
@@ -160,7 +160,7 @@ def make_encoder(spec: str | None, folder: Path | None) -> Encoder:
         if weights is None:
             raise DataError(
                 f"stream.encoder: no folder {' or '.join(FOLDERS)} with config.json, tokenizer and model.safetensors "
-                f"lies in the data folder; get it from https://huggingface.co/distilbert/distilbert-base-uncased, or "
+                f"is in the data folder; get it from https://huggingface.co/distilbert/distilbert-base-uncased, or "
                 f"use '{HUB}distilbert/distilbert-base-uncased', '{WORDLLAMA}' or '{HASHING}'"
             )
         return TransformerEncoder(str(weights))

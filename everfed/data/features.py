@@ -1,4 +1,4 @@
-"""Features of texts, computed once and kept on the machine that has the texts: a file for every encoder and list."""
+"""Features of texts, computed once and cached on the machine that has the texts: a file for every encoder and list."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def features(encoder: Encoder, texts: Sequence[str], folder: Path | None = None)
 
 
 def encoded(texts: Texts, encoder: Encoder) -> Source:
-    """The set as vectors; `encoder` of the source says what made them."""
+    """The set as vectors; `encoder` of the source names the encoder."""
     train, test = features(encoder, texts.train), features(encoder, texts.test)
     names = texts.class_names
     return make_source(

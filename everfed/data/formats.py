@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class Arrays(NamedTuple):
-    """What a file holds: samples and labels of both parts, and the class names where the file gives them."""
+    """The content of a file: samples and labels of both parts, and the class names if there are any."""
 
     x_train: np.ndarray
     y_train: np.ndarray
@@ -33,7 +33,7 @@ class Arrays(NamedTuple):
 
 
 def _names_the_file(read: Callable[[Path], R]) -> Callable[[Path], R]:
-    """A damaged file becomes a DataError that says which one."""
+    """Turns the errors of a damaged file into a DataError that names it."""
 
     @wraps(read)
     def reader(path: Path) -> R:
@@ -137,5 +137,5 @@ def _grey_bytes(levels: np.ndarray) -> np.ndarray:
 
 def _shaped(path: Path, flat: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if flat.size != np.prod(shape):
-        raise DataError(f"{path}: {flat.size} values where {shape} was promised; the file is damaged or incomplete")
+        raise DataError(f"{path}: {flat.size} values, expected shape {shape}; the file is damaged or incomplete")
     return flat.reshape(shape)

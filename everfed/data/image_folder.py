@@ -36,9 +36,9 @@ def read_image_folder(root: Path) -> Arrays:
 
 def _listed(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
     """(file, class id) of every image, in a fixed order."""
-    strangers = sorted(f.name for f in folder.iterdir() if f.is_dir() and f.name not in classes)
-    if strangers:
-        raise DataError(f"{folder / strangers[0]}: this class has no folder under train")
+    unknown = sorted(f.name for f in folder.iterdir() if f.is_dir() and f.name not in classes)
+    if unknown:
+        raise DataError(f"{folder / unknown[0]}: this class has no folder under train")
     return [
         (path, label)
         for label, name in enumerate(classes)
@@ -86,7 +86,7 @@ def _decoded(
 
 @contextmanager
 def _opened(image: Any, path: Path) -> Iterator[Any]:
-    """An open image; what fails while it is opened or decoded names the file."""
+    """An open image; errors of opening and decoding become a DataError that names the file."""
     try:
         with image.open(path) as picture:
             yield picture

@@ -1,4 +1,4 @@
-"""ImageNet-1K from its training folder, decoded when samples are asked for: at 224 pixels it fits in no memory.
+"""ImageNet-1K from its training folder, decoded on demand: at 224 pixels it does not fit in memory.
 
 <data>/imagenet/train/<wnid>/*.JPEG, or the same below ILSVRC/Data/CLS-LOC. The published test part has no labels, and
 its validation part has 50 images a class; STAMP's pool has 600 + 100 of every class, all from the training part. Here
@@ -25,7 +25,7 @@ TRAIN, TEST = 600, 100  # images of every class
 
 
 class Pictures:
-    """What looks like a (n, 3, size, size) uint8 tensor and decodes the rows it is indexed by."""
+    """Behaves like a (n, 3, size, size) uint8 tensor and decodes the rows it is indexed by."""
 
     dtype = torch.uint8
     device = torch.device("cpu")
@@ -63,8 +63,10 @@ def load_imagenet(name: str, folder: Path | None, train: int = TRAIN, test: int 
     """The set of that name; a folder that is not there, or a class with too few images, is a DataError."""
     root = find(folder)
     if root is None:
-        looked = ", ".join(map(str, _places(folder))) or "no data folder is named (EVERFED_DATA or --data)"
-        raise DataError(f"data set {name!r} was not found. Looked for class folders in: {looked}. Get it from {GET_IT}")
+        searched = ", ".join(map(str, _places(folder))) or "no data folder is named (EVERFED_DATA or --data)"
+        raise DataError(
+            f"data set {name!r} was not found. Looked for class folders in: {searched}. Get it from {GET_IT}"
+        )
     classes = class_folders(root)
     by_class: list[list[Path]] = [[] for _ in classes]
     for path, label in listed(root, classes):

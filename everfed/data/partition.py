@@ -1,4 +1,4 @@
-"""Who gets what: ways to divide a label column among clients.
+"""Partitions: ways to divide a label column among clients.
 
 Every function is `(labels, clients, rng, **options) -> parts`: `labels` (n,) integers, `parts[k]` the ascending
 positions that client k holds. No position is given twice; all but `pathological` give every position away.
@@ -18,7 +18,7 @@ from everfed.data.errors import PartitionError
 
 Parts = list[np.ndarray]
 
-# A Dirichlet draw that leaves a client short is repeated; after this many the request is called impossible.
+# a Dirichlet draw that gives a client too few samples is repeated at most so often
 DRAWS = 1000
 # Populations up to this size are reported client by client, larger ones by their distribution.
 DETAIL = 100
@@ -52,7 +52,7 @@ def exact_labels(labels: np.ndarray, clients: int, rng: np.random.Generator, *, 
     _require_classes("per_client", per_client, classes)
     if clients * per_client < len(classes):
         raise PartitionError(
-            f"clients * per_client = {clients * per_client} leaves some of {len(classes)} labels to nobody; "
+            f"clients * per_client = {clients * per_client} leaves some of {len(classes)} labels without a client; "
             f"per_client must be at least {-(-len(classes) // clients)}"
         )
     return _share_classes(labels, classes, _even_hands(len(classes), clients, per_client, rng), clients, rng)
@@ -89,7 +89,7 @@ def dirichlet(
 def pathological(labels: np.ndarray, clients: int, rng: np.random.Generator, *, classes_per_client: int) -> Parts:
     """`classes_per_client` classes for every client: class k mod C for client k, the others at random.
 
-    A class is shared evenly by those who hold it. With fewer clients than classes, a class nobody holds is left out.
+    A class is shared evenly by its holders. With fewer clients than classes, a class without a holder is left out.
     """
     _require_whole("classes_per_client", classes_per_client)
     classes = np.unique(labels)
@@ -145,7 +145,7 @@ def partition(kind: str, labels: np.ndarray, clients: int, rng: np.random.Genera
 
 
 def check_options(kind: str, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown kind, an unknown option and a missing one, before any label is at hand."""
+    """Raises PartitionError for an unknown kind, an unknown option or a missing one; needs no labels."""
     if kind.startswith(FLWR_PREFIX):
         return  # its options are checked against the partitioner's own signature
     if kind not in KINDS:
@@ -168,7 +168,7 @@ def option_names(kind: str) -> dict[str, bool]:
 def who_got_what(labels: np.ndarray, parts: Sequence[np.ndarray]) -> dict[str, Any]:
     """A JSON-ready report: samples and classes per client; client by client up to `DETAIL` clients.
 
-    `hash` identifies the division, so that two runs can be told to have used the same one.
+    `hash` identifies the division: two runs with the same hash used the same one.
     """
     classes, column = np.unique(labels, return_inverse=True)
     counts = _counts(column, parts, len(classes))
@@ -213,7 +213,7 @@ def _fingerprint(parts: Sequence[np.ndarray], samples: int) -> str:
 
 
 def _by_owner(owner: np.ndarray, clients: int) -> Parts:
-    """Positions grouped by owner, ascending within each; owner -1 means nobody."""
+    """Positions grouped by owner, ascending within each; owner -1: none."""
     order = np.argsort(owner, kind="stable")
     ends = np.searchsorted(owner[order], np.arange(clients + 1))
     return [order[a:b] for a, b in pairwise(ends)]
@@ -254,9 +254,9 @@ def _from_mix(p: np.ndarray, left: np.ndarray, size: int, rng: np.random.Generat
 
 
 def _only_open(p: np.ndarray, is_open: np.ndarray) -> np.ndarray:
-    """Proportions with nothing for closed clients; someone is always open while samples remain."""
+    """Proportions with nothing for closed clients; at least one is open while samples remain."""
     p = np.where(is_open, p, 0.0)
-    # At a tiny alpha all mass can lie on closed clients: the open ones then share evenly.
+    # at a tiny alpha closed clients can have all of the mass: the open ones then share evenly
     return p / p.sum() if p.sum() > 0 else is_open / is_open.sum()
 
 

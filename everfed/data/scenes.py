@@ -23,7 +23,7 @@ from everfed.detection.boxes import clipped, from_corners
 
 Size = tuple[int, int]  # height, width
 PARTS = ("train", "test")
-# Widths and heights of the shapes a detector starts from, shares of the image.
+# widths and heights of anchor boxes, as shares of the image
 ANCHORS = ((0.03, 0.05), (0.06, 0.10), (0.05, 0.22), (0.14, 0.17), (0.32, 0.35))
 
 
@@ -121,8 +121,8 @@ def read_coco(root: Path) -> Folder:
 
 
 def _carla(read: Folder) -> Folder:
-    """Its authors test on Town05, which has the highway, alone: here the last two fifths of its images are for testing,
-    and the towns before it are tested on what its authors validate on."""
+    """The authors test on Town05 alone, which has the highway: here the last two fifths of its images are for testing,
+    and the other towns are tested on the authors' validation images."""
     away = "Town05"
     whole = list(read.scenes.get((away, "test"), ()))
     cut = math.ceil(0.6 * len(whole))

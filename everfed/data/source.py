@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,12 @@ class Source:
         if len(self.class_names) != self.classes:
             raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
 
+    @property
+    def test_labels(self) -> str:
+        """A digest of the test labels in their order, which identifies a published test part whatever file holds it."""
+        labels = self.y_test.numpy(force=True).astype("<i8")
+        return hashlib.sha256(labels.tobytes()).hexdigest()[:16]
+
 
 def make_source(
     name: str,
@@ -54,15 +61,29 @@ def make_source(
     class_names: Sequence[str] | None = None,
     encoder: str = "",
 ) -> Source:
-    """A source from arrays in any of the usual layouts; classes default to the names given, else to the labels seen."""
+    """A source from arrays in any of the usual layouts; classes default to the names given, else to the labels seen.
+    Labels that are text, or do not count from 0 without a gap, are numbered in their order and give the names."""
+    if classes is None and not class_names:
+        y_train, y_test, class_names = numbered_labels(y_train, y_test)
     train, test = storage_labels(y_train, name), storage_labels(y_test, name)
     if classes is None:
-        classes = (
-            len(class_names) if class_names else 1 + max((int(y.max()) for y in (train, test) if len(y)), default=0)
-        )
+        classes = len(class_names or ())
     names = tuple(class_names) if class_names else tuple(str(c) for c in range(classes))
     x = storage_form(x_train, name), storage_form(x_test, name)
     return Source(name, x[0], train, x[1], test, classes, names, origin, encoder)
+
+
+def numbered_labels(
+    y_train: np.ndarray | Tensor, y_test: np.ndarray | Tensor
+) -> tuple[np.ndarray | Tensor, np.ndarray | Tensor, tuple[str, ...]]:
+    """(train labels, test labels, class names); what is no list of labels is left for `storage_labels` to refuse."""
+    train, test = (y.numpy(force=True) if isinstance(y, Tensor) else np.asarray(y) for y in (y_train, y_test))
+    if not all(y.dtype.kind in "iu" for y in (train, test)) and not all(y.dtype.kind in "UO" for y in (train, test)):
+        return y_train, y_test, ("",)
+    known = np.unique(np.concatenate([train.ravel(), test.ravel()]))
+    if known.dtype.kind in "iu" and len(known) and known[0] < 0:
+        return y_train, y_test, tuple(map(str, range(int(known[-1]) + 1)))
+    return np.searchsorted(known, train), np.searchsorted(known, test), tuple(str(label) for label in known.tolist())
 
 
 def storage_form(x: np.ndarray | Tensor, name: str = "x") -> Tensor:

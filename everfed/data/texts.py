@@ -25,7 +25,7 @@ _BEFORE = ("title", "subject")  # fields of a line that belong in front of its t
 
 class Row(NamedTuple):
     """A text with its class, by number (then perhaps with a name) or by name alone. part: "train", "test" or another;
-    "" where the file does not say."""
+    "" where the file has none."""
 
     part: str
     label: int | str
@@ -55,7 +55,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Place:
-    """One way a set may lie below the data folder. path: a file of it, or its folder. read: that path -> rows."""
+    """One layout of a set below the data folder. path: a file of it, or its folder. read: that path -> rows."""
 
     path: str
     read: Callable[[Path], Iterator[Row]]
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Known:
-    """A named set: where it may lie, what it is and where it is published. left_out: classes that are no topic."""
+    """A named set: its possible layouts, what it is and where it is published. left_out: classes that are no topic."""
 
     places: tuple[Place, ...]
     about: str
@@ -71,7 +71,7 @@ class Known:
     left_out: tuple[str, ...] = ()
 
     def find(self, folder: Path) -> tuple[Place, Path] | None:
-        """The first place where something is."""
+        """The first layout that is found."""
         for place in self.places:
             if (folder / place.path).exists():
                 return place, folder / place.path

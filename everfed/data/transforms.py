@@ -1,4 +1,4 @@
-"""Transforms of whole batches on the device they lie on. Images are (n, channels, height, width)."""
+"""Transforms of whole batches, on the batch's device. Images are (n, channels, height, width)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PAD = 4
+BRIGHTNESS = 63 / 255  # the largest change of brightness, as TARGET, LANDER and GLFC have it
+FINE = 2**16  # steps of a drawn brightness in 1
 # Weights of red, green and blue in a grey level, in thousandths (ITU-R 601, as Pillow has them).
 LUMA = (299, 587, 114)
 # Images resized at once, so that float copies of a large set never exist as a whole.
@@ -75,6 +77,19 @@ def draw_crop_and_flip(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(0, (2 * PAD + 1, 2 * PAD + 1, 2), size=(count, 3))
 
 
+def brighten(x: Tensor, draws: Tensor) -> Tensor:
+    """Multiply images with 1 + draws / FINE, draws (n,); cut to 0..255 and, in whole numbers, rounded down as Pillow
+    does. A draw of 0 leaves an image as it is."""
+    factor = 1.0 + draws.to(torch.float32).reshape(-1, 1, 1, 1) / FINE
+    return (x.to(torch.float32) * factor).clamp(0, 255).to(x.dtype)
+
+
+def draw_brightness(rng: np.random.Generator, count: int) -> np.ndarray:
+    """(count, 1) draws for `brighten`, uniform over 1 - BRIGHTNESS to 1 + BRIGHTNESS."""
+    reach = math.floor(BRIGHTNESS * FINE)
+    return rng.integers(-reach, reach, size=(count, 1), endpoint=True)
+
+
 def scale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:
     """uint8 -> float32 in [0, 1], then (x - mean) / std per channel when given; floats are only normalised.
 
@@ -89,7 +104,7 @@ def scale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> T
 
 
 def unscale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:
-    """What `scale` made of uint8 images, as uint8 images again; what lies outside the range is cut off."""
+    """The inverse of `scale`, as uint8 images; values outside the range are clipped."""
     per_channel = [torch.tensor(v or default).to(x).reshape(-1, 1, 1) for v, default in ((mean, (0.0,)), (std, (1.0,)))]
     return (x * per_channel[1] + per_channel[0]).mul(255.0).round().clamp(0, 255).to(torch.uint8)
 

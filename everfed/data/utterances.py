@@ -48,11 +48,11 @@ class Known:
     about: str
 
     def places(self, folder: Path) -> tuple[Path, ...]:
-        """Where it may lie in a data folder."""
+        """Its possible paths in a data folder."""
         return folder / "utterances" / self.file, folder / self.file
 
     def find(self, folder: Path | None) -> Path | None:
-        """Its file, where there is one."""
+        """Its file, if there is one."""
         return next((place for place in self.places(folder) if place.is_file()), None) if folder else None
 
 

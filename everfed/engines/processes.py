@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
@@ -52,7 +53,13 @@ class Crew:
         ours = [self.pipe, *(crew.pipe for crew in earlier)]
         arguments = (theirs, ours, world, build_module, broadcast, self.lanes)
         self.process = context.Process(target=serve, args=arguments, daemon=True, name="everfed-worker")
-        self.process.start()
+        # A ctrl-C during a fork would be lost: Python drops what the hooks around it (logging's, say) raise. And it
+        # reaches all processes of a terminal: the worker is born with it blocked, until it ignores it (`serve`).
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
 
     def send(self, request: dict[str, Any]) -> None:

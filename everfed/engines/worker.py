@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sysconfig
-import traceback
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,7 +17,7 @@ from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
 from everfed.engines.mailbox import Lane, Mailbox
-from everfed.errors import note_of
+from everfed.errors import note_of, place_of
 
 
 def serve(
@@ -34,6 +32,7 @@ def serve(
     for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's to handle
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # what the parent blocked until this was said
     torch.set_num_threads(1)
     worker = Worker(world, new_trainer(world, build_module), broadcast, lanes)
     while True:
@@ -47,19 +46,11 @@ def serve(
             note = note_of(error)
             if note is None and not isinstance(error, CLIENT_FAULTS):
                 raise
-            answer = {"error": f"{type(error).__name__}: {error} ({_place(error)})", "note": note}
+            answer = {"error": f"{type(error).__name__}: {error} ({place_of(error)})", "note": note}
         try:
             pipe.send_bytes(json.dumps(answer).encode())
         except OSError:  # nobody waits for it any more
             return
-
-
-def _place(error: Exception) -> str:
-    """Where it was raised, in the innermost code that is not a package's: the traceback stays in this process."""
-    frames = traceback.extract_tb(error.__traceback__)
-    installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
-    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
-    return f"{last.filename}, line {last.lineno}, in {last.name}"
 
 
 class Worker:

@@ -88,6 +88,22 @@ def make_client(folder: Path, name: str) -> Path:
     return secret
 
 
+def revoke(folder: Path, name: str) -> None:
+    """Remove a client's public key, so that it may no longer take part, and its private one if it still lies here."""
+    public = folder / CLIENTS / f"{check_name('the client', name)}.pub"
+    if not public.exists():
+        known = ", ".join(sorted(path.stem for path in (folder / CLIENTS).glob("*.pub"))) or "nobody"
+        raise CertificateError(f"{public} does not exist; enrolled in {folder}: {known}")
+    public.unlink()
+    (folder / SECRETS / name).unlink(missing_ok=True)
+
+
+def withdraw_server(folder: Path) -> None:
+    """Remove the server's certificate and key, to make room for new ones."""
+    for name in (SERVER, SERVER_KEY):
+        (folder / name).unlink(missing_ok=True)
+
+
 def check_server(folder: Path, now: datetime.datetime | None = None) -> list[str]:
     """Raises CertificateError for server files that clients would refuse: missing, not signed by ca.crt, not yet valid,
     expired, or with a key that others can read. Returns warnings, such as an expiry within thirty days."""
@@ -109,9 +125,27 @@ def check_server(folder: Path, now: datetime.datetime | None = None) -> list[str
             raise CertificateError(f"{path} expired on {ended}; make a new one with `everfed federation keys`")
         if left < datetime.timedelta(days=30):
             warnings.append(f"{path} expires in {left.days} days")
-    if os.name == "posix" and (folder / SERVER_KEY).stat().st_mode & 0o077:
-        raise CertificateError(f"{folder / SERVER_KEY} can be read by others; chmod 600 it")
+    require_private(folder / SERVER_KEY)
     return warnings
+
+
+def require_private(path: Path) -> None:
+    """Raises CertificateError for a private key that others can read."""
+    if os.name == "posix" and path.stat().st_mode & 0o077:
+        raise CertificateError(f"{path} can be read by others; chmod 600 it, or make a new key if they may have")
+
+
+def misplaced(folder: Path) -> list[str]:
+    """Warnings about keys that do not belong on a server."""
+    found = []
+    if (folder / CA_KEY).exists():
+        found.append(f"{folder / CA_KEY} signs certificates that every client accepts; move it away from the server")
+    secrets = sorted(path.name for path in (folder / SECRETS).glob("*"))
+    if secrets:
+        found.append(
+            f"{folder / SECRETS} holds the private keys of {', '.join(secrets)}; move each to its client and delete it"
+        )
+    return found
 
 
 # files and keys ------------------------------------------------------------------------------------------------------

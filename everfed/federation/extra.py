@@ -8,6 +8,9 @@ from everfed.errors import UserError
 
 
 def require_flower() -> None:
-    """Raises UserError when Flower is not installed."""
+    """Raises UserError when Flower is not installed, or in a version that does not fit."""
     if find_spec("flwr") is None:
         raise UserError("a federation needs Flower: pip install 'everfed[flower]'")
+    from everfed.federation.flower.touches import require_fitting
+
+    require_fitting()

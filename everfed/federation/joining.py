@@ -1,19 +1,20 @@
-"""`everfed join`: runs and supervises the three processes of a client: worker, SuperNode and executor."""
+"""`everfed join`: runs and supervises the two processes of a client: worker and SuperNode."""
 
 from __future__ import annotations
 
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
-from everfed.federation.local import NODE_KEY, socket_path
+from everfed.federation.local import socket_path
+from everfed.federation.logs import stamped
+from everfed.federation.policy import Policy
 from everfed.federation.runs import KEPT
 from everfed.federation.supervisor import Child, Say, environment, supervise
 from everfed.federation.watch import FolderWatch, StateLost
-from everfed.store.appended import PRIVACY_LEDGER
-from everfed.store.files import make_folder
+from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
+from everfed.store.files import make_private
 from everfed.store.lock import Locked, locked
 
 RESTART, END = "restart", "end"
@@ -29,7 +30,7 @@ class Joining:
     request, -1 for any; data_dir, data: where its samples come from; root, key: files of TLS and node authentication,
     None without; poll: seconds between two looks for messages; keep_runs: runs kept beside the current one; budget,
     delta: the epsilon that this client's replies may cost in all runs together, 0 for no limit; lost_state: what to do
-    when its folder is removed meanwhile, RESTART or END."""
+    when its folder is removed meanwhile, RESTART or END; policy: the file of what this client agrees to."""
 
     server: str
     folder: Path
@@ -45,6 +46,7 @@ class Joining:
     budget: float = 0.0
     delta: float = 1e-5
     lost_state: str = RESTART
+    policy: Path | None = None
 
 
 def join(joining: Joining, say: Say) -> None:
@@ -56,17 +58,18 @@ def join(joining: Joining, say: Say) -> None:
         except StateLost as lost:
             if joining.lost_state == END or joining.budget > 0:
                 raise
-            say(f"{lost}; starting again without it")
+            say(stamped(f"{lost}; starting again without it"))
 
 
 def _join_once(joining: Joining, say: Say) -> None:
-    make_folder(joining.folder)
+    make_private(joining.folder)
     try:
         with locked(joining.folder / ".join.lock"):
-            say(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}")
+            say(stamped(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}"))
+            AppendedFile(joining.folder / PRIVACY_LEDGER).close()  # there from the start, so that its loss is noticed
             watch = FolderWatch(joining.folder, ".join.lock", PRIVACY_LEDGER)
             try:
-                supervise(children(joining, _free_port()), say, watch=watch.check)
+                supervise(children(joining), say, watch=watch.check)
             except FileNotFoundError:
                 watch.check()  # the log of a child could not be opened
                 raise
@@ -74,17 +77,13 @@ def _join_once(joining: Joining, say: Say) -> None:
         raise UserError(f"another `everfed join` runs with --folder {joining.folder}") from error
 
 
-def children(joining: Joining, port: int) -> list[Child]:
-    """The three processes of a client."""
+def children(joining: Joining) -> list[Child]:
+    """The two processes of a client."""
     folder, env = joining.folder.absolute(), environment(joining.folder.absolute() / "flwr")
-    commands = {
-        "worker": _worker(joining, folder),
-        "supernode": _supernode(joining, folder, port),
-        "executor": _executor(folder, port),
-    }
+    commands = {"worker": _worker(joining, folder), "supernode": _supernode(joining, folder)}
     made = [Child(f"the {name}", command, folder / f"{name}.log", env) for name, command in commands.items()]
-    worker, supernode, executor = made
-    worker.relays, supernode.explain, executor.explain = True, refusal, last_line
+    worker, supernode = made
+    worker.relays, supernode.explain = True, refusal
     return made
 
 
@@ -106,29 +105,20 @@ def _worker(joining: Joining, folder: Path) -> list[str]:
     words = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
     words += ["--client", str(joining.client), "--device", joining.device, "--keep-runs", str(joining.keep_runs)]
     words += ["--budget", str(joining.budget), "--delta", str(joining.delta)]
+    words += ["--server", joining.server]
+    if joining.policy:
+        words += ["--policy", str(joining.policy.absolute())]
     if joining.data_dir:
         words += ["--data-dir", joining.data_dir]
     return [*words, "--data", joining.data] if joining.data else words
 
 
-def _executor(folder: Path, port: int) -> list[str]:
-    words = [sys.executable, "-m", "everfed.federation.flower.executor", "--runtime", f"127.0.0.1:{port}"]
-    return [*words, "--wake-socket", str(socket_path(folder, "executor"))]
-
-
-def _supernode(joining: Joining, folder: Path, port: int) -> list[str]:
-    words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--poll", str(joining.poll)]
-    words += ["--wake-socket", str(socket_path(folder, "executor"))]
-    words += ["--superlink", joining.server, "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--node-config", f'{NODE_KEY}="{socket_path(folder)}"']
+def _supernode(joining: Joining, folder: Path) -> list[str]:
+    words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--superlink", joining.server]
+    words += ["--poll", str(joining.poll), "--worker", str(socket_path(folder))]
+    if joining.policy:
+        words += ["--limit", str(Policy.read(joining.policy).message_limit)]
     if joining.root is None:
         return [*words, "--insecure"]
     words += ["--root-certificates", str(joining.root)]
-    return [*words, "--auth-supernode-private-key", str(joining.key)] if joining.key else words
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return [*words, "--key", str(joining.key)] if joining.key else words

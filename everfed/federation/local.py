@@ -1,18 +1,16 @@
-"""The unix sockets between the processes of a client. No torch, no Flower.
+"""The unix sockets of a federation's processes, which only their owner can open. No torch, no Flower.
 
-An app sends packets to the worker; a SuperNode wakes its executor.
+A client's SuperNode sends packets to its worker; a server manages runs and nodes on its SuperLink.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from everfed.errors import UserError
@@ -26,12 +24,17 @@ _ODD = re.compile(r"[\"\\\x00-\x1f\x7f]")  # characters that cannot stand in the
 _LONGEST_PATH = 100  # characters; the address of a unix socket may have about 108
 
 
-def socket_path(folder: Path, process: str = "worker") -> Path:
-    """The socket of a process of this client folder."""
-    path = folder.absolute() / f"{process}.sock"
+def socket_path(folder: Path) -> Path:
+    """The socket of the worker of this client folder."""
+    path = folder.absolute() / "worker.sock"
     if len(str(path)) <= _LONGEST_PATH and not _ODD.search(str(path)):
         return path
     return _own_folder() / f"{wire.digest(os.fsencode(path))}.sock"
+
+
+def control_socket(port: int) -> Path:
+    """The socket by which this user manages the runs of the SuperLink at `port`."""
+    return _own_folder() / f"superlink-{port}.sock"
 
 
 def _own_folder() -> Path:
@@ -48,39 +51,22 @@ def listen(path: Path) -> socket.socket:
     """A socket at `path`; one that an earlier worker left there is removed. Only its owner may connect."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    path.chmod(0o600)
+    before = os.umask(0o177)  # from its creation on: a later chmod would leave a moment in which others can connect
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(before)
     listener.listen()
     return listener
 
 
-def wake_listener(path: str, longest: float) -> Callable[[], None]:
-    """A function that waits until `wake(path)` is called, or for `longest` seconds. Earlier calls count as one."""
-    Path(path).unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    listener.bind(path)
-    Path(path).chmod(0o600)
-
-    def wait() -> None:
-        listener.settimeout(longest)
-        with contextlib.suppress(TimeoutError):
-            listener.recv(1)
-            listener.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while listener.recv(1):
-                    pass
-
-    return wait
+def answers(path: Path) -> bool:
+    """Does a process listen at this unix socket?"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        return caller.connect_ex(str(path)) == 0
 
 
-def wake(path: str) -> None:
-    """Wake the listener at `path`. Errors are ignored: a listener also polls."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as caller, contextlib.suppress(OSError):
-        caller.setblocking(False)
-        caller.sendto(b".", path)
-
-
-def ask(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
+def call_worker(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
     """Send a packet to the worker that listens at `path`; returns its answer."""
     with _connected(path, patience) as connection:
         wire.send(connection, packet)

@@ -28,18 +28,18 @@ class Patience:
     silence: float = 120.0
     tries: int = 10
 
-    def over(self, phase: str, asked: int, answered: int, seconds: float, given_up: int = 0) -> bool:
-        """May the phase end now? asked: the clients of the phase; given_up: those that will not answer."""
-        if answered + given_up >= asked or not self.suffices(asked - given_up, asked):
+    def over(self, phase: str, clients: int, answered: int, seconds: float, given_up: int = 0) -> bool:
+        """May the phase end now? clients: how many it has; given_up: how many of them will not answer."""
+        if answered + given_up >= clients or not self.suffices(clients - given_up, clients):
             return True
-        if answered < self._least(phase, asked):
+        if answered < self._least(phase, clients):
             return False
         deadline = self._deadline(phase)
-        return answered >= math.ceil(self.enough * asked) or (deadline > 0 and seconds >= deadline)
+        return answered >= math.ceil(self.enough * clients) or (deadline > 0 and seconds >= deadline)
 
-    def suffices(self, answers: int, asked: int) -> bool:
+    def suffices(self, answers: int, clients: int) -> bool:
         """Are there as many answers as `minimum` requires?"""
-        return answers >= min(self.minimum, asked)
+        return answers >= min(self.minimum, clients)
 
     def backoff(self, failures: int) -> float:
         """Seconds to wait after a client's n-th failure in a row."""
@@ -49,10 +49,10 @@ class Patience:
         """Seconds after which the n-th unanswered request in a row counts as lost."""
         return self.silence * 2 ** min(requests - 1, 16)
 
-    def _least(self, phase: str, asked: int) -> int:
+    def _least(self, phase: str, clients: int) -> int:
         if self.minimum:
-            return min(self.minimum, asked)
-        return 1 if self._deadline(phase) > 0 or self.enough < 1 else asked
+            return min(self.minimum, clients)
+        return 1 if self._deadline(phase) > 0 or self.enough < 1 else clients
 
     def _deadline(self, phase: str) -> float:
         return self.deadlines.get(phase, self.deadline)

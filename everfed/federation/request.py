@@ -14,7 +14,7 @@ from everfed.core.context import Place
 from everfed.federation.packet import PROTOCOL, Packet, PacketError, Value, digest
 from everfed.federation.runs import is_run
 
-HELLO, STEPS = "hello", "steps"
+HELLO, STEPS, NOTICE = "hello", "steps", "notice"  # NOTICE: why the server refuses this client
 REPLY, MISSING, REFUSED, FAILED = "reply", "missing", "refused", "failed"
 RECIPE = "recipe"  # the piece that holds the run's recipe
 

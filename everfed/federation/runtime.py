@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from everfed import engines
 from everfed.errors import UserError
+from everfed.federation.policy import Policy
 from everfed.federation.site import ClientRuntime
 from everfed.recipe import Recipe, from_table, scaled
 from everfed.session import assemble
@@ -18,16 +19,20 @@ from everfed.store.clients import ClientStore
 @dataclass(frozen=True)
 class RuntimeBuilder:
     """data_dir: the folder of data sets for the recipe's stream; data: instead, a stream of one's own,
-    `package.module:function`; device: where this client trains, whatever the recipe says."""
+    `package.module:function`; device: where this client trains, whatever the recipe says; policy: what this client
+    agrees to."""
 
     data_dir: str | None = None
     data: str | None = None
     device: str = "cpu"
+    policy: Policy = field(default_factory=Policy)
 
     def __call__(self, text: str, scale: float) -> ClientRuntime:
         torch.set_num_threads(1)  # as in every engine: results are exact only at one thread
         recipe = self._own_engine(self._own_data(from_table(tomllib.loads(text))))
+        self.policy.check_recipe(recipe)
         assembly = assemble(scaled(recipe, scale), self.data_dir, scale)
+        self.policy.check_method(assembly.world.method)
         store = ClientStore()
         engine = engines.build(recipe.engine, assembly.world, store, assembly.build_module, lambda event: None)
         return ClientRuntime(assembly.world, engine, store)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everfed.errors import UserError
-from everfed.federation.certificates import CA, CLIENTS, SERVER, SERVER_KEY, check_server
+from everfed.federation.certificates import CA, CLIENTS, SERVER, SERVER_KEY, check_server, misplaced
 from everfed.federation.superlink import Security
 
 if TYPE_CHECKING:
     from everfed.federation.flower.link import Address
 
 
-def read_security(folder: Path | None) -> Security:
-    """The files that `everfed federation keys` wrote. Raises UserError without a folder: security is the default."""
+def read_security(folder: Path | None, warn: Callable[[str], None] = lambda text: None) -> Security:
+    """The files that `everfed federation keys` wrote. Raises UserError without a folder: security is the default.
+    warn: called with what is wrong but no reason to refuse."""
     if folder is None:
         raise UserError("give --certificates DIR (see `everfed federation keys`), or --insecure on this machine alone")
-    check_server(folder)
+    for warning in (*check_server(folder), *misplaced(folder)):
+        warn(warning)
     if not enrolled(folder):
         raise UserError(f"--certificates {folder}: there is no {CLIENTS}/NAME.pub in it, so no client could join")
     return Security(folder / CA, folder / SERVER, folder / SERVER_KEY)
@@ -38,17 +41,23 @@ def enrolled(folder: Path) -> dict[str, bytes]:
 
 
 def register(address: Address, keys: dict[str, bytes]) -> None:
-    """Enrol these keys on the SuperLink; keys that it has already are skipped."""
+    """Make these keys the ones that the SuperLink accepts: new ones are added, those of clients that were removed or
+    have a new key are withdrawn, and their connections end."""
     import httpx
-    from flwr.proto.control_pb2 import RegisterNodeRequest
-    from flwr.supercore.control import ControlHttpClient
-    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
-    with ControlHttpClient.from_server_address(str(address), address.root is None, address.root, [version]) as client:
-        for key in keys.values():
+    from everfed.federation.flower.internals import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
+    from everfed.federation.flower.link import open_control
+
+    with open_control(address) as client:
+        nodes = client.ListNodes(ListNodesRequest()).nodes_info
+        known = {node.public_key: node.node_id for node in nodes if node.status != "unregistered"}
+        for name in [name for name, key in keys.items() if key not in known]:
             try:
-                client.RegisterNode(RegisterNodeRequest(public_key=key))
+                client.RegisterNode(RegisterNodeRequest(public_key=keys[name]))
             except httpx.HTTPStatusError as error:
-                if error.response.status_code not in (400, 409, 412):
-                    raise
+                raise UserError(
+                    f"the SuperLink does not accept the key of {name!r}, which was withdrawn before; make a new one: "
+                    f"everfed federation keys --client {name} --renew"
+                ) from error
+        for key in set(known) - set(keys.values()) if keys else ():
+            client.UnregisterNode(UnregisterNodeRequest(node_id=known[key]))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.federation.patience import Patience
 from everfed.recipe import Recipe, read, scaled, to_toml
-from everfed.store.files import write_atomic
+from everfed.store.files import make_private, write_atomic
 from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def serve(serving: Serving, open_grid: Callable[[], Grid], observers: Sequence[O
         def build(assembly: Assembly, notify: Observer, durable: Callable[[], Place]) -> Engine:
             return _engine(serving, folder, assembly, open_grid, notify, durable)
 
-        return execute(assembly, folder, observers, serving.checkpoint_every, build)
+        # a sum that was opened can only be opened again with the same clients, so none is left to be repeated
+        every = 0.0 if recipe.privacy.secure_aggregation else serving.checkpoint_every
+        return execute(assembly, folder, observers, every, build)
 
 
 def _run_folder(serving: Serving) -> AbstractContextManager[RunFolder]:
@@ -69,6 +71,7 @@ def _run_folder(serving: Serving) -> AbstractContextManager[RunFolder]:
         return RunFolder.new(serving.folder, to_toml(serving.recipe), settings)
     if read(folder.recipe) != serving.recipe or not settings.items() <= folder.read_settings().items():
         raise RunError(f"{serving.folder} belongs to another recipe, or is no federation; choose another --out")
+    make_private(serving.folder)
     return _locked(folder)
 
 
@@ -93,6 +96,7 @@ def _engine(
     notify: Observer,
     durable: Callable[[], Place],
 ) -> Engine:
+    from everfed.federation.audit import AUDIT, AuditedTransport, AuditLog, noted
     from everfed.federation.engine import Federated, RunIdentity
     from everfed.federation.flower.grid import GridTransport
     from everfed.federation.roster import ROSTER, Roster
@@ -104,7 +108,9 @@ def _engine(
 
     run, epoch = next_epoch(folder.path)
     identity = RunIdentity(run, epoch, to_toml(_with_memory_format(serving.recipe, folder)), serving.scale)
-    transport = GridTransport(open_grid, enrol, notify)
+    log = AuditLog(folder.path / AUDIT)
+    log.write(what="start", run=run, epoch=epoch)
+    transport = AuditedTransport(GridTransport(open_grid, enrol, noted(notify, log)), log)
     section = assembly.recipe.federation
     patience = Patience(
         deadline=section.deadline,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.core.context import Moment, World
+from everfed.core.context import Attempt, Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.stream import RoundPlan
@@ -22,6 +22,7 @@ from everfed.federation.request import (
     FAILED,
     HELLO,
     MISSING,
+    NOTICE,
     RECIPE,
     REFUSED,
     REPLY,
@@ -36,6 +37,7 @@ from everfed.privacy.differential import BudgetSpent
 from everfed.privacy.spending import DELTA, ClientLedger
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
+from everfed.store.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class ClientRuntime:
     store: ClientStore
 
 
+LEDGER = "ledger.jsonl"  # what this client has revealed, in all runs: never rolled back, never removed with a run
 _LOG = logging.getLogger("everfed.site")
 BuildRuntime = Callable[[str, float], ClientRuntime]  # recipe in TOML, scale
 
@@ -92,8 +95,9 @@ class Site:
     ) -> None:
         make_folder(folder)
         self.folder, self.identity, self._build = folder, identity, build
-        self._ledger = ClientLedger(folder, budget, delta)
+        self._spending = ClientLedger(folder, budget, delta)
         self._on_disk = Runs(folder, keep_runs)
+        self._ledger = Ledger(folder / LEDGER)
         self._current = ""
         self._runs: dict[str, Run] = {}
         self._runtime: tuple[tuple[str, float], ClientRuntime] | None = None
@@ -104,6 +108,9 @@ class Site:
             require_protocol(packet)
             if packet.text("kind") == HELLO:
                 return self._hello()
+            if packet.text("kind") == NOTICE:
+                _LOG.warning("the server refuses %s: %s", self.identity.name, packet.text("reason")[:1000])
+                return Answer(REPLY).packet()
             return self._steps(packet, Request.of(packet)).packet()
         except (PacketError, Stale) as error:
             return Answer(REFUSED, reason=f"{type(error).__name__}: {error}").packet()
@@ -138,7 +145,10 @@ class Site:
 
     def _step(self, run: Run, request: Request, step: Step, recipe: str, packet: Packet) -> bytes:
         """Make a step, or repeat the reply of one that was made before."""
+        runtime = self._runtime_for(recipe, request)
         name = f"{step.name}.{request.client}"
+        if any(part.per_epoch for part in runtime.world.method.protections):
+            name = f"{name}.{request.epoch}"  # masked with other keys for a server that was started again
         known = run.journal.find(step.place, name)
         where = f"round {step.place[0] + 1}, {step.phase}"
         if known is not None:
@@ -148,11 +158,11 @@ class Site:
             if content in packet.pieces:
                 run.payloads.put(part, key, content, packet.pieces[content])
         message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
-        runtime, before = self._runtime_for(recipe, request), run.journal.before(step.place)
-        method = runtime.world.method
-        self._ledger.check(method)
-        state, reply = _call(runtime, request.client, step, message, before)
-        self._ledger.charge(method, request.run, step.place, state, reply)
+        before, method = run.journal.before(step.place), runtime.world.method
+        attempt = Attempt(request.run, request.epoch, self._ledger)
+        self._spending.check(method)
+        state, reply = _call(runtime, request.client, step, message, before, attempt)
+        self._spending.charge(method, request.run, step.place, state, reply)
         tree = reply_to_tree(reply)
         data = to_bytes(tree)
         run.journal.record(step.place, name, state, tree)
@@ -199,7 +209,9 @@ class Site:
         return self._runtime[1]
 
 
-def _call(runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any) -> tuple[Any, Any]:
+def _call(
+    runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any, attempt: Attempt
+) -> tuple[Any, Any]:
     """(state, reply) of one step."""
     phases = runtime.world.method.phases_by_name()
     if step.phase not in phases:
@@ -213,7 +225,7 @@ def _call(runtime: ClientRuntime, client: int, step: Step, message: Message | No
     store.clear()
     if before is not None:
         store.put(client, before)
-    moment = Moment(round_index, plan, repeat, position, stage)
+    moment = Moment(round_index, plan, repeat, position, stage, attempt)
     ((_, reply),) = runtime.engine.exchange(phases[step.phase], (client,), message, moment)
     if isinstance(reply, Absent):
         raise ClientError(client, step.phase, round_index, reply.reason)

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.errors import UserError
+from everfed.federation.local import answers, control_socket
+from everfed.federation.logs import stamped
 from everfed.federation.proxy import check_binding
 from everfed.federation.supervisor import Child, Say, environment
-from everfed.store.files import make_folder
+from everfed.store.files import make_private, write_atomic
 
 PID = "superlink.pid"
 START = 120.0  # seconds to wait for a SuperLink that is being started
@@ -45,23 +47,12 @@ class Settings:
     security: Security | None = None
 
     def command(self) -> list[str]:
-        words = [
-            sys.executable,
-            "-m",
-            "everfed.federation.flower.superlink",
-            "--host",
-            self.host,
-            "--port",
-            str(self.port),
-            "--isolation",
-            "process",
-        ]
-        words += ["--database", str(self.folder / "link.db"), "--disable-runtime-dependency-installation"]
+        words = [sys.executable, "-m", "everfed.federation.flower.superlink", "--host", self.host]
+        words += ["--port", str(self.port), "--database", str(self.folder / "link.db")]
         if self.security is None:
             return [*words, "--insecure"]
         files = self.security
-        words += ["--ssl-ca-certfile", str(files.ca), "--ssl-certfile", str(files.certificate)]
-        return [*words, "--ssl-keyfile", str(files.key), "--enable-supernode-auth"]
+        return [*words, "--security", str(files.ca), str(files.certificate), str(files.key)]
 
 
 def is_listening(host: str, port: int) -> bool:
@@ -73,15 +64,20 @@ def is_listening(host: str, port: int) -> bool:
 
 @contextmanager
 def running(settings: Settings, say: Say) -> Iterator[bool]:
-    """A SuperLink at the address: the one that listens there, or a new one that is restarted whenever it ends and ends
-    with this process. Yields whether it is a new one."""
+    """A SuperLink at the address: the one of this user that runs there, or a new one that is restarted whenever it ends
+    and ends with this process. Yields whether it is a new one."""
     check_binding(settings.host, settings.security is None)
-    make_folder(settings.folder)
+    make_private(settings.folder)
     left = _left_behind(settings)
-    if is_listening(settings.host, settings.port) and left is None:
-        say(f"joining the SuperLink at {settings.host}:{settings.port}")
+    if left is None and answers(control_socket(settings.port)):
+        say(stamped(f"joining the SuperLink at {settings.host}:{settings.port}"))
         yield False
         return
+    if left is None and is_listening(settings.host, settings.port):
+        raise LinkError(
+            f"another process listens at {settings.host}:{settings.port}, and it is no SuperLink that you started: "
+            "end it, or choose another --port"
+        )
     if left is not None:  # of a server that was killed
         os.kill(left, signal.SIGTERM)
         _until(lambda: not is_listening(settings.host, settings.port), "the SuperLink of a killed server does not end")
@@ -100,15 +96,15 @@ def _supervised(settings: Settings, say: Say) -> Iterator[None]:
             before = child.process
             child.check(say)
             if child.process is not None and child.process is not before:
-                (settings.folder / PID).write_text(str(child.process.pid))
+                write_atomic(settings.folder / PID, str(child.process.pid).encode(), durable=False)
 
     child.start()
     assert child.process is not None
-    (settings.folder / PID).write_text(str(child.process.pid))
+    write_atomic(settings.folder / PID, str(child.process.pid).encode(), durable=False)
     thread = threading.Thread(target=supervise, name="superlink", daemon=True)
     thread.start()
     try:
-        _until(lambda: is_listening(settings.host, settings.port), f"the SuperLink did not start; see {log}")
+        _until(lambda: answers(control_socket(settings.port)), f"the SuperLink did not start; see {log}")
         yield
     finally:
         ended.set()

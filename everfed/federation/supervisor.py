@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from everfed.federation.logs import stamped
+from everfed.store.files import private
 
 FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is restarted: doubled each time, up to this
 STEADY = 30.0  # after this many seconds of life a process is restarted with the shortest wait
@@ -52,7 +56,7 @@ class Child:
     _log_read: int = 0  # bytes of the log that were printed
 
     def start(self) -> None:
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab", opener=private) as log:
             self._log_start = self._log_read = log.tell()
             self.process = subprocess.Popen(
                 self.command,
@@ -82,7 +86,8 @@ class Child:
         self.due, self.process = time.monotonic() + self.wait, None
         cause = self.explain(self._log_tail())
         detail = f" ({cause})" if cause else ""
-        say(f"{self.name} ended with code {code}{detail}; restarting in {self.wait:.0f} s (see {self.log})")
+        ended = f"{self.name} ended with code {code}{detail}; restarting in {self.wait:.0f} s (see {self.log})"
+        say(stamped(ended, logging.WARNING))
 
     def _relay(self, say: Say) -> None:
         """Print the lines that were written since the last call."""

@@ -11,27 +11,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from everfed.federation import packet as wire
+from everfed.federation.audit import AUDIT, Audited, AuditLog
 from everfed.federation.local import listen, socket_path
+from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
+from everfed.federation.policy import Answers, Guard, Policy
 from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
 from everfed.federation.watch import FolderWatch, StateLost
 from everfed.privacy.spending import DELTA
 from everfed.store.appended import PRIVACY_LEDGER
-from everfed.store.files import make_folder
+from everfed.store.files import make_private
 from everfed.store.lock import Locked, locked
 
 LOST = 3  # exit code
 LOOK = 1.0  # seconds between two looks at the folder
 
 
-def serve(site: Site, listener: socket.socket, watch: FolderWatch) -> None:
+def serve(site: Answers, listener: socket.socket, watch: FolderWatch) -> None:
     """Answer one packet per connection, one at a time, until the folder is gone. Raises StateLost."""
     listener.settimeout(LOOK)
     while True:
@@ -53,34 +57,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data-dir", default=None, help="folder of data sets")
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, where training steps are captured")
+    parser.add_argument("--policy", type=Path, default=None, metavar="FILE", help="what this client agrees to")
+    parser.add_argument("--server", default="", metavar="HOST:PORT", help="named in the audit log")
     parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
     parser.add_argument("--budget", type=float, default=0.0, help="epsilon of all replies together; 0: any")
     parser.add_argument("--delta", type=float, default=DELTA, help="at which epsilon is computed")
     chosen = parser.parse_args(arguments)
     from everfed.federation.runtime import RuntimeBuilder
 
-    _log_to_stderr()
-    make_folder(chosen.folder)
-    build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device)
+    log_to_stderr()
+    os.umask(0o077)
+    make_private(chosen.folder)
+    policy = Policy.read(chosen.policy) if chosen.policy else Policy()
+    build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device, policy)
     try:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
             identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
             site = Site(chosen.folder, identity, build, keep, chosen.budget, chosen.delta)
-            serve(site, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
+            own = (chosen.data.partition(":")[0],) if chosen.data else ()
+            guarded = Audited(Guard(site, policy, *own), AuditLog(chosen.folder / AUDIT), chosen.server)
+            serve(guarded, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
     except StateLost as error:
         logging.getLogger("everfed").error("%s", error)
         sys.exit(LOST)
-
-
-def _log_to_stderr() -> None:
-    """Standard error is the worker's log file; `everfed join` prints it, too."""
-    logger, handler = logging.getLogger("everfed"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 if __name__ == "__main__":

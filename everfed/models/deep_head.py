@@ -11,6 +11,7 @@ from everfed.models.resnet import ResNet18
 
 class SConvNet(nn.Module):
     """4x4 convolutions of stride 2 with 64, 128 and 256 channels, a linear layer to 512 features; head 512, classes.
+    LeakyReLU follows every layer but the last; features are taken behind it.
 
     2,112,986 parameters on 1 x 28 x 28 images with 26 classes, 3,029,460 on 3 x 32 x 32 with 20. At 64 pixels one more
     convolution with 256 channels.
@@ -26,8 +27,8 @@ class SConvNet(nn.Module):
         for inputs, outputs in pairwise(widths):
             layers += [nn.Conv2d(inputs, outputs, 4, 2, 1), nn.LeakyReLU()]
             side //= 2
-        self.features = nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * side**2, 512))
-        self.head = nn.Sequential(nn.LeakyReLU(), *_layers(512, 512, classes))
+        self.features = nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * side**2, 512), nn.LeakyReLU())
+        self.head = nn.Sequential(*_layers(512, 512, classes))
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.head(self.features(x))

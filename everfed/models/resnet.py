@@ -1,4 +1,4 @@
-"""ResNet-18 for small images: a 3x3 stem with 64 channels, no max-pool (He et al., 2016; the usual CIFAR variant)."""
+"""ResNet-18 (He et al., 2016), for large images, and with a 3x3 stem and no max-pool for small ones."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """11,173,962 parameters with 10 classes, 11,220,132 with 100; 9,600 BatchNorm statistics."""
+    """The CIFAR variant: 11,173,962 parameters with 10 classes, 11,220,132 with 100; 9,600 BatchNorm statistics."""
 
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
         if len(input_shape) != 3:
             raise ValueError(f"resnet18 needs images (channels, height, width); got {input_shape}")
-        self.conv1 = nn.Conv2d(input_shape[0], 64, 3, 1, 1, bias=False)
+        self.conv1 = self.first_convolution(input_shape[0])
         self.bn1 = nn.BatchNorm2d(64)
         widths = (64, 64, 128, 256, 512)
         self.blocks = nn.Sequential(
@@ -45,10 +45,31 @@ class ResNet18(nn.Module):
         )
         self.head = nn.Linear(512, classes)
 
+    @staticmethod
+    def first_convolution(channels: int) -> nn.Conv2d:
+        """3x3, as large as its input."""
+        return nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
+
+    def stem(self, x: Tensor) -> Tensor:
+        """(n, 64, height, width) before the blocks."""
+        return functional.relu(self.bn1(self.conv1(x)))
+
     def features(self, x: Tensor) -> Tensor:
         """(n, 512) before the head."""
-        x = self.blocks(functional.relu(self.bn1(self.conv1(x))))
-        return functional.adaptive_avg_pool2d(x, 1).flatten(1)
+        return functional.adaptive_avg_pool2d(self.blocks(self.stem(x)), 1).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
+
+
+class ResNet18ImageNet(ResNet18):
+    """The network of the paper, for images of 100 pixels and more: 11,689,512 parameters with 1,000 classes."""
+
+    @staticmethod
+    def first_convolution(channels: int) -> nn.Conv2d:
+        """7x7, half as large as its input."""
+        return nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
+
+    def stem(self, x: Tensor) -> Tensor:
+        """(n, 64, height / 4, width / 4) before the blocks."""
+        return functional.max_pool2d(super().stem(x), 3, 2, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed import CompositionError, Method
-from everfed.core.context import World
+from everfed.core.context import Ledger, World
 from everfed.core.engine import Engine
 from everfed.core.run_state import RunState
 
@@ -45,8 +45,8 @@ def accounting(world: World, folder: Path, notify: Notify) -> Callable[[RunState
     return None if part is None else RunLedger(folder, part, notify).record
 
 
-def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
-    """The engine with the server's side of the method's protections."""
+def wrap(engine: Engine, world: World, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:
+    """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
     from everfed.privacy.secure import NAME
     from everfed.privacy.spending import protection
 
@@ -62,4 +62,4 @@ def wrap(engine: Engine, world: World, device: str, notify: Notify) -> Engine:
         raise CompositionError("privacy.secure_aggregation needs all clients behind one server; engine.kind is 'ranks'")
     from everfed.privacy.secure_engine import Secured
 
-    return Secured(engine, world, device, notify)
+    return Secured(engine, world, device, notify, ledger)

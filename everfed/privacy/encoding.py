@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,11 @@ class Code:
     def step(self) -> float:
         """Floats are rounded to multiples of it; a mean is off by half of it at most, where nothing was clipped."""
         return 2.0 * self.clip / (1 << self.bits)
+
+    @property
+    def limit(self) -> int:
+        """The largest number of steps in a rounded float."""
+        return (1 << (self.bits - 1)) - 1
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
@@ -124,8 +129,7 @@ def _joined(vectors: list[np.ndarray]) -> np.ndarray:
 def _rounded(value: Tensor, code: Code) -> tuple[np.ndarray, int]:
     exact = value.detach().reshape(-1).to("cpu", torch.float64).numpy()
     outside = int(np.count_nonzero(np.abs(exact) > code.clip))
-    limit = (1 << (code.bits - 1)) - 1
-    return np.clip(np.rint(exact / code.step), -limit, limit).astype(np.int64), outside
+    return np.clip(np.rint(exact / code.step), -code.limit, code.limit).astype(np.int64), outside
 
 
 def _exact(path: str, value: Any, entry: list[Any], factor: int, clients: int) -> np.ndarray:
@@ -157,12 +161,15 @@ class Sums:
     clipped: int
 
 
-def decode(narrow: np.ndarray, wide: np.ndarray, form: Form, code: Code) -> Sums:
-    """The sums of all clients' vectors, unmasked, as numbers."""
-    floats = _signed(narrow).astype(np.float64) * code.step
+def decode(narrow: np.ndarray, wide: np.ndarray, form: Form, code: Code, added: int) -> Sums:
+    """The sums of `added` clients' vectors, unmasked, as numbers. Raises EncodingError where no replies have such sums:
+    some vector was not an encoded reply, or not masked as agreed."""
     exact = _signed(wide)
     first = len(exact) - len(form) - len(_COUNTS)
     weights, counts = exact[first : first + len(form)], exact[first + len(form) :]
+    _check_counts(counts, len(narrow), added)
+    _check_values(_signed(narrow), exact[:first], weights, form, code, added)
+    floats = _signed(narrow).astype(np.float64) * code.step
     totals, at_narrow, at_wide = {}, 0, 0
     for (path, entry), weight in zip(form.items(), weights, strict=True):
         size = math.prod(entry[1])
@@ -177,6 +184,40 @@ def decode(narrow: np.ndarray, wide: np.ndarray, form: Form, code: Code) -> Sums
     return Sums(totals, loss / FINE, trained, samples, broken, clipped)
 
 
+def _check_counts(counts: np.ndarray, numbers: int, added: int) -> None:
+    most = {
+        "loss": _ROOM,
+        "trained": added,
+        "samples": added * MAX_SAMPLES,
+        "broken": added,
+        "clipped": added * numbers,
+    }
+    for name, count in zip(_COUNTS, counts.tolist(), strict=True):
+        if not (-_ROOM if name == "loss" else 0) <= count <= most[name]:
+            raise EncodingError(f"{name} of {added} clients is {count}")
+
+
+def _check_values(
+    narrow: np.ndarray, wide: np.ndarray, weights: np.ndarray, form: Form, code: Code, added: int
+) -> None:
+    """No client's number is beyond the limit, so no sum is beyond its weight times the limit."""
+    at = 0
+    for (path, entry), weight in zip(form.items(), weights.tolist(), strict=True):
+        if not 0 <= weight <= added * (MAX_SAMPLES if path in code.weighted else 1):
+            raise EncodingError(f"{path} has a weight of {weight} from {added} clients")
+        if _is_narrow(entry):
+            size = math.prod(entry[1])
+            if _largest(narrow[at : at + size]) > code.limit * weight:
+                raise EncodingError(f"{path} is larger than {added} clients can make it")
+            at += size
+    if _largest(wide) > _ROOM:
+        raise EncodingError(f"numbers are larger than {added} clients can make them")
+
+
+def _largest(vector: np.ndarray) -> int:
+    return max(int(vector.max(initial=0)), -int(vector.min(initial=0)))
+
+
 def _signed(vector: np.ndarray) -> np.ndarray:
     return vector.view(np.int32 if vector.dtype == np.uint32 else np.int64)
 
@@ -185,6 +226,16 @@ def _total(values: np.ndarray, entry: list[Any], weight: int) -> tuple[Tensor | 
     if entry[0] == NUMBER:
         return float(values[0]), float(weight), None
     return torch.from_numpy(values.copy()).reshape(entry[1]), float(weight), getattr(torch, entry[0])
+
+
+def common_form(forms: Iterable[Form]) -> Form:
+    """All paths of all forms. Raises EncodingError where two forms of one path differ."""
+    found: Form = {}
+    for form in forms:
+        for path, entry in form.items():
+            if found.setdefault(path, entry) != entry:
+                raise EncodingError(f"two forms of {path}: {found[path]} and {entry}")
+    return dict(sorted(found.items()))
 
 
 def form_to_text(form: Form) -> str:

@@ -1,19 +1,19 @@
-"""The cryptography of secure aggregation, in small functions over bytes.
+"""The cryptography of secure aggregation, in small functions over bytes, on the package `cryptography`.
 
-Key agreement, encryption and Shamir's shares are Flower's primitives (`flwr.common.secure_aggregation`). The masks are
-not: Flower's generator folds its seed to 32 bits, which a curious server can search through in minutes, so masks here
-are a keystream of AES-256 in counter mode under the whole key. Nor is the reconstruction of secrets: theirs is slow.
+Keys are agreed on by Diffie-Hellman on P-256, letters are sealed with AES-256-GCM, masks are a keystream of AES-256 in
+counter mode under the whole key. Flower's own mask generator folds its seed to 32 bits, which a curious server can
+search through in minutes.
 """
 
 from __future__ import annotations
 
+import hmac
 import secrets
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from everfed.errors import UserError
-from everfed.privacy import shamir
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 SEED = 32  # bytes
 PUBLIC = 33  # bytes of a compressed point on P-256
-_PRIVATE = 32
+PRIVATE = 32
+NONCE, TAG = 12, 16  # bytes that sealing adds to a letter
+MAC = 32
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 _BLOCK = 1 << 15  # numbers that are masked at a time: they stay in the processor's cache
 Vector = np.ndarray  # uint32 or uint64; sums wrap around
 
@@ -34,10 +37,9 @@ def check_installed() -> None:
     """Refuse to start where the primitives are missing."""
     try:
         import cryptography  # noqa: F401
-        import flwr.common.secure_aggregation.crypto.shamir  # noqa: F401
     except ImportError as error:
         raise MissingPackage(
-            "privacy.secure_aggregation stands on Flower's primitives; install them with pip install 'everfed[flower]'"
+            "privacy.secure_aggregation needs the package cryptography; pip install 'everfed[flower]'"
         ) from error
 
 
@@ -49,7 +51,7 @@ def new_private() -> bytes:
     """A private key, as bytes that can lie in a client's state."""
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    return ec.generate_private_key(ec.SECP256R1()).private_numbers().private_value.to_bytes(_PRIVATE, "big")
+    return ec.generate_private_key(ec.SECP256R1()).private_numbers().private_value.to_bytes(PRIVATE, "big")
 
 
 def public_of(private: bytes) -> bytes:
@@ -58,13 +60,26 @@ def public_of(private: bytes) -> bytes:
     return _private(private).public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
 
 
-def agree(private: bytes, public: bytes) -> bytes:
-    """The secret that two key pairs share, the same from either side. Raises ValueError on what is no key."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
+def is_public(key: bytes) -> bool:
+    """Is this a point on the curve?"""
+    try:
+        _public(key)
+    except ValueError:
+        return False
+    return True
 
-    theirs = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), public)
-    return generate_shared_key(_private(private), theirs)
+
+def fits(private: bytes, public: bytes) -> bool:
+    """Is this the private key of `public`?"""
+    return 0 < int.from_bytes(private, "big") < _ORDER and public_of(private) == public
+
+
+def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
+    """The secret that two key pairs share for one purpose, the same from either side. Raises ValueError on what is no
+    key."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return _derived(_private(private).exchange(ec.ECDH(), _public(public)), purpose)
 
 
 def _private(private: bytes) -> ec.EllipticCurvePrivateKey:
@@ -73,44 +88,47 @@ def _private(private: bytes) -> ec.EllipticCurvePrivateKey:
     return ec.derive_private_key(int.from_bytes(private, "big"), ec.SECP256R1())
 
 
-def encrypt(key: bytes, plain: bytes) -> bytes:
-    from flwr.common.secure_aggregation.crypto import symmetric_encryption
+def _public(key: bytes) -> ec.EllipticCurvePublicKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-    return symmetric_encryption.encrypt(key, plain)
+    if len(key) != PUBLIC:
+        raise ValueError(f"a key of {len(key)} bytes, not {PUBLIC}")
+    return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), key)
 
 
-def decrypt(key: bytes, sealed: bytes) -> bytes:
-    """Raises ValueError on a letter that was changed on its way or is for another client."""
-    from cryptography.fernet import InvalidToken
-    from flwr.common.secure_aggregation.crypto import symmetric_encryption
+def _derived(secret: bytes, purpose: bytes) -> bytes:
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=b"everfed " + purpose).derive(secret)
+
+
+def encrypt(key: bytes, plain: bytes, about: bytes) -> bytes:
+    """A letter that opens only with `key` and the same `about`."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    nonce = secrets.token_bytes(NONCE)
+    return nonce + AESGCM(key).encrypt(nonce, plain, about)
+
+
+def decrypt(key: bytes, sealed: bytes, about: bytes) -> bytes:
+    """Raises ValueError on a letter that was changed on its way, or is for another client or another occasion."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     try:
-        return symmetric_encryption.decrypt(key, sealed)
-    except InvalidToken as error:
+        return AESGCM(key).decrypt(sealed[:NONCE], sealed[NONCE:], about)
+    except (InvalidTag, ValueError) as error:
         raise ValueError("a letter that cannot be opened") from error
 
 
-def split(secret: bytes, threshold: int, count: int) -> list[bytes]:
-    """`count` shares: any `threshold` of them give the secret, fewer give nothing."""
-    from flwr.common.secure_aggregation.crypto.shamir import create_shares
-
-    return create_shares(secret, threshold, count)
+def mac(key: bytes, data: bytes) -> bytes:
+    """HMAC-SHA256."""
+    return hmac.digest(key, data, "sha256")
 
 
-def combine(shares: list[bytes]) -> bytes:
-    """Raises ValueError where the shares do not belong together or are too few.
-
-    Equal to Flower's `combine_shares`, which interpolates anew for every 16 bytes: with 50 clients most of the server's
-    time. The weights depend only on which clients answered, so they are the same for all secrets of a phase.
-    """
-    from Crypto.Util.Padding import unpad
-
-    sizes = {len(share) for share in shares}
-    if len(sizes) != 1 or (size := sizes.pop()) < 20 or size % 16 != 4:
-        raise ValueError("not shares of one secret")
-    weights = shamir.weights(tuple(int.from_bytes(share[:4], "little") for share in shares))
-    blocks = range(4, size, 16)
-    return unpad(b"".join(shamir.at_zero(weights, [share[i : i + 16] for share in shares]) for i in blocks), 16)
+def is_mac(claimed: bytes, key: bytes, data: bytes) -> bool:
+    return hmac.compare_digest(claimed, mac(key, data))
 
 
 def add_mask(vector: Vector, secret: bytes, purpose: bytes, minus: bool = False) -> None:
@@ -131,9 +149,7 @@ def mask(secret: bytes, length: int, dtype: type[np.unsignedinteger], purpose: b
 
 def _stream(secret: bytes, purpose: bytes) -> CipherContext:
     """The keystream of a secret for one purpose."""
-    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    key = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=b"everfed mask " + purpose).derive(secret)
+    key = _derived(secret, b"mask " + purpose)
     return Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()

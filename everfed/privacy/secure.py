@@ -1,18 +1,25 @@
 """Secure aggregation on the clients' side: the server learns sums, and nothing of any one client.
 
-The protocol of Bonawitz et al. (2017), "Practical Secure Aggregation for Privacy-Preserving Machine Learning", in four
-steps inside every phase whose replies are added up:
+The protocol of Bonawitz et al. (2017), "Practical Secure Aggregation for Privacy-Preserving Machine Learning", with the
+consistency check of its Fig. 4, in steps inside every phase whose replies are added up:
 
     (the phase)  a client runs the phase, keeps its reply, and advertises two fresh public keys and the reply's form
     share        it splits its mask key and a seed of its own into shares, one encrypted for each other client
     mask         it sends its reply plus a mask from its seed plus or minus a mask shared with every other client
-    unmask       it sends shares: of the seeds of clients whose vectors arrived, of the others' mask keys
+    agree        it sends a vote on the set of clients whose vectors arrived, authenticated for each of them
+    recover      only if some are gone: having seen enough equal votes, it sends its shares of their mask keys
+    unmask       having seen enough equal votes, it sends its shares of the seeds of those whose vectors arrived
+    keys         only after a client was left out because it lied: fresh keys for the same reply, then `share` again
 
-Never both of one client: with both, its reply could be unmasked. Fewer than `threshold` clients cannot open anything.
+Never seed and mask key of one client: with both, its reply could be unmasked. Fewer than `threshold` clients cannot
+open anything. A client that unmasks records the set in its ledger first, and never contributes the same reply, or to
+the same phase of the same run, in any other set: the difference of two such sums would be replies of single clients.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,25 +47,44 @@ from everfed import (
     Tree,
 )
 from everfed.core.client import Reply, synchronises
+from everfed.core.message import MODEL
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
-from everfed.privacy import masking
-from everfed.privacy.encoding import Code, encode, flat, form_from_text, form_of, form_to_text
+from everfed.core.tree import leaves
+from everfed.privacy import masking, shamir
+from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text
+from everfed.privacy.members import (
+    FEWEST,
+    Members,
+    as_sent,
+    by_client,
+    client_list,
+    largest_form,
+    needed,
+    set_text,
+    sized,
+    to_bytes,
+    to_tensor,
+)
 
 NAME = "secure"
-SHARE, MASK, UNMASK = "secure-share", "secure-mask", "secure-unmask"
-FEWEST = 3  # of two clients, each could compute the other's reply from the sum
+SHARE, MASK, AGREE = "secure-share", "secure-mask", "secure-agree"
+RECOVER, UNMASK, KEYS = "secure-recover", "secure-unmask", "secure-keys"
+REPLIES = {
+    SHARE: ("letters", "commitments", "proof"),
+    MASK: ("narrow", "wide", "complaints"),
+    AGREE: ("votes",),
+    RECOVER: ("keys",),
+    UNMASK: ("seeds", "doubts"),
+    KEYS: ("keys",),
+}
+_IDLE = "idle"
+_KEPT = ("phase", "place", "epoch", "result", "reply", "form")  # through a change of keys
 Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted by samples?
 
 
 class ProtocolError(ValueError):
     """A request that no honest server makes; the client does not answer it."""
-
-
-def needed(clients: int, threshold: float) -> int:
-    """How many of `clients` must stay to the end: more than half in any case, so that no server can split them into two
-    groups and have each unmask the other."""
-    return max(2, clients // 2 + 1, math.ceil(threshold * clients))
 
 
 @dataclass(frozen=True)
@@ -73,6 +99,7 @@ class SecureAggregation(Protection):
 
     name = NAME
     adds = frozenset({"keys", "form"})
+    per_epoch = True
 
     def __post_init__(self) -> None:
         if not 0.5 < self.threshold <= 1:
@@ -87,7 +114,6 @@ class SecureAggregation(Protection):
         return ()
 
     def phases(self) -> tuple[Phase, ...]:
-        replies = {SHARE: ("letters",), MASK: ("narrow", "wide"), UNMASK: ("seeds", "keys")}
         return tuple(
             Phase(
                 step,
@@ -95,7 +121,7 @@ class SecureAggregation(Protection):
                 reduce={key: Collect() for key in keys},
                 run=partial(self._run, step),
             )
-            for step, keys in replies.items()
+            for step, keys in REPLIES.items()
         )
 
     def adds_up(self, phase: Phase, ctx: Context) -> bool:
@@ -110,89 +136,178 @@ class SecureAggregation(Protection):
     def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[Tree, Reply]:
         """Keep the reply; advertise keys. Sample counts, steps and losses are not sent either."""
         if not self.adds_up(phase, ctx):
-            return {"step": "idle"}, Reply({})
+            return {"step": _IDLE}, Reply({})
         unknown = set(flat(reply.values)) - set(self.weighing[phase.name])
         if unknown:
             raise CompositionError(f"phase {phase.name!r} replied {', '.join(sorted(unknown))} without a reducer")
-        private = [masking.new_private(), masking.new_private()]
+        form = form_to_text(form_of(reply.values))
         own = {
-            "step": SHARE,
             "phase": phase.name,
             "place": _place(ctx),
+            "epoch": _epoch(ctx),
+            "result": _result(phase.name, message, reply, ctx),
             "reply": {"values": reply.values, "samples": reply.samples, "steps": reply.steps, "loss": _loss(reply)},
-            "private": to_tensor(b"".join(private)),
+            "form": form,
         }
-        keys = to_tensor(b"".join(masking.public_of(key) for key in private))
-        return own, Reply({self.name: {"keys": keys, "form": form_to_text(form_of(reply.values))}})
+        own, keys = _with_new_keys(own)
+        return own, Reply({self.name: {"keys": keys, "form": form}})
 
     # the steps inside it -----------------------------------------------------------------------------------------
     def _run(self, step: str, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
         own, request = client.get(self.name, {}), message.get(self.name, {})
-        if own.get("step") != step or own.get("place") != _place(ctx):
-            raise ProtocolError(f"asked for {step}, but this client is at {own.get('step', 'nothing')}")
-        steps = {SHARE: self._share, MASK: self._mask, UNMASK: self._unmask}
-        return steps[step](own, request, _client(ctx))
-
-    def _share(self, own: Tree, request: Tree, me: int) -> tuple[Tree, Tree]:
-        publics = keys_by_client(request)
-        if len(publics) < FEWEST:
-            raise ProtocolError(f"{len(publics)} clients; secure aggregation needs {FEWEST}")
-        private = _halves(to_bytes(own["private"]))
-        if publics.get(me) != tuple(masking.public_of(key) for key in private):
-            raise ProtocolError("the server passes on other keys than this client's")
-        seed, threshold = masking.new_seed(), needed(len(publics), self.threshold)
-        shares = {
-            peer: mask_share + seed_share
-            for peer, mask_share, seed_share in zip(
-                publics,
-                masking.split(private[0], threshold, len(publics)),
-                masking.split(seed, threshold, len(publics)),
-                strict=True,
+        at = own.get("step", "nothing")
+        expected = at in REPLIES if step == KEYS else at == step
+        if not expected or own.get("place") != _place(ctx) or own.get("epoch") != _epoch(ctx):
+            raise ProtocolError(
+                f"asked for {step} at {_place(ctx)} in epoch {_epoch(ctx)} of the server, but this client is at {at} "
+                f"of {own.get('place', 'no place')}, epoch {own.get('epoch', 'none')}; a phase begins with fresh keys"
             )
-        }
+        steps = {SHARE: self._share, MASK: self._mask, AGREE: self._agree}
+        steps |= {RECOVER: self._recover, UNMASK: self._unmask, KEYS: self._renew}
+        return steps[step](own, request, ctx)
+
+    def _share(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """Check who is to be added up with, and split the secrets among them."""
+        members, me = self._members(own, request), _client(ctx)
+        private = _halves(to_bytes(own["private"]))
+        if members.keys.get(me) != b"".join(map(masking.public_of, private)) or members.forms[me] != own["form"]:
+            raise ProtocolError("the server passes on other keys, or another form, than this client's")
+        if len(members.clients) < FEWEST:
+            raise ProtocolError(f"{len(members.clients)} clients; secure aggregation needs {FEWEST}")
+        self._form(own, members, ctx)
+        seed, count = masking.new_seed(), len(members.clients)
+        dealing = shamir.deal(private[0], seed, needed(count, self.threshold), count, members.dealer(me))
+        shares = dict(zip(members.clients, dealing.shares, strict=True))
         letters = {
             str(peer): to_tensor(
-                masking.encrypt(masking.agree(private[1], publics[peer][1]), _letter(me, peer) + share)
+                masking.encrypt(_letter_secret(private, members, peer), share, _about(own, members, me, peer, ctx))
             )
             for peer, share in shares.items()
             if peer != me
         }
-        kept = {"clients": request["clients"], "keys": request["keys"], "seed": to_tensor(seed)}
-        return {**own, **kept, "step": MASK, "shares": {str(me): to_tensor(shares[me])}}, {"letters": letters}
+        kept = {"members": members.to_tree(), "seed": to_tensor(seed), "shares": {str(me): to_tensor(shares[me])}}
+        reply = {"letters": letters, "commitments": to_tensor(dealing.commitments), "proof": to_tensor(dealing.proof)}
+        return {**own, **kept, "step": MASK}, reply
 
-    def _mask(self, own: Tree, request: Tree, me: int) -> tuple[Tree, Tree]:
-        """Keep the shares that the others sent; mask the reply."""
-        publics, sharing = keys_by_client(own), [int(client) for client in request["sharing"]]
-        if len(sharing) < needed(len(publics), self.threshold) or not {me} <= set(sharing) <= set(publics):
-            raise ProtocolError(f"{len(sharing)} of {len(publics)} clients shared their keys")
+    def _mask(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """Check the shares that the others sent, and keep them; mask the reply. Names the senders of bad ones instead:
+        nothing is sent then, and the server begins again without the liar."""
+        members, me = self._members(own, own["members"]), _client(ctx)
+        sharing = _clients_of(request, "sharing")
+        if len(sharing) < self._needed(members) or not {me} <= set(sharing) <= set(members.clients):
+            raise ProtocolError(f"{len(sharing)} of {len(members.clients)} clients shared their keys")
+        _require_same_set(own, sharing, ctx)
+        shares = {peer: self._opened(own, members, peer, request, ctx) for peer in sharing if peer != me}
+        liars = [peer for peer, share in shares.items() if share is None]
+        if liars:
+            return own, {"complaints": torch.tensor(liars)}
+        received = {str(peer): to_tensor(share) for peer, share in shares.items() if share is not None}
+        vectors = self._masked(own, members, sharing, ctx)
+        kept = {key: value for key, value in own.items() if key != "seed"}
+        kept |= {"step": AGREE, "sharing": request["sharing"], "shares": {**own["shares"], **received}}
+        return kept, {"narrow": as_sent(vectors[0]), "wide": as_sent(vectors[1])}
+
+    def _opened(self, own: Tree, members: Members, peer: int, request: Tree, ctx: Context) -> bytes | None:
+        """The shares in a peer's letter; None where it cannot be opened or they are not what the peer committed to."""
+        me, count = _client(ctx), len(members.clients)
+        letter = sized(request.get("letters", {}).get(str(peer)), masking.NONCE + shamir.DEALT + masking.TAG)
+        commitments = sized(request.get("commitments", {}).get(str(peer)), count * shamir.COMMITMENT)
+        proof = sized(request.get("proofs", {}).get(str(peer)), self._needed(members) * shamir.SHARE)
+        if letter is None or commitments is None or proof is None:
+            raise ProtocolError(f"no letter of client {peer}, or none of the right size")
+        secret = _letter_secret(_halves(to_bytes(own["private"])), members, peer)
+        try:
+            share = masking.decrypt(secret, letter, _about(own, members, peer, me, ctx))
+        except ValueError:
+            return None
+        place, threshold = members.share_place(me), self._needed(members)
+        return share if shamir.is_sound(share, place, commitments, proof, threshold, members.dealer(peer)) else None
+
+    def _masked(self, own: Tree, members: Members, sharing: list[int], ctx: Context) -> list[np.ndarray]:
+        form, code = self._form(own, members, ctx), self.code(own["phase"], len(members.clients))
+        private, me, bound = _halves(to_bytes(own["private"])), _client(ctx), members.sum_of(sharing)
+        secrets = {peer: masking.agree(private[0], members.mask_key(peer), MASKS) for peer in sharing if peer != me}
+        encoded = zip(encode(_reply(own["reply"]), form, code), VECTORS, strict=True)
+        return [masked(vector, me, to_bytes(own["seed"]), secrets, part + bound) for vector, part in encoded]
+
+    def _agree(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """Vote for the set that is to be opened, in a way that each member of it can check."""
+        members, me, alive = self._members(own, own["members"]), _client(ctx), _clients_of(request, "alive")
+        sharing = client_list(own["sharing"])
+        if not {me} <= set(alive) <= set(sharing):
+            raise ProtocolError("the set to open is not one of clients that shared their keys, with this one")
+        if len(alive) < self._needed(members):
+            raise ProtocolError(f"{len(alive)} of {len(members.clients)} clients are left; too few to open a sum")
+        _require_same_set(own, alive, ctx)
         private = _halves(to_bytes(own["private"]))
-        shares = dict(own["shares"])
-        for peer in sharing:
-            if peer != me:
-                letter = masking.decrypt(masking.agree(private[1], publics[peer][1]), _letter_of(request, peer))
-                shares[str(peer)] = to_tensor(_opened(letter, peer, me))
-        phase = own["phase"]
-        form = form_from_text(request["form"], frozenset(self.weighing[phase]))
-        code = self.code(phase, len(publics))
-        secrets = {peer: masking.agree(private[0], publics[peer][0]) for peer in sharing if peer != me}
-        vectors = []
-        for vector, part in zip(encode(_reply(own["reply"]), form, code), (b"narrow", b"wide"), strict=True):
-            vectors.append(masked(vector, me, to_bytes(own["seed"]), secrets, part))
-        kept = {"step": UNMASK, "phase": phase, "place": own["place"], "shares": shares, "sharing": request["sharing"]}
-        return {**kept, "clients": own["clients"]}, {"narrow": as_sent(vectors[0]), "wide": as_sent(vectors[1])}
+        votes = {
+            str(peer): to_tensor(masking.mac(_vote_secret(private, members, peer), _vote(members, sharing, alive, me)))
+            for peer in alive
+            if peer != me
+        }
+        gone = set(sharing) - set(alive)
+        return {**own, "step": RECOVER if gone else UNMASK, "alive": request["alive"]}, {"votes": votes}
 
-    def _unmask(self, own: Tree, request: Tree, me: int) -> tuple[Tree, Tree]:
-        """Shares of seeds or of mask keys, never both of one client, and once only."""
-        alive, gone = ({int(client) for client in request[key]} for key in ("alive", "gone"))
-        sharing = {int(client) for client in own["sharing"]}
-        if alive & gone or alive | gone != sharing or me not in alive:
-            raise ProtocolError("the server's account of who is alive and who is gone does not add up")
-        if len(alive) < needed(len(own["clients"]), self.threshold):
-            raise ProtocolError(f"{len(alive)} of {len(own['clients'])} clients are left; too few to open a sum")
-        halves = {int(peer): _halves(to_bytes(share)) for peer, share in own["shares"].items()}
-        seeds = {str(peer): to_tensor(halves[peer][1]) for peer in sorted(alive)}
-        keys = {str(peer): to_tensor(halves[peer][0]) for peer in sorted(gone)}
-        return {"step": "idle"}, {"seeds": seeds, **({"keys": keys} if keys else {})}
+    def _recover(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """Shares of the mask keys of those that are gone. They open nothing yet."""
+        self._require_votes(own, request, ctx)
+        gone = set(client_list(own["sharing"])) - set(client_list(own["alive"]))
+        keys = {str(peer): to_tensor(shamir.key_share(to_bytes(own["shares"][str(peer)]))) for peer in sorted(gone)}
+        return {**own, "step": UNMASK}, {"keys": keys}
+
+    def _unmask(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """Shares of the seeds of those that are there; recorded before they are sent."""
+        doubts = self._require_votes(own, request, ctx)
+        alive = client_list(own["alive"])
+        _require_same_set(own, alive, ctx)
+        if ctx.attempt is not None:
+            for key in _ledger_keys(own, ctx):
+                ctx.attempt.ledger.record(key, set_text(alive))
+        seeds = {str(peer): to_tensor(shamir.seed_share(to_bytes(own["shares"][str(peer)]))) for peer in alive}
+        return {"step": _IDLE}, {"seeds": seeds, **({"doubts": torch.tensor(doubts)} if doubts else {})}
+
+    def _renew(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+        """Fresh keys for the same reply. Shares of the old ones are dropped: what was masked with them stays masked."""
+        own, keys = _with_new_keys({key: own[key] for key in _KEPT})
+        return own, {"keys": keys}
+
+    # checks ------------------------------------------------------------------------------------------------------
+    def _needed(self, members: Members) -> int:
+        return needed(len(members.clients), self.threshold)
+
+    def _members(self, own: Tree, request: Tree) -> Members:
+        try:
+            return Members.from_tree(request, f"{own['phase']} {own['place']}")
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+
+    def _form(self, own: Tree, members: Members, ctx: Context) -> Form:
+        """The form of the sum, from what the members advertised."""
+        try:
+            return members.form(frozenset(self.weighing[own["phase"]]), largest_form(ctx.facts.layout.size))
+        except EncodingError as error:
+            raise ProtocolError(str(error)) from error
+
+    def _require_votes(self, own: Tree, request: Tree, ctx: Context) -> list[int]:
+        """At least `threshold` clients, this one included, voted for the set that this one voted for. Returns those
+        whose vote is for something else."""
+        members, me = self._members(own, own["members"]), _client(ctx)
+        sharing, alive = client_list(own["sharing"]), client_list(own["alive"])
+        private = _halves(to_bytes(own["private"]))
+        cast = by_client(request.get("votes"), masking.MAC)
+        equal = {
+            peer: masking.is_mac(vote, _vote_secret(private, members, peer), _vote(members, sharing, alive, peer))
+            for peer, vote in cast.items()
+            if peer in alive and peer != me
+        }
+        agreeing = 1 + sum(equal.values())
+        if agreeing < self._needed(members):
+            raise ProtocolError(f"{agreeing} clients agree on the set to open; {self._needed(members)} are needed")
+        return sorted(peer for peer, vote in equal.items() if not vote)
+
+
+MASKS, LETTERS, VOTES = b"masks", b"letters", b"votes"  # what agreed secrets are for
+VECTORS = (b"narrow", b"wide")
 
 
 # masks ---------------------------------------------------------------------------------------------------------------
@@ -235,53 +350,84 @@ def _weighing(reducers: Mapping[str, Mapping[str, Reducer]]) -> dict[str, bool]:
     return found
 
 
-# bytes in trees ------------------------------------------------------------------------------------------------------
-def to_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+# one client's own ----------------------------------------------------------------------------------------------------
+def _with_new_keys(own: Tree) -> tuple[Tree, Tensor]:
+    """(the state before `share`, the public keys to advertise)."""
+    private = [masking.new_private(), masking.new_private()]
+    public = to_tensor(b"".join(masking.public_of(key) for key in private))
+    return {**own, "step": SHARE, "private": to_tensor(b"".join(private))}, public
 
 
-def to_bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().numpy().tobytes()
+def _ledger_keys(own: Tree, ctx: Context) -> list[str]:
+    """What a sum that is opened is recorded under: the phase of the run; the reply, which another run may ask for."""
+    if ctx.attempt is None:  # a simulation: its clients' store is saved and restored with the server's state
+        return []
+    phase = f"opened {ctx.attempt.run} {own['phase']} {own['place']}"
+    return [phase, f"opened {own['result']}"] if own["result"] else [phase]
 
 
-def as_sent(vector: np.ndarray) -> Tensor:
-    """Unsigned numbers as the signed ones of the same bits, which every format has."""
-    return torch.from_numpy(vector.view(np.int32 if vector.dtype == np.uint32 else np.int64))
+def _require_same_set(own: Tree, clients: Iterable[int], ctx: Context) -> None:
+    """Raises ProtocolError where this reply, or this phase, was opened in a sum of other clients."""
+    for key in _ledger_keys(own, ctx):
+        known = ctx.attempt.ledger.find(key) if ctx.attempt else None
+        if known is not None and known != set_text(clients):
+            raise ProtocolError(
+                f"this reply to phase {own['phase']!r} was opened in a sum of clients {known}; the difference to a sum "
+                f"of clients {set_text(clients)} would reveal single replies. Resume with the same clients, or begin a "
+                "run with another seed"
+            )
 
 
-def keys_by_client(request: Tree) -> dict[int, tuple[bytes, bytes]]:
-    """{client: (mask key, letter key)} of the public keys that the server passes on, in client order."""
-    rows = [to_bytes(row) for row in request["keys"]]
-    clients = [int(client) for client in request["clients"]]
-    if len(rows) != len(clients) or clients != sorted(set(clients)) or any(len(r) != 2 * masking.PUBLIC for r in rows):
-        raise ProtocolError("not a list of clients and their keys")
-    return {client: (row[: masking.PUBLIC], row[masking.PUBLIC :]) for client, row in zip(clients, rows, strict=True)}
+def _result(phase: str, message: Message, reply: Reply, ctx: Context) -> str:
+    """Digest of a reply and of the model that it answers, whichever run asks; "" for a reply without values."""
+    if ctx.attempt is None or not reply.values:
+        return ""
+    content = hashlib.blake2b(json.dumps([phase, _place(ctx), reply.samples, reply.steps]).encode(), digest_size=32)
+    for path, leaf in leaves({"reply": reply.values, "model": dict(message.get(MODEL, {}))}):
+        content.update(path.encode())
+        if isinstance(leaf, Tensor):
+            content.update(to_bytes(leaf.reshape(-1).view(torch.uint8)))
+        else:
+            content.update(repr(leaf).encode())
+    return content.hexdigest()
+
+
+def _letter_secret(private: tuple[bytes, bytes], members: Members, peer: int) -> bytes:
+    return masking.agree(private[1], members.letter_key(peer), LETTERS)
+
+
+def _vote_secret(private: tuple[bytes, bytes], members: Members, peer: int) -> bytes:
+    return masking.agree(private[1], members.letter_key(peer), VOTES)
+
+
+def _vote(members: Members, sharing: list[int], alive: list[int], voter: int) -> bytes:
+    return members.sum_of(sharing) + f"client {voter} opens {set_text(alive)}".encode()
+
+
+def _about(own: Tree, members: Members, sender: int, receiver: int, ctx: Context) -> bytes:
+    """What a letter is bound to, so that it opens at no other time, for no other client and in no other group."""
+    run = "" if ctx.attempt is None else ctx.attempt.run
+    bound = [run, own["epoch"], own["phase"], own["place"], sender, receiver, members.digest.hex()]
+    return json.dumps(bound).encode()
+
+
+def _clients_of(request: Tree, key: str) -> list[int]:
+    try:
+        return client_list(request.get(key))
+    except ValueError as error:
+        raise ProtocolError(f"{key}: {error}") from error
 
 
 def _halves(data: bytes) -> tuple[bytes, bytes]:
     return data[: len(data) // 2], data[len(data) // 2 :]
 
 
-def _letter(sender: int, receiver: int) -> bytes:
-    """The header of a letter: sender and receiver, so that none can be redirected."""
-    return sender.to_bytes(8, "little") + receiver.to_bytes(8, "little")
-
-
-def _letter_of(request: Tree, peer: int) -> bytes:
-    letter = request.get("letters", {}).get(str(peer))
-    if not isinstance(letter, Tensor):
-        raise ProtocolError(f"no letter of client {peer}")
-    return to_bytes(letter)
-
-
-def _opened(letter: bytes, sender: int, receiver: int) -> bytes:
-    if letter[:16] != _letter(sender, receiver):
-        raise ProtocolError(f"a letter that is not of client {sender}")
-    return letter[16:]
-
-
 def _place(ctx: Context) -> str:
     return f"{ctx.round}.{ctx.repeat}"
+
+
+def _epoch(ctx: Context) -> int:
+    return 0 if ctx.attempt is None else ctx.attempt.epoch
 
 
 def _client(ctx: Context) -> int:

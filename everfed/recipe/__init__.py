@@ -17,7 +17,7 @@ from everfed.recipe.schema import (
     StreamSection,
     TrainSection,
 )
-from everfed.recipe.settling import scaled, settled, to_toml
+from everfed.recipe.settling import scaled, settled, share, to_toml
 
 __all__ = [
     "CompareSection",
@@ -40,5 +40,6 @@ __all__ = [
     "read_placed",
     "scaled",
     "settled",
+    "share",
     "to_toml",
 ]

@@ -47,23 +47,36 @@ class StreamSection(OpenSection):
 class ModelSection(OpenSection):
     """[model]: kind, and the model's own options beside it."""
 
-    kind: str = "small-cnn"
+    kind: str = "auto"
     batchnorm: Literal["mean", "local"] = "mean"
 
 
 class OptimizerSection(Section):
-    """train.optimizer."""
+    """train.optimizer. lr: 0.1 for sgd and 0.001 for adam, where nothing is said."""
 
     kind: Literal["sgd", "adam"] = "sgd"
-    lr: float = Field(0.01, ge=0)
+    lr: float = Field(0.1, ge=0)
     momentum: float = Field(0.0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
-    schedule: Literal["constant", "linear", "exponential", "geometric", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "exponential", "geometric", "cosine", "table"] = "constant"
     lr_end: float = Field(1e-3, gt=0)
+    factors: list[Annotated[float, Field(ge=0)]] = []  # of lr, with schedule = "table"
     state: Literal["fresh", "kept", "task"] = "fresh"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_rate(cls, table: Any) -> Any:
+        adam = isinstance(table, dict) and table.get("kind") == "adam"
+        return {"lr": 0.001, **table} if adam else table
+
+    @model_validator(mode="after")
+    def _factors_with_a_table(self) -> OptimizerSection:
+        if bool(self.factors) != (self.schedule == "table"):
+            raise ValueError('factors, a list of numbers, belong to schedule = "table", which needs them')
+        return self
 
 
 class TrainSection(Section):
@@ -206,10 +219,24 @@ class FederationSection(Section):
 
 
 class CompareSection(Section):
-    """[compare]: what `everfed compare RECIPE` compares when the command line does not say."""
+    """[compare]: what `everfed compare RECIPE` compares when the command line does not say.
+
+    options: {method: settings that it alone is run with, as `--set` takes them}.
+    """
 
     methods: list[str] = Field(min_length=1)
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
+    options: dict[str, list[str]] = {}
+
+    @model_validator(mode="after")
+    def _options_of_its_methods(self) -> CompareSection:
+        for method, settings in self.options.items():
+            if method not in self.methods:
+                raise ValueError(f"options.{method}: not among methods = {self.methods}")
+            for entry in settings:
+                if "=" not in entry:
+                    raise ValueError(f"options.{method}: write settings as key=value; got {entry!r}")
+        return self
 
 
 class Recipe(Section):

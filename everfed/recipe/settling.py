@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tomli_w
@@ -12,16 +13,21 @@ from everfed.recipe.schema import MethodSection, Recipe
 
 
 def scaled(recipe: Recipe, factor: float) -> Recipe:
-    """The recipe as it is run: with `factor` of its rounds, and with method.defaults settled.
+    """The recipe as it is run at `factor` of its work: with a `share` of its rounds, and with method.defaults settled.
 
-    The stream shrinks its data by the same factor; at least one synchronised round per task is left.
+    The stream shrinks its data by the same share; at least one synchronised round per task is left.
     """
     if not 0 < factor <= 1:
         raise RecipeError(f"--scale must be above 0 and at most 1; got {factor:g}")
     train = recipe.train
-    synchronisations = max(1, round(train.rounds_per_task * factor / train.sync_every))
+    synchronisations = max(1, round(train.rounds_per_task * share(factor) / train.sync_every))
     rounds = synchronisations * train.sync_every
     return settled(recipe).model_copy(update={"train": train.model_copy(update={"rounds_per_task": rounds})})
+
+
+def share(factor: float) -> float:
+    """Of the rounds, and of the data, that are left at `factor` of the work."""
+    return math.sqrt(factor)
 
 
 def settled(recipe: Recipe) -> Recipe:

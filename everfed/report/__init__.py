@@ -47,7 +47,7 @@ def _write_tables(tables: Sequence[Table], folder: Path) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text.encode())
+    write_atomic(path, text.encode(), shared=True)
 
 
 __all__ = ["write"]

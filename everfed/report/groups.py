@@ -52,7 +52,8 @@ def grouped(runs: Sequence[Run], colours: Colours | None = None) -> Grouping:
     chosen = colours or Colours()
     chosen.assign(labels)
     groups = (Group(label, chosen.of(label), tuple(found)) for label, found in zip(labels, members, strict=True))
-    return Grouping(tuple(groups), (*notes, *_stream_notes([found[0] for found in members])))
+    firsts = [found[0] for found in members]
+    return Grouping(tuple(groups), (*notes, *_scale_notes(firsts), *_stream_notes(firsts)))
 
 
 def experiment(run: Run) -> str:
@@ -117,6 +118,16 @@ def _short(value: Any) -> str:
 
 def _unique(label: str, before: Sequence[str]) -> str:
     return f"{label} #{before.count(label) + 1}" if label in before else label
+
+
+def _scale_notes(firsts: Sequence[Run]) -> list[str]:
+    """Scores of a scaled run do not compare with those of a full one."""
+    scales = sorted({float(run.settings.get("scale", 1.0)) for run in firsts} - {1.0})
+    if not scales:
+        return []
+    listed = ", ".join(f"{scale:g}" for scale in scales)
+    return [f"Some of these runs were made at --scale {listed} of their recipe's work: fewer rounds and less data. "
+            "They do not compare with full runs."]  # fmt: skip
 
 
 def _stream_notes(firsts: Sequence[Run]) -> list[str]:

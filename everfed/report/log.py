@@ -32,7 +32,7 @@ def open_file(path: Path) -> BinaryIO:
 
 @dataclass(frozen=True, slots=True)
 class PhaseLine:
-    """One phase of one round. clients: of the phase, None where the log has only their number, `asked`. tasks: the task
+    """One phase of one round. clients: of the phase, None where the log has only their number, `count`. tasks: the task
     of each of them, None where all were in the round's. trained: how many of them trained, None for phases that do not
     train. late: sampled clients that were dropped for being too late."""
 
@@ -41,7 +41,7 @@ class PhaseLine:
     phase: str
     clients: tuple[int, ...] | None
     tasks: tuple[int, ...] | None
-    asked: int
+    count: int
     trained: int | None
     loss: float | None
     bytes_up: int
@@ -52,7 +52,7 @@ class PhaseLine:
     @property
     def skipped(self) -> int:
         """Clients of the phase that did not train: no data, or no reply."""
-        return 0 if self.trained is None else max(0, self.asked - self.trained)
+        return 0 if self.trained is None else max(0, self.count - self.trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Log:
             phase=phase,
             clients=named,
             tasks=tasks if tasks and named and len(tasks) == len(named) else None,
-            asked=len(named) if named is not None else int(clients),
+            count=len(named) if named is not None else int(clients),
             trained=int(event.get("trained", 0)) if phase == TRAIN else None,
             loss=_number(event.get("loss")),
             bytes_up=int(event["bytes_up"]),

@@ -1,11 +1,17 @@
-"""The tables and figures of the papers: what they print, which runs give the same numbers, and how the two compare.
+"""The tables and figures of the papers: the printed numbers, the runs that reproduce them, and the comparison.
 
 targets     what the papers print, one row per cell (targets.csv)
 tables      which recipe, method and metric stand for a cell (tables.toml)
 planning    every cell of a table with the runs behind it, or the reason why there are none
+published   sizes and test labels of the published data sets
+records     what is kept of a finished run, in the repository
+matching    which of the tables' runs a record is
+shortfall   what a run lacks of the experiment that the paper states
 cost        how many training samples a plan processes
 listing     every table with what can be run of it and what that costs
 measures    a cell's number from a run
-judging     ours against the paper's: difference, acceptance, paired differences over seeds
+judging     ours against the paper's: difference, paired difference to the baseline, verdict
 writing     all that as a table, Markdown, CSV and JSON
+page        the tables of REPRODUCIBILITY.md, from records
+status      every table with its records, verdicts and what the rest costs
 """

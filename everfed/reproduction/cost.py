@@ -1,34 +1,9 @@
-"""What a plan costs: training samples processed, from the recipe alone, before any data is read.
-
-The published sizes of the data sets also tell whether a run had all of its set.
-"""
+"""What a plan costs: training samples processed, from the recipe alone, before any data is read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from everfed.recipe import Recipe
-
-# training samples of the named sets; where a set has no test part of its own, four fifths of it
-TRAINING_SAMPLES = {
-    "digits": 1438,
-    "mnist": 60_000,
-    "emnist": 240_000,
-    "emnist-digits": 240_000,
-    "usps": 7_291,
-    "svhn": 73_257,
-    "cifar10": 50_000,
-    "cifar100": 50_000,
-    "tiny-imagenet": 100_000,
-    "imagenet-32": 600_000,
-    "imagenet-224": 600_000,
-    "office31": 3_288,
-    "office-caltech10": 2_026,
-    "pacs": 7_993,
-}
-ROUNDING = 0.99  # a fifth of every class, rounded, may be a little more or less
-DOMAINS = {"digit10": ("mnist", "emnist-digits", "usps", "svhn")}
+from everfed.reproduction.published import SETS, domains_of
 
 
 def training_samples(recipe: Recipe, method: str, scale: float = 1.0) -> float | None:
@@ -65,16 +40,7 @@ def _samples_per_epoch(recipe: Recipe) -> float | None:
 
 def _size(dataset: str, most: int | None) -> float | None:
     """Training samples of a set, or of a list of domains, of which each has at most `most`."""
-    domains = DOMAINS.get(dataset) or dataset.split("+")
-    if any(domain not in TRAINING_SAMPLES for domain in domains):
+    domains = domains_of(dataset)
+    if any(domain not in SETS for domain in domains):
         return None
-    return sum(min(TRAINING_SAMPLES[domain], most or TRAINING_SAMPLES[domain]) for domain in domains)
-
-
-def shortfall(stream: Mapping[str, Any]) -> str:
-    """What a run's data lacks of the published set, by the facts of its stream; empty when it lacks nothing known."""
-    published, used = _size(str(stream.get("dataset")), stream.get("max_train")), stream.get("samples", {})
-    found = used.get("train", 0) + used.get("validation", 0)
-    if published is None or not used or found >= ROUNDING * published:
-        return ""
-    return f"on {found:,} of the {published:,.0f} published training samples"
+    return sum(min(SETS[domain].train, most or SETS[domain].train) for domain in domains)

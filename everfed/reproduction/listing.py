@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from everfed.recipe import Recipe, read
+from everfed.reproduction import shortfall
 from everfed.reproduction.cost import training_samples
-from everfed.reproduction.planning import Experiment, experiments, plan
+from everfed.reproduction.planning import Cell, Experiment, experiments, plan
 from everfed.reproduction.tables import Table, tables
 
 COLUMNS = ["table", "about", "cells", "runs", "samples", "missing", "not judged"]
@@ -59,17 +60,24 @@ def _overview(table: Table, seeds: Callable[[str], list[int]], scale: float) -> 
         runs,
         sum(known) if len(known) == len(costs) else None,
         _counted(cell.missing for cell in cells),
-        _counted(cell.not_judged for cell in cells),
+        _counted(cell.not_judged or _lacking(cell) for cell in cells),
         table.item.nothing,
     )
 
 
 def _cost(experiment: Experiment, seeds: int, scale: float) -> float | None:
-    one = training_samples(_recipe(experiment), experiment.method, scale)
+    one = training_samples(experiment_recipe(experiment), experiment.method, scale)
     return None if one is None else one * seeds
 
 
-def _recipe(experiment: Experiment) -> Recipe:
+def _lacking(cell: Cell) -> str:
+    """What the recipe itself lacks of the experiment that the paper states."""
+    if cell.missing or cell.stated is None:
+        return ""
+    return "; ".join(shortfall.of_settings(cell.stated, experiment_recipe(cell.experiment).model_dump()))
+
+
+def experiment_recipe(experiment: Experiment) -> Recipe:
     """The recipe with what the cells set in its stream and its training, which is what a cost depends on."""
     relevant = tuple(entry for entry in experiment.sets if entry.startswith(("stream.", "train.")))
     return _read(experiment.recipe, relevant)

@@ -12,23 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from everfed import metrics
+from everfed.metrics.convergence import Curves
+from everfed.metrics.numbers import mean
 from everfed.recipe.schema import Logits
 
 Result = dict[str, Any]
 MIB = 2**20
-LAST_ROUNDS = 10  # FedSSI's A(f) is their mean
+LAST_ROUNDS = 10  # FedSSI's A_t and A(f) are their mean
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A finished run as a cell looks at it. task: counted from 1; None for the end. logits: which logits are scored,
-    None for the recipe's own. against: the other run of the same seed, where the measure needs one."""
+    """A finished run for one cell. result: its record. task: counted from 1; None for the end. logits: which
+    logits are scored, None for the recipe's own. against: the other run of the same seed, where the measure needs one.
+    differs: the keys in which its settings are not those of the table's recipe."""
 
-    folder: Path
     result: Result
     task: int | None = None
     logits: Logits | None = None
     against: Sample | None = None
+    differs: tuple[str, ...] = ()
 
     @property
     def scores(self) -> Result:
@@ -85,9 +88,18 @@ def curves(result: Result) -> list[list[list[float | None]]]:
 
 
 def _acc_last_rounds(sample: Sample) -> float | None:
-    """Over the last ten rounds; a scaled run may have fewer."""
+    """Over the last ten rounds of the cell's task, or of the last one; a scaled run may have fewer."""
+    return _points(_last_rounds(curves(sample.result)[: sample.task]))
+
+
+def _acc_avg_incremental_last_rounds(sample: Sample) -> float | None:
+    """The mean over the tasks of what `_acc_last_rounds` gives for each."""
     found = curves(sample.result)
-    return _points(metrics.acc_last_rounds(found, min(LAST_ROUNDS, len(found[-1])) or 1))
+    return _points(mean(_last_rounds(found[: task + 1]) for task in range(len(found))))
+
+
+def _last_rounds(found: Curves) -> float | None:
+    return metrics.acc_last_rounds(found, min(LAST_ROUNDS, len(found[-1])) or 1)
 
 
 def _rounds_to_best(sample: Sample) -> float | None:
@@ -181,18 +193,18 @@ def _state_mebibytes(sample: Sample) -> float | None:
     return sample.result["cost"]["client_state_bytes"] / clients / MIB if clients else None
 
 
-def _train_seconds(first: bool) -> Measure:
+# from the events of a run ------------------------------------------------------------------------------------------
+
+
+def _train_seconds(first: bool) -> Callable[[Path], float | None]:
     """Mean seconds of local training per client and round, in the first task or in the later ones."""
 
-    def found(sample: Sample) -> float | None:
-        lines = [line for line in events(sample.folder, "phase") if line["phase"] == "train" and line.get("trained")]
+    def found(folder: Path) -> float | None:
+        lines = [line for line in events(folder, "phase") if line["phase"] == "train" and line.get("trained")]
         values = [line["seconds"] / line["trained"] for line in lines if (line["task"] == 0) == first]
         return sum(values) / len(values) if values else None
 
     return found
-
-
-# from what parts tell while they run -------------------------------------------------------------------------------
 
 
 def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
@@ -205,24 +217,43 @@ def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     yield from newest.values()
 
 
-def _told(name: str) -> Measure:
-    """Mean over the rounds of what a part tells."""
+def _mean(name: str) -> Callable[[Path], float | None]:
+    """Mean over the rounds of a number that a part reports."""
 
-    def found(sample: Sample) -> float | None:
-        values = [event[name] for event in events(sample.folder, "measure") if name in event]
+    def found(folder: Path) -> float | None:
+        values = [event[name] for event in events(folder, "measure") if name in event]
         return sum(values) / len(values) if values else None
 
     return found
 
 
-def _gap(sample: Sample) -> float | None:
+def _gap(folder: Path) -> float | None:
     """Local less global accuracy in each task's round with the best global one, mean over tasks."""
     best: dict[int, tuple[float, float]] = {}
-    for event in events(sample.folder, "measure"):
+    for event in events(folder, "measure"):
         if "local_global_gap" in event:
             found = (event["global_accuracy"], event["local_global_gap"])
             best[event["task"]] = max(best.get(event["task"], found), found)
     return 100 * sum(gap for _, gap in best.values()) / len(best) if best else None
+
+
+FROM_EVENTS: dict[str, Callable[[Path], float | None]] = {
+    "train_seconds_first_task": _train_seconds(first=True),
+    "train_seconds_later_tasks": _train_seconds(first=False),
+    "temporal_cosine": _mean("temporal_cosine"),
+    "spatial_cosine": _mean("spatial_cosine"),
+    "gap": _gap,
+}
+
+
+def from_events(folder: Path) -> dict[str, float]:
+    """The measures that a record cannot give from its numbers, computed from a run folder's events."""
+    found = {name: of(folder) for name, of in FROM_EVENTS.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _recorded(name: str) -> Measure:
+    return lambda sample: sample.result.get("from_events", {}).get(name)
 
 
 MEASURES: dict[str, Measure] = {
@@ -236,11 +267,13 @@ MEASURES: dict[str, Measure] = {
             "forgetting",
             "forgetting_standard",
             "forgetting_clipped",
+            "forgetting_full",
         )
     },
     "acc_after_task": _acc_after_task,
     "forgetting_clipped_after_task": _forgetting_clipped_after_task,
     "acc_last_rounds": _acc_last_rounds,
+    "acc_avg_incremental_last_rounds": _acc_avg_incremental_last_rounds,
     "rounds_to_best": _rounds_to_best,
     "rounds_to_best_of_task": _rounds_to_best_of_task,
     "delta": _delta,
@@ -255,9 +288,5 @@ MEASURES: dict[str, Measure] = {
     "mebibytes_down": _mebibytes("bytes_down"),
     "device_mebibytes": _device_mebibytes,
     "state_mebibytes": _state_mebibytes,
-    "train_seconds_first_task": _train_seconds(first=True),
-    "train_seconds_later_tasks": _train_seconds(first=False),
-    "temporal_cosine": _told("temporal_cosine"),
-    "spatial_cosine": _told("spatial_cosine"),
-    "gap": _gap,
+    **{name: _recorded(name) for name in FROM_EVENTS},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everfed import recipes
 from everfed.errors import UserError
@@ -12,7 +12,7 @@ from everfed.metrics.acceptance import never_compared
 from everfed.recipe.problems import suggestion
 from everfed.recipe.schema import Logits
 from everfed.reproduction import targets
-from everfed.reproduction.tables import Block, Metric, Table
+from everfed.reproduction.tables import Block, Metric, Stated, Table
 from everfed.reproduction.targets import Target
 
 
@@ -31,6 +31,8 @@ class Cell:
 
     target: what the paper prints, if it does. experiment: the run that gives it; against: the other one it needs.
     missing: why it cannot be run, empty when it can. not_judged: why its number is not held against the paper's.
+    stated: what the paper states about the experiment. seeds: how many the paper's number is a mean over. baseline: the
+    paper's method that this one is compared with, "" for the baseline itself. claimed: the printed difference to it.
     """
 
     dataset: str
@@ -44,6 +46,10 @@ class Cell:
     against: Experiment | None
     missing: str
     not_judged: str
+    stated: Stated | None = None
+    seeds: int = 0
+    baseline: str = ""
+    claimed: float | None = None
 
     @property
     def task(self) -> int | None:
@@ -53,7 +59,7 @@ class Cell:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What it shares with the cells that it can be compared with."""
+        """Equal for cells that can be compared with each other."""
         return self.dataset, self.setting, self.metric
 
 
@@ -63,6 +69,7 @@ def plan(table: Table, methods: Sequence[str] = (), columns: Sequence[str] = ())
     known = _Known(names(), frozenset(recipes.names()))
     found = [_cell(table, block, setting, method, metric, target, known)
              for block, setting, method, metric, target in _places(table)]  # fmt: skip
+    found = _with_claims(table, found)
     wanted = _wanted_methods(table, methods)
     chosen = [cell for cell in found if cell.method in wanted and _in(cell.dataset, columns)]
     if found and not chosen:
@@ -79,7 +86,7 @@ def names() -> frozenset[str]:
 
 
 def experiments(cells: Iterable[Cell]) -> list[Experiment]:
-    """What has to be run for the cells that can be, each once, in order."""
+    """The experiments of the cells that can be run, each once, in order."""
     needed = [run for cell in cells if not cell.missing for run in (cell.experiment, cell.against) if run]
     return list(dict.fromkeys(needed))
 
@@ -142,10 +149,25 @@ def _cell(
         against,
         measured.missing or _why_missing(own, known) or (_why_missing(against, known) if against else ""),
         _why_not_judged(table, measured, target),
+        table.stated(block.dataset),
+        table.paper.seeds,
     )
 
 
+def _with_claims(table: Table, cells: Sequence[Cell]) -> list[Cell]:
+    """The cells with the methods that they are compared with, and by how much these differ in the paper."""
+    printed = {(cell.place, cell.method): cell.target.value for cell in cells if cell.target}
+    found = []
+    for cell in cells:
+        baseline = table.baseline_of(cell.method)
+        ours, theirs = (printed.get((cell.place, method)) for method in (cell.method, baseline))
+        claimed = None if ours is None or theirs is None or cell.method == baseline else ours - theirs
+        found.append(replace(cell, baseline="" if cell.method == baseline else baseline, claimed=claimed))
+    return found
+
+
 def _experiment(table: Table, block: Block, method: str, sets: tuple[str, ...]) -> Experiment:
+    sets = (*sets, *block.sets_of_method.get(method, ()))
     parts_named = any(entry.startswith("method.parts=") for entry in sets)
     options = tuple(table.paper.options.get(method, ()))
     return Experiment(block.recipe, "" if parts_named else table.methods[method], (*sets, *options))
@@ -172,13 +194,13 @@ def _why_not_judged(table: Table, measured: Metric, target: Target | None) -> st
     return never or ("" if measured.unit == "points" else f"in {measured.unit}; the rule is for points")
 
 
-def _wanted_methods(table: Table, asked: Sequence[str]) -> set[str]:
-    """The paper's names of the methods asked for."""
+def _wanted_methods(table: Table, chosen: Sequence[str]) -> set[str]:
+    """The paper's names of the chosen methods."""
     mapping = table.methods
-    if not asked:
+    if not chosen:
         return set(mapping)
     wanted = set()
-    for name in asked:
+    for name in chosen:
         fitting = {theirs for theirs, ours in mapping.items() if name.lower() in (theirs.lower(), ours)}
         if not fitting:
             allowed = [*mapping.values(), *mapping]

@@ -1,4 +1,4 @@
-"""Which runs stand for which cells: tables.toml, checked when it is read."""
+"""Maps cells to runs: tables.toml, checked when it is read."""
 
 from __future__ import annotations
 
@@ -35,12 +35,35 @@ class Metric(Section):
     missing: str = ""
 
 
+class Stated(Section):
+    """What the paper, or its authors' code, states about the experiments of some columns; a key that is left out is
+    not stated. Runs that differ in any of it are not judged.
+
+    columns: names of data sets as targets.csv has them. dataset: everfed's name. encoder, model: a part of their
+    names. images: of the training and test parts together, where they are not those of the published set. rounds: per
+    task.
+    """
+
+    columns: list[str] = []
+    dataset: str | None = None
+    images: int | None = None
+    image_size: int | None = None
+    encoder: str | None = None
+    model: str | None = None
+    tasks: int | None = None
+    clients: int | None = None
+    participation: float | None = None
+    rounds: int | None = None
+    epochs: int | None = None
+
+
 class Block(Section):
     """Cells that one recipe gives.
 
     dataset, setting: as targets.csv has them; without `setting` any will do. recipe: its short name. logits: which
-    logits are scored, if others than the recipe's own. sets: settings on top of the recipe. keys: names in the setting
-    ("B=500") that set a key of the recipe ({B = "method.memory.size"}). methods: only these of the paper's.
+    logits are scored, if others than the recipe's own. sets: settings on top of the recipe; sets_of_method: others
+    for single methods. keys: names in the setting ("B=500") that set a key of the recipe ({B = "method.memory.size"}).
+    methods: only these of the paper's.
 
     metrics: also cells that no number is printed for: every method with every one of these metrics, in each of
     `settings`, or after each of `tasks` tasks.
@@ -51,6 +74,7 @@ class Block(Section):
     setting: str | None = None
     logits: Logits | None = None
     sets: list[str] = []
+    sets_of_method: dict[str, list[str]] = {}
     keys: dict[str, str] = {}
     methods: list[str] | None = None
     metrics: list[str] = []
@@ -58,7 +82,7 @@ class Block(Section):
     tasks: int = 0
 
     def declared(self) -> list[str]:
-        """The settings of the cells that `metrics` asks for."""
+        """The settings of the cells in `metrics`."""
         return [f"after task {t}" for t in range(1, self.tasks + 1)] or self.settings
 
     def sets_of(self, setting: str) -> tuple[str, ...]:
@@ -70,7 +94,7 @@ class Block(Section):
 class Item(Section):
     """A table or figure. table: its name in targets.csv, if it is there. about: what it shows. each: keys that all its
     blocks share. methods, baselines: names that only this item uses, beside the paper's. A cell belongs to the first
-    block that names it.
+    block that names it. states: what the paper states otherwise about this item; unstated: what it leaves open here.
 
     nothing: why there is nothing to run. no_target: why cells without a printed number have none. unusable: why its
     numbers must not be compared. note: what a reader of the result must know.
@@ -82,6 +106,8 @@ class Item(Section):
     blocks: list[Block] = []
     methods: dict[str, str] = {}
     baselines: dict[str, str] = {}
+    states: Stated = Stated()
+    unstated: list[str] = []
     nothing: str = ""
     no_target: str = "no number is printed"
     unusable: str = ""
@@ -103,7 +129,8 @@ class Item(Section):
 
 class Paper(Section):
     """name: as in targets.csv. methods: {the paper's name: everfed's}. baselines: {method: what it is compared with};
-    any other method is compared with `baseline`. options: {the paper's method: settings that it needs here}."""
+    any other method is compared with `baseline`. options: {the paper's method: settings that it needs here}. seeds: how
+    many the paper's means are over. states: what it states about its experiments, by column."""
 
     name: str
     title: str
@@ -112,6 +139,8 @@ class Paper(Section):
     metrics: dict[str, Metric]
     baselines: dict[str, str] = {}
     options: dict[str, list[str]] = {}
+    seeds: int
+    states: list[Stated] = []
     items: list[Item] = Field(min_length=1)
 
 
@@ -132,8 +161,16 @@ class Table:
         """The paper's methods, with the names that only this table uses."""
         return {**self.paper.methods, **self.item.methods}
 
+    def stated(self, dataset: str) -> Stated | None:
+        """What the paper states about this column of the table, None where nothing is written down."""
+        found = next((one for one in self.paper.states if dataset in one.columns), None)
+        if found is None:
+            return None
+        changed = {**self.item.states.model_dump(exclude_none=True), **dict.fromkeys(self.item.unstated)}
+        return found.model_copy(update={**changed, "columns": found.columns})
+
     def baseline_of(self, method: str) -> str:
-        """What the paper's method is compared with."""
+        """The method that the paper's method is compared with."""
         return {**self.paper.baselines, **self.item.baselines}.get(method, self.paper.baseline)
 
 

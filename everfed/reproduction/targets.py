@@ -1,4 +1,4 @@
-"""What the papers print, one row per cell."""
+"""The printed numbers of the papers, one row per cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reproduction found, as tables for reading, CSV and JSON for computing, and one line."""
+"""Writes the results of a reproduction as tables, CSV and JSON, and sums them up in one line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from everfed.markdown import markdown_table
-from everfed.metrics import PairedDifference
-from everfed.reproduction.judging import REPRODUCED, SCALED, VERDICTS, Difference, Judged
+from everfed.reproduction.judging import NOT_JUDGED, REPRODUCED, VERDICTS, Judged, Paired
+from everfed.reproduction.shortfall import not_stated
 from everfed.reproduction.tables import Table
 from everfed.store.files import write_atomic
 
@@ -22,12 +22,11 @@ SHOWN_NAMES = 6  # of methods and columns that a reason is spelled out for
 
 @dataclass(frozen=True)
 class Found:
-    """All that a reproduction found. problems: runs that failed, with what they said."""
+    """The results of a reproduction. problems: runs that failed, with their errors."""
 
     table: Table
     scale: float
     judged: Sequence[Judged]
-    differences: Sequence[Difference]
     problems: Sequence[str]
 
     @property
@@ -35,32 +34,18 @@ class Found:
         return [one for one in self.judged if not one.cell.missing]
 
 
-def cells(found: Found) -> Lines:
-    """(columns, lines) of the cells that were run."""
-    settings = len({one.cell.setting for one in found.measured}) > 1
-    metrics = len({one.cell.metric for one in found.measured}) > 1
+def cells(found: Sequence[Judged]) -> Lines:
+    """(columns, lines) of cells."""
+    settings = len({one.cell.setting for one in found}) > 1
+    metrics = len({one.cell.metric for one in found}) > 1
     head = ["Data", *(["Setting"] if settings else []), "Method", *(["Metric"] if metrics else [])]
     lines = []
-    for one in found.measured:
+    for one in found:
         cell = one.cell
         names = [cell.dataset, *([cell.setting] if settings else []), cell.method, *([cell.metric] if metrics else [])]
-        lines.append([*names, _ours(one), _paper(one), _signed(one.difference), str(len(one.values)), one.verdict])
-    return [*head, "Ours", "Paper", "Difference", "Runs", "Verdict"], lines
-
-
-def paired(found: Found) -> Lines:
-    """(columns, lines) of the differences to the baselines, with their intervals over seeds."""
-    lines = [
-        [
-            " ".join(part for part in (one.dataset, one.setting, one.metric) if part),
-            f"{one.method} - {one.baseline}",
-            _interval(one.ours),
-            _signed(one.paper),
-            {True: "agrees", False: "disagrees", None: "-"}[one.agrees],
-        ]
-        for one in found.differences
-    ]
-    return ["Where", "Difference", "Ours, 95 % interval over seeds", "Paper", "Sign"], lines
+        numbers = [_ours(one), _paper(one), _with_band(one), _paired(one.paired), _seeds(one)]
+        lines.append([*names, *numbers, one.verdict])
+    return [*head, "Ours", "Paper", "Difference (band)", "To the baseline", "Seeds (paper)", "Verdict"], lines
 
 
 def missing(judged: Iterable[Judged]) -> Lines:
@@ -82,16 +67,16 @@ def missing(judged: Iterable[Judged]) -> Lines:
 
 
 def summary(found: Found) -> str:
-    """What it comes to, in a line."""
+    """The outcome in one line."""
     judged = [one for one in found.judged if one.verdict in VERDICTS]
-    claims = [one for one in found.differences if one.agrees is not None]
+    unjudged = sum(one.verdict.startswith(NOT_JUDGED) for one in found.judged)
+    claims = [one.paired.agrees for one in judged if one.paired and one.paired.agrees is not None]
     absent = sum(bool(one.cell.missing) for one in found.judged)
     parts = [f"{sum(one.verdict == REPRODUCED for one in judged)} of {len(judged)} judged cells reproduced"]
-    if found.scale < 1:
-        parts = [f"{SCALED} (--scale {found.scale:g})"]
-    elif claims:
-        agreeing = sum(bool(one.agrees) for one in claims)
-        parts.append(f"{agreeing} of {len(claims)} claimed differences have the paper's sign")
+    if claims:
+        parts.append(f"{sum(claims)} of {len(claims)} claimed differences have the paper's sign")
+    if unjudged:
+        parts.append(f"{unjudged} cells not judged")
     if absent:
         parts.append(f"{absent} of {len(found.judged)} cells missing")
     if found.problems:
@@ -100,17 +85,15 @@ def summary(found: Found) -> str:
 
 
 def as_dict(found: Found) -> dict[str, Any]:
-    """The same as JSON has it."""
+    """The content of the JSON file."""
     return {
         "table": found.table.name,
         "paper": found.table.paper.title,
         "about": found.table.item.about,
         "note": found.table.item.note or None,
         "scale": found.scale,
-        "comparable": found.scale == 1,
         "summary": summary(found),
         "cells": [_cell(one) for one in found.judged],
-        "differences": [asdict(one) for one in found.differences],
         "problems": list(found.problems),
     }
 
@@ -121,12 +104,12 @@ def write(folder: Path, found: Found) -> list[Path]:
     texts = {
         "json": json.dumps(as_dict(found), indent=2) + "\n",
         "md": markdown(found),
-        "csv": _csv([_cell(one) for one in found.judged]),
+        "csv": _csv([_row(one) for one in found.judged]),
     }
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{stem}.{kind}" for kind in texts]
     for path, text in zip(paths, texts.values(), strict=True):
-        write_atomic(path, text.encode())
+        write_atomic(path, text.encode(), shared=True)
     return paths
 
 
@@ -136,8 +119,7 @@ def markdown(found: Found) -> str:
     parts += [f"Note: {item.note}."] if item.note else []
     parts += [f"**{summary(found)}.**"]
     for title, (columns, lines) in (
-        ("Cells", cells(found)),
-        ("Differences over the same seeds", paired(found)),
+        ("Cells", cells(found.measured)),
         ("Missing", missing(found.judged)),
     ):
         if lines:
@@ -148,8 +130,10 @@ def markdown(found: Found) -> str:
 
 
 RULE = (
-    "Ours: mean ± population deviation over seeds. A cell counts as reproduced when |ours - paper| is at most "
-    "max(2 (deviation of ours + the paper's), 3 points); a difference is claimed where the paper's exceeds 2 points."
+    "Ours: mean ± population deviation over seeds. Band: max(2 (deviation of ours + the paper's), 3 points). To the "
+    "baseline: the mean difference over the same seeds with its 95 % interval. A cell is reproduced when the "
+    "difference to the paper lies in the band and, where the paper's difference to the baseline exceeds 2 points, ours "
+    "has its sign."
 )
 
 
@@ -166,11 +150,34 @@ def _cell(one: Judged) -> dict[str, Any]:
         "sets": " ".join(cell.experiment.sets),
         "ours": one.spread.mean if one.spread else None,
         "deviation": one.spread.deviation if one.spread else None,
-        "runs": len(one.values),
+        "seeds": len(one.values),
         "paper": one.paper,
         "paper_deviation": target.std if target else None,
+        "paper_seeds": cell.seeds,
         "difference": one.difference,
+        "band": one.band,
+        "paired": asdict(one.paired) if one.paired else None,
+        "lacking": list(one.lacking) if one.values else [],
+        "not_stated": not_stated(cell.stated) if cell.stated else [],
         "verdict": one.verdict,
+    }
+
+
+def _row(one: Judged) -> dict[str, Any]:
+    """The cell for CSV: one value per column."""
+    found, ours = _cell(one), one.paired.ours if one.paired else None
+    flat = {
+        "baseline": one.paired.baseline if one.paired else None,
+        "to_baseline": ours.mean if ours else None,
+        "to_baseline_low": ours.low if ours else None,
+        "to_baseline_high": ours.high if ours else None,
+        "to_baseline_paper": one.paired.paper if one.paired else None,
+    }
+    verdict = found.pop("verdict")
+    return {
+        **{k: v for k, v in found.items() if k not in ("paired", "lacking", "not_stated")},
+        **flat,
+        "verdict": verdict,
     }
 
 
@@ -201,10 +208,21 @@ def _signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.2f}"
 
 
-def _interval(ours: PairedDifference) -> str:
-    if ours.low is None or ours.high is None:
-        return f"{ours.mean:+.2f} (one seed)"
-    return f"{ours.mean:+.2f} [{ours.low:+.2f}, {ours.high:+.2f}]"
+def _with_band(one: Judged) -> str:
+    return _signed(one.difference) + ("" if one.band is None else f" (± {one.band:.2f})")
+
+
+def _paired(paired: Paired | None) -> str:
+    if paired is None:
+        return "-"
+    ours = paired.ours
+    interval = "one seed" if ours.low is None or ours.high is None else f"{ours.low:+.2f}, {ours.high:+.2f}"
+    paper = "" if paired.paper is None else f" (paper {paired.paper:+.2f})"
+    return f"{ours.mean:+.2f} [{interval}] over {paired.baseline}{paper}"
+
+
+def _seeds(one: Judged) -> str:
+    return f"{len(one.values)} ({one.cell.seeds or '?'})"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -18,20 +18,21 @@ from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
 from everfed.core.stream import Stream
-from everfed.errors import RecipeError
-from everfed.recipe import Recipe
+from everfed.errors import RecipeError, place_of
+from everfed.recipe import Recipe, share
 from everfed.store.files import digest
 
 
 @dataclass(frozen=True)
 class Assembly:
     """The pieces of a run, checked against each other. `build_module` makes the model with its first weights, the extra
-    parameters of the method's parts included. first: its vectors."""
+    parameters of the method's parts included. first: its vectors. scale: of the recipe's work."""
 
     recipe: Recipe
     world: World
     build_module: Callable[[], nn.Module]
     first: Model
+    scale: float = 1.0
 
     @property
     def stream(self) -> Stream:
@@ -53,7 +54,7 @@ def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, st
     if stream is None:
         table = recipe.stream.model_dump()
         seed = int(table.get("seed") or recipe.seed)
-        stream = streams.build(table, seed, recipe.train.rounds_per_task, data_dir, scale)
+        stream = streams.build(table, seed, recipe.train.rounds_per_task, data_dir, share(scale))
     if not isinstance(stream, Stream):
         raise RecipeError(f"a stream of your own derives from everfed.Stream; got a {type(stream).__name__}")
     method.fit_stream(stream)
@@ -74,7 +75,7 @@ def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, st
     facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())
     world = World(method, stream, facts, options, recipe.seed)
     privacy.check(world)
-    return Assembly(recipe, world, lambda: attach(bare_module(), method.parts, ctx), first)
+    return Assembly(recipe, world, lambda: attach(bare_module(), method.parts, ctx), first, scale)
 
 
 def _check_masking(stream: Stream) -> None:
@@ -100,20 +101,30 @@ def _facts(recipe: Recipe, stream: Stream, module: nn.Module) -> Facts:
         personal=torch.zeros(0),
         boundaries=stream.boundaries,
         task_ids=stream.task_ids,
-        output_shape=() if stream.score == "accuracy" else _output_shape(recipe.model.kind, stream, module),
+        output_shape=_output_shape(recipe.model.kind, stream, module),
     )
 
 
 def _output_shape(kind: str, stream: Stream, module: nn.Module) -> tuple[int, ...]:
-    """What the network gives for one sample, asked of it: other networks than classifiers know it alone. Raises
-    ModelError where the stream's loss cannot do with it."""
-    sample = stream.test(0).take(np.arange(1))
+    """The shape of the network's output for one sample, from a batch of two. Raises ModelError where the network cannot
+    take the stream's samples, or the stream's loss its outputs."""
+    sample = stream.test(0).take(np.arange(min(2, len(stream.test(0)))))
+    if len(sample) == 0:  # tests are the clients' own
+        return (stream.classes,)
     try:
         with torch.no_grad():
             outputs: Tensor = module.eval()(stream.inputs(sample.x))
             stream.loss(outputs, sample.y)
-    except (ValueError, RuntimeError, IndexError, TypeError) as error:
-        raise models.ModelError(f"model.kind = {kind!r} does not fit {stream.name!r}: {error}") from error
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
+        raise models.ModelError(
+            f"model.kind = {kind!r} does not fit {stream.name!r}, whose inputs are {tuple(stream.input_shape)}: "
+            f"{str(error).splitlines()[0]} ({place_of(error)})"
+        ) from error
+    if stream.score == "accuracy" and outputs.shape[1:] != (stream.classes,):
+        raise models.ModelError(
+            f"model.kind = {kind!r} gives outputs of shape {tuple(outputs.shape)} for {len(sample)} samples of "
+            f"{stream.classes} classes; it must be ({len(sample)}, {stream.classes})"
+        )
     return tuple(outputs.shape[1:])
 
 

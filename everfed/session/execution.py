@@ -10,18 +10,23 @@ import torch
 from everfed import engines, monitor, privacy
 from everfed.core.context import Place
 from everfed.core.engine import Engine
+from everfed.core.phase import EVALUATE
 from everfed.core.run_state import RunState
 from everfed.core.runner import EvalOptions, Runner
 from everfed.core.tree import on_device
+from everfed.data.errors import DataError
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.session.assembly import Assembly, fingerprint
 from everfed.session.outcome import save_model, save_pictures
 from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_fault
-from everfed.session.result import result
+from everfed.session.result import at_chance, result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
+from everfed.store.ledger import Ledger
 from everfed.store.run import EventLog, RunFolder
+
+LEDGER = "ledger.jsonl"  # of a federation: what its clients were asked to reveal
 
 
 class BuildEngine(Protocol):
@@ -81,7 +86,8 @@ def _drive(
         engine = build_engine(assembly, notify, lambda: alone.durable)
     else:
         engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
-    engine = privacy.wrap(engine, world, str(where), notify)
+    ledger = None if build_engine is None else Ledger(folder.path / LEDGER)
+    engine = privacy.wrap(engine, world, str(where), notify, ledger)
     try:
         announce(notify, assembly, state)
         report_buffers = buffer_reporter(world, store, group, notify) if build_engine is None else None
@@ -91,16 +97,30 @@ def _drive(
         options = EvalOptions(**recipe.eval.model_dump())
         first = on_device(assembly.first_model(), where)
         final = Runner(world, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
+        _require_data(assembly, final)
         checkpoints.wait()
         state_bytes = engine.total(store.bytes())
         summary = result(assembly, final, engine.describe(), state_bytes)
         if leads:
             _save_results(folder, assembly, engine, final, summary)
+        if (warning := at_chance(assembly.stream, summary)) is not None:
+            notify({"event": "warning", "message": warning})
         notify({"event": "end", "metrics": summary["metrics"], "seconds": final.seconds})
         return summary
     finally:
         engine.close()
         checkpoints.close()
+
+
+def _require_data(assembly: Assembly, final: RunState) -> None:
+    """Raises DataError when no client sent anything but scores in the whole run, because none had a sample. Sample
+    counts alone do not show it: under differential privacy they stay on the clients."""
+    sent = sum(size for part, size in final.traffic.up.items() if part != EVALUATE)
+    if final.samples == 0 and sent == 0:
+        raise DataError(
+            f"no client had any sample in the whole run: stream.dataset = {assembly.recipe.stream.dataset!r} has no "
+            "data here. Data that lies on real clients is for `everfed serve` and `everfed join`"
+        )
 
 
 def _save_results(

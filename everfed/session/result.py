@@ -41,8 +41,9 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         "everfed": everfed.__version__,
         "method": assembly.method.name,
         "recipe": recipe.name,
-        "stream": stream.describe(),
+        "stream": {**stream.describe(), "scale": assembly.scale},  # of the work; the stream itself keeps the root of it
         "seed": recipe.seed,
+        "scale": assembly.scale,
         "score": stream.score,
         "logits": recipe.eval.logits,
         "evaluated": "personalised" if assembly.world.personal else "global",
@@ -58,6 +59,21 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         **_summaries(assembly, state),
         "environment": {**_machine(), **environment},
     }
+
+
+def at_chance(stream: Stream, summary: dict[str, Any]) -> str | None:
+    """A warning where the tasks just learned are scored about as well as by guessing one of their classes."""
+    learned = summary["metrics"].get("learning_accuracy")
+    if stream.score != "accuracy" or learned is None:
+        return None
+    chance = sum(1 / max(1, len(stream.labels(task))) for task in range(stream.tasks)) / stream.tasks
+    if learned > chance + 0.05:
+        return None
+    return (
+        f"the model has learned nothing: {100 * learned:.1f} % on the tasks right after they were trained, where "
+        f"guessing gives {100 * chance:.1f} %; try another train.optimizer.lr, more train.rounds_per_task, or another "
+        "model.kind"
+    )
 
 
 def _cost(state: RunState, state_bytes: int) -> dict[str, Any]:

@@ -79,7 +79,9 @@ def _generative(assembly: Assembly) -> HasGenerator:
     for part in assembly.method.parts:
         if isinstance(part, HasGenerator):
             return part
-    raise SamplesError(f"method {assembly.method.name!r} has no generator, so there is nothing to sample from")
+    raise SamplesError(
+        f"method {assembly.method.name!r} has no generator of images, so there is nothing to sample from"
+    )
 
 
 def _pixels(stream: Any, inputs: Tensor) -> Tensor:

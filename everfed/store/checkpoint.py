@@ -25,7 +25,7 @@ from everfed.core.run_state import RunState
 from everfed.core.tree import Tree
 from everfed.errors import UserError
 from everfed.store.clients import ClientStore
-from everfed.store.files import digest, file_digest, make_folder, sync_folder, write_synced
+from everfed.store.files import FOLDER_MODE, digest, file_digest, make_folder, sync_folder, write_synced
 
 RUN, CLIENTS = "run.safetensors", "clients.json"
 
@@ -132,7 +132,7 @@ class Checkpoints:
         temporary, final = self.folder / f".{number}.tmp", self.folder / str(number)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
-            temporary.mkdir()
+            temporary.mkdir(FOLDER_MODE)
             write_synced(temporary / RUN, data)
             write_synced(temporary / CLIENTS, manifest.to_json())
             sync_folder(temporary)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from everfed.core import tree
 from everfed.core.part import State
-from everfed.store.files import sync_folder
+from everfed.store.files import FOLDER_MODE, private, sync_folder
 
 DEFAULT_BUDGET = 2 << 30
 _SUFFIX = ".safetensors"
@@ -45,7 +45,7 @@ class ClientStore:
         self._clock = 0
         self._lock = threading.RLock()
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             self._forget(set())
 
     def get(self, client: int) -> State | None:
@@ -206,7 +206,7 @@ def _write_page(path: Path, data: bytes) -> None:
     # a checkpoint and a page-out may write the same file at once, so each has a temporary one of its own
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=private) as file:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:

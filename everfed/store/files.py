@@ -1,4 +1,4 @@
-"""Atomic and durable writing of files."""
+"""Atomic and durable writing of files that only their owner can read: they hold data, states and keys."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ import os
 import threading
 from pathlib import Path
 
+from everfed.errors import UserError
+
 DIGEST_BYTES = 16
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
-def write_atomic(path: Path, data: bytes, durable: bool = True) -> None:
+def private(path: str, flags: int) -> int:
+    """The `opener` of files that only their owner can read."""
+    return os.open(path, flags, FILE_MODE)
+
+
+def write_atomic(path: Path, data: bytes, durable: bool = True, shared: bool = False) -> None:
     """Write `data` to `path` so that a crash at any moment leaves the old content or the new. durable=False: does not
-    sync, so that only a crash of the process is covered; for files that are checked when read and can be restored."""
+    sync, so that only a crash of the process is covered; for files that are checked when read and can be restored.
+    shared: others may read it, as the umask says; for reports and tables."""
     # two threads may write the same file, so each has a temporary one of its own
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        write_synced(temporary, data) if durable else temporary.write_bytes(data)
+        _write(temporary, data, durable, shared)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is raised, not that of removing
@@ -29,10 +38,15 @@ def write_atomic(path: Path, data: bytes, durable: bool = True) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write `data` and wait until it is on the disk; a crash may leave half of it."""
-    with open(path, "wb") as file:
+    _write(path, data, durable=True, shared=False)
+
+
+def _write(path: Path, data: bytes, durable: bool, shared: bool) -> None:
+    with open(path, "wb", opener=None if shared else private) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -45,11 +59,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and what is missing above it, durably."""
+    """Create `folder` and what is missing above it, for their owner alone, durably."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
+    for path in reversed(missing):
+        path.mkdir(FOLDER_MODE, exist_ok=True)
         sync_folder(path.parent)
+
+
+def make_private(folder: Path) -> None:
+    """Create `folder`, or close an existing one to others. Raises UserError if it belongs to another user."""
+    make_folder(folder)
+    found = folder.stat()
+    if found.st_uid != os.getuid():
+        raise UserError(f"{folder} belongs to another user, who could read and change what is in it; choose another")
+    if found.st_mode & 0o077:
+        folder.chmod(FOLDER_MODE)
 
 
 def remove_temporaries(folder: Path, name: str = "*") -> None:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from everfed.store.files import private
+
 
 class Locked(Exception):
     """Another process holds the lock."""
@@ -27,7 +29,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def _acquire(path: Path) -> IO[str]:
     while True:
-        file = open(path, "a")  # noqa: SIM115 - handed on
+        file = open(path, "a", opener=private)  # noqa: SIM115 - handed on
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is(file, path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.errors import UserError
-from everfed.store.files import make_folder, remove_temporaries, write_atomic
+from everfed.store.files import make_folder, private, remove_temporaries, write_atomic
 from everfed.store.lock import Locked, locked
 
 RECIPE, EVENTS, RESULT, MODEL, REPORT = "recipe.toml", "events.jsonl", "result.json", "model.safetensors", "report.html"
@@ -260,7 +260,7 @@ class EventLog:
         self._folder = path.parent
         with writing(self._folder):
             _cut_half_line(path)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+            self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - closed by close()
 
     def __call__(self, event: dict[str, Any]) -> None:
         line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"

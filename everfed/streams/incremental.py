@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data, DataCache
+from everfed.core.stream import digest_of
 from everfed.data import transforms
 from everfed.data.errors import PartitionError
 from everfed.data.partition import partition, who_got_what
@@ -125,6 +127,11 @@ class IncrementalStream(PlannedStream):
         require_index("task", task, self.tasks)
         return self.classes_of(self.options.kind_of(task))
 
+    def identity(self) -> str:
+        source = self.source
+        tensors = (source.x_train, source.y_train, source.x_test, source.y_test)
+        return digest_of(json.dumps([self.scenario, asdict(self.options)], sort_keys=True, default=str), *tensors)
+
     def describe(self) -> dict[str, Any]:
         """The settings in full, the sizes, and the classes of every client in every division."""
         return {
@@ -132,6 +139,7 @@ class IncrementalStream(PlannedStream):
             "dataset": self.source.name,
             "origin": self.source.origin,
             "samples": {part: len(rows) for part, rows in vars(self._rows).items()},
+            "test_labels": self.source.test_labels,
             **_plain(vars(self.options)),
             "normalise": _plain(self.normalise),
             "encoder": self.source.encoder or None,

@@ -9,6 +9,7 @@ from torch import Tensor
 from everfed.data.tokenizer import MASK, SPECIAL
 
 IGNORED = -100  # the target of a token that is not to be predicted
+_PARTS = 2**31  # chances are whole numbers below this
 _SHOWN_MASKED, _SHOWN_RANDOM = 0.8, 0.1  # the rest is shown as it is (Devlin et al., 2019)
 
 
@@ -26,6 +27,25 @@ def mask_tokens(
     inputs = np.where(predicted & (shown < _SHOWN_MASKED), MASK, tokens)
     swapped = predicted & (shown >= _SHOWN_MASKED) & (shown < _SHOWN_MASKED + _SHOWN_RANDOM)
     return np.where(swapped, random_tokens, inputs), np.where(predicted, tokens, IGNORED)
+
+
+def draw_masks(rng: np.random.Generator, count: int, length: int, vocabulary: int) -> np.ndarray:
+    """(count, 3 length) integers that fix the masks of `count` samples: per token whether it is predicted and how it is
+    shown, both in parts of `_PARTS`, and a random token."""
+    chances = rng.integers(0, _PARTS, (count, 2 * length))
+    return np.concatenate([chances, rng.integers(len(SPECIAL), vocabulary, (count, length))], axis=1)
+
+
+def mask_anew(x: Tensor, y: Tensor, rate: float, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Samples (n, length) that `mask_tokens` made, with other masks by the same rule; draws: of `draw_masks`."""
+    tokens = torch.where(y >= 0, y, x)
+    chance, shown, random_tokens = draws.split(x.shape[1], dim=1)
+    ordinary = tokens >= len(SPECIAL)
+    chance = torch.where(ordinary, chance, _PARTS)
+    predicted = ordinary & ((chance < rate * _PARTS) | (chance == chance.amin(1, keepdim=True)))
+    inputs = torch.where(predicted & (shown < _SHOWN_MASKED * _PARTS), MASK, tokens)
+    swapped = predicted & (shown >= _SHOWN_MASKED * _PARTS) & (shown < (_SHOWN_MASKED + _SHOWN_RANDOM) * _PARTS)
+    return torch.where(swapped, random_tokens, inputs), torch.where(predicted, tokens, IGNORED)
 
 
 def _likelihood(outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

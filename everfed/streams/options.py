@@ -14,12 +14,14 @@ NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "none": ((), ()),
     "half": ((0.5,), (0.5,)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 # default normalisation of a set (FedGP's code); all other sets: none
 USUAL_NORMALISATION: Mapping[str, str] = {"cifar10": "half", "cifar100": "cifar100"}
 AUGMENTATIONS: Mapping[str, str] = {
     "none": "train on the images as they are",
     "crop-flip": "random crop after zero-padding by 4, and random horizontal flip, in training only",
+    "crop-flip-brightness": "the same, and a brightness of 1 - 63/255 to 1 + 63/255",
 }
 
 
@@ -36,8 +38,8 @@ class Options:
     """The options that all scenarios share.
 
     tasks, clients: how many. partition: {kind, and its options}. participation: share of clients per round, (0, 1].
-    normalise: "none", "half" (0.5/0.5), "cifar100" or {mean, std}; None: the set's default.
-    augment: "none" or "crop-flip". validation: share of every class held out of the training data, [0, 1).
+    normalise: "none", "half" (0.5/0.5), "cifar100", "imagenet" or {mean, std}; None: the set's default.
+    augment: one of AUGMENTATIONS. validation: share of every class held out of the training data, [0, 1).
     boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
     image_size, channels: bring images to this format first. encoder: turns texts into vectors ("auto" by default).
 

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from everfed.core.data import Data, DataCache
 from everfed.data.tokenizer import SPECIAL, Tokenizer
 from everfed.data.utterances import SECONDS_PER_DAY, Utterances, load_utterances
 from everfed.streams.draws import generator
-from everfed.streams.masking import mask_tokens, masked_counts, masked_loss
-from everfed.streams.options import OptionError, Options, refuse_unused, require_number, require_whole
+from everfed.streams.masking import draw_masks, mask_anew, mask_tokens, masked_counts, masked_loss
+from everfed.streams.options import OptionError, Options, refuse_unused, require_choice, require_number, require_whole
 from everfed.streams.planned import CACHE_BYTES, SPLITS, PlannedStream, require_index
 
-# augment: masks are fixed, so that a sample's gradient is a function of the sample
+MASKING = ("dynamic", "static")
 _MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels", "encoder", "order")
 
 
@@ -39,7 +40,8 @@ class Periods(PlannedStream):
 
     train_weeks, test_weeks: of a period, for dated utterances; periods without training or test text are left out.
     test_share: of a user's utterances in a period, for numbered ones. vocabulary: at most so many word pieces.
-    length: tokens of a sample. mask_rate: share of tokens to be predicted; which ones is fixed for every sample.
+    length: tokens of a sample. mask_rate: share of tokens to be predicted. masking: which ones is drawn anew whenever a
+    sample is trained on ("dynamic", Liu et al., 2019) or once for every sample ("static"); tests have one mask always.
     `max_train` counts per client and period, `max_test` per period, and so does the scale of a quick look.
     """
 
@@ -65,6 +67,7 @@ class Periods(PlannedStream):
         vocabulary: int = 4000,
         length: int = 32,
         mask_rate: float = 0.15,
+        masking: str = "dynamic",
         min_utterances: int = 1,
     ) -> None:
         if not isinstance(source, Utterances):
@@ -75,8 +78,9 @@ class Periods(PlannedStream):
         require_whole("vocabulary", vocabulary, least=len(SPECIAL) + 1)
         require_whole("length", length, least=3)
         require_number("mask_rate", mask_rate, above=0.0, to=1.0)
+        require_choice("masking", masking, MASKING)
         self.utterances = source
-        self.mask_rate, self.input_shape = mask_rate, (length,)
+        self.mask_rate, self.masking, self.input_shape = mask_rate, masking, (length,)
         self.name = f"{source.name}-periods"
         if source.dated:
             self._settings: dict[str, Any] = {"train_weeks": train_weeks, "test_weeks": test_weeks}
@@ -84,7 +88,12 @@ class Periods(PlannedStream):
         else:
             self._settings = {"test_share": test_share}
             division = divide_numbered(source, test_share)
-        self._settings |= {"length": length, "mask_rate": mask_rate, "min_utterances": min_utterances}
+        self._settings |= {
+            "length": length,
+            "mask_rate": mask_rate,
+            "masking": masking,
+            "min_utterances": min_utterances,
+        }
         self._use_periods(division, min_utterances, vocabulary)
         self._cache = DataCache(CACHE_BYTES)
 
@@ -114,6 +123,14 @@ class Periods(PlannedStream):
             raise OptionError("validation", "no validation split was held out; set a share above 0")
         rows = (self._test if split == "test" else self._validation)[require_index("task", task, self.tasks)]
         return self._cache.get((split, task), lambda: self._masked(rows, split, task))
+
+    def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
+        """The masks of `count` samples in training; None where they are static."""
+        return draw_masks(rng, count, self.input_shape[0], self.classes) if self.masking == "dynamic" else None
+
+    def augment_samples(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """The samples with other masks, and so with other targets."""
+        return mask_anew(x, y, self.mask_rate, draws)
 
     def labels(self, task: int) -> tuple[int, ...]:
         """All word pieces."""

@@ -43,6 +43,7 @@ class PlannedStream(Stream):
         self.options, self.seed, self.scale = options, seed, scale
         self.clients, self.tasks, self.boundaries = options.clients, options.episodes, options.boundaries
         self.task_ids = type(self).task_ids and options.boundaries
+        self.colour_draws = int(options.augment == "crop-flip-brightness")
         self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * self.tasks
         self.calendar = Calendar(options, self.tasks, rounds_per_task, seed)
         self.asynchronous, self.fingerprint = self.calendar.asynchronous, self.calendar.fingerprint
@@ -100,12 +101,18 @@ class PlannedStream(Stream):
         return transforms.unscale(inputs, self._mean, self._std)
 
     def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
-        """(count, 3) draws for "crop-flip", None for "none"."""
-        return transforms.draw_crop_and_flip(rng, count) if self.options.augment == "crop-flip" else None
+        """(count, 3) draws for "crop-flip", one more for the brightness, None for "none"."""
+        if self.options.augment == "none":
+            return None
+        draws = transforms.draw_crop_and_flip(rng, count)
+        return np.hstack([draws, transforms.draw_brightness(rng, count)]) if self.colour_draws else draws
 
     def augment(self, x: Tensor, draws: Tensor) -> Tensor:
-        """Crop and mirror as drawn; the images themselves when nothing is augmented."""
-        return transforms.crop_and_flip(x, draws) if self.options.augment == "crop-flip" else x
+        """Crop, mirror and brighten as drawn; the images themselves when nothing is augmented."""
+        if self.options.augment == "none":
+            return x
+        x = transforms.crop_and_flip(x, draws[:, :3])
+        return transforms.brighten(x, draws[:, 3]) if self.colour_draws else x
 
 
 def require_index(what: str, index: int, count: int) -> int:

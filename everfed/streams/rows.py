@@ -10,6 +10,8 @@ from everfed.data.source import Source
 from everfed.data.split import held_out, stratified
 from everfed.streams.draws import generator
 
+LEAST_TESTS = 20  # of a class, at any scale
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -26,7 +28,8 @@ def choose_rows(
     """The samples a stream may use; validation samples never come from the test part."""
     y_train, y_test = source.y_train.numpy(force=True), source.y_test.numpy(force=True)
     pool = _thinned(y_train, scale, max_train, generator(seed, "thin train"))
-    test = _thinned(y_test, scale, max_test, generator(seed, "thin test"))
+    least = min(1.0, LEAST_TESTS * source.classes / len(y_test))  # a handful of tests would score 0 or 100 %
+    test = _thinned(y_test, max(scale, least), max_test, generator(seed, "thin test"))
     kept, held = held_out(y_train[pool], validation, generator(seed, "validation"))
     return Rows(pool[kept], pool[held], test)
 

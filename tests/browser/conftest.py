@@ -23,7 +23,7 @@ def browser() -> Iterator[Any]:
     )
     found = os.environ.get("EVERFED_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if not found:
-        pytest.skip("no chromium is installed, and EVERFED_CHROMIUM names none")
+        pytest.skip("no browser: install chromium, or name one in EVERFED_CHROMIUM")
     with sync_api.sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=found, args=list(FLAGS))
         yield opened

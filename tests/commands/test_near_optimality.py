@@ -31,7 +31,7 @@ def test_numbers_and_plot_are_written(tmp_path: Path) -> None:
     with open(tmp_path / "out" / "near_optimality.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 6 * 4 and all(float(row["ratio"]) >= 1 - 1e-9 for row in rows)
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="pip install 'everfed[plots]'")
     assert (tmp_path / "out" / "near_optimality.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -114,7 +114,7 @@ def test_features_are_no_images(run: Path, tmp_path: Path) -> None:
     (tmp_path / "flow.toml").write_text(recipe + "af-fcl = { hidden = 4 }\n")
     api.run(tmp_path / "flow.toml", tmp_path / "flow")
     result = everfed("samples", str(tmp_path / "flow"))
-    assert result.exit_code == 2 and "its flow makes features" in result.stderr
+    assert result.exit_code == 2 and "has no generator of images" in result.stderr
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

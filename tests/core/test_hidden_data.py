@@ -111,6 +111,16 @@ def test_what_training_needs_of_a_stream_is_visible() -> None:
         _ = view.nonsense
 
 
+@pytest.mark.parametrize("name", ["tasks", "labels", "labels_of"])
+def test_what_the_tasks_are_is_hidden_with_them(name: str) -> None:
+    """The classes of a task, a client's own included, tell which tasks there are."""
+    hidden = Bench(stream=Toy(boundaries=False, task_ids=False)).context().train.stream
+    with pytest.raises(Hidden, match=f"may not use '{name}'"):
+        getattr(hidden, name)
+    for known in (Toy(boundaries=False), Toy(task_ids=False)):
+        getattr(Bench(stream=known).context().train.stream, name)
+
+
 def test_a_stream_may_show_more_of_itself() -> None:
     class Boxes(Toy):
         visible = frozenset({"anchors"})

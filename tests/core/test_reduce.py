@@ -79,6 +79,19 @@ def test_a_weightless_reply_changes_nothing() -> None:
     assert reduced(Mean(weighted=True), (b, 0.0)) is None
 
 
+def test_collected_replies_of_several_processes_are_in_client_order() -> None:
+    """Two ranks with the even and the odd clients: the order in which one process would have collected them."""
+    ranks = [Collect().start() for _ in range(2)]
+    for client in (0, 2, 10):
+        ranks[0].add(client, f"of {client}", 1.0)
+    for client in (1, 3):
+        ranks[1].add(client, f"of {client}", 1.0)
+    exported = [rank.export() for rank in ranks]
+    for rank in ranks:
+        rank.merge(exported)
+        assert list(rank.result().items()) == [(client, f"of {client}") for client in (0, 1, 2, 3, 10)]
+
+
 def test_values_are_not_changed_by_reducing_them() -> None:
     value = torch.ones(2, dtype=torch.float64)
     under_way = Sum().start()

@@ -156,6 +156,12 @@ def test_training_learns_the_toy_tasks() -> None:
     assert full / scored > 0.8
 
 
+def test_the_cost_in_samples_counts_every_epoch() -> None:
+    """4 rounds of 3 clients with 12 samples each, in 2 epochs; a client without data costs nothing."""
+    assert Bench().run().state.samples == 4 * 3 * 12 * 2
+    assert Bench(stream=Toy(sizes={(1, 0): 0})).run().state.samples == (2 * 2 + 2 * 3) * 12 * 2
+
+
 # bytes ---------------------------------------------------------------------------------------------------------------
 def per_round(outcome: Outcome) -> dict[int, tuple[int, int]]:
     rounds: dict[int, tuple[int, int]] = {}
@@ -320,13 +326,14 @@ def test_an_equalised_run_with_a_client_without_data() -> None:
 
 
 def test_after_rounds_without_data_a_client_does_not_go_on_from_old_weights() -> None:
-    """Client 0 has no data in rounds 1 and 2. In round 3 it may wait, or go on from what round 2 sent."""
-    stream = Toy(clients=2, tasks=4, rounds_per_task=1, sizes={(0, 1): 0, (0, 2): 0})
+    """Client 0 has no data in rounds 1 and 2. In round 3, which brings no model, it waits; round 4 brings one."""
+    stream = Toy(clients=2, tasks=6, rounds_per_task=1, sizes={(0, 1): 0, (0, 2): 0})
     log: list[Seen] = []
     bench = equalised(2).change(stream=stream)
     bench.change(method=spied(bench.build_method(), log)).run()
-    started = [seen.params for seen in log if (seen.client, seen.round) == (0, 3)][:1]
-    assert all(torch.equal(params, bench.run(rounds=2).params) for params in started)
+    started = {seen.round: seen.params for seen in reversed(log) if seen.client == 0}
+    assert sorted(started) == [0, 4, 5]
+    assert torch.equal(started[4], bench.run(rounds=4).params)
 
 
 # order, absence, faults ----------------------------------------------------------------------------------------------

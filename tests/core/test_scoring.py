@@ -159,7 +159,7 @@ def test_nothing_is_read_back_from_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_no_host_synchronisation_on_a_gpu() -> None:
     logits, labels = torch.randn(8, CLASSES, device="cuda"), torch.arange(8, device="cuda")
     mask = scoring.class_mask(range(8), CLASSES).to("cuda")

@@ -56,7 +56,7 @@ def test_hashing_is_a_function_of_the_text_alone() -> None:
 
 
 def test_wordllama_knows_what_texts_are_about() -> None:
-    pytest.importorskip("wordllama")
+    pytest.importorskip("wordllama", reason="pip install 'everfed[text]'")
     encoder = make_encoder("wordllama", None)
     assert encoder.name == make_encoder(None, None).name == "wordllama:256"
     vectors = encoder.encode(["a boat on the sea", "the ship sails the ocean", "income tax and bank accounts", ""])
@@ -108,7 +108,7 @@ def test_wrong_shapes_and_folders_that_cannot_be_written_are_refused(tmp_path: P
 
 def tiny_distilbert(folder: Path) -> Path:
     """A DistilBERT of random weights, in the files the hub has it in."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="pip install 'everfed[text]'")
     folder.mkdir(parents=True)
     special, words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["the", "quick", "brown", "fox", "slow", "turtle"]
     words = special + words
@@ -175,7 +175,7 @@ def test_an_encoder_for_images_is_refused() -> None:
         streams.build({"dataset": "digits", "scenario": "class-incremental", "encoder": "hashing"}, 0, 1)
 
 
-@pytest.mark.skipif("EVERFED_DATA" not in os.environ, reason="EVERFED_DATA is not set")
+@pytest.mark.skipif("EVERFED_DATA" not in os.environ, reason="EVERFED_DATA names no folder of data sets")
 @pytest.mark.parametrize(
     ("name", "classes", "train", "test"),
     [("yahooqa", 10, 200, 200), ("newsgroups", 20, 200, 200), ("dbpedia", 14, 210, 210), ("clinc150", 150, 300, 300)],

@@ -10,11 +10,11 @@ import torch
 
 from everfed.data import DataError, load
 
-datasets = pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets", reason="pip install 'everfed[hub]'")
 
 
 def image_split(n: int, size: int = 5) -> tuple[object, np.ndarray]:
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     x = np.random.default_rng(n).integers(0, 256, (n, size, size, 3), dtype=np.uint8)
     features = datasets.Features(
         {

@@ -1,9 +1,10 @@
-"""Partitions against the properties and numbers of the specification."""
+"""Partitions against their defining properties, and against counts on MNIST's class sizes."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,8 +86,8 @@ def test_shards_of_mnist_are_two_runs_of_3000_of_the_sorted_images():
     assert sorted(dealt) == list(range(20))
 
 
-def test_shards_of_mnist_hold_1_to_4_digits_as_often_as_the_specification_counts():
-    # Specification: 1/2/3/4 digits with probability .01/.39/.46/.15. All 190 pairs of shards are equally likely.
+def test_shards_of_mnist_hold_1_to_4_digits_as_often_as_all_pairs_of_shards():
+    # FedGP's code deals 2 of 20 sorted shards to each client; all 190 pairs are equally likely
     labels = np.repeat(np.arange(10), MNIST_CLASS_SIZES)
     held = [set(labels[s * 3000 : (s + 1) * 3000].tolist()) for s in range(20)]
     pairs = [len(a | b) for a, b in itertools.combinations(held, 2)]
@@ -296,3 +297,26 @@ def test_lda_is_even_at_a_large_alpha_and_lopsided_at_a_small_one():
         largest[alpha] = np.mean([np.bincount(labels[part], minlength=10).max() / len(part) for part in parts])
     assert largest[1e6] < 0.25  # 100 draws from ten equal classes: the largest share is near 0.16
     assert largest[1e-3] > 0.85
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("dirichlet", {"alpha": 1e6}), ("iid", {}), ("lda", {"alpha": 1e6}), ("pathological", {"classes_per_client": 1})],
+)
+def test_which_samples_of_a_class_a_client_gets_is_drawn(kind: str, options: dict[str, Any]) -> None:
+    """Of 200 samples of one class half go to either client: not the first hundred, since files are often sorted."""
+    parts = partition(kind, np.zeros(200, dtype=np.int64), 2, np.random.default_rng(0), **options)
+    first = np.sort(parts[0])
+    assert 80 <= len(first) <= 120 and 30 < np.count_nonzero(first < 100) < 70
+    again = partition(kind, np.zeros(200, dtype=np.int64), 2, np.random.default_rng(1), **options)
+    assert not np.array_equal(first, np.sort(again[0]))
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(7, [3, 2, 2]), (8, [3, 3, 2]), (9, [3, 3, 3])])
+@pytest.mark.parametrize(("kind", "options"), [("iid", {}), ("lda", {"alpha": 1.0})])
+def test_the_first_clients_get_what_is_left_over(
+    kind: str, options: dict[str, Any], samples: int, sizes: list[int]
+) -> None:
+    labels = np.arange(samples) % 2
+    parts = partition(kind, labels, 3, np.random.default_rng(0), **options)
+    assert [len(part) for part in parts] == sizes

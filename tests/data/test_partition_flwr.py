@@ -10,7 +10,7 @@ import pytest
 from everfed.data.errors import PartitionError
 from everfed.data.partition import dirichlet, iid, partition, pathological, shards
 
-pytest.importorskip("flwr_datasets")
+pytest.importorskip("flwr_datasets", reason="pip install 'everfed[hub]'")
 
 
 def rng(seed: int = 0) -> np.random.Generator:

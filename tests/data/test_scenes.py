@@ -17,7 +17,7 @@ CATEGORIES = [{"id": 3, "name": "bike"}, {"id": 1, "name": "car"}]
 
 
 def write_image(path: Path, size: tuple[int, int] = (40, 20)) -> None:
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     path.parent.mkdir(parents=True, exist_ok=True)
     image.new("RGB", size, (255, 0, 0)).save(path)
 
@@ -177,7 +177,7 @@ def test_a_box_is_exactly_what_is_drawn() -> None:
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_carlas_images(data_dir: Path, part: str) -> None:
     if not (data_dir / "carla").is_dir():
-        pytest.skip("carla is not in the data folder")
+        pytest.skip("carla is not in the folder that EVERFED_DATA names")
     scenes = load_scenes("carla", data_dir)
     assert scenes.class_names == ("vehicle", "bike", "motobike", "traffic_light", "traffic_sign")
     assert (scenes.home, scenes.away) == (("Town01", "Town02", "Town03", "Town04"), ("Town05",))

@@ -66,7 +66,9 @@ def arrays(**change):
 
 
 def test_classes_come_from_the_labels_of_both_parts_or_from_the_names():
-    assert make_source("own", **arrays(), origin="here").classes == 5
+    found = make_source("own", **arrays(), origin="here")
+    assert (found.classes, found.class_names) == (4, ("0", "1", "2", "4"))  # no sample is of class 3
+    assert make_source("own", **arrays(), origin="here", classes=5).classes == 5
     named = make_source("own", **arrays(), origin="here", class_names=list("abcdefg"))
     assert (named.classes, named.class_names[6]) == (7, "g")
 

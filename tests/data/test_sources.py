@@ -106,7 +106,8 @@ def test_pickled_cifar_is_not_read(tmp_path):
 
 
 def test_svhn_mat(tmp_path):
-    scipy_io = pytest.importorskip("scipy.io")
+    from scipy import io as scipy_io
+
     x = pixels(32, 32, 3, 4)
     for part in ("train", "test"):
         scipy_io.savemat(tmp_path / f"{part}_32x32.mat", {"X": x, "y": np.array([[10], [1], [2], [9]], np.uint8)})
@@ -271,7 +272,7 @@ def test_available_finds_sets_of_several_domains(tmp_path):
 
 
 def write_images(root: Path, mode: str = "RGB", size: tuple[int, int] = (6, 4)) -> dict[str, np.ndarray]:
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     written = {}
     for part, count in (("train", 3), ("test", 1)):
         for label, name in enumerate(("cat", "dog")):
@@ -302,7 +303,7 @@ def test_grey_image_folder_keeps_one_channel(tmp_path):
 
 
 def test_image_folder_refusals(tmp_path):
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     write_images(tmp_path)
     stranger = tmp_path / "test" / "emu"
     stranger.mkdir()

@@ -7,9 +7,19 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageEnhance
 
 from everfed.data import transforms
-from everfed.data.transforms import crop_and_flip, draw_crop_and_flip, permute_pixels, rotate, scale, to_format
+from everfed.data.transforms import (
+    brighten,
+    crop_and_flip,
+    draw_brightness,
+    draw_crop_and_flip,
+    permute_pixels,
+    rotate,
+    scale,
+    to_format,
+)
 
 
 def images(n: int, channels: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -29,7 +39,7 @@ def images(n: int, channels: int, height: int, width: int, seed: int = 0) -> tor
 @example(179.99999999999997, (28, 28), 0)
 @settings(deadline=None, max_examples=150)
 def test_rotation_equals_pillow_pixel_by_pixel(degrees, size, seed):
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     x = images(2, 1, *size, seed)
     expected = np.stack([np.asarray(pillow.fromarray(image[0].numpy()).rotate(degrees)) for image in x])
     turned = rotate(x, degrees)
@@ -97,6 +107,28 @@ def test_the_centre_crop_without_flip_is_the_image_itself():
     assert torch.equal(crop_and_flip(x, torch.tensor([[4, 4, 0]] * 4)), x)
 
 
+@given(st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=20)
+def test_brightness_equals_pillow_s(seed):
+    x = images(6, 3, 9, 9, seed % 1000)
+    draws = draw_brightness(np.random.default_rng(seed), 6)
+    result = brighten(x, torch.from_numpy(draws[:, 0]))
+    for image, draw, out in zip(x, draws[:, 0], result, strict=True):
+        picture = Image.fromarray(image.permute(1, 2, 0).numpy())
+        theirs = np.asarray(ImageEnhance.Brightness(picture).enhance(1 + float(draw) / 65536))
+        assert np.array_equal(out.permute(1, 2, 0).numpy(), theirs)
+
+
+def test_brightness_is_uniform_around_1_and_0_leaves_an_image_alone():
+    factors = 1 + draw_brightness(np.random.default_rng(0), 20_000)[:, 0] / 65536
+    assert factors.min() == pytest.approx(1 - 63 / 255, abs=1e-3) and factors.min() >= 1 - 63 / 255
+    assert factors.max() == pytest.approx(1 + 63 / 255, abs=1e-3) and factors.max() <= 1 + 63 / 255
+    assert factors.std() == pytest.approx(63 / 255 / np.sqrt(3), rel=0.02)
+    x = images(4, 3, 8, 8)
+    assert torch.equal(brighten(x, torch.zeros(4)), x)
+    assert torch.equal(brighten(x.float(), torch.zeros(4)), x.float())
+
+
 def test_draws_cover_all_positions_and_both_sides_evenly():
     draws = draw_crop_and_flip(np.random.default_rng(0), 20_000)
     assert draws.shape == (20_000, 3)
@@ -108,8 +140,8 @@ def test_draws_cover_all_positions_and_both_sides_evenly():
 
 def test_augmentation_and_scaling_never_look_at_a_value():
     # Tensors on the meta device have no values: reading one back to the host, or a shape that depends on one, raises.
-    x, draws = images(4, 3, 8, 8).to("meta"), torch.zeros((4, 3), dtype=torch.int64, device="meta")
-    out = scale(crop_and_flip(x, draws), (0.1, 0.2, 0.3), (0.1, 0.2, 0.3))
+    x, draws = images(4, 3, 8, 8).to("meta"), torch.zeros((4, 4), dtype=torch.int64, device="meta")
+    out = scale(brighten(crop_and_flip(x, draws[:, :3]), draws[:, 3]), (0.1, 0.2, 0.3), (0.1, 0.2, 0.3))
     assert (tuple(out.shape), out.dtype) == ((4, 3, 8, 8), torch.float32)
 
 
@@ -161,7 +193,7 @@ def test_grey_to_colour_and_back():
 
 
 def test_colour_to_grey_is_pillows_to_one_level():
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     x = images(2, 3, 16, 16)
     expected = np.stack([np.asarray(pillow.fromarray(i.permute(1, 2, 0).numpy()).convert("L")) for i in x])
     assert np.abs(to_format(x, 1, 16)[:, 0].numpy().astype(int) - expected.astype(int)).max() <= 1
@@ -169,7 +201,7 @@ def test_colour_to_grey_is_pillows_to_one_level():
 
 @pytest.mark.parametrize(("height", "width", "size"), [(28, 28, 32), (8, 8, 28), (32, 32, 16), (16, 12, 16)])
 def test_resizing_is_pillows_bilinear_to_two_levels(height, width, size):
-    pillow = pytest.importorskip("PIL.Image")
+    pillow = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     x = images(2, 1, height, width)
     expected = np.stack(
         [np.asarray(pillow.fromarray(i[0].numpy()).resize((size, size), pillow.Resampling.BILINEAR)) for i in x]

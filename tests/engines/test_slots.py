@@ -19,6 +19,14 @@ def test_every_client_is_dealt_once_and_no_slot_waits_long(sizes: dict[int, int]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
+def test_the_largest_clients_are_dealt_first() -> None:
+    """By hand: 9 | 7, 5 to the second (12), 4 to the first (13), 2 to the second (14). Smallest first would end with
+    11 and 16."""
+    sizes = {0: 2, 1: 4, 2: 5, 3: 7, 4: 9}
+    assert deal(sizes, 2) == [[4, 1], [3, 2, 0]]
+    assert deal({0: 3, 1: 3, 2: 3}, 2) == [[0, 2], [1]]  # equal ones in client order
+
+
 def search(speed: Callable[[Setting], float], clients: int = 100, **fixed: int) -> Tuner:
     tuner = Tuner(**fixed)
     for _ in range(20):
@@ -33,6 +41,13 @@ def test_cheap_launches_keep_one_thread_and_add_slots_while_that_pays() -> None:
     tuner = search(lambda s: min(s.slots, 8) * (1.0 if s.threads == 1 else 0.9))
     assert tuner.setting == Setting(8, 1)
     assert Setting(16, 1) not in tuner.rates  # 12 brought nothing, so 16 was not tried
+
+
+def test_a_gain_within_the_noise_of_a_measurement_is_none() -> None:
+    """8 slots are 2 % faster than 4: not enough to go on to 12. 4 % are."""
+    tuner = search(lambda s: {4: 100.0, 8: 102.0}.get(s.slots, 1000.0), threads=1)
+    assert set(tuner.rates) == {Setting(4, 1), Setting(8, 1)}
+    assert Setting(12, 1) in search(lambda s: {4: 100.0, 8: 104.0}.get(s.slots, 1.0), threads=1).rates
 
 
 def test_blocking_launches_take_a_thread_per_slot() -> None:

@@ -68,7 +68,7 @@ def small_disk(work: Path) -> Iterator[Path]:
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a small disk")
+        pytest.skip("needs root and mount(8), to mount a small disk")
     try:
         yield disk
     finally:
@@ -261,7 +261,7 @@ def read_only(work: Path) -> Iterator[Path]:
     """`work` with everything below it read-only: for root by a mount, else by permissions."""
     for command in (["mount", "--bind"], ["mount", "-o", "remount,ro,bind"]):
         if os.geteuid() == 0 and subprocess.run([*command, str(work / "mine"), str(work / "mine")]).returncode:
-            pytest.skip("a folder cannot be made read-only for root here")
+            pytest.skip("root may not mount here: run as another user, or with the right to mount")
     if os.geteuid() != 0:
         (work / "mine").chmod(0o555)
     try:

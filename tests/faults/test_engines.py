@@ -20,8 +20,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from everfed import Part
-from everfed.core.phase import Phase
+from everfed import Part, Phase
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,15 @@ class Fragile(Part):
     name = "fragile"
 
     def phases(self):
-        return (Phase("look", owner=self.name),)
+        return (Phase("look", run=self.look),)
 
-    def run(self, client, phase, message, data, ctx):
+    def look(self, client, message, data, ctx):
         self.fail("look", ctx)
-        return {}, {}
+        return None, {}
 
-    def receive(self, client, message, model, ctx):
+    def receive(self, client, message, model, data, ctx):
         self.fail("train", ctx)
-        return super().receive(client, message, model, ctx)
+        return None, model
 
     def fail(self, phase, ctx):
         if (ctx.client, ctx.round) != (2, 5):

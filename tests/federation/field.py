@@ -77,7 +77,7 @@ class Site:
     ) -> None:
         self.joining, self.folder = joining, joining.folder
         self.folder.mkdir(parents=True, exist_ok=True)
-        made = children(joining, free_port())
+        made = children(joining)
         self.children = [child for child in made if child.name.removeprefix("the ") not in without]
         for child in self.children:
             child.env, child.command = {**child.env, **(env or {})}, [*prefix, *child.command]

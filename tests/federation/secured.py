@@ -18,7 +18,9 @@ import pytest
 from everfed.federation.proxy import Proxy, nginx
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
-needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
+needs_nginx = pytest.mark.skipif(
+    NGINX is None, reason="nginx is not installed: apt install nginx-light, or put it on PATH"
+)
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ import torch
 
 from everfed.core import tree
 from everfed.errors import UserError
-from everfed.federation import request as ask
+from everfed.federation import request as wire
 from everfed.federation.checking import largest_reply
 from everfed.federation.codec import to_reply
 from everfed.federation.local import NODE_KEY, listen, socket_path
@@ -71,7 +71,7 @@ def test_a_reply_to_another_federation_is_not_taken(tmp_path: Path, honest: Outc
         header = {**loop.sent[-1][1].header, "run": "b2", "durable": "[0, 0, 0, 0]"}
         pieces = {name: data for client, packet in loop.sent if client == 1 for name, data in packet.pieces.items()}
         answer = loop.sites[1].answer(Packet(header, pieces))
-        assert Answer.of(answer).kind == ask.REPLY
+        assert Answer.of(answer).kind == wire.REPLY
         return answer
 
     outcome = strike(loop, tmp_path, astray, times=1)
@@ -95,7 +95,7 @@ def test_a_request_for_a_client_that_is_not_there_is_refused(tmp_path: Path) -> 
     packet = loop.sent[0][1]
     for client in (-1, 2, 10**12):
         odd = Packet({**packet.header, "run": "c3", "client": client}, packet.pieces)
-        assert Answer.of(loop.sites[0].answer(odd)).kind == ask.REFUSED
+        assert Answer.of(loop.sites[0].answer(odd)).kind == wire.REFUSED
 
 
 def test_a_reply_larger_than_any_can_be_is_refused(tmp_path: Path, honest: Outcome) -> None:
@@ -143,7 +143,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ['a"b', 'x" other="1', "back\\slash", "t\tb", "new\nline", "x" * 150, "plain name"])
 def test_no_folder_s_name_changes_a_node_s_config(name: str, short: Path) -> None:
-    parse = pytest.importorskip("flwr.common.config").parse_config_args
+    parse = pytest.importorskip("flwr.common.config", reason="pip install 'everfed[flower]'").parse_config_args
     path = socket_path(short / name)
     assert parse([f'{NODE_KEY}="{path}"']) == {NODE_KEY: str(path)}
     if path.parent == short / name:
@@ -178,7 +178,7 @@ def test_a_node_that_does_not_say_where_its_worker_is(config: dict[str, Any]) ->
 
 @pytest.mark.parametrize("what", ["a file", "a folder", "nothing"])
 def test_a_path_that_is_no_worker_s_is_left_alone(what: str, tmp_path: Path) -> None:
-    from everfed.federation.local import ask as ask_worker
+    from everfed.federation.local import call_worker
 
     path = tmp_path / "x"
     if what == "a file":
@@ -186,5 +186,5 @@ def test_a_path_that_is_no_worker_s_is_left_alone(what: str, tmp_path: Path) -> 
     elif what == "a folder":
         path.mkdir()
     with pytest.raises(ConnectionError, match="no everfed worker answers"):
-        ask_worker(str(path), Packet({}), patience=0.0)
+        call_worker(str(path), Packet({}), patience=0.0)
     assert path.read_text() == "precious" if what == "a file" else path.is_dir() == (what == "a folder")

@@ -20,7 +20,7 @@ from everfed.core.engine import ClientError
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.runner import EvalOptions, RunState
-from everfed.federation import request as ask
+from everfed.federation import request as wire
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.patience import Patience
 from everfed.federation.request import Answer, Request
@@ -432,9 +432,9 @@ def test_requests_from_the_past_are_refused(tmp_path: Path) -> None:
     federated(bench, loop, epoch=2)
     old = next(packet for client, packet in loop.sent if client == 0)
     earlier = Packet({**old.header, "epoch": 1}, old.pieces)
-    assert Answer.of(loop.sites[0].answer(earlier)).kind == ask.REFUSED
+    assert Answer.of(loop.sites[0].answer(earlier)).kind == wire.REFUSED
     before = states(bench.world(), tmp_path)
-    assert Answer.of(loop.sites[0].answer(old)).kind == ask.REFUSED  # its place was passed in this life
+    assert Answer.of(loop.sites[0].answer(old)).kind == wire.REFUSED  # its place was passed in this life
     assert all(tree.equal(states(bench.world(), tmp_path)[c], before[c]) for c in before)
 
 
@@ -480,15 +480,17 @@ def request(bench: Bench, tmp_path: Path) -> tuple[Loop, Packet]:
 def test_a_request_that_makes_no_sense_is_refused(header: dict[str, Any], said: str, tmp_path: Path) -> None:
     loop, packet = request(Bench("fedavg"), tmp_path)
     answer = Answer.of(loop.sites[0].answer(Packet({**packet.header, **header}, packet.pieces)))
-    assert (answer.kind, said in answer.reason) == (ask.REFUSED, True), answer.reason
+    assert (answer.kind, said in answer.reason) == (wire.REFUSED, True), answer.reason
     assert not (tmp_path.parent / "etc").exists()
 
 
 def test_a_damaged_payload_is_refused(tmp_path: Path) -> None:
     loop, packet = request(Bench("fedavg"), tmp_path)
     damaged = {name: data[:-1] + bytes([data[-1] ^ 1]) for name, data in packet.pieces.items()}
-    answer = Answer.of(loop.sites[0].answer(Packet(packet.header, {**damaged, ask.RECIPE: packet.pieces[ask.RECIPE]})))
-    assert (answer.kind, "damaged" in answer.reason) == (ask.REFUSED, True)
+    answer = Answer.of(
+        loop.sites[0].answer(Packet(packet.header, {**damaged, wire.RECIPE: packet.pieces[wire.RECIPE]}))
+    )
+    assert (answer.kind, "damaged" in answer.reason) == (wire.REFUSED, True)
 
 
 def test_no_raw_sample_is_among_the_bytes_that_are_sent(tmp_path: Path) -> None:
@@ -509,7 +511,7 @@ def test_no_raw_sample_is_among_the_bytes_that_are_sent(tmp_path: Path) -> None:
 
 def test_patience_in_numbers() -> None:
     patience = Patience(deadline=10, minimum=2, deadlines={"train": 20})
-    assert not patience.over("other", asked=3, answered=1, seconds=99)
+    assert not patience.over("other", clients=3, answered=1, seconds=99)
     assert patience.over("other", 3, 2, 10)
     assert not patience.over("train", 3, 2, 10)
     assert patience.over("train", 3, 3, 0)
@@ -520,7 +522,7 @@ def test_patience_in_numbers() -> None:
 
 
 def test_an_answer_crosses_unchanged() -> None:
-    answer = Answer(ask.REPLY, "r", "why", ("a",), ("b", "c"), True, (b"1", b"2"))
+    answer = Answer(wire.REPLY, "r", "why", ("a",), ("b", "c"), True, (b"1", b"2"))
     assert Answer.of(answer.packet()) == answer
     with pytest.raises(PacketError):
         Request.of(answer.packet())

@@ -97,7 +97,7 @@ def test_the_server_killed_in_the_middle_of_phases_and_started_again(tmp_path: P
             assert server.poll() is None, (tmp_path / "command.log").read_text()[-2000:]
             server.kill()
             server.wait()
-        for name in ("worker", "supernode", "executor"):
+        for name in ("worker", "supernode"):
             two.sites[1].kill(name)
         assert two.command(*words).wait() == 0, (tmp_path / "command.log").read_text()[-2000:]
         assert outcome(out) == reference

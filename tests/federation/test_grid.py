@@ -13,7 +13,7 @@ import httpx
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from everfed.federation.flower.grid import GridTransport, Node
-from everfed.federation.flower.records import to_records
+from everfed.federation.flower.records import from_records, to_records
 from everfed.federation.packet import PROTOCOL, Packet
 from everfed.federation.transport import Failure
 
@@ -49,6 +49,11 @@ class FakeGrid:
     answers: dict[str, Packet] = field(default_factory=dict)
     outages: int = 0
     broken: Exception | None = None
+    contents: list[Any] = field(default_factory=list)
+
+    def packets(self) -> list[Packet]:
+        """What was sent."""
+        return [from_records(content) for content in self.contents]
 
     def get_nodes(self) -> list[Here]:
         return self.nodes
@@ -58,6 +63,7 @@ class FakeGrid:
             broken, self.broken = self.broken, None
             raise broken
         tickets = [f"m{len(self.sent) + index}" for index in range(len(messages))]
+        self.contents += [message.content for message in messages]
         self.sent += [(t, m.metadata.dst_node_id) for t, m in zip(tickets, messages, strict=True)]
         return tickets
 

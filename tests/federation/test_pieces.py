@@ -23,7 +23,7 @@ from everfed.federation import packet as wire
 from everfed.federation.codec import to_reply
 from everfed.federation.flower.app import files
 from everfed.federation.joining import KEY_REFUSED, Joining, children, join, refusal
-from everfed.federation.local import ask, listen, socket_path
+from everfed.federation.local import call_worker, listen, socket_path
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.request import Answer, Request
 from everfed.federation.roster import Roster
@@ -91,7 +91,7 @@ def test_what_is_too_large_is_not_read() -> None:
 
 def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="no everfed worker answers"):
-        ask(str(tmp_path / "nobody.sock"), Packet({}), patience=0.2)
+        call_worker(str(tmp_path / "nobody.sock"), Packet({}), patience=0.2)
 
 
 def test_a_socket_is_its_owners_alone_and_its_path_is_short(tmp_path: Path) -> None:
@@ -257,9 +257,9 @@ def test_what_join_can_know_it_says_at_once(
 
 
 def test_of_a_client_s_processes_the_worker_is_heard_and_the_others_explain_their_end(tmp_path: Path) -> None:
-    worker, supernode, executor = children(Joining("127.0.0.1:1", tmp_path, "site-0"), 2)
-    assert [child.relays for child in (worker, supernode, executor)] == [True, False, False]
-    assert supernode.explain is refusal and executor.explain("OSError: no") == "OSError: no"
+    worker, supernode = children(Joining("127.0.0.1:1", tmp_path, "site-0"))
+    assert (worker.relays, supernode.relays) == (True, False)
+    assert supernode.explain is refusal and refusal("OSError: no") == "OSError: no"
 
 
 def test_a_folder_has_one_client_at_a_time(tmp_path: Path) -> None:
@@ -304,3 +304,12 @@ def test_the_examples_recipe_is_one() -> None:
 
     recipe = read(EXAMPLES / "recipe.toml")
     assert (recipe.stream.scenario, recipe.federation.deadline) == ("own", 0)
+
+
+def test_a_simulation_without_any_data_is_an_error(tmp_path: Path) -> None:
+    """The recipe of a real federation, whose data lies on its clients, has none where it is simulated."""
+    words = ["run", str(EXAMPLES / "recipe.toml"), "--out", str(tmp_path / "run"), "--set", "train.rounds_per_task=1"]
+    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert told.exit_code == 2
+    assert "no client had any sample" in " ".join(told.output.split())
+    assert not (tmp_path / "run" / "result.json").exists()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.federation.field import Field, events, field, outcome, simulated
+from everfed.privacy.secure_engine import TooFewClients
+from everfed.recipe import Recipe, to_toml
+from tests.federation.field import Field, Site, events, field, outcome, simulated
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,3 +49,44 @@ def test_a_client_killed_in_the_middle_of_the_protocol_comes_back(three: Field, 
 
     out = three.serve(recipe, "hurt", hurt)
     assert killed and outcome(out)["model"] == outcome(simulated(recipe, tmp_path / "reference"))["model"]
+
+
+SERVER = """
+import os, signal, sys
+from pathlib import Path
+from everfed.federation.flower.link import Address, open_grid
+from everfed.federation.serving import Serving, serve
+from everfed.recipe import read
+
+def observe(event):
+    if event["event"] == "phase":  # the sum is opened, and no checkpoint has it yet
+        os.kill(os.getpid(), signal.SIGKILL)
+
+recipe, out, port = sys.argv[1:]
+serve(Serving(read(Path(recipe)), Path(out)), lambda: open_grid(Address("127.0.0.1", int(port))), [observe])
+"""
+
+
+def serve_until_a_sum_is_opened(four: Field, recipe: Recipe, out: Path) -> None:
+    """A server process that is killed at the worst moment."""
+    path = four.folder / "killed.toml"
+    path.write_text(to_toml(recipe))
+    command = [sys.executable, "-c", SERVER, str(path), str(out), str(four.port)]
+    assert subprocess.run(command, timeout=240).returncode == -signal.SIGKILL
+
+
+def test_a_server_killed_after_it_opened_a_sum_resumes_with_the_same_clients_only(tmp_path: Path) -> None:
+    """The same sum without the client that is away would reveal that client's reply. Once it is back, the run ends in
+    the simulation's bits."""
+    from everfed.federation.flower.link import Address, open_grid
+    from everfed.federation.serving import Serving, serve
+
+    with field(tmp_path, 4) as four:
+        recipe = four.recipe("privacy.secure_aggregation=true", "federation.deadline=30", method="fedavg")
+        serve_until_a_sum_is_opened(four, recipe, tmp_path / "run")
+        four.sites[3].close()
+        with pytest.raises(TooFewClients, match="opened before the server was stopped, with clients 0,1,2,3"):
+            serve(Serving(recipe, tmp_path / "run", clients=3), lambda: open_grid(Address("127.0.0.1", four.port)))
+        four.sites[3] = Site(four.joining(3))
+        out = four.serve(recipe, "run")
+    assert outcome(out)["model"] == outcome(simulated(recipe, tmp_path / "reference"))["model"]

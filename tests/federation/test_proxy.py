@@ -121,7 +121,7 @@ def test_who_does_not_hold_the_authority_does_not_speak_to_it(port: int, tmp_pat
 
 
 def test_the_fleet_s_calls_are_those_of_flower() -> None:
-    router = pytest.importorskip("flwr.superlink.routers.fleet.router").router
+    router = pytest.importorskip("flwr.superlink.routers.fleet.router", reason="pip install 'everfed[flower]'").router
     assert {route.path for route in router.routes} == {f"/v1/fleet/{call}" for call in FLEET}
 
 

@@ -219,18 +219,3 @@ def test_a_lost_connection_is_raised_by_the_next_pull() -> None:
 
     with pytest.raises(ConnectionError, match="away"):
         Puller(Broken([stored(SMALL)]), NODE, 1).pull(["t0"], 1 << 20)
-
-
-def test_a_supernode_gives_up_an_object_that_its_app_does_not_deliver() -> None:
-    """Flower's loop asks for it until it is there, and answers nothing else meanwhile."""
-    from everfed.federation.flower.supernode import with_stall_limit
-
-    objects = {"here": b"x", "missing": b""}
-
-    def push(*, object_store: Any, state: str) -> None:
-        assert state == "s" and object_store.get("here") == b"x" and object_store.get("unknown") is None
-        while object_store.get("missing") == b"":
-            pass
-
-    with pytest.raises(TimeoutError, match="did not deliver it"):
-        with_stall_limit(push, seconds=0.2)(object_store=objects, state="s")

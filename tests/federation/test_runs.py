@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from everfed.federation import request as ask
+from everfed.federation import request as wire
 from everfed.federation.joining import Joining, children
 from everfed.federation.packet import Packet
 from everfed.federation.request import Answer
@@ -31,7 +31,7 @@ def site(folder: Path, keep: int) -> Site:
     return Site(folder, Identity("site-0", 0), lambda recipe, scale: runtime(BENCH), keep)
 
 
-def told(made: Site, request: Packet, run: str) -> Answer:
+def answer_to(made: Site, request: Packet, run: str) -> Answer:
     return Answer.of(made.answer(Packet({**request.header, "run": run}, request.pieces)))
 
 
@@ -41,33 +41,33 @@ def remembered(folder: Path) -> set[str]:
 
 def test_the_runs_that_went_on_last_are_kept(tmp_path: Path, first: Packet, caplog: pytest.LogCaptureFixture) -> None:
     made = site(tmp_path, keep=2)
-    answers = {run: told(made, first, run) for run in ("a", "b", "c", "d", "e")}
-    assert {answer.kind for answer in answers.values()} == {ask.REPLY}
+    answers = {run: answer_to(made, first, run) for run in ("a", "b", "c", "d", "e")}
+    assert {answer.kind for answer in answers.values()} == {wire.REPLY}
     assert remembered(tmp_path) == {"c", "d", "e"}
     assert [record.args[0] for record in caplog.records if "was removed" in record.msg] == ["a", "b"]  # type: ignore[index]
-    assert told(made, first, "c").replies == answers["c"].replies  # from its journal; and now it is the newest
+    assert answer_to(made, first, "c").replies == answers["c"].replies  # from its journal; and now it is the newest
     made = site(tmp_path, keep=2)  # the order outlives the process
-    told(made, first, "f")
+    answer_to(made, first, "f")
     assert remembered(tmp_path) == {"e", "c", "f"}
 
 
 def test_none_but_the_one_at_hand_may_be_kept(tmp_path: Path, first: Packet) -> None:
     made = site(tmp_path, keep=0)
     for run in ("a", "b", "a"):
-        assert told(made, first, run).kind == ask.REPLY
+        assert answer_to(made, first, run).kind == wire.REPLY
         assert remembered(tmp_path) == {run}
 
 
 def test_a_run_that_makes_no_step_forgets_nothing(tmp_path: Path, first: Packet) -> None:
     """What is refused, or lacks its recipe, is no reason to drop what others left."""
     made = site(tmp_path, keep=0)
-    told(made, first, "a")
+    answer_to(made, first, "a")
     for run in ("b", "c", "d"):
         lacking = Packet({**first.header, "run": run}, {})
-        assert Answer.of(made.answer(lacking)).kind == ask.MISSING
+        assert Answer.of(made.answer(lacking)).kind == wire.MISSING
     assert "a" in remembered(tmp_path)
-    told(made, first, "a")
-    assert told(site(tmp_path, 0), first, "a").kind == ask.REPLY
+    answer_to(made, first, "a")
+    assert answer_to(site(tmp_path, 0), first, "a").kind == wire.REPLY
     assert remembered(tmp_path) == {"a"}
 
 
@@ -77,7 +77,7 @@ def test_nothing_else_in_the_folder_is_touched(tmp_path: Path, first: Packet) ->
     (tmp_path / "worker.log").write_text("said")
     made = site(tmp_path, keep=0)
     for run in ("a", "b"):
-        told(made, first, run)
+        answer_to(made, first, run)
     own = {"runs.json", "privacy.jsonl", "b"}
     assert {path.name for path in tmp_path.iterdir()} == {"flwr", "my-own", "worker.log", *own}
 
@@ -86,12 +86,12 @@ def test_a_kill_while_a_run_is_removed_leaves_nothing_behind(
     tmp_path: Path, first: Packet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = site(tmp_path, keep=0)
-    told(made, first, "a")
+    answer_to(made, first, "a")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda path: os.truncate(path / "recipe.toml", 0))
-        told(made, first, "b")
+        answer_to(made, first, "b")
     assert remembered(tmp_path) == {".gone.a", "b"}
-    assert told(site(tmp_path, keep=0), first, "b").kind == ask.REPLY
+    assert answer_to(site(tmp_path, keep=0), first, "b").kind == wire.REPLY
     assert remembered(tmp_path) == {"b"}
 
 
@@ -102,12 +102,12 @@ def test_a_run_that_cannot_be_removed_fails_no_step(
         raise PermissionError("not yours")
 
     made = site(tmp_path, keep=0)
-    told(made, first, "a")
+    answer_to(made, first, "a")
     with monkeypatch.context() as patch:
         patch.setattr("everfed.federation.runs.os.rename", denied)
-        assert told(made, first, "b").kind == ask.REPLY
+        assert answer_to(made, first, "b").kind == wire.REPLY
     assert "run a cannot be removed: not yours" in caplog.text
-    told(site(tmp_path, keep=0), first, "b")
+    answer_to(site(tmp_path, keep=0), first, "b")
     assert remembered(tmp_path) == {"b"}
 
 
@@ -124,5 +124,5 @@ def test_a_damaged_order_says_nothing(damage: bytes, tmp_path: Path) -> None:
 
 
 def test_the_option_reaches_the_worker(tmp_path: Path) -> None:
-    (worker, *_) = children(Joining("127.0.0.1:1", tmp_path, "site-0", keep_runs=7), 2)
+    (worker, *_) = children(Joining("127.0.0.1:1", tmp_path, "site-0", keep_runs=7))
     assert worker.command[worker.command.index("--keep-runs") + 1] == "7"

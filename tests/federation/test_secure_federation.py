@@ -11,20 +11,20 @@ import torch
 
 from everfed.core.client import Reply
 from everfed.core.runner import Runner
-from everfed.core.tree import leaves
+from everfed.core.tree import from_bytes, leaves, map_tensors, to_bytes
 from everfed.federation.codec import to_reply
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
 from everfed.federation.patience import Patience
 from everfed.federation.request import Answer
 from everfed.federation.transport import Failure
-from everfed.privacy.secure import MASK, secured
+from everfed.privacy.secure import MASK, NAME, secured
 from everfed.privacy.secure_engine import Secured
 from everfed.store.clients import ClientStore
 from tests.federation.loop import Loop, loop_of
 from tests.support.toy import Bench, Norm, Outcome, Toy
 
-pytest.importorskip("flwr")
+pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 STEP = 2 * 16.0 / (1 << 24)
 
 
@@ -56,7 +56,7 @@ def test_nothing_bare_is_among_what_was_sent(tmp_path: Path) -> None:
     loop = loop_of(own, tmp_path)
     run(own, loop)
     replies = [to_reply(data) for _, packet in loop.received for data in Answer.of(packet).replies]
-    assert len(replies) == 3 * 4 and all(isinstance(reply, Reply) for reply in replies)
+    assert len(replies) == 3 * 5 and all(isinstance(reply, Reply) for reply in replies)
     kinds = {leaf.dtype for reply in replies for _, leaf in leaves(reply.values) if isinstance(leaf, torch.Tensor)}
     assert kinds == {torch.uint8, torch.int32, torch.int64}  # no float ever leaves a client
     assert all((reply.samples, reply.steps, reply.loss) == (0, 0, None) for reply in replies)
@@ -76,3 +76,25 @@ def test_a_client_that_is_lost_in_the_middle_is_made_up_for(tmp_path: Path) -> N
     assert torch.allclose(others.run().params, outcome.params, rtol=0, atol=STEP)
     [event] = [event for event in outcome.events if event["event"] == "phase" and event["phase"] == "train"]
     assert set(event["absent"]) == {"2"}
+
+
+def test_a_client_with_letters_that_cannot_be_opened_is_left_out_and_the_others_begin_again(tmp_path: Path) -> None:
+    """With fresh keys for the same training: the bits are those of a run without the liar."""
+    own = protected(Bench("fedavg", stream=Toy(tasks=1, rounds_per_task=1, clients=5)), threshold=0.6)
+    loop = loop_of(own, tmp_path)
+
+    def lie(client: int, packet: Packet) -> Packet:
+        content = from_bytes(packet.pieces["reply.0"])
+        if client == 2 and "letters" in content["values"][NAME]:
+            content["values"][NAME]["letters"] = map_tensors(lambda t: t ^ 1, content["values"][NAME]["letters"])
+        return Packet(packet.header, {"reply.0": to_bytes(content)})
+
+    loop.after = lie
+    outcome = run(own, loop)
+    others = own.change(stream=replace(own.stream, cohorts={0: (0, 1, 3, 4)}))
+    honest = others.run(lambda world, store: Secured(others.eager(world, store), world))
+    assert torch.equal(outcome.params, honest.params)
+    [event] = [event for event in outcome.events if event["event"] == "phase" and event["phase"] == "train"]
+    assert event["absent"] == {"2": "rejected: malformed: clients 0,1,3,4 cannot use its shares"}
+    trained = [packet for _, packet in loop.sent if '"train"' in str(packet.header["steps"])]
+    assert len(trained) == 5  # no client trained again

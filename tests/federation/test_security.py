@@ -17,7 +17,7 @@ import pytest
 from everfed.federation import certificates
 from tests.federation.secured import ask, flower, free_port, listens, needs_nginx, process, proxied, wait
 
-pytest.importorskip("flwr")
+pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 pytestmark = [pytest.mark.slow, pytest.mark.federation, needs_nginx]
 
 HOST = "127.0.0.1"
@@ -58,6 +58,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             yield Site(pki, port, outside, base / "superlink.log")
 
 
+def owner(pki: Path, port: int) -> Any:
+    """Flower's Control API, on the socket of the user who started the SuperLink."""
+    from everfed.federation.flower.link import Address, open_control
+
+    return open_control(Address(HOST, port, (pki / certificates.CA).read_bytes()))
+
+
 def control(pki: Path, port: int) -> Any:
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
@@ -72,14 +79,14 @@ def register(pki: Path, port: int, name: str) -> None:
 
     from everfed.federation.security import enrolled
 
-    with control(pki, port) as client:
+    with owner(pki, port) as client:
         client.RegisterNode(RegisterNodeRequest(public_key=enrolled(pki)[name]))
 
 
 def online(site: Site) -> int:
     from flwr.proto.control_pb2 import ListNodesRequest
 
-    with control(site.pki, site.inside) as client:
+    with owner(site.pki, site.inside) as client:
         return sum(node.status == "online" for node in client.ListNodes(ListNodesRequest()).nodes_info)
 
 
@@ -153,7 +160,7 @@ def test_from_outside_nobody_can_register_a_node_or_submit_a_run(site: Site) -> 
         with control(site.pki, site.outside) as client, pytest.raises(httpx.HTTPStatusError) as caught:
             call(client)
         assert caught.value.response.status_code == 404
-    with control(site.pki, site.inside) as client:  # the same call from the machine itself is answered
+    with owner(site.pki, site.inside) as client:  # the same call from its owner is answered
         client.ListNodes(ListNodesRequest())
 
 

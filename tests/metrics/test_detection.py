@@ -88,7 +88,8 @@ def drawn(seed: int, images: int = 12, classes: int = 3) -> tuple[list[Found], l
 
 def by_coco(seen: list[Found], real: list[Truth]) -> tuple[float, float]:
     """What pycocotools says, the evaluator behind torchmetrics."""
-    coco, evaluation = pytest.importorskip("pycocotools.coco"), pytest.importorskip("pycocotools.cocoeval")
+    modules = ("pycocotools.coco", "pycocotools.cocoeval")
+    coco, evaluation = (pytest.importorskip(name, reason="pip install 'everfed[detection]'") for name in modules)
     wide = lambda box: [*map(float, box[:2]), *map(float, box[2:] - box[:2])]  # noqa: E731
     with contextlib.redirect_stdout(io.StringIO()):
         annotations = [

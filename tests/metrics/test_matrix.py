@@ -45,6 +45,12 @@ class TestWorkedExamples:
         assert metrics.fwt(M1, 0.1) == near(0)
         assert metrics.fwt(M1, [0.1, 0.1, 0.1]) == near(0)
 
+    def test_forward_transfer_with_a_baseline_of_each_task(self) -> None:
+        """((a[1,2] - b_2) + (a[2,3] - b_3)) / 2; the first task has none, so its baseline is not used."""
+        matrix = [[0.9, 0.5, None], [0.8, 0.9, 0.7], [0.7, 0.8, 0.9]]
+        assert metrics.fwt(matrix, [0.9, 0.1, 0.4]) == near((0.4 + 0.3) / 2)
+        assert metrics.summary(matrix, baseline=[0.9, 0.1, 0.4])["fwt"] == near(0.35)
+
     def test_m1_forgetting(self) -> None:
         assert metrics.forgetting(M1) == near(0.25)
         assert metrics.forgetting_full(M1) == near(0.25)

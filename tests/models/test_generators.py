@@ -1,4 +1,4 @@
-"""Generators against the MFCL specification, section 6."""
+"""MFCL's generators (Babakniya et al., NeurIPS 2023) in the architecture of the authors' code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parameters(module: nn.Module) -> int:
     ("side", "z_dim", "expected"),
     [(32, 1000, 8_423_939), (32, 200, 1_870_339), (64, 1000, 8_571_779), (224, 1000, 3_326_275)],
 )
-def test_sizes_are_those_of_the_specification(side: int, z_dim: int, expected: int) -> None:
+def test_sizes_are_those_of_the_authors_architecture(side: int, z_dim: int, expected: int) -> None:
     with torch.device("meta"):
         assert parameters(GeneratorBlueprint((3, side, side), z_dim).build()) == expected
 

@@ -58,7 +58,7 @@ def theirs(name: str) -> str:
 
 
 def test_it_computes_what_bert_for_masked_lm_computes() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="pip install 'everfed[text]'")
     config = transformers.BertConfig(
         vocab_size=50, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
         max_position_embeddings=16,

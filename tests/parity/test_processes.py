@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.context import TrainOptions, World
+from everfed.core.context import Moment, TrainOptions, World
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.engines.processes import Processes
@@ -51,12 +54,78 @@ def test_the_number_of_workers_does_not_matter(workers: int) -> None:
     assert torch.equal(on_processes(case, workers).params, case.run().params)
 
 
+def test_replies_are_handed_on_in_client_order_whoever_ran_first() -> None:
+    """One worker runs the largest client first once it knows the sizes: client 2, then 1, then 0."""
+    case = Bench(stream=Toy(sizes={(0, 0): 2, (1, 0): 10, (2, 0): 30}))
+    world = case.world()
+    engine = Processes(world, ClientStore(), case.build_module, 1)
+    message = {"model": dict(case.model())}
+    try:
+        for index in range(2):
+            moment = Moment(index, case.stream.round(index))
+            replies = engine.exchange(world.method.train_phase(), (0, 1, 2), message, moment)
+            assert [(client, reply.samples) for client, reply in replies] == [(0, 2), (1, 10), (2, 30)]
+    finally:
+        engine.close()
+
+
 def test_a_fault_in_a_client_names_it() -> None:
     # one sample is too few for BatchNorm over 1 x 1 maps; any error of the client's code will do
     case = bench("fedavg", module=lambda shape, classes: torch.nn.Linear(3, classes))
     message = r"client \d failed in phase 'train' of round 0: RuntimeError: .* \(.*\.py, line \d+, in \w+\)"
     with pytest.raises(ClientError, match=message):
         on_processes(case)
+
+
+def test_no_worker_can_be_ended_by_ctrl_c_however_young() -> None:
+    """SIGINT is blocked or ignored from birth on (a terminal sends it to all processes of a command); of the parent it
+    is not blocked."""
+    case = bench("fedavg")
+    engine = Processes(case.world(), ClientStore(), case.build_module, 3)
+    try:
+        status = [Path(f"/proc/{crew.process.pid}/status").read_text() for crew in engine.crews]
+    finally:
+        engine.close()
+    for text in status:
+        masks = dict(line.split(":\t") for line in text.splitlines() if line.startswith("Sig"))
+        assert (int(masks["SigBlk"], 16) | int(masks["SigIgn"], 16)) & 1 << (signal.SIGINT - 1)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+INTERRUPTED_FORK = """
+import os, signal, sys
+
+armed = []
+
+
+def ctrl_c():
+    if armed:
+        armed.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+os.register_at_fork(before=ctrl_c)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from everfed.engines.processes import Processes
+from everfed.store.clients import ClientStore
+from tests.support.toy import Bench
+
+bench = Bench()
+armed.append(True)
+try:
+    Processes(bench.world(), ClientStore(), bench.build_module, 2)
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_a_ctrl_c_during_a_fork_is_not_lost() -> None:
+    """Python runs hooks around a fork (logging has some) and drops what they raise, so the first thing that runs after
+    a signal that arrived meanwhile must not be such a hook."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_FORK], cwd=root, env=environment, capture_output=True)
+    assert ended.returncode == 7, ended.stderr.decode()
 
 
 def test_a_killed_worker_is_named() -> None:

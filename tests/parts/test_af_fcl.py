@@ -4,28 +4,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import Layout, Optimizer, Step, TrainOptions, methods, models, options_of
+from everfed import MODEL, Layout, Optimizer, Phase, Step, TrainOptions, methods, models, options_of
 from everfed.core import tree
-from everfed.core.part import with_slots
+from everfed.core.client import run_client
 from everfed.core.schedule import minibatches
 from everfed.core.step import Substeps
 from everfed.models.flow import ConditionalFlow, FlowBlueprint, log_normal, permutations
 from everfed.parts.generative.af_fcl import AFFCL, credibility, feature_width, head_of, replay_factor, replayed_layers
+from everfed.parts.shared.features import head_inputs
 from everfed.parts.shared.teacher import soft_cross_entropy
 from tests.parity.test_resume import assert_resumes
 from tests.parity.test_wire import assert_same
-from tests.support.rehearsal_free import ClassToy
+from tests.support.rehearsal_free import ClassToy, PoolToy
 from tests.support.toy import SMALL, Bench, Linear, Norm, Toy
 from tests.support.wire import run_over_wire
 
 ADAM = TrainOptions(1, 6, Optimizer("adam", lr=0.01, state="kept"))
+TRAINING = Phase("train")
+
+
+class Plain(nn.Module):
+    """BatchNorm and nothing that is drawn at random."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(input_shape[0])
+        self.head = nn.Linear(math.prod(input_shape), classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.norm(x).flatten(1)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))  # type: ignore[no-any-return]
 
 
 def bench(stream: Toy | None = None, train: TrainOptions = ADAM, **options: Any) -> Bench:
@@ -105,14 +122,27 @@ def test_networks_take_64_pixels(kind: str) -> None:
 def test_the_head_is_all_that_follows_the_features() -> None:
     deep = models.build("s-convnet", (1, 28, 28), 4, seed=0)
     layout = Layout.of(deep)
-    assert replayed_layers(layout, "head") == ["head.1.weight", "head.1.bias", "head.3.weight", "head.3.bias"]
-    assert replayed_layers(layout, "middle") == ["head.1.weight", "head.1.bias"]  # fc2 of the release
+    assert replayed_layers(layout, "head") == ["head.0.weight", "head.0.bias", "head.2.weight", "head.2.bias"]
+    assert replayed_layers(layout, "middle") == ["head.0.weight", "head.0.bias"]  # fc2 of the release
     plain = Linear((1, 4, 4), 3)
     assert head_of(plain) is plain.map and replayed_layers(Layout.of(plain), "head") == ["map.weight"]
     with pytest.raises(ValueError, match="moves no parameter"):
         Substeps.of((AFFCL(replay_layers="middle"),), Layout.of(plain))
     with pytest.raises(ValueError, match="needs a network with a linear layer"):
         head_of(nn.Conv2d(1, 1, 1))
+
+
+def test_features_of_the_small_network_lie_behind_their_activation() -> None:
+    """The release: a = LeakyReLU(fc1(.)), outputs = fc_classifier(LeakyReLU(fc2(a)))."""
+    module = models.build("s-convnet", (1, 28, 28), 4, seed=0)
+    x = torch.randn(5, 1, 28, 28)
+    with head_inputs(module, layer=head_of(module)) as seen:
+        outputs = module(x)
+    convolved, fc1 = module.features[:-2](x), module.features[-2]
+    features = nn.functional.leaky_relu(fc1(convolved))
+    assert (fc1(convolved) < 0).any() and torch.equal(seen[0], features)
+    fc2, classifier = module.head[0], module.head[2]
+    assert torch.equal(outputs, classifier(nn.functional.leaky_relu(fc2(features))))
 
 
 # credibility ---------------------------------------------------------------------------------------------------------
@@ -153,8 +183,13 @@ def test_distillation_from_oneself_is_the_entropy_and_has_no_gradient() -> None:
     loss = soft_cross_entropy(outputs, outputs.detach(), 2.0)
     assert loss.item() == pytest.approx(-(p * p.log()).sum().item())
     assert torch.autograd.grad(loss, outputs)[0].abs().max() < 1e-7
-    squared = p.sqrt() / p.sqrt().sum()  # what the release does: the square root of probabilities at temperature 1
-    assert torch.allclose(torch.softmax(torch.log(p) / 2, dim=1), squared)
+
+
+def test_distillation_takes_the_square_roots_of_both_distributions() -> None:
+    """As the release does at temperature 2. Teacher 4 : 1 : 1 -> 2 : 1 : 1; student 16 : 1 : 1 -> 4 : 1 : 1."""
+    teacher, student = torch.log(torch.tensor([[4.0, 1.0, 1.0]])), torch.log(torch.tensor([[16.0, 1.0, 1.0]]))
+    expected = -(0.5 * math.log(4 / 6) + 0.5 * math.log(1 / 6))
+    assert soft_cross_entropy(student, teacher, 2.0).item() == pytest.approx(expected)
 
 
 # the three steps -----------------------------------------------------------------------------------------------------
@@ -179,9 +214,8 @@ def watched(case: Bench, rounds: int = 0) -> tuple[list[tuple[str, Tensor]], Ten
     part = Watched(**options_of(case.build_method().part("af-fcl")))
     ctx, data = case.context(round_index=rounds), case.stream.data(0, case.stream.round(rounds).task)
     state = {"client": {}} if outcome is None else outcome.clients[0]
-    own, model = part.receive(state, {}, case.model() if outcome is None else outcome.state.model, data, ctx)
-    given = with_slots(state, "af-fcl", own)
-    fitted = ctx.train.fit(ctx, (part,), model, model["params"], given, {}, data, epochs=1, batch_size=len(data))
+    model = case.model() if outcome is None else outcome.state.model
+    fitted = ctx.train.fit(ctx, (part,), model, model["params"], state, {}, data, epochs=1, batch_size=len(data))
     return log, fitted.model["params"], case.layout()
 
 
@@ -202,9 +236,8 @@ def test_the_first_task_has_no_teacher_and_samples_no_past_labels() -> None:
     for rounds, past in ((1, None), (2, {0, 1})):
         ctx, outcome = case.context(round_index=rounds), case.run(rounds=rounds)
         data = case.stream.data(0, case.stream.round(rounds).task)
-        own, _ = part.receive(outcome.clients[0], {}, case.model(), data, ctx)
-        state = with_slots(outcome.clients[0], "af-fcl", own)
-        assert ("last" in state["af-fcl"]) is (past is not None)
+        state = outcome.clients[0]
+        assert ("last" in state.get("af-fcl", {})) is (past is not None)
         schedule = minibatches(data.ids, 20, 5, ctx.rng("order"))
         _, tables = part.plan(state, schedule, {}, ctx)
         sampled = {int(label) for step in range(schedule.steps) for label in tables["sampled"].row(step)}
@@ -212,6 +245,38 @@ def test_the_first_task_has_no_teacher_and_samples_no_past_labels() -> None:
         assert ("past" in tables) is (past is not None)
         if past:
             assert {int(label) for step in range(schedule.steps) for label in tables["past"].row(step)} == past
+
+
+def test_labels_are_drawn_from_the_classes_of_all_clients() -> None:
+    """Each client has classes of its own; the release's `available_labels` is their union over clients and tasks."""
+    case = bench(PoolToy())
+    ctx, state = case.context(round_index=2), case.run(rounds=2).clients[0]
+    schedule = minibatches(np.arange(200), 20, 5, ctx.rng("order"))
+    _, tables = case.build_method().part("af-fcl").plan(state, schedule, {}, ctx)
+    drawn = {name: {int(y) for i in range(schedule.steps) for y in tables[name].row(i)} for name in ("sampled", "past")}
+    assert case.stream.labels_of(0, 0) == (0, 1) and case.stream.labels_of(0, 1) == (2, 3)
+    assert drawn == {"sampled": set(range(8)), "past": {0, 1, 4, 5}}
+
+
+def test_features_of_step_f_are_in_eval_mode_and_those_of_step_r_in_train_mode() -> None:
+    """The release calls eval() before the flow's step and train() before replay, whose features move the statistics."""
+    case = bench(ClassToy(clients=1, samples=6)).change(module=Plain)
+    ctx, data, seen = case.context(), case.stream.data(0, 0), []
+
+    class Watched(AFFCL):
+        def _log_density(self, step: Step, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            seen.append((features.clone(), step.x.clone()))
+            return super()._log_density(step, features, labels)
+
+    part, model = Watched(**SMALL["af-fcl"]), case.model()
+    fitted = ctx.train.fit(ctx, (part,), model, model["params"], {"client": {}}, {}, data, epochs=1, batch_size=6)
+    (flow, x), (replay, _) = seen
+    plain = case.bare_module()
+    inputs = case.stream.inputs(x)
+    assert torch.allclose(flow, plain.eval().features(inputs), atol=1e-6)
+    assert torch.allclose(replay, plain.train().features(inputs), atol=1e-6)
+    assert not torch.allclose(flow, replay, atol=0.1)
+    assert fitted.model["counters"].tolist() == [2]  # of BatchNorm: once in step R, once in step C
 
 
 def test_without_flow_and_distillation_it_is_fedavg_bit_for_bit() -> None:
@@ -241,17 +306,39 @@ def test_options_change_the_outcome(options: dict[str, Any]) -> None:
 
 def test_the_mean_is_weighted_by_samples() -> None:
     case = bench(ClassToy(tasks=1, rounds_per_task=1, sizes={(0, 0): 4, (1, 0): 12}))
-    outcome = case.run()
-    ends = [outcome.clients[k]["af-fcl"]["latest"]["params"].double() for k in (0, 1)]
-    assert torch.allclose(outcome.params, (0.25 * ends[0] + 0.75 * ends[1]).float(), atol=1e-7)
+    ends = []
+    for client in (0, 1):
+        ctx, data = case.context(client), case.stream.data(client, 0)
+        reply = run_client(case.build_method(), TRAINING, {"client": {}}, {MODEL: case.model()}, data, ctx)[1]
+        ends.append(reply.values["fedavg"]["params"].double())
+    assert torch.allclose(case.run().params, (0.25 * ends[0] + 0.75 * ends[1]).float(), atol=1e-7)
 
 
-def test_the_last_model_stays_as_it_was() -> None:
-    case = bench(ClassToy(tasks=2, rounds_per_task=3))
-    hashes = {sha256(tree.to_bytes(case.run(rounds=r).clients[0]["af-fcl"]["last"])).hexdigest() for r in (4, 5, 6)}
-    assert len(hashes) == 1
-    third = case.run(rounds=3).clients[0]["af-fcl"]["latest"]
-    assert tree.equal(case.run(rounds=4).clients[0]["af-fcl"]["last"], third)
+def test_the_last_model_is_the_aggregate_of_the_last_round_and_stays_as_it_was() -> None:
+    """The release copies the client's model after the broadcast that follows a task's last round. Client 1 takes part
+    neither in that round nor in the next one."""
+    stream = ClassToy(tasks=2, rounds_per_task=3, cohorts={2: (0,), 3: (0,)})
+    case = bench(stream).change(module=Norm)
+    aggregate = case.run(rounds=3).state.model
+    for client in (0, 1):
+        lasts = [case.run(rounds=r).clients[client]["af-fcl"]["last"] for r in (3, 4, 5, 6)]
+        assert all(tree.equal(last, dict(aggregate)) for last in lasts)
+
+
+def test_the_last_model_has_the_clients_own_statistics_where_these_are_local() -> None:
+    case = bench(train=replace(ADAM, batchnorm="local")).change(module=Norm)
+    outcome = case.run(rounds=2)
+    own = outcome.clients[0]
+    assert torch.equal(own["af-fcl"]["last"]["params"], outcome.params)
+    assert torch.equal(own["af-fcl"]["last"]["stats"], own["client"]["stats"])
+    assert not torch.equal(own["client"]["stats"], outcome.clients[1]["client"]["stats"])
+
+
+def test_the_aggregate_of_a_tasks_end_costs_nothing_where_everybody_takes_part() -> None:
+    """It is the model that the next round begins with, and no version is sent twice."""
+    plain = Bench("fedavg", stream=ClassToy(tasks=2), train=ADAM)
+    case = bench(k_loss_flow=0.0)  # no flow: the model of FedAvg
+    assert dict(case.run().state.traffic.down) == dict(plain.run().state.traffic.down)
 
 
 def test_bytes_are_those_of_classifier_and_flow_and_nothing_is_revealed() -> None:

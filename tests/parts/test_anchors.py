@@ -52,7 +52,7 @@ NAMES = ["maple_tree", "oak_tree", "rocket", "lion", "sea", "cloud", "bus"]
 
 @pytest.mark.parametrize("width", [512, 256, 64])
 def test_a_sentence_encoder_brings_meaning(width: int) -> None:
-    pytest.importorskip("wordllama", reason="the sentence encoder wordllama is not installed")
+    pytest.importorskip("wordllama", reason="pip install 'everfed[text]'")
     anchors = sentence_anchors(NAMES, width)
     assert anchors.shape == (7, width) and anchors.dtype == torch.float32
     torch.testing.assert_close(anchors.norm(dim=1), torch.full((7,), 0.43 * width**0.5))
@@ -64,7 +64,7 @@ def test_a_sentence_encoder_brings_meaning(width: int) -> None:
 
 
 def test_the_rotation_keeps_all_distances() -> None:
-    pytest.importorskip("wordllama", reason="the sentence encoder wordllama is not installed")
+    pytest.importorskip("wordllama", reason="pip install 'everfed[text]'")
     small, large = (sentence_anchors(NAMES, width) for width in (256, 512))
     torch.testing.assert_close(torch.cdist(small, small) * 2**0.5, torch.cdist(large, large), rtol=1e-4, atol=1e-3)
 

@@ -116,3 +116,13 @@ def test_what_no_client_sent_stays_as_it_was() -> None:
     server = {"params": torch.ones(2), "stats": torch.full((1,), 7.0)}
     made = FedAvg().aggregate({"model": server}, {"params": torch.zeros(2), "stats": None}, None)  # type: ignore[arg-type]
     assert made["params"].tolist() == [0.0, 0.0] and made["stats"].tolist() == [7.0]
+
+
+@pytest.mark.parametrize("reducer", ["mean", "norm-clipping"])
+@pytest.mark.parametrize("batchnorm", ["mean", "local"])
+def test_statistics_that_stay_local_are_not_uploaded(reducer: str, batchnorm: str) -> None:
+    bench = Bench(module=Norm, train=TrainOptions(1, 5, Optimizer(lr=0.1), batchnorm=batchnorm))
+    model = bench.model()
+    sent = FedAvg(reducer=reducer).upload(model, {"model": dict(model)}, bench.context())
+    first = "params" if reducer == "mean" else "update"
+    assert set(sent) == ({first} if batchnorm == "local" else {first, "stats", "counters"})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed import Data, Mean, Optimizer, Position, TrainOptions, models
-from everfed.core import tree
+from everfed.core import random, tree
 from everfed.parts.memory.buffer import NAME, stored
 from everfed.parts.memory.policies import make_policy
 from everfed.parts.memory.policy import Pool
@@ -32,7 +32,7 @@ LONG = Toy(clients=4, tasks=3)
 
 def bench(size: int = 5, stream: Toy = LONG, kind: str = "coordinated", **options: Any) -> Bench:
     fields = {key: options.pop(key) for key in ("module", "train") if key in options}
-    gradients = {key: options.pop(key) for key in ("layers", "projection") if key in options}
+    gradients = {key: options.pop(key) for key in ("layers", "projection", "draws") if key in options}
     memory = {"size": size, "policy": {"kind": kind, **options}, "gradients": gradients}
     return Bench("er", {"memory": memory, "er": {"mode": "union"}}, stream=stream, **fields)
 
@@ -86,6 +86,30 @@ def test_projected_gradients_are_used_everywhere() -> None:
     assert [kept(outcome, c) for c in range(4)] == [LONG.data(c, 0).ids[expected.choices[c]].tolist() for c in range(4)]
     sent = [e for e in outcome.events if e.get("phase") == SELECT]
     assert [e["bytes_up"] for e in sent] == [4 * 4 * 30] * 2
+
+
+def test_gradients_are_a_mean_over_drawn_augmentations() -> None:
+    """The same in all exchanges and in the choice; another in the next round."""
+    running = Bench(stream=Toy(augmented=True))
+    model, data, stream = running.model(), running.stream.data(0, 0), running.stream
+    rng = random.generator(running.seed, "gradient draws", 1, 0)
+    drawn = [torch.from_numpy(stream.draw_augmentation(rng, len(data))) for _ in range(3)]
+    ctx = running.context(0, 1, "select")
+    single = [gradients_at(ctx, model, stream.augment(data.x, d), data.y, GradientOptions()) for d in drawn]
+    three = GradientOptions(draws=3)
+    found = gradients_at(ctx, model, data.x, data.y, three)
+    assert torch.allclose(found, torch.stack(single).mean(0), atol=1e-6)
+    assert not torch.allclose(found, gradients_at(ctx, model, data.x, data.y, GradientOptions()), atol=1e-4)
+    later = [gradients_at(running.context(0, r, "remember"), model, data.x, data.y, three) for r in (1, 2)]
+    assert torch.equal(found, later[0]) and not torch.equal(found, later[1])
+
+
+def test_with_draws_the_protocol_still_chooses_what_the_algorithm_chooses() -> None:
+    running = bench(stream=Toy(clients=4, tasks=3, augmented=True), exchanges=2, draws=2)
+    outcome = running.run(rounds=2)
+    matrices = [gradients(running, outcome, client, draws=2) for client in range(4)]
+    chosen = coordinate(matrices, 5, 2, seeds=seeds(running)).choices
+    assert [kept(outcome, client) for client in range(4)] == [choice.tolist() for choice in chosen]
 
 
 def test_one_client_is_never_moved() -> None:

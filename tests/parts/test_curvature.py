@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ def gradient_with(part: FedCurv, own: dict[str, Tensor], params: Tensor) -> Tens
 
 
 def received(part: FedCurv, own: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    return part.receive({"fedcurv": own}, {"fedcurv": sums}, {}, None, None)[0]  # type: ignore[arg-type]
+    return part.receive({"fedcurv": own}, {"fedcurv": sums}, {}, None, Bench().context())[0]  # type: ignore[arg-type]
 
 
 def test_one_client_is_fedavg_bit_for_bit() -> None:
@@ -200,3 +201,16 @@ def test_others_are_never_negative_under_full_participation() -> None:
     stopped = bench.run(rounds=2)
     for client in range(3):
         assert others(next_call(bench, stopped, client, 2)).min() >= -1e-6
+
+
+@pytest.mark.parametrize(("largest", "warned"), [(4.99, False), (5.0, True)])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_penalty_too_stiff_for_sgd_is_warned_about(largest: float, warned: bool, kind: str) -> None:
+    """At a rate of 0.05 and a weight of 2, 2 lr lambda max U is 1 where the largest U of the others is 5."""
+    bench = curved(2.0, train=TrainOptions(1, 5, Optimizer(kind, lr=0.05)))
+    own = {"u": torch.tensor([9.0, 1.0]), "v": torch.zeros(2), "sent": 3}
+    sums = {"u": torch.tensor([9.5, 1.0 + largest]), "v": torch.zeros(2), "round": 3}  # the others': 0.5 and `largest`
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FedCurv(weight=2.0).receive({"fedcurv": own}, {"fedcurv": sums}, {}, None, bench.context())  # type: ignore[arg-type]
+    assert [str(w.message).split(":")[0] for w in caught] == (["fedcurv"] if warned and kind == "sgd" else [])

@@ -57,6 +57,28 @@ def test_vectors_are_personal_trained_and_never_sent() -> None:
     assert up[0] == up[1]  # base and head only
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [Optimizer("adam", lr=0.01), Optimizer(lr=0.01, momentum=0.9), Optimizer("adam", lr=0.01, schedule="linear")],
+)
+def test_the_vector_is_trained_by_sgd_whatever_the_optimiser_is(optimizer: Optimizer) -> None:
+    """The first step has the same gradient under any optimiser, so c_k ends where plain SGD takes it; the second round
+    of a linear schedule has half the rate."""
+    stream = Toy(tasks=1, rounds_per_task=1)
+    one_step = [TrainOptions(1, 100, o) for o in (optimizer, Optimizer(lr=0.01))]
+    ours, plain = (Bench("feddbe", stream=stream, train=train).run() for train in one_step)
+    for client in range(3):
+        vectors = [outcome.clients[client]["client"]["personal"] for outcome in (ours, plain)]
+        assert vectors[0].abs().max() > 0 and torch.allclose(*vectors, atol=1e-8)
+    assert torch.allclose(ours.params, plain.params) == (optimizer.kind == "sgd")  # momentum acts from the second on
+
+
+def test_the_vector_follows_the_rounds_rate() -> None:
+    train = TrainOptions(1, 100, Optimizer("adam", lr=0.01, schedule="linear"))
+    bench = Bench("feddbe", stream=Toy(clients=1, tasks=1, rounds_per_task=2), train=train)
+    assert [float(bench.run(rounds=r).clients[0]["dbe"]["rate"]) for r in (1, 2)] == pytest.approx([0.01, 0.005])
+
+
 def test_without_weight_there_is_no_consensus() -> None:
     assert DBE().phases() == () and len(DBE(weight=0.1).phases()) == 1
     outcome = Bench("feddbe").run()

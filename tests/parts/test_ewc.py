@@ -60,6 +60,23 @@ def test_the_fisher_information_is_never_negative(module: Any) -> None:
         assert client["ewc"]["fisher"].min() >= 0 and client["ewc"]["fisher"].max() > 0
 
 
+@pytest.mark.parametrize(("kind", "size"), [("sample", 1), ("batch", 5)])
+def test_the_fisher_information_is_that_of_the_network_as_it_answers(kind: str, size: int) -> None:
+    """In eval mode: BatchNorm uses its running statistics, which stay as they are, and dropout drops nothing."""
+    bench = Bench(module=Norm)
+    data, model = bench.stream.data(0, 0), bench.run().state.model
+    found = diagonal_fisher(bench.context(), model, data, kind)
+    module = bench.build_module()
+    bench.layout().bind(module, model["params"], model["stats"], model["counters"])
+    module.eval()
+    squares = []
+    for x, y in zip(data.x.split(size), data.y.split(size), strict=True):
+        loss = nn.functional.cross_entropy(module(bench.stream.inputs(x)), y)
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        squares.append(torch.cat([gradient.flatten() for gradient in gradients]).square())
+    torch.testing.assert_close(found, torch.stack(squares).mean(0), rtol=1e-4, atol=1e-7)
+
+
 # over tasks ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("gamma", "factor"), [(1.0, 2.0), (0.5, 1.5), (0.0, 1.0)])
 def test_two_identical_tasks(gamma: float, factor: float) -> None:

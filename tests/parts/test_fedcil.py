@@ -22,7 +22,7 @@ from everfed.parts.generative.acgan import ACGAN, balanced, noise
 from everfed.parts.generative.consolidation import Consolidation, labels_of
 from everfed.parts.generative.fedcil import FedCIL
 from tests.parity.test_resume import assert_resumes
-from tests.support.rehearsal_free import ClassToy
+from tests.support.rehearsal_free import ClassToy, PoolToy
 from tests.support.toy import SMALL, Bench, Norm, Toy
 
 ADAM = TrainOptions(1, 6, Optimizer("adam", lr=0.01, beta1=0.5, state="task"))
@@ -188,6 +188,21 @@ def test_the_first_task_replays_nothing_and_later_ones_only_what_the_client_had(
         assert ("known" in tables) is (rounds == 1)  # consistency begins in the second round of a task
 
 
+def test_consistency_is_over_the_classes_that_any_client_knows() -> None:
+    """Each client has classes of its own. Only the labels of the global generator are of all of them, as in C2 and C3,
+    and these compete in the loss, so that it stays finite."""
+    case = bench(PoolToy())
+    part, outcome = case.build_method().part("fedcil"), case.run(rounds=3)
+    assert isinstance(part, FedCIL)
+    ctx, data = case.context(round_index=3), case.stream.data(0, 1)
+    own, _ = part.start(outcome.clients[0], {}, case.model(), data, ctx)
+    slots, tables = part.plan({"fedcil": own}, minibatches(data.ids, 40, 5, ctx.rng("order")), {}, ctx)
+    drawn = {name: {int(y) for i in range(100) for y in tables[name].row(i)} for name in ("known", "fake", "old")}
+    assert drawn == {"known": set(range(8)), "fake": {0, 1, 2, 3}, "old": {0, 1}}
+    assert slots["classes"].all()
+    assert torch.isfinite(case.run().params).all() and case.run().params.abs().max() < 10
+
+
 def test_the_weight_of_real_data_is_one_in_the_first_task_and_half_later() -> None:
     case = bench(**OFF)
     part = case.build_method().part("fedcil")
@@ -285,6 +300,23 @@ def test_consolidation_changes_the_model_and_is_deterministic() -> None:
     second = bench().run(rounds=3).state.server["fedcil"]
     assert second["old"]["0"]["labels"].tolist() == [True, True, False, False]
     assert second["now"]["0"]["labels"].tolist() == [False, False, True, True]
+
+
+def test_the_labels_of_all_earlier_tasks_are_remembered() -> None:
+    """Three tasks of two classes each: in the third, the classes of both earlier ones are replayed and mixed."""
+    outcome = bench(ClassToy(clients=2, tasks=3, classes=6, rounds_per_task=1)).run()
+    own = outcome.state.server["fedcil"]
+    assert own["old"]["1"]["labels"].tolist() == [True, True, True, True, False, False]
+    assert own["now"]["1"]["labels"].tolist() == [False, False, False, False, True, True]
+    host = outcome.clients[1]["fedcil"]["host"]
+    assert host["past"].tolist() == [0, 1, 2, 3] and host["current"].tolist() == [4, 5]
+
+
+def test_every_task_begins_with_fresh_moments_on_the_server() -> None:
+    """Adam counts its steps: 3 in every round, 6 after two rounds of a task, 3 again after the next task's first."""
+    case = bench(ClassToy(tasks=2, rounds_per_task=2))
+    steps = [case.run(rounds=rounds).state.server["fedcil"]["moments"]["t"].item() for rounds in (1, 2, 3)]
+    assert steps == [3.0, 6.0, 3.0]
 
 
 def test_a_run_resumes_in_the_middle_of_consolidation() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from everfed import methods
 from everfed.core.context import Context, TrainOptions
@@ -112,20 +112,59 @@ def test_input_moments_are_taken_in_chunks_too() -> None:
     assert torch.allclose(torch.stack(once), torch.stack(many), atol=1e-6)
 
 
-def test_fine_tuning_keeps_the_chosen_statistics() -> None:
-    bench, part = norm_bench(), FedL2P(epochs=3)
+class Plain(nn.Module):
+    """A convolution, a BatchNorm and a head, without dropout."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(input_shape[0], 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        self.head = nn.Linear(48, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))  # type: ignore[no-any-return]
+
+
+def test_fine_tuning_mixes_the_minibatchs_statistics_with_the_stored_ones() -> None:
+    """One step on all samples, written down: the loss sees (1 - beta) stored + beta minibatch, with the gradient of the
+    minibatch's; afterwards the model has (1 - beta) stored + beta running, which began at mean 0 and variance 1."""
+    bench = Bench("fedl2p", QUICK, module=Plain, train=TrainOptions(1, 12, Optimizer(lr=0.1)))
     look, ctx, model = looked(bench)
-    chosen = look.mixed(model, torch.tensor([0.3]))
-    tuned = part.tune(chosen, torch.full((6,), 0.1), bench.stream.data(0, 0), ctx)
-    assert torch.equal(tuned["stats"], chosen["stats"])
-    assert not torch.equal(tuned["params"], chosen["params"])
+    data, beta, rate = bench.stream.data(0, 0), 0.3, 0.1
+    tuned, seen = FedL2P(epochs=1).tune(model, look, torch.full((6,), rate), torch.tensor([beta]), data, ctx)
+
+    module, x = bench.bare_module(), ctx.train.stream.inputs(data.x)
+    inside = module.conv(x)
+    (mean, var), axes = (t.view(1, 3, 1, 1) for t in look.stored["norm"]), (0, 2, 3)
+    mean = (1 - beta) * mean + beta * inside.mean(axes, keepdim=True)
+    var = (1 - beta) * var + beta * inside.var(axes, unbiased=False, keepdim=True)
+    normal = (inside - mean) / (var + module.norm.eps).sqrt()
+    outputs = module.head(torch.relu(normal).flatten(1))  # the affine part is the identity at first
+    loss = torch.nn.functional.cross_entropy(outputs, data.y)
+    gradient = torch.autograd.grad(loss, [module.conv.weight, module.head.weight])
+    for name, before, slope in zip(("conv", "head"), (module.conv, module.head), gradient, strict=True):
+        found = ctx.facts.layout.param(f"{name}.weight").view(tuned["params"])
+        assert torch.allclose(found, before.weight - rate * slope, atol=1e-6)
+
+    running = (0.1 * inside.mean(axes), 0.9 + 0.1 * inside.var(axes))  # torch's momentum; unbiased
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(seen.client["norm"], running, strict=True))
+    expected = [(1 - beta) * old + beta * new for old, new in zip(look.stored["norm"], running, strict=True)]
+    assert torch.allclose(tuned["stats"], torch.cat(expected), atol=1e-6)
+
+
+def test_with_beta_zero_fine_tuning_uses_and_keeps_the_stored_statistics() -> None:
+    bench = norm_bench()
+    look, ctx, model = looked(bench)
+    tuned, _ = FedL2P(epochs=3).tune(model, look, torch.full((6,), 0.1), torch.zeros(1), bench.stream.data(0, 0), ctx)
+    assert torch.equal(tuned["stats"], model["stats"]) and not torch.equal(tuned["params"], model["params"])
 
 
 # rates ---------------------------------------------------------------------------------------------------------------
 def test_a_factor_of_zero_freezes_a_tensor() -> None:
     bench, part = Bench("fedl2p", QUICK), FedL2P(epochs=2)
     ctx, model, data = bench.context(), bench.model(), bench.stream.data(0, 0)
-    tuned = part.tune(model, torch.tensor([0.0, 0.1, 0.1, 0.0]), data, ctx)["params"]
+    look, rates = Look.at(model, data, ctx), torch.tensor([0.0, 0.1, 0.1, 0.0])
+    tuned = part.tune(model, look, rates, torch.zeros(0), data, ctx)[0]["params"]
     moved = [not torch.equal(e.view(tuned), e.view(model["params"])) for e in ctx.facts.layout.params]
     assert moved == [False, True, True, False]
 
@@ -190,6 +229,33 @@ def test_the_base_is_fedavgs_and_the_meta_nets_move() -> None:
     meta = outcome.state.server["fedl2p"]["meta"]
     assert meta.shape == first.shape and not torch.equal(meta, first)
     assert (meta - first).abs().max() <= 4 * 3 * 1e-3 + 1e-6  # 4 rounds of 3 clamped steps at 1e-3, averaged
+
+
+@pytest.mark.parametrize(("retune", "times"), [(True, 6), (False, 1)])
+def test_the_model_is_tuned_anew_for_every_outer_batch(retune: bool, times: int, monkeypatch: Any) -> None:
+    """Ten held-out samples in minibatches of five, three epochs: six outer steps, each by the meta-nets as they are."""
+    rates: list[float] = []
+    tune = FedL2P.tune
+
+    def spy(self: FedL2P, model: Any, look: Look, given: Tensor, *rest: Any) -> Any:
+        rates.append(float(given[0]))
+        return tune(self, model, look, given, *rest)
+
+    monkeypatch.setattr(FedL2P, "tune", spy)
+    options = {"fedl2p": {"epochs": 1, "hidden": 5, "base_rate": 0.1, "meta_lr": 0.5, "retune": retune}}
+    Bench("fedl2p", options, Toy(clients=1, tasks=1, rounds_per_task=1, samples=50)).run()
+    assert len(rates) == times and len(set(rates)) == times
+
+
+def test_the_base_rates_have_a_learning_rate_of_their_own() -> None:
+    """1e-4 in the authors' code, against 1e-3 of the meta-nets; every step is clamped to 1."""
+    bench = Bench("fedl2p", {"fedl2p": {"epochs": 2, "hidden": 5, "base_rate": 0.1}}, Toy(tasks=1, rounds_per_task=1))
+    part = FedL2P(hidden=5, base_rate=0.1)
+    moved = (bench.run().state.server["fedl2p"]["meta"] - part.server_slots(bench.world().server("init"))["meta"]).abs()
+    base, nets = moved[:4], moved[4:]
+    assert 0 < base.max() <= 3 * 1e-4 + 1e-7
+    assert part._steps(part.nets(bench.layout()))[:5].tolist() == pytest.approx([1e-4] * 4 + [1e-3])
+    assert nets.max() <= 3 * 1e-3 + 1e-6
 
 
 def test_it_is_scored_with_the_fine_tuned_models() -> None:

@@ -65,7 +65,7 @@ def test_an_open_mask_and_no_adaptive_leave_the_base() -> None:
 def test_the_networks_forward_pass_is_the_plain_one_then(module: Any) -> None:
     b = bench(module=module)
     plain = Bench("fedavg", module=module)
-    ctx, own = b.context(), part_of(b)._begin({}, torch.zeros(0), b.context())
+    ctx, own = b.context(), part_of(b)._begin({}, b.context())
     params = part_of(b)._fresh(torch.cat([b.model()["params"], ctx.facts.personal]), b.model()["params"], ctx)
     for layer in range(len(hidden_weights(b.layout()))):
         piece(b, "adaptive", params, layer).zero_()
@@ -75,18 +75,32 @@ def test_the_networks_forward_pass_is_the_plain_one_then(module: Any) -> None:
     assert torch.allclose(found, plain.trainer().outputs(plain.model(), x), atol=1e-5)
 
 
-def test_a_task_begins_with_a_third_of_the_base_as_its_adaptive() -> None:
+def second_task() -> tuple[Bench, Outcome, State, Tensor]:
+    """After a first task, client 0 receives the second task's first message: (bench, run so far, slots, parameters)."""
     b = bench(stream=Toy(tasks=3))
-    ctx = b.context(round_index=2)
     state = b.run(rounds=2)
-    message = {"model": state.state.model}
     start = {**state.state.model, "params": torch.cat([state.params, state.clients[0]["client"]["personal"]])}
+    message, ctx = {"model": state.state.model}, b.context(round_index=2)
     own, model = part_of(b).receive(state.clients[0], message, start, b.stream.data(0, 1), ctx)
+    return b, state, own, model["params"]
+
+
+def test_a_task_begins_with_a_third_of_the_first_weights_as_its_adaptive() -> None:
+    """The released code makes the adaptives of all tasks from the run's initial weights."""
+    b, _, own, params = second_task()
     entry = hidden_weights(b.layout())[0]
-    assert torch.allclose(piece(b, "adaptive", model["params"]), entry.view(model["params"]) / 3)
-    assert piece(b, "attention", model["params"]).abs().max() == 0
-    assert 0 < piece(b, "mask", model["params"]).abs().max() < 1
+    assert torch.allclose(piece(b, "adaptive", params), entry.view(b.model()["params"]) / 3)
+    assert piece(b, "attention", params).abs().max() == 0
+    assert 0 < piece(b, "mask", params).abs().max() < 1
     assert own["host"]["task"] == 1
+
+
+def test_earlier_tasks_are_held_where_the_client_left_them() -> None:
+    """The anchor is the client's own B after its last training; what it trains from is merged with the server's."""
+    b, state, own, params = second_task()
+    entry, left = hidden_weights(b.layout())[0], state.clients[0]["fedweit"]["base"]
+    assert torch.equal(own["start"][entry.name], entry.view(left))
+    assert not torch.allclose(entry.view(params), entry.view(left))
 
 
 # 2 -------------------------------------------------------------------------------------------------------------------

@@ -127,6 +127,29 @@ def test_the_share_outside_the_basis() -> None:
     assert shares == [1.0, pytest.approx(0.8)]
 
 
+def test_the_share_outside_is_weighted_by_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of 4 and 12 samples: rho = (4 rho_0 + 12 rho_1) / 16 in every layer."""
+    sent: dict[int, Tensor] = {}
+    arrived: list[Tensor] = []
+    sketch, extend = FOT._sketch, FOT._extend
+
+    def sketched(self: FOT, client: Any, message: Any, data: Any, ctx: Any) -> Any:
+        found = sketch(self, client, message, data, ctx)
+        sent[ctx.client] = found[1]["outside"]
+        return found
+
+    def extended_by(self: FOT, server: Any, reduced: Any, ctx: Any) -> Any:
+        arrived.append(reduced["outside"])
+        return extend(self, server, reduced, ctx)
+
+    monkeypatch.setattr(FOT, "_sketch", sketched)
+    monkeypatch.setattr(FOT, "_extend", extended_by)
+    stream = Toy(clients=2, tasks=3, rounds_per_task=1, sizes={(0, 1): 4, (1, 1): 12}, only={0: (0,), 1: (1, 2, 3)})
+    DEEP.change(stream=stream).run(rounds=2)
+    assert (sent[0] - sent[1]).abs().min() > 1e-3  # so that the weights matter in every layer
+    torch.testing.assert_close(arrived[-1], (4 * sent[0] + 12 * sent[1]) / 16)
+
+
 # what it reduces to --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("module", [None, Norm, Deep])
 def test_the_first_task_is_fedavg_to_the_bit(module: Any) -> None:
@@ -209,7 +232,27 @@ def test_on_resnet18_the_sketches_are_368_megabytes_unless_their_columns_are_giv
     assert len(layers) == 20 and all(len(entry.shape) == 4 for entry in layers)
     whole = 4 * sum(fan_in(e) * FOT().columns(e) for e in layers)
     assert 365e6 < whole < 368.5e6  # with the 3x3 stem of this network; 368 MB is the count for a 7x7 stem
+    assert sum(fan_in(e) * FOT(sketch_factor=5).columns(e) for e in layers) == 5 * whole // 4
     assert 4 * sum(fan_in(e) * FOT(sketch_cols=256).columns(e) for e in layers) == 4 * 256 * sum(map(fan_in, layers))
+
+
+def test_every_layer_may_have_five_columns_an_input() -> None:
+    """The authors' ResNets: five times the fan-in, whatever the layer."""
+    columns = [FOT(sketch_factor=5).columns(entry) for entry in hidden_weights(DEEP.layout())]
+    assert columns == [5 * 9, 5 * 12, 5 * 16]
+
+
+def test_few_columns_hold_less_than_the_threshold() -> None:
+    """Inputs of 144 dimensions with energies 1/j: five columns a dimension come within 0.05 of the threshold, one for
+    every 18 (as 256 columns are for the 4,608 inputs of ResNet-18's last layers) falls short by more than a third."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(144, 20_000, generator=rng) / torch.arange(1, 145).sqrt().unsqueeze(1)
+    held = {}
+    for columns in (5 * 144, 144 // 18):
+        basis = directions(x @ torch.randn(20_000, columns, generator=rng), 0.87)
+        held[columns] = float((basis.T @ x).square().sum() / x.square().sum())
+    assert held[5 * 144] == pytest.approx(0.87, abs=0.05)
+    assert held[144 // 18] < 0.87 * 2 / 3
 
 
 def test_max_rank_bounds_the_server_state() -> None:

@@ -9,28 +9,40 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed import BOUNDARIES, CompositionError, Layout, Optimizer, Position, TrainOptions, methods
+from everfed import BOUNDARIES, MODEL, Cohort, CompositionError, Layout, Optimizer, Position, TrainOptions, methods
 from everfed.core import tree
 from everfed.core.engine import ClientError
 from everfed.core.replica import initial_weights
 from everfed.models.lenet import EncoderBlueprint
 from everfed.parts.generative.glfc import GLFC, class_weights
-from everfed.parts.generative.prototypes import encoded, label_of, reconstructed
+from everfed.parts.generative.prototypes import encoded, label_of, nearest_to_mean, reconstructed
 from everfed.parts.memory.buffer import Memory, stored
 from everfed.parts.memory.herding import herd
 from everfed.parts.memory.transition import OnTransition, entropy
+from everfed.parts.shared.features import features
 from tests.parity.test_resume import assert_resumes
 from tests.parity.test_wire import assert_same
 from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
-from tests.support.toy import Bench, Norm, Outcome, Toy
+from tests.support.toy import Bench, Given, Norm, Outcome, Toy
 from tests.support.wire import run_over_wire
 
 PROXY: dict[str, Any] = {"old_model": "proxy", "perturbation": 2, "reconstruction": 1, "iterates": 2}
 SGD = TrainOptions(2, 5, Optimizer(lr=0.5))
+
+
+class TwoNumbers(nn.Module):
+    """Two numbers, which are the features, and a linear head."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 def bench(size: int = 8, policy: dict[str, Any] | None = None, stream: Toy | None = None, **options: Any) -> Bench:
@@ -171,7 +183,39 @@ def test_classes_that_come_back_are_learned_and_current_at_once() -> None:
     assert outcome.clients[0]["memory"]["host"]["learned"].tolist() == sorted(set(kept))
 
 
+def test_every_client_keeps_exemplars_of_every_task_whoever_is_sampled() -> None:
+    """12 clients of whom 4 train in a round: the release updates the exemplars of all of them in every round."""
+    cohorts = {index: tuple(range(4 * (index % 2), 4 * (index % 2) + 4)) for index in range(4)}
+    case = on_boundary(stream=ClassToy(clients=12, tasks=2, cohorts=cohorts))
+    outcome = case.run(rounds=3)
+    kept = [held(outcome, client)[0] for client in range(12)]
+    assert kept == [[0, 0, 1, 1]] * 12
+
+
+def test_the_entropy_is_that_of_the_model_every_round_begins_with() -> None:
+    """Client 1 never trains; its entropy is the mean over its data under the model that round 1 begins with."""
+    case = bench(stream=ClassToy(clients=2, cohorts=dict.fromkeys(range(4), (0,))), old_model="none")
+    begun, outcome = case.run(rounds=1).state.model, case.run(rounds=2)
+    outputs = case.trainer().outputs(begun, case.stream.data(1, 0).x)[:, :2]  # the classes of the first task
+    p = torch.softmax(outputs, dim=1)
+    expected = -(p * torch.log(p + 1e-5)).sum(1).mean().item()
+    assert outcome.clients[1]["memory"]["host"]["entropy"] == pytest.approx(expected, rel=1e-5)
+
+
 # prototypes ----------------------------------------------------------------------------------------------------------
+def test_the_prototype_is_nearest_to_the_mean_of_features_of_length_one() -> None:
+    """The unscaled mean (3.525, 0.45) is nearest to (3.5, 0); of length 1 the features are (1, 0) twice, (0.6, 0.8) and
+    (0, 1), and their mean (0.65, 0.45) is nearest to (0.6, 0.8)."""
+    rows = torch.tensor([[10.0, 0.0], [3.5, 0.0], [0.6, 0.8], [0.0, 1.0]])
+    case = bench().change(module=TwoNumbers, stream=Given(clients=1, table={(0, 0): (rows, torch.zeros(4).long())}))
+    trainer, model = case.trainer(), case.model()
+    assert torch.equal(features(trainer, model, rows), rows)
+    plain = (rows.mean(0) - rows).norm(dim=1).argmin().item()
+    unit = nn.functional.normalize(rows)
+    assert (plain, (unit.mean(0) - unit).norm(dim=1).argmin().item()) == (1, 2)
+    assert nearest_to_mean(trainer, model, rows, torch.zeros(4).long()).tolist() == [2]
+
+
 BLUEPRINT = EncoderBlueprint((1, 4, 4), 5)
 
 
@@ -229,21 +273,65 @@ def test_the_proxy_chooses_the_old_model_and_clients_forget_their_gradients() ->
 
 
 def test_after_a_detected_change_the_old_model_is_the_best_and_otherwise_the_one_before() -> None:
-    part, received = GLFC(old_model="proxy"), {"current": {"is": "now"}, "previous": {"is": "before"}}
-    assert part._old(received, signal=True) == {"is": "now"}
-    assert part._old(received, signal=False) == {"is": "before"}
-    assert part._old({"current": {"is": "now"}}, signal=False) is None
-    assert part._old({}, signal=True) is None
+    """In the first round of the second task (round 2); "current" was chosen in the first."""
+    part, ctx = GLFC(old_model="proxy"), bench().context(round_index=2)
+    received = {"current": {"is": "now"}, "task": 0, "previous": {"is": "before"}}
+    assert part._old(received, signal=True, ctx=ctx) == {"is": "now"}
+    assert part._old(received, signal=False, ctx=ctx) == {"is": "before"}
+    assert part._old({"current": {"is": "now"}, "task": 0}, signal=False, ctx=ctx) is None
+    assert part._old({}, signal=True, ctx=ctx) is None
+    late = {**received, "task": 1}  # a model of the second task is none of an earlier one
+    assert part._old(late, signal=True, ctx=ctx) == {"is": "before"}
+
+
+def test_a_late_signal_leaves_the_old_model_of_the_previous_task() -> None:
+    """Six rounds of two tasks; a client signals in the first round of the second task, or in its second, too late."""
+    case = on_boundary(stream=ClassToy(tasks=2, rounds_per_task=3), **PROXY)
+    part, first = case.build_method().part("glfc"), case.run(rounds=1).state
+    model = {**first.model, "params": first.model["params"] + 1.0}
+    started = {**first.server["glfc"], "best": 0.0}
+    signal, choose = (phase_of(part, name).update for name in ("prototypes", "choose"))
+
+    def second_task(signals: tuple[int, ...]) -> Any:
+        own = started
+        for index in (3, 4, 5):
+            ctx, server = case.context(round_index=index), {MODEL: model}
+            if index in signals:
+                images = {key: own[key] for key in ("images", "labels")}
+                changed = signal({**server, "glfc": own}, {"gradients": {0: torch.zeros(1, 3)}}, ctx)
+                own = {**changed, **images}
+            own = choose({**server, "glfc": {**own, "best": 0.0}}, {}, ctx)
+        return own
+
+    for signals in ((3,), (4,), (3, 4), ()):
+        own = second_task(signals)
+        assert torch.equal(own["previous"]["params"], started["current"]["params"]), signals
+        assert torch.equal(own["current"]["params"], model["params"])
 
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_the_best_score_begins_anew_at_a_change(reset: bool) -> None:
     part = GLFC(old_model="proxy", reset=reset)
-    own = {"best": 0.9, "current": {"params": torch.tensor(0.0)}, "current_since": 0}
+    own = {"best": 0.9, "current": {"params": torch.tensor(0.0)}, "current_since": 0, "current_task": 0}
     update = phase_of(part, "prototypes").update
-    changed = update({"glfc": own}, {"gradients": {0: torch.zeros(1, 3)}}, bench().context())
+    changed = update({"glfc": own}, {"gradients": {0: torch.zeros(1, 3)}}, bench().context(round_index=2))
     assert changed["best"] == (0.0 if reset else 0.9)
     assert changed["previous_since"] == 0
+
+
+@pytest.mark.parametrize(("lead", "chosen"), [(0.0, True), (-0.01, True), (0.01, False)])
+def test_of_equally_good_models_the_newer_one_is_chosen(lead: float, chosen: bool) -> None:
+    """lead: by how much the older model was better on the images."""
+    case = on_boundary(**PROXY)
+    first = case.run(rounds=1).state.server["glfc"]
+    older = {"params": torch.zeros_like(case.model()["params"])}
+    own = {**first, "best": first["score"] + lead, "current": older, "current_since": 0}
+    choose = phase_of(GLFC(**PROXY), "choose").update
+    server = {"model": case.run(rounds=1).state.model, "glfc": own}
+    found = choose(server, {}, case.context(round_index=1))
+    assert found["score"] == first["score"]
+    assert found["current_since"] == (1 if chosen else 0)
+    assert torch.equal(found["current"]["params"], server["model"]["params"] if chosen else older["params"])
 
 
 def test_bytes_by_part() -> None:
@@ -308,5 +396,5 @@ def test_options_outside_their_range_are_refused(options: dict[str, Any], messag
 
 def test_policies_do_not_choose_after_the_last_task_unless_they_do_so_before_training() -> None:
     before, after = (phase_of(Memory(policy=kind), "remember") for kind in ("on-transition", "herding"))
-    assert before.in_last_round and before.position is Position.BEFORE
+    assert before.in_last_round and before.position is Position.BEFORE and before.cohort is Cohort.ALL
     assert not after.in_last_round and after.position is Position.AFTER

@@ -255,7 +255,7 @@ def test_anchors_from_the_streams_own_class_names() -> None:
 
 
 def test_anchors_from_a_sentence_encoder() -> None:
-    pytest.importorskip("wordllama", reason="the sentence encoder wordllama is not installed")
+    pytest.importorskip("wordllama", reason="pip install 'everfed[text]'")
     case = bench(anchors="wordllama").change(stream=Named())
     anchors = case.run(rounds=1).state.server["lander"]["anchors"]
     assert torch.equal(anchors, sentence_anchors(Named.class_names, 5))

@@ -95,7 +95,7 @@ def digest(tree: Tree) -> str:
     return hashlib.sha256(b"".join(v.numpy().tobytes() for _, v in leaves(tree) if isinstance(v, Tensor))).hexdigest()
 
 
-# split cross-entropy (Eq. 4) -----------------------------------------------------------------------------------------
+# split cross-entropy (Eq. 5) -----------------------------------------------------------------------------------------
 def test_the_current_tasks_loss_leaves_the_old_rows_alone() -> None:
     found = gradient(bench(w_ft=0.0, w_kd=0.0))
     assert not found["head.weight"][:2].any() and not found["head.bias"][:2].any()

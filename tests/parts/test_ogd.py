@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,10 +29,7 @@ def ogd(**options: Any) -> dict[str, dict[str, Any]]:
 
 
 def basis_of(vectors: Tensor) -> Tensor:
-    rows, lengths = torch.zeros(0, vectors.shape[1]), torch.zeros(0)
-    for vector in vectors:
-        rows, lengths = extended(rows, lengths, vector)
-    return rows
+    return reduce(extended, vectors, torch.zeros(0, vectors.shape[1]))
 
 
 def random_basis(seed: int, count: int = 5, size: int = 40) -> tuple[Tensor, Tensor]:
@@ -129,7 +128,7 @@ def test_the_bytes_are_what_the_options_say(storage: str, width: int) -> None:
     bench = Bench("ogd", ogd(vectors=3, storage=storage), stream=Toy(tasks=3))
     size = len(bench.model()["params"])
     for client in bench.run().clients.values():
-        assert tensor_bytes(client) == 2 * 3 * (width * size + 4)  # the second term: the lengths
+        assert tensor_bytes(client) == 2 * 3 * width * size
 
 
 @pytest.mark.parametrize("storage", ["float32", "float16"])
@@ -141,12 +140,42 @@ def test_max_vectors_bounds_them_for_any_number_of_tasks(storage: str) -> None:
         assert torch.allclose(basis @ basis.T, torch.eye(6), atol=1e-5 if storage == "float32" else 3e-3)
 
 
-def test_the_principal_directions_are_those_of_the_kept_gradients() -> None:
-    rng = torch.Generator().manual_seed(5)
-    rows, lengths = basis_of(torch.randn(6, 30, generator=rng)), torch.tensor([5.0, 0.1, 3.0, 0.2, 4.0, 0.3])
-    kept, values = principal(rows, lengths, 3)
-    assert torch.allclose(values, torch.tensor([5.0, 4.0, 3.0]), atol=1e-4)
-    assert torch.allclose((kept @ rows[[0, 4, 2]].T).abs(), torch.eye(3), atol=1e-4)
+def one_client(*tasks: Tensor, **options: Any) -> Tensor:
+    """The basis after all but the last task: a linear map with one output, whose logit gradients are the samples."""
+    table = {(0, task): (x, torch.zeros(len(x), dtype=torch.int64)) for task, x in enumerate(tasks)}
+    stream = Given(clients=1, tasks=len(tasks), rounds_per_task=1, classes=1, table=table)
+    bench = Bench("ogd", ogd(vectors=100, **options), stream=stream, module=Linear, train=TrainOptions(1, 100))
+    return widened(bench.run().clients[0]["ogd"]["basis"])
+
+
+def held(gradients: Tensor, basis: Tensor) -> float:
+    """The share of the gradients' energy in the span of the basis."""
+    return float((gradients @ basis.T).square().sum() / gradients.square().sum())
+
+
+def test_many_equal_gradients_outweigh_a_longer_one() -> None:
+    """One of length 2 and fifty of length 1: 4 of 54 parts of the energy against 50. By residuals it was the first."""
+    gradients = torch.cat([torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 1.0]]).expand(50, 2)])
+    assert held(gradients, one_client(gradients, gradients, max_vectors=1)) == pytest.approx(50 / 54, abs=1e-5)
+
+
+@given(seed=st.integers(0, 500))
+@settings(max_examples=15, deadline=None)
+def test_the_principal_directions_are_the_top_right_singular_vectors(seed: int) -> None:
+    """Of the first task's gradients; then of those at their singular values together with the second task's."""
+    rng = np.random.default_rng(seed)
+    first, second = (rng.normal(size=(12, 10)) * rng.exponential(size=10) for _ in range(2))
+    tasks = [torch.tensor(x, dtype=torch.float32) for x in (first, second, second)]
+    _, values, directions = np.linalg.svd(first)
+    stacked = np.concatenate([values[:4, None] * directions[:4], second])
+    for given_tasks, expected in ((tasks[:2], directions), (tasks, np.linalg.svd(stacked)[2])):
+        basis = one_client(*given_tasks, max_vectors=4).double().numpy()
+        assert basis.T @ basis == pytest.approx(expected[:4].T @ expected[:4], abs=1e-2)
+
+
+def test_without_a_direction_there_is_no_basis() -> None:
+    rows, values = principal(torch.zeros(3, 7), 2)
+    assert rows.shape == (0, 7) and values.shape == (0,)
 
 
 def test_half_precision_projects_to_about_a_thousandth() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from everfed import Optimizer, TrainOptions
+from everfed import Data, Optimizer, TrainOptions
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
 
@@ -89,3 +90,15 @@ def test_earlier_tasks_are_replayed() -> None:
     old = {tuple(x.flatten().tolist()) for x in bench.stream.data(0, 0).x}
     later = [seen for seen in watched(bench) if seen.client == 0 and seen.round == 3]
     assert any(tuple(x.flatten().tolist()) in old for seen in later for x in seen.batches["er"][0])
+
+
+def test_a_union_holds_every_sample_once() -> None:
+    """Samples 0 to 11 are current; the buffer holds 10, 11 (current, too) and 50."""
+    bench = Bench("er", {"er": {"mode": "union"}})
+    data = bench.stream.data(0, 0)
+    kept = Data.union([data.take(np.array([10, 11])), Data(data.x[:1], data.y[:1], np.array([50]))])
+    ids = torch.tensor([10, 11, 50, -1])
+    held = {"memory": {"x": kept.x, "y": kept.y, "host": {"ids": ids, "stored": 3}}}
+    found = bench.build_method().part("er").dataset(held, data, bench.context())
+    assert found.ids.tolist() == [*range(12), 50]
+    assert torch.equal(found.x[12], data.x[0]) and torch.equal(found.y[:12], data.y)

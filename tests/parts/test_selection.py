@@ -57,6 +57,13 @@ def value(gram: np.ndarray, linear: np.ndarray, x: np.ndarray) -> float:
     return float(x @ gram @ x - 2 * linear @ x)
 
 
+@pytest.mark.parametrize(("delta", "first"), [(0.0, 0.625), (0.5, 0.75), (-0.5, 0.5 + 1 / 12)])
+def test_delta_is_subtracted_from_the_diagonal(delta: float, first: float) -> None:
+    """Two orthogonal samples, one to choose, c = (1/4, 0): (1 - delta)(x_1 - x_2) = c_1 - c_2 with x_1 + x_2 = 1."""
+    weights = convex_weights(Candidates.of(np.eye(2)), 1, np.array([0.25, 0.0]), delta=delta)
+    assert weights == pytest.approx([first, 1.0 - first], abs=1e-8)
+
+
 def scipy_minimum(gram: np.ndarray, linear: np.ndarray, n: int) -> np.ndarray:
     m = len(linear)
     result = minimize(

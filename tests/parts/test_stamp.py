@@ -21,6 +21,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.parts.aggregate.average import FedAvg
 from everfed.parts.project.matching import match_gradients
+from everfed.parts.project.matching_solvers import SoftmaxSGD
 from everfed.parts.project.stamp import STAMP, balanced, per_class
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 
@@ -171,20 +172,38 @@ def test_balanced_updates_have_the_mean_norm() -> None:
 
 
 def test_a_small_pool_is_replayed_whatever_drop_last_says() -> None:
-    train = replace(TRAIN, batch_size=3, drop_last=True)
-    kept = bench({"exemplars": 1}, "stamp-temporal", train=train).run().params
-    none = bench({"exemplars": 0}, "stamp-temporal", train=train).run().params
-    assert not torch.equal(kept, none)
+    """Five equal samples and minibatches of 3: training drops the last 2 and makes one step, a clone makes two."""
+    one, lr = torch.tensor([1.0, 0.5]), 0.2
+    stream = replace(quadratic(), table={**quadratic().table, (0, 0): (one.repeat(5, 1), torch.full((5,), 2.0))})
+    train = TrainOptions(1, 3, Optimizer(lr=lr), drop_last=True)
+    make = Bench("stamp-temporal", {"stamp": {"exemplars": 5}}, stream, train, Linear)
+    theta = make.run(rounds=1).params
+    assert torch.allclose(theta, lr * 2.0 * one)
+    clone = current = theta - lr * one_gradient(theta, 1)
+    for _ in range(2):
+        clone = clone - lr * one * (one @ clone - 2.0)
+    step = match_gradients([clone - theta, current - theta], 0.25, "1+k2")
+    assert torch.allclose(make.run().params, theta + step, atol=1e-6)
 
 
 @pytest.mark.parametrize("moments", ["fresh", "copied"])
 @pytest.mark.parametrize("clone_from", ["after_current", "round_start"])
 def test_clones_may_copy_the_optimizer(moments: str, clone_from: str) -> None:
-    train = TrainOptions(1, 5, Optimizer("adam", lr=0.01, state="kept"))
-    outcome = bench({"moments": moments, "clone_from": clone_from}, train=train).run()
-    assert outcome.params.isfinite().all()
-    other = bench({"moments": "fresh", "clone_from": clone_from}, train=train).run()
-    assert torch.equal(outcome.params, other.params) == (moments == "fresh")
+    """Momentum 0.5 that is kept: v_0 after the first task, v_1 after the current one. A clone goes on with the momentum
+    of the model it starts from: v_1 after current training, v_0 at the round's start."""
+    options = {"stamp": {"moments": moments, "clone_from": clone_from, "exemplars": 5}}
+    train, lr = TrainOptions(1, 2, Optimizer(lr=0.2, momentum=0.5, state="kept")), 0.2
+    make = Bench("stamp-temporal", options, quadratic(), train, Linear)
+    v_0 = one_gradient(torch.zeros(2), 0)
+    theta = -lr * v_0
+    assert torch.allclose(make.run(rounds=1).params, theta)
+    v_1 = 0.5 * v_0 + one_gradient(theta, 1)
+    current = theta - lr * v_1
+    origin, v = (current, v_1) if clone_from == "after_current" else (theta, v_0)
+    v = v if moments == "copied" else torch.zeros(2)
+    clone = origin - lr * (0.5 * v + one_gradient(origin, 0))
+    step = match_gradients([clone - theta, current - theta], 0.25, "1+k2")
+    assert torch.allclose(make.run().params, theta + step, atol=1e-6)
 
 
 def test_a_client_without_data_keeps_no_exemplars() -> None:
@@ -192,12 +211,40 @@ def test_a_client_without_data_keeps_no_exemplars() -> None:
     assert list(pool(outcome, 0)) == ["1"] and list(pool(outcome, 1)) == ["0", "1"]
 
 
-def test_angles_in_time() -> None:
-    reported = [e for e in bench({"angles": True}).run().events if e["event"] == "measure"]
-    assert [e["round"] for e in reported] == [2, 3]  # from the second task on
-    m = reported[0]["temporal_cosine"]
-    assert reported[0]["temporal_cosine_with_self"] == pytest.approx((1 + m) / 2)
-    assert torch.equal(bench({"angles": True}).run().params, bench().run().params)
+def test_the_exemplars_of_every_earlier_task_are_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third task there are three updates: of the current task and of clones on both earlier ones."""
+    counts: list[int] = []
+    matched = STAMP._matched
+
+    def counted(self: STAMP, updates: list[Tensor]) -> Tensor:
+        counts.append(len(updates))
+        return matched(self, updates)
+
+    monkeypatch.setattr(STAMP, "_matched", counted)
+    bench(name="stamp-temporal", stream=Toy(clients=1, tasks=3, rounds_per_task=1)).run()
+    assert counts == [2, 3]
+
+
+@pytest.mark.parametrize("solver", ["exact", "softmax_sgd"])
+def test_the_first_task_may_be_matched_too(solver: str) -> None:
+    """The released code makes the only update longer: 2 (1 + kappa) / (1 + kappa^2) = 2.353 times at its rate of 2."""
+    options = {"match_first": True, "rate": 2.0, "solver": solver}
+    one = Toy(clients=1, tasks=1, rounds_per_task=1)
+    start, plain = Bench(stream=one).model()["params"], Bench(stream=one).run().params
+    moved = bench(options, "stamp-temporal", stream=one).run().params
+    assert torch.allclose(moved - start, 2 * 1.25 / 1.0625 * (plain - start), atol=1e-5)
+
+
+def test_the_solver_of_the_released_code_takes_25_steps_on_clients() -> None:
+    options = {"solver": "softmax_sgd", "solver_steps": 25, "solver_momentum": 0.1, "exemplars": 5}
+    train = TrainOptions(1, 2, Optimizer(lr=0.2))
+    make = Bench("stamp-temporal", {"stamp": options}, quadratic(), train, Linear)
+    theta = make.run(rounds=1).params
+    current = theta - 0.2 * one_gradient(theta, 1)
+    updates = [current - 0.2 * one_gradient(current, 0) - theta, current - theta]
+    sgd = SoftmaxSGD(steps=25, momentum=0.1)
+    expected = match_gradients(updates, 0.25, "1+k2", solver="softmax_sgd", sgd=sgd)
+    assert torch.allclose(make.run().params, theta + expected, atol=1e-6)
 
 
 # refusals ------------------------------------------------------------------------------------------------------------
@@ -205,7 +252,8 @@ def test_angles_in_time() -> None:
     ("options", "match"),
     [({"clone_from": "x"}, "after_current, round_start"), ({"combine": "x"}, "mean, sum"), ({"epochs": -1}, "epochs"),
      ({"granularity": "x"}, "round, step"), ({"moments": "x"}, "fresh, copied"), ({"exemplars": -1}, "exemplars"),
-     ({"kappa": 1.5}, "kappa"), ({"scale": "x"}, "scale")],
+     ({"kappa": 1.5}, "kappa"), ({"scale": "x"}, "scale"), ({"solver_steps": 0}, "solver_steps"),
+     ({"solver_momentum": 1.0}, "solver_momentum")],
 )  # fmt: skip
 def test_options_are_checked(options: dict[str, object], match: str) -> None:
     with pytest.raises(methods.MethodError, match=match):

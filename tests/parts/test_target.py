@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -176,6 +176,32 @@ def test_images_of_the_pool_are_used_equally_often(size: int, batch: int, steps:
     assert drawn.shape == (steps, batch) and counts.max() - counts.min() <= 1
 
 
+@dataclass(frozen=True)
+class Colourful(ClassToy):
+    """Every image is shifted by 0 or 1 pixels and brightened by up to 29."""
+
+    colour_draws: int = 1
+
+    def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        return rng.integers([0, 1], [2, 30], (count, 2))
+
+    def augment(self, x: Tensor, draws: Tensor) -> Tensor:
+        return x + draws[:, 1].to(x.dtype).reshape(-1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("method", ["target", "lander"])
+def test_synthetic_images_keep_their_colours_where_real_ones_do_not(method: str) -> None:
+    """The released code of both brightens real images at random, and only crops and mirrors synthetic ones."""
+    log: list[Seen] = []
+    case = bench(method).change(stream=Colourful())
+    outcome = case.change(method=spied(case.build_method(), log)).run()
+    steps = [seen for seen in log if (seen.client, seen.round) == (0, 2)]
+    pool = rows(outcome.state.server[method]["pool"])
+    assert all(image in pool for seen in steps for image in rows(seen.batches[method][0]))
+    real = rows(case.stream.data(0, 1).x)
+    assert not any(image in real for seen in steps for image in rows(seen.x))
+
+
 # frozen things stay frozen -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", ["target", "lander"])
 def test_the_teacher_is_the_model_at_the_tasks_end_and_nothing_changes_it(method: str) -> None:
@@ -314,11 +340,21 @@ def test_statistics_of_earlier_rounds_are_mixed_in() -> None:
 
 def test_the_student_learns_from_the_warm_up_on_with_a_cosine_rate() -> None:
     part = Target()
-    assert part.turn(19).rate == 0.0 and not part.turn(19).adversary
-    assert part.turn(20).rate == 0.2 and part.turn(20).adversary
+    assert part.turn(19).rate == 0.0
+    assert part.turn(20).rate == 0.2
     assert part.turn(120).rate == pytest.approx((0.2 + 2e-4) / 2)
     assert part.turn(400).rate == pytest.approx(2e-4)
     assert not any(Target(adv=0.0).turn(i).adversary for i in range(40))
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 20])
+def test_adversary_and_student_begin_as_in_the_released_code(warmup: int) -> None:
+    """There `ep` is raised before it is compared with the warm-up, and the loop's own `it` is not: the adversary begins
+    one round before the student's training."""
+    part = Target(warmup=warmup)
+    for it in range(40):
+        turn, ep = part.turn(it), it + 1
+        assert (turn.adversary, turn.rate > 0) == (ep >= warmup, it >= warmup)
 
 
 # options -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from scipy import stats
 
 from everfed import methods
 from everfed.core.client import Reply
-from everfed.core.context import World
+from everfed.core.context import Context, World
 from everfed.core.engine import Engine
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
@@ -28,7 +28,7 @@ from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Outcome, Toy
 from tests.support.wire import crossed
 
-pytest.importorskip("dp_accounting")
+pytest.importorskip("dp_accounting", reason="pip install 'everfed[privacy]'")
 
 
 def protected(bench: Bench, **options: Any) -> Bench:
@@ -97,6 +97,22 @@ def test_a_mean_of_k_clients_gets_noise_of_noise_times_clip_by_k() -> None:
     )
     assert stats.kstest(noise, "norm").pvalue > 1e-4
     assert abs(noise.std() - 1) < 5 / math.sqrt(2 * 40_000) and abs(noise.mean()) < 5 / math.sqrt(40_000)
+
+
+@pytest.mark.parametrize("kind", ["central", "local"])
+def test_every_place_has_noise_of_its_own(kind: str) -> None:
+    """The same noise twice could be subtracted: another round, phase, repeat or value draws anew, the same one not;
+    with a seed, too, where the place alone decides."""
+    part, ctx = central(kind=kind, seed=1), Bench("fedavg").context()
+    key, like = part.server_slots(ctx)["key"], torch.zeros(8, dtype=torch.float64)
+
+    def drawn(path: str, place: Context) -> tuple[float, ...]:
+        return tuple(part._noise(key, b"", path, like, place).tolist())
+
+    places = [ctx, ctx.at(round=1), ctx.at(phase="reference"), ctx.at(repeat=1)]
+    found = [*(drawn("fedavg/params", place) for place in places), drawn("fedavg/other", ctx)]
+    assert len(set(found)) == 5
+    assert drawn("fedavg/params", ctx) == found[0]
 
 
 def test_a_sum_gets_noise_of_noise_times_clip() -> None:

@@ -36,7 +36,7 @@ def added(replies: list[Reply], code: Code = CODE) -> Sums:
     vectors = [encode(reply, form, code) for reply in replies]
     narrow, wide = (np.sum([v[i] for v in vectors], axis=0, dtype=vectors[0][i].dtype) for i in (0, 1))
     assert (len(narrow), len(wide)) == sizes(form)
-    return decode(narrow, wide, form, code)
+    return decode(narrow, wide, form, code, len(replies))
 
 
 floats = st.lists(st.floats(-4, 4, width=32), min_size=5, max_size=5)
@@ -128,3 +128,47 @@ def test_a_form_survives_its_text() -> None:
     form = form_of({"a": {"p": torch.ones(2, 3), "n": 3, "none": None}})
     assert form == {"a/n": ["number", []], "a/p": ["float32", [2, 3]]}
     assert form_from_text(form_to_text(form), frozenset(form)) == form
+
+
+# what is no sum of replies -------------------------------------------------------------------------------------------
+def two(samples: int = 3) -> tuple[list[np.ndarray], dict[str, list[Any]]]:
+    replies = [Reply({"p": {"x": torch.full((4,), 1.5), "n": torch.tensor([2])}}, samples, 1, 0.5) for _ in range(2)]
+    form = form_of(replies[0].values)
+    vectors = [encode(reply, form, CODE) for reply in replies]
+    return [np.sum([v[i] for v in vectors], axis=0, dtype=vectors[0][i].dtype) for i in (0, 1)], form
+
+
+def test_the_largest_sums_that_replies_can_have_are_accepted() -> None:
+    """Two clients at the limit of 2^15 - 1 steps: 65534 steps of 2^-13."""
+    (narrow, wide), form = two()
+    narrow[:] = 2 * CODE.limit
+    assert decode(narrow, wide, form, CODE, 2).totals["p/x"][0].tolist() == [65534 / 8192] * 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "match"),
+    [
+        (-1, 9, "clipped"),  # of eight numbers
+        (-2, 3, "broken"),
+        (-3, -1, "samples"),
+        (-3, (2 << 24) + 1, "samples"),
+        (-4, 3, "trained"),
+        (-5, (1 << 62) + 1, "loss"),
+        (-6, 3, "p/x has a weight of 3 from 2 clients"),
+        (-7, -1, "p/n has a weight of -1"),
+        (0, (1 << 62) + 1, "numbers are larger"),
+    ],
+)
+def test_numbers_that_no_replies_add_up_to_are_refused(entry: int, value: int, match: str) -> None:
+    (narrow, wide), form = two()
+    wide[entry] = np.int64(value).view(np.uint64)
+    with pytest.raises(EncodingError, match=match):
+        decode(narrow, wide, form, CODE, 2)
+
+
+@pytest.mark.parametrize("value", [2 * CODE.limit + 1, -2 * CODE.limit - 1])
+def test_a_sum_beyond_the_clip_of_all_clients_is_refused(value: int) -> None:
+    (narrow, wide), form = two()
+    narrow[2] = np.int32(value).view(np.uint32)
+    with pytest.raises(EncodingError, match="p/x is larger than 2 clients can make it"):
+        decode(narrow, wide, form, CODE, 2)

@@ -72,7 +72,7 @@ def test_keys_are_checked(privacy: dict[str, Any]) -> None:
 
 
 def test_differential_privacy_by_recipe_reports_what_it_spent(tmp_path: Path) -> None:
-    pytest.importorskip("dp_accounting")
+    pytest.importorskip("dp_accounting", reason="pip install 'everfed[privacy]'")
     result = api.run(table({"dp": {"noise": 2.0, "clip": 1.0}}, "fedavg"), tmp_path / "dp", scale=0.5)
     facts = result.data["parts"]["dp"]
     assert 0 < facts["epsilon"] < 20 and facts["releases"] == 2 and facts["delta"] == 1e-5

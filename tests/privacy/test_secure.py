@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -14,92 +16,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed import CompositionError, Method, Model, Phase, Trainer, methods
+from everfed import CompositionError, Each, Phase, methods
 from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.context import Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.events import Diverged
 from everfed.core.message import Message
-from everfed.core.scoring import Exam
 from everfed.engines.processes import Processes
+from everfed.privacy.members import needed
 from everfed.privacy.secure import (
+    AGREE,
     MASK,
     NAME,
     SHARE,
     UNMASK,
     ProtocolError,
     SecureAggregation,
-    needed,
     secured,
 )
 from everfed.privacy.secure_engine import Secured, TooFewClients
 from everfed.store.clients import ClientStore
+from tests.support.flaky import STEP, Flaky, events, plain_run, protected, secure_run
 from tests.support.phases import phase_of
-from tests.support.toy import Bench, Norm, Outcome, Toy
+from tests.support.toy import Bench, Norm, Toy
 from tests.support.wire import Wire, crossed
-
-Lost = Mapping[str, Sequence[int]]
-STEP = 2 * 16.0 / (1 << 24)
-
-
-@dataclass
-class Flaky(Engine):
-    """An engine whose clients are absent in some phases, and that writes down all that reaches the server."""
-
-    inner: Engine
-    lost: Lost = field(default_factory=dict)
-    seen: list[tuple[str, int, Reply]] = field(default_factory=list)
-    name: str = "flaky"
-
-    def exchange(
-        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
-    ) -> Iterator[tuple[int, Reply | Absent]]:
-        gone = self.lost.get(phase.name, ())
-        for client in clients:
-            if client in gone:
-                yield client, Absent("failed", "gone")
-                continue
-            for _, reply in self.inner.exchange(phase, [client], message, moment):
-                assert isinstance(reply, Reply)
-                self.seen.append((phase.name, client, reply))
-                yield client, reply
-
-    def workbench(self) -> Trainer:
-        return self.inner.workbench()
-
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return self.inner.evaluate(model, exam)
-
-    def describe(self) -> dict[str, Any]:
-        return self.inner.describe()
-
-
-def protected(bench: Bench, **options: Any) -> Bench:
-    plain = bench.build_method
-
-    def build() -> Method:
-        return secured(plain(), **options)
-
-    return replace(bench, method=build)
-
-
-def secure_run(bench: Bench, lost: Lost | None = None, seen: list[Any] | None = None, **options: Any) -> Outcome:
-    own = protected(bench, **options)
-
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(Flaky(own.eager(world, store), lost or {}, [] if seen is None else seen), world)
-
-    return own.run(engine)
-
-
-def plain_run(bench: Bench, lost: Lost | None = None) -> Outcome:
-    return bench.run(lambda world, store: Flaky(bench.eager(world, store), lost or {}))
-
-
-def events(outcome: Outcome, **wanted: Any) -> list[dict[str, Any]]:
-    return [event for event in outcome.events if wanted.items() <= event.items()]
-
 
 # the same as without -------------------------------------------------------------------------------------------------
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fedcurv", "fot", "fedl2p", "feddbe", "coordinated-4")]
@@ -181,7 +122,7 @@ def test_who_goes_before_unmasking_still_counts() -> None:
     assert all("absent" not in event for event in events(secure, event="phase"))
 
 
-@pytest.mark.parametrize("step", [SHARE, MASK, UNMASK])
+@pytest.mark.parametrize("step", [SHARE, MASK, AGREE, UNMASK])
 def test_too_few_fail_with_a_clear_message(step: str) -> None:
     with pytest.raises(TooFewClients, match=r"phase 'train' in round 0: 2 clients are left, 3 are needed"):
         secure_run(SMALL, {step: (0, 2, 3)}, threshold=0.6)
@@ -192,8 +133,15 @@ def test_two_clients_are_too_few_in_any_case() -> None:
         secure_run(replace(SMALL, stream=Toy(clients=2)))
 
 
+@pytest.mark.parametrize("step", [SHARE, MASK])
+def test_the_sum_of_two_of_three_is_never_opened(step: str) -> None:
+    with pytest.raises(TooFewClients, match="2 clients are left, 3 are needed"):
+        secure_run(replace(SMALL, stream=Toy(clients=3)), {step: (1,)})
+
+
 @pytest.mark.parametrize(
-    ("clients", "threshold", "expected"), [(3, 2 / 3, 2), (10, 2 / 3, 7), (10, 0.51, 6), (4, 0.6, 3), (3, 1.0, 3)]
+    ("clients", "threshold", "expected"),
+    [(3, 2 / 3, 3), (3, 0.51, 3), (4, 0.51, 3), (10, 2 / 3, 7), (10, 0.51, 6), (4, 0.6, 3), (3, 1.0, 3)],
 )
 def test_how_many_must_stay(clients: int, threshold: float, expected: int) -> None:
     assert needed(clients, threshold) == expected > clients / 2
@@ -236,10 +184,15 @@ def test_nothing_but_keys_letters_masked_vectors_and_shares_arrives() -> None:
     seen: list[tuple[str, int, Reply]] = []
     bench = Bench("fedgp+der", module=Norm)
     secure_run(bench, seen=seen)
-    assert {phase for phase, _, _ in seen} == {"train", "reference", SHARE, MASK, UNMASK}
+    assert {phase for phase, _, _ in seen} == {"train", "reference", SHARE, MASK, AGREE, UNMASK}
     for phase, _, reply in seen:
         assert set(reply.values) == {NAME} and (reply.samples, reply.steps, reply.loss) == (0, 0, None)
-        allowed = {SHARE: {"letters"}, MASK: {"narrow", "wide"}, UNMASK: {"seeds"}}.get(phase, {"keys", "form"})
+        allowed = {
+            SHARE: {"letters", "commitments", "proof"},
+            MASK: {"narrow", "wide"},
+            AGREE: {"votes"},
+            UNMASK: {"seeds"},
+        }.get(phase, {"keys", "form"})
         assert set(reply.values[NAME]) == allowed
 
 
@@ -370,37 +323,81 @@ class Cheat(Flaky):
         return super().exchange(phase, clients, message, moment)
 
 
-CHEATS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "another client's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}),
-    "a group of two": (SHARE, lambda a: {"clients": a["clients"][:2], "keys": a["keys"][:2]}),
-    "not a list of keys": (SHARE, lambda a: {**a, "keys": a["keys"][:, :5]}),
-    "hardly anybody shared": (MASK, lambda a: {**a, "sharing": a["sharing"][:1]}),
-    "strangers shared": (MASK, lambda a: {**a, "sharing": torch.tensor([0, 1, 2, 9])}),
-    "no letters": (MASK, lambda a: {k: v for k, v in a.items() if k != "letters"}),
-    "seeds and keys of the same client": (UNMASK, lambda a: {**a, "gone": a["alive"][:1]}),
-    "hardly anybody alive": (UNMASK, lambda a: {"alive": a["alive"][:1], "gone": a["alive"][1:]}),
-    "a client left out": (UNMASK, lambda a: {**a, "alive": a["alive"][:-1]}),
-}
+OFF_CURVE = torch.full((1, 66), 255, dtype=torch.uint8)
+
+
+def other_form(asked: dict[str, Any]) -> str:
+    """Each shape of client 0's form with one number more."""
+    form = json.loads(asked["forms"]["0"])
+    return json.dumps({path: [kind, [*shape, 2]] for path, (kind, shape) in form.items()})
+
+
+def huge_form(asked: dict[str, Any]) -> str:
+    return json.dumps({"fedavg/counters": ["int64", [1 << 34]]})
+
+
+def flipped(votes: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {voter: vote ^ 1 for voter, vote in votes.items()}
+
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+OTHERS, SMALL_GROUP = "the server passes on other keys, or another form", "^2 clients; secure aggregation needs 3"
+NO_SET = "the set to open is not one of clients that shared their keys, with this one"
+# the step, what the server changes in it, and which check of the client's refuses that
+CHEATS: dict[str, tuple[str, Change, str]] = {
+    "another client's keys": (SHARE, lambda a: {**a, "keys": a["keys"].flip(0)}, OTHERS),
+    "a group of two": (SHARE, lambda a: {**a, "clients": a["clients"][:2], "keys": a["keys"][:2]}, SMALL_GROUP),
+    "not a list of keys": (SHARE, lambda a: {**a, "keys": a["keys"][:, :5]}, "keys of client 0 are no points"),
+    "keys that are no points on the curve": (
+        SHARE, lambda a: {**a, "keys": torch.cat([a["keys"][:-1], OFF_CURVE])}, "keys of client 4 are no points",
+    ),
+    "another form of its reply": (SHARE, lambda a: {**a, "forms": {**a["forms"], "0": "{}"}}, OTHERS),
+    "two forms of one value": (
+        SHARE, lambda a: {**a, "forms": {**a["forms"], "4": other_form(a)}}, "two forms of fedavg/counters",
+    ),
+    "a form larger than memory": (
+        SHARE, lambda a: {**a, "forms": {**a["forms"], "4": huge_form(a)}}, "two forms of fedavg/counters",
+    ),
+    "hardly anybody shared": (MASK, lambda a: {**a, "sharing": a["sharing"][:1]}, "^1 of 5 clients shared their keys"),
+    "strangers shared": (MASK, lambda a: {**a, "sharing": torch.tensor([0, 1, 2, 9])}, "^4 of 5 clients shared"),
+    "without this client": (MASK, lambda a: {**a, "sharing": a["sharing"][1:]}, "^4 of 5 clients shared their keys"),
+    "no letters": (MASK, lambda a: {k: v for k, v in a.items() if k != "letters"}, "no letter of client 1"),
+    "letters of another size": (
+        MASK, lambda a: {**a, "letters": {"1": torch.zeros(3, dtype=torch.uint8)}}, "none of the right size",
+    ),
+    "hardly anybody alive": (AGREE, lambda a: {"alive": a["alive"][:1]}, "^1 of 5 clients are left; too few"),
+    "fewer alive than are needed": (AGREE, lambda a: {"alive": a["alive"][:3]}, "^3 of 5 clients are left; too few"),
+    "a set without the client": (AGREE, lambda a: {"alive": a["alive"][1:]}, NO_SET),
+    "strangers alive": (AGREE, lambda a: {"alive": torch.tensor([0, 1, 2, 3, 9])}, NO_SET),
+    "no votes": (UNMASK, lambda a: {}, "^1 clients agree on the set to open; 4 are needed"),
+    "votes of another set": (
+        UNMASK, lambda a: {"votes": Each({c: flipped(v) for c, v in a["votes"].values.items()})}, "^1 clients agree",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_clients_refuse_a_server_that_cheats(name: str) -> None:
-    step, change = CHEATS[name]
+    """Client 0 refuses, which is the first that is asked, so that no other client's check stands in for its own."""
+    step, change, reason = CHEATS[name]
     own = protected(SMALL)
 
     def engine(world: World, store: ClientStore) -> Engine:
         return Secured(Cheat(own.eager(world, store), step=step, change=change), world)
 
-    with pytest.raises(ClientError) as caught:
+    with pytest.raises(ClientError, match="client 0 failed") as caught:
         own.run(engine)
     assert isinstance(caught.value.cause, ProtocolError)
+    assert re.search(reason, str(caught.value.cause)), caught.value.cause
 
 
 def test_a_step_is_taken_once() -> None:
     part = secured(methods.build("fedavg")).part(NAME)
     ctx = Bench("fedavg").context(phase=UNMASK)
     request = {NAME: {"alive": torch.tensor([0]), "gone": torch.tensor([])}}
-    for state in ({}, {NAME: {"step": "idle"}}, {NAME: {"step": UNMASK, "place": "7.0"}}):
+    here = {"place": "0.0", "epoch": 0}
+    places = ({}, {"step": "idle"}, {"step": "idle", **here}, {"step": MASK, **here}, {"step": UNMASK, "place": "7.0"})
+    for state in ({NAME: own} for own in places):
         with pytest.raises(ProtocolError, match="but this client is at"):
             phase_of(part, UNMASK).run(state, request, Bench().stream.data(0, 0), ctx)  # type: ignore[misc]
 

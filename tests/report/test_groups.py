@@ -41,14 +41,16 @@ def test_a_seed_that_was_run_twice_counts_once_and_is_told(tmp_path: Path) -> No
     assert grouping.notes == ("b and a are the same experiment with the same seed; only the first counts.",)
 
 
-def test_different_streams_and_scales_are_told(tmp_path: Path) -> None:
+def test_different_streams_and_scales_are_noted(tmp_path: Path) -> None:
     finished(tmp_path / "a", "fedavg", 0)
     stream = {"dataset": "digits", "scenario": "domain-incremental", "tasks": 5, "clients": 4}
     finished(tmp_path / "b", "der", 0, stream=stream)
     finished(tmp_path / "c", "fedavg", 0, settings={"scale": 0.5})
     grouping = grouped(read_runs([tmp_path]))
     assert [group.label for group in grouping.groups] == ["fedavg (scale=1.0)", "der", "fedavg (scale=0.5)"]
-    assert len(grouping.notes) == 1 and "stream.tasks differ" in grouping.notes[0]
+    assert (
+        len(grouping.notes) == 2 and "--scale 0.5" in grouping.notes[0] and "stream.tasks differ" in grouping.notes[1]
+    )
 
 
 @given(st.lists(st.text(max_size=8), unique=True, max_size=45))

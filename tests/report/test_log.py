@@ -129,7 +129,7 @@ def test_skipped_clients_and_cohorts_that_are_only_counted() -> None:
     log = folded([start(), phase(0, trained=3), phase(1, clients=500, trained=498), silent])
     assert log.skipped == 1 + 2 + 4
     assert [line.clients for line in log.phases.values()] == [(0, 1, 2, 3), None, (0, 1, 2, 3)]
-    assert [line.asked for line in log.phases.values()] == [4, 500, 4]
+    assert [line.count for line in log.phases.values()] == [4, 500, 4]
 
 
 def test_faults_and_interruptions() -> None:

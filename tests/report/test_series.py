@@ -84,6 +84,14 @@ def test_the_mean_matrix(tmp_path: Path) -> None:
     assert entries[1][0] == pytest.approx((0.4, 0.2)) and entries[1][1] == pytest.approx((0.8, 0.1))
 
 
+def test_an_entry_that_one_seed_lacks_has_no_mean(tmp_path: Path) -> None:
+    """A mean over the other seeds would compare methods on different seeds."""
+    finished(tmp_path / "a", seed=0, matrix=[[0.8, 0.3], [0.6, 0.7]])
+    finished(tmp_path / "b", seed=1, matrix=[[0.6, None], [0.2, 0.9]])
+    entries = series.mean_matrix(read_runs([tmp_path]))
+    assert entries[0][1] is None and entries[0][0] == pytest.approx((0.7, 0.1))
+
+
 def test_tasks_begin_where_the_rounds_say(tmp_path: Path) -> None:
     runs = [read_run(finished(tmp_path / "a").path)]
     assert series.boundaries(runs) == [(1, 1), (2, 3), (3, 5)]

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everfed.cli import app
-from everfed.reproduction.cost import TRAINING_SAMPLES
+from everfed.reproduction.published import SETS, Published
 from everfed.reproduction.tables import Paper
 from everfed.reproduction.targets import Target
 
@@ -64,14 +64,16 @@ def test_a_table_from_nothing_and_again(data: Path) -> None:
     first = reproduce("fedgp/table1", *QUICK, "--data", str(data))
     assert first.exit_code == 0, first.output
     assert "4 runs (0 finished already); 2 of 2 cells can be run; --scale 0.05" in first.output
-    assert "scaled run: not comparable" in first.output and "68.02 ± 3.1" in first.output
+    assert "not judged:" in first.output and "68.02 ± 3.1" in first.output
     out = Path("runs/reproduce-0.05")
     results = sorted(out.rglob("result.json"))
     assert [path.parent.name for path in results] == ["fedavg-0", "fedavg-1", "fedgp-0", "fedgp-1"]
     found = json.loads((out / "fedgp-table1.json").read_text())
     acc = [json.loads(path.read_text())["metrics"]["acc"] for path in results[:2]]
     assert found["cells"][0]["ours"] == pytest.approx(100 * sum(acc) / 2)
-    assert not found["comparable"] and found["differences"][0]["agrees"] is None
+    reasons = found["cells"][0]["lacking"]
+    assert "--scale 0.05" in reasons and "447 of the 60,000 published training samples" in reasons
+    assert found["cells"][1]["paired"]["ours"]["count"] == 2 and "not judged" in found["cells"][1]["verdict"]
 
     before = {path: path.stat().st_mtime_ns for path in results}
     forgetting = reproduce("fedgp/table7", *QUICK, "--data", str(data))
@@ -87,7 +89,7 @@ def test_cells_that_cannot_run_are_listed_and_the_others_run(data: Path) -> None
     assert found["event"] == "reproduction" and "4 of 5 cells missing" in found["summary"]
     verdicts = {cell["dataset"]: cell["verdict"] for cell in found["cells"]}
     assert "data set 'cifar100' was not found" in verdicts["sequential-CIFAR100 (Task-IL)"]
-    assert verdicts["rotated-MNIST (Domain-IL)"] == "scaled run: not comparable"
+    assert "--scale 0.05" in verdicts["rotated-MNIST (Domain-IL)"]
 
 
 TINY = ["train.rounds_per_task=1", "train.local_epochs=1", "stream.tasks=2", "stream.clients=2"]
@@ -98,6 +100,8 @@ OWN = {
     "baseline": "FedAvg",
     "methods": {"FedAvg": "fedavg", "ER": "er"},
     "metrics": {"Acc_T": {"measure": "acc"}},
+    "seeds": 3,
+    "states": [{"columns": ["d"], "dataset": "digits", "tasks": 2, "clients": 2, "rounds": 1, "epochs": 1}],
     "items": [{"name": "table1", "about": "digits", "table": "T1", "blocks": [BLOCK]}],
 }
 
@@ -112,15 +116,15 @@ def test_a_table_at_full_scale_is_judged(monkeypatch: pytest.MonkeyPatch) -> Non
     assert done.exit_code == 0, done.output
     found = json.loads(Path("runs/reproduce/own-table1.json").read_text())
     assert [cell["verdict"] for cell in found["cells"]] == ["reproduced", "not reproduced"]
-    assert [cell["runs"] for cell in found["cells"]] == [2, 2]
-    assert found["comparable"] and "1 of 2 judged cells reproduced" in done.output
-    (difference,) = found["differences"]
-    assert difference["paper"] == 100.0 and difference["ours"]["count"] == 2 and difference["agrees"] in (True, False)
+    assert [(cell["seeds"], cell["paper_seeds"]) for cell in found["cells"]] == [(2, 3), (2, 3)]
+    assert "1 of 2 judged cells reproduced" in done.output
+    paired = found["cells"][1]["paired"]
+    assert paired["paper"] == 100.0 and paired["ours"]["count"] == 2 and paired["agrees"] in (True, False)
 
-    monkeypatch.setitem(TRAINING_SAMPLES, "digits", 5000)
+    monkeypatch.setitem(SETS, "digits", Published(5000))
     again = reproduce("own/table1", "--engine", "eager")
-    assert "not comparable: on 1,438 of the 5,000 published training samples" in again.output
-    assert "0 of 0 judged cells reproduced" in again.output
+    assert "not judged: 1,438 of the 5,000 published training samples" in again.output
+    assert "0 of 0 judged cells reproduced; 2 cells not judged" in again.output
 
 
 def test_nothing_that_can_run_is_an_error_with_the_reasons() -> None:

@@ -40,7 +40,7 @@ def test_a_table_on_mnist_killed_halfway_and_resumed(data_dir: Path, tmp_path: P
     assert finished.stat().st_mtime_ns == kept
     assert '"event": "resume"' in halfway.read_text()
     table = json.loads((tmp_path / "table/fedgp-table1.json").read_text())
-    assert [cell["runs"] for cell in table["cells"]] == [1, 1, 1, 1]
+    assert [cell["seeds"] for cell in table["cells"]] == [1, 1, 1, 1]
     assert [cell["paper"] for cell in table["cells"]] == [68.02, 79.46, 25.92, 34.23]
 
     unbroken = everfed.run(

@@ -1,4 +1,4 @@
-"""A cell's number from a run, against the specification's examples."""
+"""A cell's number from a run, against worked examples and printed numbers of the papers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from everfed.reproduction.measures import MEASURES, MIB, Sample, curves, events, measure
+from everfed.reproduction.tables import papers
 from tests.reproduction.made import M1, result, sample, write_events
 
 
@@ -29,12 +30,12 @@ def test_metrics_are_in_points(name: str, expected: float) -> None:
 
 
 def test_the_logits_of_the_cell_are_scored() -> None:
-    assert value("acc", Sample(Path(), result(), logits="task")) == pytest.approx(78.3333333)
+    assert value("acc", Sample(result(), logits="task")) == pytest.approx(78.3333333)
 
 
 def test_after_a_task() -> None:
     """Acc_t of M1 is .9, .7, .6833; nothing is forgotten before the second task."""
-    at = [Sample(Path(), result(), task=t) for t in (1, 2, 3)]
+    at = [Sample(result(), task=t) for t in (1, 2, 3)]
     assert [value("acc_after_task", run) for run in at] == pytest.approx([90.0, 70.0, 68.3333333])
     assert value("forgetting_clipped_after_task", at[0]) is None
     assert [value("forgetting_clipped_after_task", run) for run in at[1:]] == pytest.approx([30.0, 25.0])
@@ -49,25 +50,36 @@ def test_the_last_rounds_and_the_rounds_to_the_best() -> None:
     """FedSSI's A(f) is the mean of the last ten rounds; the best of (.1, .5, .5, .4) is the second."""
     run = curve([[0.1], [0.5], [0.5], [0.4]], [[0.0, 0.2 * r] for r in range(6)])
     assert curves(run.result)[0] == [[0.1], [0.5], [0.5], [0.4]]
-    assert value("rounds_to_best_of_task", Sample(Path(), run.result, task=1)) == 2
+    assert value("rounds_to_best_of_task", Sample(run.result, task=1)) == 2
     assert value("rounds_to_best", run) == 2 + 6
     assert value("acc_last_rounds", run) == pytest.approx(100 * sum(0.1 * r for r in range(6)) / 6)
     long = curve([[0.9]], [[0.0, 0.0]] * 5 + [[0.0, 1.0]] * 10)
     assert value("acc_last_rounds", long) == pytest.approx(50.0)
 
 
+def test_fedssis_accuracies_have_one_definition() -> None:
+    """A(f) is A_t of the last task and A_bar the mean of all A_t, as in FedSSI's Tables 2 and 8; all from the last ten
+    rounds: (0.5 + 1) / 2 and, over two tasks, (0.2 + 0.4) / 2."""
+    long = curve([[0.0]] * 3 + [[0.5]] * 5 + [[1.0]] * 5, [[0.2, 0.4]] * 12)
+    metric = papers()["fedssi"].metrics
+    after = [value(metric["A_t"].measure, Sample(long.result, task=t)) for t in (1, 2)]
+    assert after == pytest.approx([75.0, 30.0])
+    assert value(metric["A(f)"].measure, long) == after[-1]
+    assert value(metric["A_bar"].measure, long) == pytest.approx(52.5)
+
+
 def test_delta() -> None:
     """42.58 after 304 rounds against 35.88 after 315: 22.17 (FedSSI, Table 4)."""
     best = {304: 0.4258, 315: 0.3588}
     runs = {rounds: curve([[0.0]] * (rounds - 1) + [[acc]] * 10) for rounds, acc in best.items()}
-    found = value("delta", Sample(Path(), runs[315].result, against=runs[304]), "per cent")
+    found = value("delta", Sample(runs[315].result, against=runs[304]), "per cent")
     assert found == pytest.approx(22.17, abs=0.005)
     assert value("delta", runs[315]) is None
 
 
 def test_a_ratio_is_to_the_other_run() -> None:
     slow, fast = sample(cost={"seconds": 45.0, "rounds": 3}), sample(cost={"seconds": 30.0, "rounds": 3})
-    assert value("seconds", Sample(Path(), slow.result, against=fast), "ratio") == 1.5
+    assert value("seconds", Sample(slow.result, against=fast), "ratio") == 1.5
     assert value("seconds_per_round", slow) == 15.0
     assert value("seconds", slow, "ratio") is None
 
@@ -85,7 +97,7 @@ def test_perplexity() -> None:
     """RCP(90, 100) = -0.1; a forgetting factor of 5 beside a perplexity of 100 is 0.05."""
     ours = sample(metrics={"perplexity": 90.0, "forgetting_factor": 5.0})
     without = sample(metrics={"perplexity": 100.0})
-    both = Sample(Path(), ours.result, against=without)
+    both = Sample(ours.result, against=without)
     assert value("rcp", both, "relative") == pytest.approx(-0.1)
     assert value("forgetting_factor_relative", both, "relative") == pytest.approx(0.05)
     assert value("rcp", ours, "relative") is None
@@ -95,13 +107,13 @@ def test_perplexity_by_period() -> None:
     """On period 1: 90 against 110 without replay, whose perplexity on all periods is 100; 90 after 85 was forgotten."""
     ours = sample(accuracy_matrix=[[85.0, 120.0], [90.0, 95.0]])
     without = sample(accuracy_matrix=[[80.0, 130.0], [110.0, 91.0]], metrics={"perplexity": 100.0})
-    both = Sample(Path(), ours.result, task=1, against=without)
+    both = Sample(ours.result, task=1, against=without)
     assert value("rcp_of_period", both, "relative") == pytest.approx(-0.2)
     assert value("forgetting_of_period", both, "relative") == pytest.approx(0.05)
     assert value("rcp_of_period", ours, "relative") is None
 
 
-def test_what_parts_tell(tmp_path: Path) -> None:
+def test_measurements_of_parts(tmp_path: Path) -> None:
     first = {"event": "measure", "round": 0, "part": "stamp", "task": 0, "temporal_cosine": 0.2}
     told = [first, {**first, "round": 1, "temporal_cosine": 0.4}]
     write_events(tmp_path, *told, {"event": "checkpoint", "round": 1}, {**told[1], "temporal_cosine": 0.6})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from everfed import methods
 from everfed.errors import UserError
+from everfed.recipe import read, settled
 from everfed.reproduction import planning
 from everfed.reproduction.planning import Cell, Experiment, experiments, plan
 from everfed.reproduction.tables import find, tables
@@ -44,6 +46,25 @@ def test_baselines_run_with_their_authors_settings() -> None:
     assert one("stamp/table1", dataset="CIFAR100 C=20", method="AF-FCL", metric="AF").experiment.method == "af-fcl"
     gap = one("stamp/fig1", method="AF-FCL").experiment
     assert gap.method == "" and "af-fcl" in gap.sets[0]
+
+
+def test_the_angles_of_stamps_baselines_are_measured_in_the_same_runs() -> None:
+    """Fig. 3 compares with FedAvg, FedL2P, FedWeIT and AF-FCL; every row has a part that measures both angles."""
+    temporal, spatial = (plan(find(f"stamp/{figure}")) for figure in ("fig3", "fig4"))
+    assert {"FedAvg", "FedL2P", "FedWeIT", "AF-FCL", "STAMP"} <= {cell.method for cell in temporal}
+    assert [cell.experiment for cell in temporal] == [cell.experiment for cell in spatial]
+    for cell in temporal:
+        recipe = settled(read(cell.experiment.recipe, sets=cell.experiment.sets))
+        assert methods.build("", recipe.method.model_extra or {}, recipe.method.parts).parts[-1].name == "angles"
+
+
+def test_stamps_forgetting_is_that_of_equation_6() -> None:
+    """Over the whole matrix, which the recipes therefore fill."""
+    for table in ("stamp/table1", "stamp/table2", "stamp/table3"):
+        for cell in plan(find(table)):
+            if cell.metric == "AF":
+                assert cell.measured.measure == "forgetting_full"
+                assert read(cell.experiment.recipe).eval.zero_shot
 
 
 def test_a_setting_reaches_the_recipe() -> None:

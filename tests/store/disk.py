@@ -25,11 +25,13 @@ class Death(BaseException):
 
 @dataclass
 class Change:
-    """A name that was made (old is None) or renamed in `folder`, and is lost with the power until that is synced."""
+    """A name that was made (old is None) or renamed in `folder`, and is lost with the power until that is synced.
+    replaced: the content of the file that had the new name before, which is then there again."""
 
     folder: Path
     old: Path | None
     new: Path
+    replaced: bytes | None = None
 
 
 @dataclass
@@ -97,8 +99,9 @@ class Disk:
     def _replacing(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(old: Path, new: Path) -> None:
             self.step()
+            before = new.read_bytes() if new.is_file() else None
             real(old, new)
-            self.changes.append(Change(new.parent, old, new))
+            self.changes.append(Change(new.parent, old, new, before))
             self.unsynced = {_moved(path, old, new) for path in self.unsynced}
             for change in self.changes[:-1]:
                 if change.folder == old:
@@ -132,6 +135,8 @@ def _undo(change: Change) -> None:
     if change.old is not None:
         with suppress(OSError):
             os.replace(change.new, change.old)
+            if change.replaced is not None:
+                change.new.write_bytes(change.replaced)
     elif change.new.is_dir():
         shutil.rmtree(change.new)
     else:

@@ -110,7 +110,7 @@ def test_another_file_is_another_run(tmp_path: Path) -> None:
         ("client,task,round\n9,1,3\n", "line 2: client '9' is not one of 0 to 3"),
         ("client,task,round\n1,3,3\n", "line 2: task 3 is not one of 0 to 2"),
         ("client,task,round\n1,1,x\n", "line 2: expected a whole number of at least 0, got 'x'"),
-        ("client,task,round\n1,0,3\n", "the first task begins with round 0"),
+        ("client,task,round\n1,0,3\n", "the first task must begin with round 0"),
         ("client,task,round\n1,1,9\n1,2,5\n", r"do not begin in order: \[0, 9, 5\]"),
     ],
 )
@@ -171,6 +171,13 @@ def test_the_server_ends_a_task_when_enough_clients_have(quorum: float, ends: li
     assert [index for index, plan in enumerate(plans) if plan.task_closes] == ends
     assert [index for index, plan in enumerate(plans) if plan.task_opens] == [0, *(index + 1 for index in ends[:2])]
     assert [plan.task_of_server for plan in plans] == [sum(index > end for end in ends) for index in range(12)]
+
+
+@pytest.mark.parametrize(("quorum", "ends"), [(0.26, 2), (0.4, 2), (0.51, 4), (0.74, 4), (0.76, 5)])
+def test_a_quorum_between_two_numbers_of_clients_is_the_larger_one(quorum: float, ends: int) -> None:
+    """Of four clients, that leave the first task with rounds 1, 2, 4 and 5: "at least 0.4" of them are two."""
+    stream = small_stream(asynchronous={**FIRST, "quorum": quorum})
+    assert next(index for index in range(12) if stream.round(index).task_closes) == ends
 
 
 def test_events_tell_the_task_of_every_client() -> None:

@@ -147,7 +147,7 @@ def test_without_a_deadline_nothing_changes() -> None:
         ({"availability": {"kind": "chance", "path": "x"}}, "stream.availability.path: is not an option here; allowed"),
         (
             {"availability": {"kind": "table", "rounds": {"1": [[4, 2]]}}},
-            "client 1: from round 4 to before round 2 is no",
+            r"client 1: the end \(round 2\) must be after the beginning \(round 4\)",
         ),
         ({"availability": {"kind": "table", "rounds": {"7": [[0, 2]]}}}, "client '7' is not one of 0 to 3"),
         ({"availability": {"kind": "table", "rounds": {"1": 3}}}, r"expected an entry such as \[\[0, 10\], \[60, null"),

@@ -94,8 +94,8 @@ def test_validation_images_come_from_the_training_part() -> None:
         ({"anchors": [[0.1]]}, "stream.anchors"),
         ({"anchors": [[0.1, 2.0]]}, "stream.anchors"),
         ({"max_boxes": 0}, "stream.max_boxes"),
-        ({"augment": "crop-flip"}, "stream.augment: means nothing"),
-        ({"drift": 1, "boundaries": False}, "stream.drift: means nothing"),
+        ({"augment": "crop-flip"}, "stream.augment: has no effect"),
+        ({"drift": 1, "boundaries": False}, "stream.drift: has no effect"),
         ({"validation": 0.01}, "stream.validation"),
     ],
 )
@@ -105,7 +105,7 @@ def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
 
 
 def test_a_folder_with_one_domain_must_be_told_where_to_go(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     image.new("RGB", (48, 32)).save(tmp_path / "0.png")
     table = {"images": [{"id": 0, "file_name": "0.png", "width": 48, "height": 32}], "annotations": []}
     for part in ("train", "test"):
@@ -188,7 +188,7 @@ def test_the_report_shows_samples_with_boxes(tmp_path: Path) -> None:
     api.run(recipe("fedavg"), out=tmp_path / "run")
     files = sorted(path.name for path in (tmp_path / "run/pictures").iterdir())
     assert files == [f"task{task}-{number}.png" for task in (1, 2) for number in (1, 2, 3, 4)]
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     with image.open(tmp_path / "run/pictures/task1-1.png") as picture:
         shown = np.asarray(picture)
     assert shown.shape == (64, 96, 3) and (shown == 255).all(-1).any()  # a white box, at twice the size

@@ -106,7 +106,7 @@ def test_arrays_of_one_set_are_refused() -> None:
 
 # the named sets ------------------------------------------------------------------------------------------------------
 def write_images(root: Path, sizes: dict[str, int], inside: str = "", parts: tuple[str, ...] = ("",)) -> None:
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     for domain, size in sizes.items():
         for part in parts:
             for label in ("cup", "dog"):
@@ -154,7 +154,8 @@ def test_office_caltech_as_features(tmp_path: Path, named: bool) -> None:
 
 
 def test_office_caltech_in_the_published_mat_files(tmp_path: Path) -> None:
-    io = pytest.importorskip("scipy.io")
+    from scipy import io
+
     for name in ("amazon", "Caltech10", "dslr", "webcam"):
         features = np.ones((20, 800))
         io.savemat(
@@ -190,7 +191,7 @@ def test_digit10(data_dir: Path) -> None:
 def test_tiny_imagenet_in_its_published_layout(tmp_path: Path) -> None:
     from everfed.data import load
 
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     root = tmp_path / "tiny-imagenet-200"
     lines = []
     for label, wnid in enumerate(("n01", "n02")):

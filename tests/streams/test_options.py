@@ -39,7 +39,7 @@ CLASS = {"dataset": "digits", "scenario": "class-incremental"}
         ({**CLASS, "validation": 1.0}, r"stream.validation: expected a number in \[0, 1\), got 1.0"),
         ({**CLASS, "boundaries": 1}, "stream.boundaries: expected true or false, got 1"),
         ({**CLASS, "augment": "cutout"}, "stream.augment: 'cutout' is not one of.*none, crop-flip"),
-        ({**CLASS, "normalise": "imagenet"}, "stream.normalise: 'imagenet' is not one of.*none, half, cifar100"),
+        ({**CLASS, "normalise": "mnist"}, "stream.normalise: 'mnist' is not one of.*none, half, cifar100"),
         ({**CLASS, "normalise": {"mean": [0.5]}}, "stream.normalise: expected one of.*mean and std"),
         ({**CLASS, "normalise": {"mean": [0.5], "std": [0]}}, "stream.normalise.std: every entry must be positive"),
         ({**CLASS, "normalise": {"mean": ["a"], "std": [1]}}, "stream.normalise.mean: expected a number"),

@@ -125,7 +125,7 @@ def test_an_error_of_the_users_own_kind_arrives_as_it_is(run: Callable[[Bench], 
     [
         ({"classes": None}, "stream.classes: expected the number of classes that may ever appear"),
         ({"partition": {"kind": "shards"}}, "stream.partition: has no effect for a stream of your own"),
-        ({"order": [0, 1]}, "stream.order: means nothing"),
+        ({"order": [0, 1]}, "stream.order: has no effect"),
         ({"dtype": "complex64", "input_shape": [3]}, "stream.dtype: 'complex64' is not one of"),
         ({"augment": "crop-flip", "input_shape": [3]}, "stream.augment: 'crop-flip' needs images"),
         ({"test_share": 1.0}, "stream.test_share"),

@@ -16,17 +16,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import everfed
 from everfed import streams
+from everfed.core.context import TrainOptions
+from everfed.core.step import Step
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
 from everfed.data.tokenizer import MASK, PAD, SPECIAL, Tokenizer
 from everfed.data.utterances import load_utterances
+from everfed.models.tinybert import TinyBERT
 from everfed.streams.masking import IGNORED, mask_tokens, masked_counts, masked_loss
 from everfed.streams.options import OptionError
+from tests.support.toy import Bench
 
-pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers", reason="pip install 'everfed[text]'")
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "roofs", "and", "sang", "songs"]
 
 
@@ -203,11 +208,57 @@ def test_fifteen_in_a_hundred_and_eighty_ten_ten() -> None:
     assert (x[predicted] == 7).mean() == pytest.approx(0.1, abs=0.01)
 
 
-def test_a_sample_has_one_mask_for_ever(file: Path, talk: Any) -> None:
-    first, again = talk.data(1, 2), build(file).data(1, 2)
-    assert torch.equal(first.x, again.x) and torch.equal(first.y, again.y)
-    assert not torch.equal(first.x, build(file, seed=1).data(1, 2).x)
-    assert talk.draw_augmentation(np.random.default_rng(0), 5) is None
+def test_a_sample_is_stored_and_tested_with_one_mask(file: Path, talk: Any) -> None:
+    for read in (lambda stream: stream.data(1, 2), lambda stream: stream.test(2)):
+        first, again = read(talk), read(build(file))
+        assert torch.equal(first.x, again.x) and torch.equal(first.y, again.y)
+        assert not torch.equal(first.x, read(build(file, seed=1)).x)
+
+
+def whole(x: Tensor, y: Tensor) -> Tensor:
+    """The tokens behind a masked sample."""
+    return torch.where(y >= 0, y, x)
+
+
+def test_in_training_masks_are_drawn_anew_by_the_same_rule(talk: Any) -> None:
+    data = talk.data(1, 2)
+    draws = torch.from_numpy(talk.draw_augmentation(np.random.default_rng(0), 300 * len(data)))
+    x, y = talk.augment_samples(data.x.repeat(300, 1), data.y.repeat(300, 1), draws)
+    tokens, predicted = whole(data.x, data.y).repeat(300, 1), y != IGNORED
+    assert torch.equal(torch.where(predicted, y, tokens), tokens) and torch.equal(x[~predicted], tokens[~predicted])
+    assert (predicted & (tokens < len(SPECIAL))).sum() == 0 and predicted.any(1).all()
+    # each ordinary token of a row is equally likely to be predicted, at least as often as the rate says
+    shares = predicted.reshape(300, *data.y.shape).float().mean(0)[whole(data.x, data.y) >= len(SPECIAL)]
+    assert shares.min() > talk.mask_rate - 4 * math.sqrt(talk.mask_rate * (1 - talk.mask_rate) / 300)
+    assert (x[predicted] == MASK).float().mean() == pytest.approx(0.8, abs=0.02)
+    assert not torch.equal(x[: len(data)], x[len(data) : 2 * len(data)])
+
+
+def test_static_masks_stay(file: Path, talk: Any) -> None:
+    assert build(file, masking="static").draw_augmentation(np.random.default_rng(0), 5) is None
+    assert talk.describe()["masking"] == "dynamic"
+
+
+def test_two_epochs_train_on_two_masks(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the steps of a local training see: the same tokens in both epochs, under other masks."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr("everfed.core.step.Step.begin", spying(Step.begin, seen))
+    stream = build(file)
+    bench = Bench("fedavg", stream=stream, train=TrainOptions(2, 100), module=lambda *_: TinyBERT(
+        stream.input_shape, stream.classes, layers=1, width=8, heads=2, feed_forward=8))  # fmt: skip
+    bench.run(rounds=1)
+    (x, y), (again_x, again_y) = seen[:2]
+    order, again = (whole(*pair).tolist() for pair in ((x, y), (again_x, again_y)))
+    assert sorted(order) == sorted(again)
+    assert sorted(x.tolist()) != sorted(again_x.tolist())
+
+
+def spying(begin: Any, seen: list[tuple[Tensor, Tensor]]) -> Any:
+    def spy(step: Step, x: Tensor, y: Tensor, rows: Any) -> None:
+        seen.append((x.clone(), y.clone()))
+        begin(step, x, y, rows)
+
+    return spy
 
 
 def test_the_loss_is_the_mean_over_predicted_tokens() -> None:
@@ -264,9 +315,10 @@ def test_the_public_sets_stand_in_for_private_text(name: str, tasks: int) -> Non
     ("options", "problem"),
     [
         ({"partition": {"kind": "dirichlet", "alpha": 1.0}}, "stream.partition: has no effect for utterances"),
-        ({"augment": "crop-flip"}, "stream.augment: means nothing"),
+        ({"augment": "crop-flip"}, "stream.augment: has no effect"),
         ({"train_weeks": 0}, "stream.train_weeks"),
         ({"mask_rate": 0.0}, "stream.mask_rate"),
+        ({"masking": "never"}, "stream.masking"),
         ({"vocabulary": 3}, "stream.vocabulary"),
         ({"transform": "rotate"}, "stream.transform: is not a key of the periods stream"),
     ],

@@ -1,4 +1,4 @@
-"""What makes each scenario what it is, with the protocols of the specification."""
+"""The scenarios as the papers define them: FedGP (rotated and permuted MNIST), MFCL and FedSSI (new classes)."""
 
 from __future__ import annotations
 
@@ -140,6 +140,6 @@ def test_torch_arrays_and_named_classes():
 
 
 def test_flwr_partitioners_serve_streams():
-    pytest.importorskip("flwr_datasets")
+    pytest.importorskip("flwr_datasets", reason="pip install 'everfed[hub]'")
     s = classes(tasks=2, partition={"kind": "flwr:DirichletPartitioner", "alpha": 1.0, "min_partition_size": 1})
     assert sum(len(s.data(c, t)) for c in range(5) for t in range(2)) == 1438

@@ -156,7 +156,7 @@ def test_validation_that_was_not_held_out_is_refused():
 @every_scenario
 def test_scale_and_caps_shrink_every_class_alike(table):
     s = build({**SHARED, **table}, 0, 2, scale=0.5)
-    assert s.describe()["samples"] == {"train": 719, "validation": 0, "test": round(0.5 * 359)}
+    assert s.describe()["samples"] == {"train": 719, "validation": 0, "test": 200}  # 20 of a class
     share = np.array(s.describe()["who_got_what"][0]["samples_per_class"])
     full = np.bincount(s.source.y_train.numpy())[list(s.labels(0))]
     assert np.abs(share - full / 2).max() <= 1
@@ -285,6 +285,18 @@ def test_augmentation_is_drawn_from_the_given_generator_only_when_asked_for():
     assert s.augment(x, torch.from_numpy(draws)).shape == x.shape
     assert torch.equal(s.augment(x, torch.tensor([[4, 4, 0]] * 5)), x)
     assert torch.equal(plain.augment(x, torch.from_numpy(draws)), x)
+
+
+def test_brightness_is_drawn_beside_crop_and_flip():
+    x = stream(TABLES[2]).test(0).x[:5]
+    s, plain = (stream(TABLES[2], augment=augment) for augment in ("crop-flip-brightness", "crop-flip"))
+    draws = s.draw_augmentation(np.random.default_rng(3), 5)
+    assert draws.shape == (5, 4) and (s.colour_draws, plain.colour_draws) == (1, 0)
+    bright = torch.tensor([[4, 4, 0, 16191]] * 5)  # 1 + 63/255, to the step
+    by_hand = (x.double() * (1 + 16191 / 65536)).clamp(0, 255).to(torch.uint8)
+    assert torch.equal(s.augment(x, bright), by_hand)
+    draws[:, 3] = 0
+    assert torch.equal(s.augment(x, torch.from_numpy(draws)), plain.augment(x, torch.from_numpy(draws[:, :3])))
 
 
 def test_images_can_be_brought_to_another_format():

@@ -85,8 +85,9 @@ def test_21_on_cifar100() -> None:
         pytest.skip("data set cifar100 is not in EVERFED_DATA")
     options = {"dataset": "cifar100", "scenario": "task-pool", "tasks": 50, "classes_per_task": 2}
     stream: Any = streams.build(options, 0, 1)
-    assert (len(stream.data(0, 0)), len(stream.test_of(0, 0))) == (1000, 200)
-    assert 1200 * 3 * 32 * 32 * 4 / MIB == 14.0625
+    data, test = stream.data(0, 0), stream.test_of(0, 0)
+    assert (len(data), len(test)) == (1000, 200)
+    assert sum(stream.inputs(part.x[:1]).nbytes * len(part) for part in (data, test)) / MIB == 14.0625
 
 
 # what a client sees --------------------------------------------------------------------------------------------------

@@ -32,6 +32,23 @@ class ClassToy(Toy):
         return self._draw(np.random.default_rng([1000, task]), 40, task, self.labels(task))
 
 
+@dataclass(frozen=True)
+class PoolToy(ClassToy):
+    """Every client has classes of its own: client u has 4u + 2t and 4u + 2t + 1 in task t."""
+
+    classes: int = 8
+
+    def labels(self, task: int) -> tuple[int, ...]:
+        return tuple(sorted(label for client in range(self.clients) for label in self.labels_of(client, task)))
+
+    def labels_of(self, client: int, task: int) -> tuple[int, ...]:
+        return (4 * client + 2 * task, 4 * client + 2 * task + 1)
+
+    def data(self, client: int, task: int) -> Data:
+        count = self.sizes.get((client, task), self.samples)
+        return self._draw(np.random.default_rng([client, task]), count, task, self.labels_of(client, task))
+
+
 class PastIsGone(RuntimeError):
     """Data of a task that is over was asked for."""
 

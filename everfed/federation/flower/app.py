@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from everfed.store.files import make_folder
+
+if TYPE_CHECKING:
+    from everfed.federation.flower.internals import Fab
 
 PROJECT = """\
 [build-system]
@@ -51,6 +57,15 @@ def files() -> dict[str, bytes]:
         "everfed_app/client.py": client.encode(),
         "everfed_app/server.py": server.encode(),
     }
+
+
+@functools.cache
+def bundle() -> Fab:
+    """The app as Flower's bundle. Its hash is the same wherever the same version of everfed is installed."""
+    from everfed.federation.flower.internals import Fab, build_fab_from_files
+
+    content, _ = build_fab_from_files(files())
+    return Fab(hashlib.sha256(content).hexdigest(), content, {})
 
 
 def write(folder: Path) -> None:

@@ -10,7 +10,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from everfed.federation.flower.records import from_records, to_records
-from everfed.federation.local import NODE_KEY, ask
+from everfed.federation.local import NODE_KEY, call_worker
 
 app = ClientApp()
 
@@ -23,4 +23,4 @@ def forward(message: Message, context: Context) -> Message:
     path = context.node_config.get(NODE_KEY)
     if not isinstance(path, str):
         raise ValueError(f"this SuperNode's configuration lacks its worker: --node-config '{NODE_KEY}=\"PATH\"'")
-    return Message(to_records(ask(path, from_records(message.content))), reply_to=message)
+    return Message(to_records(call_worker(path, from_records(message.content))), reply_to=message)

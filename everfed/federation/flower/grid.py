@@ -10,14 +10,12 @@ from typing import Any
 import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
-from flwr.supercore.run import RunNotRunningException
 
+from everfed.federation.flower.internals import ObjectPushError, RunNotRunningException, use_large_objects
 from everfed.federation.flower.pulling import UNUSABLE
 from everfed.federation.flower.records import from_records, to_records
-from everfed.federation.flower.tuning import tune
 from everfed.federation.packet import PROTOCOL, Packet, PacketError
-from everfed.federation.request import HELLO, require_protocol
+from everfed.federation.request import HELLO, NOTICE, require_protocol
 from everfed.federation.transport import Failure
 
 CODES = {
@@ -27,10 +25,11 @@ CODES = {
     3: "the message is not available",
     4: "the reply is not available",
     5: "the node is not available",
+    7: "the client refuses this run's app",
     8: "the app's process died",
     UNUSABLE: "its reply may not be used",
 }
-OWN = frozenset({1, 2, 8, UNUSABLE})  # errors of the client's app, not of the network
+OWN = frozenset({1, 2, 7, 8, UNUSABLE})  # errors of the client's app, not of the network
 HELLO_LIMIT = 1 << 20  # bytes of a node's answer to HELLO
 SHARE, LONGEST = 0.05, 1.0  # poll interval: this share of the time waited, up to seconds; a poll costs the SuperLink
 # a push that an outage interrupts counts as lost: its objects are dropped with the run
@@ -72,6 +71,7 @@ class GridTransport:
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # node -> client
         self._refused: set[int] = set()
+        self._reported: set[tuple[int, str]] = set()  # failures of nodes before they were enrolled
         self._hellos: dict[str, int] = {}  # HELLO message -> node
         self._tickets: dict[str, int] = {}  # message -> node
         self._lost: list[tuple[str, Packet | Failure]] = []
@@ -79,7 +79,7 @@ class GridTransport:
         self._since: dict[int, str] = {}  # node -> when Flower last activated it
         self._refreshed = self._sent = float("-inf")
         self._outages = 0
-        tune()
+        use_large_objects()
 
     # nodes -------------------------------------------------------------------------------------------------------
     def connected(self) -> frozenset[int]:
@@ -117,8 +117,9 @@ class GridTransport:
 
     def _register(self, node: int, answer: Packet | Failure) -> None:
         """Enrol a node that has answered HELLO."""
-        if isinstance(answer, Failure):
-            return  # HELLO is sent again at the next refresh
+        if isinstance(answer, Failure):  # HELLO is sent again at the next refresh
+            self._report_once(node, answer.reason)
+            return
         try:
             require_protocol(answer)
             found = Node(node, answer.text("name"), answer.number("client"), self._keys.get(node, b""))
@@ -126,11 +127,19 @@ class GridTransport:
         except PacketError as error:
             self._refused.add(node)
             self.notify({"event": "client", "client": -1, "kind": "refused", "reason": str(error), "node": str(node)})
+            notice = Packet({"protocol": PROTOCOL, "kind": NOTICE, "reason": str(error)})
+            self._safely(lambda grid: self._push(grid, node, notice, "query"))  # its answer is not waited for
             return
         for older in [other for other, index in self._nodes.items() if index == client]:
             self._replaced(older)
         self._nodes[node] = client
         self.notify({"event": "client", "client": client, "kind": "connected", "reason": found.name})
+
+    def _report_once(self, node: int, reason: str) -> None:
+        """Report why a node cannot take part, unless it was reported before."""
+        if (node, reason) not in self._reported:
+            self._reported.add((node, reason))
+            self.notify({"event": "client", "client": -1, "kind": "failed", "reason": reason, "node": str(node)})
 
     def _replaced(self, node: int) -> None:
         """The client of this node has connected as another node, before Flower dropped this one."""

@@ -1,41 +1,45 @@
 """A run on a SuperLink in this process: submits everfed's app, takes its server task, and sends its heartbeats.
 
-So the server is the process that the user started, with its own console. The SuperLink must run with
-`--isolation process`.
+So the server is the process that the user started, with its own console. All of it goes through the SuperLink's unix
+socket, which only the user who started the SuperLink can open.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 from flwr.app import Message
-from flwr.cli.build import build_fab_from_files
-from flwr.common.constant import SubStatus
-from flwr.common.serde import fab_to_proto, run_from_proto
-from flwr.proto.control_pb2 import StartRunRequest
-from flwr.proto.runtime_pb2 import (
+
+from everfed.federation.flower.app import bundle
+from everfed.federation.flower.internals import (
     AcquireTaskRequest,
+    ControlHttpClient,
+    HttpGrid,
     PullTaskInputRequest,
     PushTaskOutputRequest,
+    RetryInvoker,
+    RetryState,
+    RuntimeHttpClient,
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
     SendTaskHeartbeatRequest,
+    StartRunRequest,
+    SubStatus,
+    TaskIdentity,
+    TaskType,
+    exponential,
+    fab_to_proto,
+    run_from_proto,
+    through_socket,
 )
-from flwr.supercore.constant import TaskType
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.fab import Fab
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.retry import RetryInvoker, RetryState, exponential
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid.http_grid import HttpGrid
-
-from everfed.federation.flower.app import files
 from everfed.federation.flower.pulling import Puller
+from everfed.federation.local import control_socket
 
 HEARTBEAT = 15.0
 OUTAGE = 90.0  # seconds without the SuperLink after which a new run is submitted to it
@@ -52,6 +56,11 @@ class Address:
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
+    @property
+    def control(self) -> Path:
+        """The unix socket on which runs and nodes are managed."""
+        return control_socket(self.port)
+
 
 class HeldGrid(HttpGrid):
     """Flower's grid on a task of this process. It waits for the end of an outage, and raises other errors, where
@@ -59,6 +68,7 @@ class HeldGrid(HttpGrid):
 
     def __init__(self, address: Address, token: str) -> None:
         super().__init__(str(address), address.root is None, address.root, token=token)
+        self._address = address
         self._retry_invoker = RetryInvoker(
             lambda: exponential(max_delay=5),
             httpx.TransportError,
@@ -71,6 +81,12 @@ class HeldGrid(HttpGrid):
         self._puller: Puller | None = None  # from the first pull on: the task's run is known then
         self._ended = threading.Event()
         self._heartbeats = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
+
+    def _connect(self) -> None:
+        """Called by Flower before the first request."""
+        version, token = RuntimeVersionHttpInterceptor("flwr-serverapp"), RuntimeTokenHttpInterceptor(self._token)
+        address, retry = self._address, self._retry_invoker
+        self._client = through_socket(RuntimeHttpClient, address.control, address.root, (version, token), retry)
 
     def _missed(self, state: RetryState) -> None:
         self.outages += 1
@@ -121,8 +137,7 @@ def open_grid(address: Address) -> HeldGrid:
     """Submit a run and hold it. Raises httpx.HTTPError while the SuperLink is away."""
     run_id = _submit(address)
     version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-    client = RuntimeHttpClient.from_server_address(str(address), address.root is None, address.root, [version])
-    with client:
+    with through_socket(RuntimeHttpClient, address.control, address.root, [version]) as client:
         while True:
             taken = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
             if not taken.token:
@@ -135,10 +150,12 @@ def open_grid(address: Address) -> HeldGrid:
             grid.close()  # submitted by a server that was killed before it could take it
 
 
-def _submit(address: Address) -> int:
-    content, _ = build_fab_from_files(files())
-    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+def open_control(address: Address) -> ControlHttpClient:
+    """A client of the interface by which runs and nodes are managed."""
     version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
-    client = ControlHttpClient.from_server_address(str(address), address.root is None, address.root, [version])
-    with client:
-        return int(client.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
+    return through_socket(ControlHttpClient, address.control, address.root, [version])
+
+
+def _submit(address: Address) -> int:
+    with open_control(address) as client:
+        return int(client.StartRun(StartRunRequest(fab=fab_to_proto(bundle()))).run_id)

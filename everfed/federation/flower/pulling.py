@@ -17,23 +17,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import Error, Message, Metadata, RecordDict
-from flwr.app.message import make_message
-from flwr.common.constant import ErrorCode
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
-from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
-from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
-from flwr.supercore.date import now
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import (
-    ObjectPullError,
-    ObjectUnavailableError,
-    inflate_object_from_contents,
-    pull_objects,
-)
 
-from everfed.federation.flower.tuning import FIRST, LONGEST
+from everfed.federation.flower.internals import (
+    SYSTEM_MESSAGE_TYPE,
+    ConfirmMessageReceivedRequest,
+    ErrorCode,
+    Node,
+    ObjectPullError,
+    ObjectTree,
+    ObjectUnavailableError,
+    PullAppMessagesRequest,
+    fetch_objects,
+    inflate_object_from_contents,
+    iterate_object_tree,
+    make_message,
+    make_pull_object_fn_protobuf,
+    now,
+)
 
 UNUSABLE = 1000  # an error code of ours: the reply is too large or cannot be read
 GRACE = 1.0  # seconds that `pull` waits for a reply from when it was announced: most are there by then
@@ -122,30 +122,28 @@ class Puller:
 
     def _reply(self, fetch: Fetch, name: str, ticket: str, tree: ObjectTree, limit: int) -> Message:
         pull_object = make_pull_object_fn_protobuf(self.client.PullObject, self.node, self.run_id)
-        bounded = _bounded(pull_object, limit, self.stall, fetch.dropped)
+        fetch_one = bounded(pull_object, limit, self.stall, fetch.dropped)
         try:
             names = [one.object_id for one in iterate_object_tree(tree)]
-            contents = pull_objects(
-                names, bounded, initial_backoff=FIRST, backoff_cap=LONGEST, max_tries_per_object=None
-            )
+            contents = fetch_objects(names, fetch_one)
             self.client.ConfirmMessageReceived(
                 ConfirmMessageReceivedRequest(node=self.node, run_id=self.run_id, message_object_id=name)
             )
-            return _inflated(name, ticket, contents)
+            return inflated(name, ticket, contents)
         except (TooLarge, Unreadable) as error:
             return _error(self.run_id, self.node, ticket, UNUSABLE, str(error))
         except ObjectPullError as error:
             return _error(self.run_id, self.node, ticket, ErrorCode.MESSAGE_UNAVAILABLE, str(error))
 
 
-def _bounded(fetch: Pull, limit: int, stall: float, dropped: threading.Event) -> Pull:
+def bounded(fetch: Pull, limit: int, stall: float = STALL, dropped: threading.Event | None = None) -> Pull:
     """`fetch` with a limit on all bytes together and on the time without a new object; called from several threads."""
     taken, last, lock = [0], [time.monotonic()], threading.Lock()
 
-    def bounded(name: str) -> bytes:
+    def limited(name: str) -> bytes:
         if taken[0] > limit:
-            raise TooLarge(name, f"the reply has more than {limit} bytes")
-        if dropped.is_set():
+            raise TooLarge(name, f"the message has more than {limit} bytes")
+        if dropped is not None and dropped.is_set():
             raise ObjectPullError(name, "nothing waits for it any more")
         try:
             content = fetch(name)
@@ -157,21 +155,21 @@ def _bounded(fetch: Pull, limit: int, stall: float, dropped: threading.Event) ->
             taken[0] += len(content)
             last[0] = time.monotonic()
         if taken[0] > limit:
-            raise TooLarge(name, f"the reply has more than {limit} bytes")
+            raise TooLarge(name, f"the message has more than {limit} bytes")
         return content
 
-    return bounded
+    return limited
 
 
-def _inflated(name: str, ticket: str, contents: dict[str, bytes]) -> Message:
+def inflated(name: str, ticket: str, contents: dict[str, bytes]) -> Message:
     try:
         message = inflate_object_from_contents(name, contents)
     except Exception as error:  # untrusted bytes in Flower's decoders may raise anything
-        raise Unreadable(f"the reply cannot be read: {type(error).__name__}: {error}"[:300]) from error
+        raise Unreadable(f"the message cannot be read: {type(error).__name__}: {error}"[:300]) from error
     if not isinstance(message, Message):
-        raise Unreadable(f"the reply is no message but {type(message).__name__}")
+        raise Unreadable(f"it is no message but {type(message).__name__}")
     if message.has_content() and not isinstance(message.content, RecordDict):
-        raise Unreadable(f"the reply holds no records but {type(message.content).__name__}")
+        raise Unreadable(f"the message holds no records but {type(message.content).__name__}")
     message.metadata.__dict__["_message_id"] = name
     message.metadata.__dict__["_reply_to_message_id"] = ticket
     return message

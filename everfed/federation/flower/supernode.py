@@ -1,114 +1,163 @@
-"""flower-supernode with shorter waits and heartbeats, which wakes the executor when a message arrives.
+"""A SuperNode that runs no app: it passes everfed's messages to the worker on this machine and returns the answers.
 
-Flower 1.41 sleeps three seconds when there is no message, and half a second while its app has not replied, and has no
-setting for either. It sends a heartbeat every 30 seconds: after a SuperNode was killed, its key is refused until two
-intervals have passed. Here all are shorter. Flower-supernode's own arguments follow ours.
+Flower's own SuperNode fetches the app of a run, and any process of the machine may take tasks from its port and run the
+app. Here no app is fetched, nothing is run, and no port is opened. A run that was not submitted with everfed's app, by
+the hash of the bundle, is refused.
 
-    python -m everfed.federation.flower.supernode [--poll SECONDS] [--wake-socket PATH] --superlink HOST:PORT ...
+    python -m everfed.federation.flower.supernode --superlink HOST:PORT --worker SOCKET --insecure
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
+import logging
+import os
+import signal
 import sys
-import time as clock
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from everfed.federation.local import wake
+import httpx
+from flwr.app import Error, Message
 
-IDLE, REPLY = 3.0, 0.5  # seconds that Flower sleeps: without a message; while its app has not replied
-LOOK = 0.02  # seconds between two polls for the reply, which is in this process's own memory
-STALL = 30.0  # seconds for an app on this machine to deliver an object that it announced
-HEARTBEAT = 15  # seconds; Flower's is 30, its minimum 10
+from everfed.federation.flower.app import bundle
+from everfed.federation.flower.internals import (
+    ErrorCode,
+    ObjectPullError,
+    ObjectTree,
+    RunNotRunningException,
+    fetch_objects,
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+    push_objects,
+    use_large_objects,
+)
+from everfed.federation.flower.pulling import TooLarge, Unreadable, bounded, inflated
+from everfed.federation.flower.records import from_records, to_records
+from everfed.federation.local import call_worker
+from everfed.federation.logs import log_to_stderr
+from everfed.federation.packet import FRAME_LIMIT, Packet
 
-
-class ShorterSleep:
-    """Replaces the `time` module in Flower's loop: its idle sleep is shortened to `poll` seconds."""
-
-    def __init__(self, poll: float) -> None:
-        self.poll = poll
-
-    def sleep(self, seconds: float) -> None:
-        clock.sleep(min(seconds, LOOK if seconds <= REPLY else self.poll))
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(clock, name)
-
-
-def with_wakeup(pull: Callable[..., int | None], wake_socket: str) -> Callable[..., int | None]:
-    """Flower's pull of a message, which wakes the executor when one has arrived, and sends late replies.
-
-    Flower pulls one message and then waits for one reply, whichever comes. A late reply, of an app that was given up,
-    takes the place of the next one, and from then on every reply would wait until another message is pulled.
-    """
-
-    def pulled(*, state: Any, **named: Any) -> int | None:
-        run = pull(state=state, **named)
-        if run is None:
-            return 0 if has_unsent_reply(state) else None  # after anything but None Flower sends replies
-        if wake_socket:
-            wake(wake_socket)
-        return run
-
-    return pulled
+HEARTBEAT = 15  # seconds; Flower's is 30, its minimum 10: after a kill the key is refused for two intervals
+_LOG = logging.getLogger("everfed.supernode")
 
 
-class StallLimit:
-    """The SuperNode's object store, which raises for an object that an app announced and has not delivered for
-    `seconds`. Flower's loop waits for it for ever, and answers no message meanwhile."""
+@dataclass(frozen=True)
+class Link:
+    """A SuperNode's calls to the SuperLink."""
 
-    def __init__(self, store: Any, seconds: float) -> None:
-        self._store, self._seconds = store, seconds
-        self._since = ("", 0.0)  # the object that is waited for, and since when
-
-    def get(self, name: str) -> bytes | None:
-        content: bytes | None = self._store.get(name)
-        if content == b"":
-            if self._since[0] != name:
-                self._since = (name, clock.monotonic())
-            if clock.monotonic() - self._since[1] > self._seconds:
-                raise TimeoutError(f"its app announced an object and did not deliver it for {self._seconds:.0f} s")
-        return content
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    receive: Callable[[], tuple[Message, ObjectTree] | None]
+    send: Callable[[Message, ObjectTree, float], tuple[set[str], str]]
+    get_run: Callable[[int], Any]
+    pull_object: Callable[[int, str], bytes]
+    push_object: Callable[[int, str, str, bytes], None]
+    confirm: Callable[[int, str], None]
 
 
-def with_stall_limit(push: Callable[..., None], seconds: float = STALL) -> Callable[..., None]:
-    """Flower's push of replies, which gives one up whose objects do not come; the server repeats its request."""
+class SuperNode:
+    """ask: sends a packet to the worker and returns its answer. limit: bytes of one message."""
 
-    def pushed(*, object_store: Any, **named: Any) -> None:
-        push(object_store=StallLimit(object_store, seconds), **named)
+    def __init__(self, link: Link, ask: Callable[[Packet], Packet], limit: int = FRAME_LIMIT) -> None:
+        self.link, self.ask, self.limit = link, ask, limit
+        self._apps: dict[int, str] = {}  # run -> the hash of its app
 
-    return pushed
+    def step(self) -> bool:
+        """Receive and answer one message; False when there is none. A message whose objects or whose answer cannot be
+        transferred stays unanswered: the server repeats the request."""
+        try:
+            arrived = self.link.receive()
+            if arrived is None:
+                return False
+            started = time.monotonic()
+            reply = self._answer(*arrived)
+            self._send(reply, time.monotonic() - started)
+        except RunNotRunningException:
+            _LOG.info("the run of a message has ended; the message was dropped")
+        except (httpx.HTTPStatusError, ObjectPullError) as error:
+            _LOG.warning("a message could not be transferred: %s", error)
+        return True
+
+    def _answer(self, message: Message, tree: ObjectTree) -> Message:
+        run = message.metadata.run_id
+        if self._app(run) != bundle().hash_str:
+            reason = f"run {run} was submitted with an app that is not everfed's (hash {self._app(run)[:16]})"
+            _LOG.warning("refused: %s", reason)
+            return Message(Error(int(ErrorCode.INVALID_FAB), reason), reply_to=message)
+        try:
+            packet = from_records(self._content(message, tree))
+            return Message(to_records(self.ask(packet)), reply_to=message)
+        except (TooLarge, Unreadable, ValueError, OSError, EOFError) as error:
+            _LOG.warning("a message failed: %s: %s", type(error).__name__, error)
+            reason = f"{type(error).__name__}: {error}"
+            return Message(Error(int(ErrorCode.CLIENT_APP_RAISED_EXCEPTION), reason), reply_to=message)
+
+    def _app(self, run: int) -> str:
+        if run not in self._apps:
+            self._apps = {run: str(self.link.get_run(run).fab_hash)}  # one at a time is enough
+        return self._apps[run]
+
+    def _content(self, message: Message, tree: ObjectTree) -> Any:
+        run, name = message.metadata.run_id, message.metadata.message_id
+        fetch = bounded(functools.partial(self.link.pull_object, run), self.limit)
+        contents = fetch_objects([one.object_id for one in iterate_object_tree(tree)], fetch)
+        self.link.confirm(run, name)
+        return inflated(name, message.metadata.reply_to_message_id, contents).content
+
+    def _send(self, reply: Message, seconds: float) -> None:
+        with no_object_id_recompute():
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+            wanted, session = self.link.send(reply, get_object_tree(reply), seconds)
+            push = functools.partial(self.link.push_object, reply.metadata.run_id, session)
+            push_objects(get_all_nested_objects(reply), push, object_ids_to_push=wanted)
 
 
-def has_unsent_reply(state: Any) -> bool:
-    """Is there a reply that has not been sent?"""
-    with state.lock_msg_store:
-        entries = list(state.msg_store.values())
-    return any(not one.is_retrieved and one.message.metadata.reply_to_message_id for one in entries)
-
-
-def main() -> None:
+@contextmanager
+def connected(server: str, root: Path | None, key: Path | None) -> Iterator[Link]:
+    """A connection to the SuperLink, with heartbeats. Ends this process with Flower's message if it is refused."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
     from flwr.supercore import heartbeat
-    from flwr.supernode import fleet_http_connection, start_client_internal
-    from flwr.supernode.cli.flower_supernode import flower_supernode
+    from flwr.supernode import fleet_http_connection
 
-    from everfed.federation.flower.tuning import tune
-
-    ours = {"--poll": str(IDLE), "--wake-socket": ""}
-    while sys.argv[1:2] and sys.argv[1] in ours:
-        ours[sys.argv[1]] = sys.argv[2]
-        del sys.argv[1:3]
-    start_client_internal.time = ShorterSleep(float(ours["--poll"]))  # type: ignore[assignment]
-    plain = start_client_internal._pull_and_store_message
-    start_client_internal._pull_and_store_message = with_wakeup(plain, ours["--wake-socket"])
-    start_client_internal._push_messages = with_stall_limit(start_client_internal._push_messages)
     fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
     heartbeat.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT
-    tune()
-    flower_supernode()
+    private: Any = load_ssh_private_key(key.read_bytes(), None) if key else None
+    keys = (private, private.public_key()) if private else None
+    certificate = str(root) if root else None
+    with fleet_http_connection.http_request_response(server, root is None, certificate, keys) as calls:
+        _, receive, send, get_run, _, pull_object, push_object, confirm = calls
+        yield Link(receive, send, get_run, pull_object, push_object, confirm)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="everfed-supernode", description=__doc__.splitlines()[0])
+    parser.add_argument("--superlink", required=True, metavar="HOST:PORT", help="the SuperLink, or the proxy before it")
+    parser.add_argument("--worker", required=True, metavar="PATH", help="the worker's unix socket")
+    parser.add_argument("--poll", type=float, default=0.5, metavar="S", help="seconds between two polls for messages")
+    parser.add_argument("--limit", type=int, default=FRAME_LIMIT, metavar="BYTES", help="of one message")
+    parser.add_argument("--root-certificates", type=Path, default=None, metavar="FILE", help="the authority's")
+    parser.add_argument("--key", type=Path, default=None, metavar="FILE", help="this client's private key")
+    parser.add_argument("--insecure", action="store_true", help="neither TLS nor a key")
+    chosen = parser.parse_args(arguments)
+    if chosen.insecure == (chosen.root_certificates is not None):
+        parser.error("give --root-certificates or --insecure")
+    os.umask(0o077)
+    log_to_stderr()
+    use_large_objects()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the node is deactivated on the way out
+    with connected(chosen.superlink, chosen.root_certificates, chosen.key) as link:
+        _LOG.info("connected to %s", chosen.superlink)
+        node = SuperNode(link, lambda packet: call_worker(chosen.worker, packet), chosen.limit)
+        while True:
+            if not node.step():
+                time.sleep(chosen.poll)
+    sys.exit(1)  # Flower's connection ends the block on an error, which it has logged
 
 
 if __name__ == "__main__":

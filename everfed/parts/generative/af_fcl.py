@@ -3,12 +3,14 @@
 The classifier is an extractor h_a and a head h_b. A class-conditional flow g over features a = h_a(x) is trained and
 averaged with it. Every minibatch has three steps:
 
-    F  L_flow = - mean log q(a | y) - k_lf mean log q(a' | c'),  a' from the client's flow of the previous task's end
+    F  L_flow = - mean log q(a | y) - k_lf mean log q(a' | c'),  a' from the flow at the previous task's end
     R  L_R    = k_f ( ((1 - theta) p + theta) mean_j pi_j CE(h_b(a_j), c_j) + k_out k_last KD(h_b(a_j), last h_b(a_j)) )
     C  L_C    = CE(x, y) + k_feat k_last mean (a - a_last)^2 + k_out k_last KD(outputs, last outputs)
 
 where a_j come from the flow, p = mean_i q(a_i | y_i)^(1/D), and the credibility pi_j is the likelihood of a_j under the
-client's own data: memories that disagree with it are forgotten. KD is soft cross-entropy at temperature 2.
+client's own data: memories that disagree with it are forgotten. KD is soft cross-entropy at temperature 2. "last" is
+the aggregate after the previous task's last round, as this client received it. c_j are drawn from the classes that any
+client has had so far, c' from those of earlier tasks. Features are taken in eval mode in step F, in train mode in R.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from torch.nn import functional
 
 from everfed import (
     BOUNDARIES,
+    END,
     MODEL,
+    Cohort,
     Context,
     Data,
     Entry,
@@ -35,6 +39,7 @@ from everfed import (
     Model,
     Optimizer,
     Part,
+    Phase,
     Schedule,
     Slots,
     State,
@@ -132,16 +137,18 @@ class AFFCL(Part):
         )
 
     # before training -----------------------------------------------------------------------------------------------
-    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
-        """At a change of task the model of the latest local training becomes the teacher."""
-        own = client.get(self.name, {})
-        changed = "latest" in own and own["host"]["task"] != ctx.current_task
-        return {**own, "last": own["latest"]} if changed else None, model
+    def phases(self) -> tuple[Phase, ...]:
+        """After a task's last round its clients receive the aggregate: the `last` of their next task."""
+        needed = self.k_kd_last_cls or (self.k_loss_flow and self.k_flow_lastflow)
+        return (Phase("last", Cohort.BOUNDARY, END, in_last_round=False, run=self._keep_last),) if needed else ()
+
+    def _keep_last(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        return {**client.get(self.name, {}), "last": dict(message[MODEL])}, {}
 
     def plan(
         self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
     ) -> tuple[Slots, Tables]:
-        """The labels of every batch of sampled features: of all classes so far, and of those of earlier tasks."""
+        """The labels of every batch of sampled features: of all clients' classes so far, and of earlier tasks."""
         if not self.k_loss_flow:
             return None, {}
         own, rng = dict(client.get(self.name, {})), ctx.rng(self.name)
@@ -151,17 +158,16 @@ class AFFCL(Part):
 
         tables = {"sampled": labels(competing(ctx))}
         if "last" in own and self.k_flow_lastflow:
-            tables["past"] = labels(classes_of(ctx, tasks_before(ctx)))
+            tables["past"] = labels(classes_of(ctx, tasks_before(ctx), everyone=True))
         mask = ctx.train.label_mask(ctx)
         own["mask"] = torch.zeros(ctx.facts.classes) if mask is None else mask
         own["orders"] = permutations(self.blueprint(ctx).features, random.key(ctx.seed, self.name, "permutations"))
         return own, tables
 
     def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        """Keeps the model after every local training, since a client cannot know which one is the task's last."""
+        """Nothing but the last model outlives a local training."""
         own = client.get(self.name, {})
-        kept = {"last": own["last"]} if "last" in own else {}
-        return {**kept, "latest": dict(fitted.model), "host": {"task": ctx.current_task}}, {}
+        return {"last": own["last"]} if "last" in own else {}, {}
 
     # step C: the classifier ----------------------------------------------------------------------------------------
     def objective(self, step: Step) -> Tensor:
@@ -193,8 +199,9 @@ class AFFCL(Part):
 
     # steps F and R: the flow, and the head on features of the flow ---------------------------------------------------
     def _flow_loss(self, step: Step) -> Tensor:
-        """L_flow; hands the features of the batch on to step R."""
-        features = step.handed["features"] = self._features(step)
+        """L_flow."""
+        with in_eval_mode(step.replica.module):
+            features = self._features(step)
         loss = -self._log_density(step, features, step.y)[1].mean()
         past = step.rows[self.name].get("past")
         if past is None:
@@ -207,7 +214,7 @@ class AFFCL(Part):
         """L_R."""
         labels, own = step.rows[self.name]["sampled"], step.state[self.name]
         with torch.no_grad():
-            latents, density = self._log_density(step, step.handed["features"], step.y)
+            latents, density = self._log_density(step, self._features(step), step.y)
             usual = (density / latents.shape[1]).exp().mean()
             features, noise = self._sampled(step, labels, self._live(step))
             where = noise if self.credibility_space == "latent" else features
@@ -223,9 +230,9 @@ class AFFCL(Part):
 
     @torch.no_grad()
     def _features(self, step: Step) -> Tensor:
-        """(n, D) of the batch, in eval mode."""
+        """(n, D) of the batch, in the mode that the network is in; in train mode BatchNorm's statistics move."""
         module = step.replica.module
-        with in_precision(step.ctx.train), in_eval_mode(module), head_inputs(module, layer=head_of(module)) as seen:
+        with in_precision(step.ctx.train), head_inputs(module, layer=head_of(module)) as seen:
             module(step.inputs(step.x))
         return seen[0].float()
 

@@ -1,6 +1,6 @@
 """Training a generator against a frozen classifier, without any data, in chunks of steps (ABD, MFCL).
 
-    L_G = w_content L_content + w_div L_div + w_bn L_BN + w_prior L_prior                              (Eq. 5)
+    L_G = w_content L_content + w_div L_div + w_bn L_BN + w_prior L_prior                              (Eq. 4)
 
 The generator is in train mode; the classifier is in eval mode and stays as it is. One chunk is one repeat of a server
 phase: its inputs and outputs are vectors, so a run can be resumed between two chunks.
@@ -96,7 +96,7 @@ class GeneratorTraining:
             self.sums.add_(torch.stack([term.detach() for term in terms]))
 
     def terms(self) -> tuple[Tensor, ...]:
-        """The terms of Eq. 5, unweighted, on fresh noise, with gradients to the generator."""
+        """The terms of Eq. 4, unweighted, on fresh noise, with gradients to the generator."""
         noise = draw(self.how.batch, self.blueprint.z_dim, self.generator.generator)
         module = self.trainer.replica.module
         with in_precision(self.trainer), batch_statistics(module) as statistics:

@@ -121,15 +121,16 @@ class GLFC(Part):
         return {"old": _knowing(server[MODEL], ctx), "since": ctx.round}
 
     def _transition(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        """If the task of some clients has changed, the best model becomes the old one, and new images are needed."""
+        """If the task of some clients has changed, the best model becomes the old one, and new images are needed. A
+        signal that comes late, when the best model is one of the current task, leaves the old one as it is."""
         if not reduced.get("gradients"):
             return None
         own = server[self.name]
         changed = {**own, "queue": torch.cat(list(reduced["gradients"].values()))}
         for gone in ("images", "labels"):
             changed.pop(gone, None)
-        if "current" in own:
-            changed |= {"previous": own["current"], "previous_since": own["current_since"]}
+        if "current" in own and not _same_task(own["current_task"], ctx):
+            changed |= _retired(own)
         return {**changed, "best": 0.0} if self.reset else changed
 
     def _reconstruct(self, server: State, reduced: Tree, ctx: Context) -> Slots:
@@ -161,7 +162,8 @@ class GLFC(Part):
         return "queue" not in server[self.name]
 
     def _choose(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        """The new model becomes the best if none was better on the images."""
+        """The new model becomes the best if none was better on the images; one of an earlier task that it replaces is
+        the old one from then on, whether or not a signal came."""
         own, trainer = server[self.name], ctx.train
         if "images" not in own:
             return None
@@ -173,8 +175,9 @@ class GLFC(Part):
         right = (known[outputs.argmax(1)] == own["labels"].to(trainer.device)).sum().item() / len(outputs)
         if right < own["best"]:
             return {**own, "score": right}
-        best = {"current": _knowing(server[MODEL], ctx), "current_since": ctx.round}
-        return {**own, **best, "best": right, "score": right}
+        best = {"current": _knowing(server[MODEL], ctx), "current_since": ctx.round, "current_task": _task(ctx)}
+        known_change = ctx.current_task is not None and own.get("current_task", _task(ctx)) != _task(ctx)
+        return {**own, **(_retired(own) if known_change else {}), **best, "best": right, "score": right}
 
     def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
         """The next `count` images reconstructed from clients' gradients, and the labels read off these."""
@@ -193,6 +196,8 @@ class GLFC(Part):
     def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
         own = server.get(self.name, {})
         message: dict[str, Any] = {k: Once(own[f"{k}_since"], own[k]) for k in ("previous", "current") if k in own}
+        if "current" in own:
+            message["task"] = own["current_task"]
         if "old" in own:
             message["old"] = Once(own["since"], own["old"])
         return {**message, "encoder": Once(0, own["encoder"])} if "encoder" in own else message
@@ -204,7 +209,7 @@ class GLFC(Part):
         learned = torch.zeros(ctx.facts.classes, dtype=torch.bool)
         learned[host.get("learned", torch.zeros(0, dtype=torch.int64))] = True
         own: Tree = {"learned": learned, "classes": self._classes(ctx)}
-        old = self._old(received, bool(host.get("signal", False)))
+        old = self._old(received, bool(host.get("signal", False)), ctx)
         if old is not None and self.relation:
             own["old"] = old
         return {**own, **({"encoder": received["encoder"]} if "encoder" in received else {})}, model
@@ -213,12 +218,14 @@ class GLFC(Part):
         """(C,) mask of the outputs that compete."""
         return mask_of(ctx, competing(ctx) if self.head == "seen" else torch.arange(ctx.facts.classes))
 
-    def _old(self, received: Tree, signal: bool) -> Slots:
-        """From a proxy: the best model so far for a client that just detected a change of task (signal), the best of
-        the task before for the others."""
+    def _old(self, received: Tree, signal: bool, ctx: Context) -> Slots:
+        """From a proxy: the best model so far for a client that just detected a change of task (signal), unless that is
+        one of its current task; the best of the task before for the others."""
         if self.old_model != "proxy":
             return received.get("old")
-        return received.get("current", received.get("previous")) if signal else received.get("previous")
+        if signal and "current" in received and not _same_task(received["task"], ctx):
+            return received["current"]
+        return received.get("previous")
 
     def objective(self, step: Step) -> Tensor:
         own = step.state[self.name]
@@ -298,6 +305,21 @@ def class_weights(confidence: Tensor, learned: Tensor, any_learned: Tensor) -> T
 
 def _blueprint(ctx: Context) -> EncoderBlueprint:
     return EncoderBlueprint(ctx.facts.input_shape, ctx.facts.classes)
+
+
+def _task(ctx: Context) -> int:
+    """The current task; -1 when tasks are hidden."""
+    return -1 if ctx.current_task is None else ctx.current_task
+
+
+def _same_task(task: int, ctx: Context) -> bool:
+    """Is a model chosen in `task` one of the current task? False where tasks are hidden: then signals alone count."""
+    return ctx.current_task is not None and task == ctx.current_task
+
+
+def _retired(own: Tree) -> Tree:
+    """The best model so far as the previous one."""
+    return {"previous": own["current"], "previous_since": own["current_since"]}
 
 
 def _knowing(model: Model, ctx: Context) -> Tree:

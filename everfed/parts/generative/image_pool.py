@@ -23,18 +23,27 @@ def cycled(size: int, steps: int, batch: int, rng: np.random.Generator) -> np.nd
     return order[: steps * batch].reshape(steps, batch)
 
 
+def draw_geometry(stream: StreamView, rng: np.random.Generator, count: int) -> np.ndarray | None:
+    """Draws of the stream's augmentation of `count` images that leave their colours as they are, as the released code
+    of TARGET and LANDER has it for synthetic images."""
+    draws = stream.draw_augmentation(rng, count)
+    if draws is not None and stream.colour_draws:
+        draws[:, -stream.colour_draws :] = 0
+    return None if draws is None else np.asarray(draws)
+
+
 class Augmentation:
-    """The stream's own augmentation, drawn ahead for `steps` steps of `batch` images."""
+    """The stream's own augmentation without its changes of colour, drawn ahead for `steps` steps of `batch` images."""
 
     def __init__(self, stream: StreamView, steps: int, batch: int, device: torch.device) -> None:
         self.stream, self.count = stream, steps * batch
-        probe = stream.draw_augmentation(np.random.default_rng(0), 1)
+        probe = draw_geometry(stream, np.random.default_rng(0), 1)
         shape = None if probe is None else (steps, batch, *probe.shape[1:])
         self.table = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
 
     def draw(self, rng: np.random.Generator) -> None:
         if self.table is not None:
-            draws = self.stream.draw_augmentation(rng, self.count)
+            draws = draw_geometry(self.stream, rng, self.count)
             assert draws is not None
             self.table.copy_(torch.from_numpy(draws.astype(np.int64)).view(self.table.shape))
 

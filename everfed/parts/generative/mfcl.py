@@ -1,11 +1,11 @@
-"""MFCL: mimicking federated continual learning (Babakniya et al., 2023).
+"""MFCL: mimicking federated continual learning (Babakniya et al., workshop at ICML 2023; equations are its).
 
 At the end of every task but the last the server trains a generator G that inverts the shared model, without any data
 (`data_free.py`), and freezes it together with a copy of the model. Both reach a client once per task. During the next
 task a client joins every minibatch of real samples with freshly generated ones, labelled by the frozen model, and
 minimises, with f the features before the head, W_o the frozen model's head rows of the K_o classes seen so far:
 
-    L_CE                       cross-entropy of the real samples over the new classes only             (Eq. 4)
+    L_CE                       cross-entropy of the real samples over the new classes only             (Eq. 5)
     + w_ft L_FT                cross-entropy over all seen classes with f held fixed: only the head learns  (Eq. 6)
     + w_kd (1/K_o) mean_i || W_o f(x_i) - W_o f_o(x_i) ||^2     features drawn to the frozen model's   (Eq. 7)
 

@@ -21,8 +21,9 @@ Weights = dict[str, Tensor]  # of the encoder, by name
 
 # on the client -------------------------------------------------------------------------------------------------------
 def nearest_to_mean(trainer: Trainer, model: Model, x: Tensor, y: Tensor) -> Tensor:
-    """(k,) for every class present, ascending: the position of the sample nearest to its class's mean feature."""
-    found, y = features(trainer, model, x), y.to(trainer.device)
+    """(k,) for every class present, ascending: the position of the sample nearest to its class's mean feature, all
+    features scaled to length 1."""
+    found, y = functional.normalize(features(trainer, model, x)), y.to(trainer.device)
     means = class_means(found, y, trainer.stream.classes)
     distance = (found - means[y]).square().sum(1)
     present = torch.unique(y)

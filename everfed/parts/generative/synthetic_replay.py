@@ -43,7 +43,7 @@ from everfed import (
 )
 from everfed.models.pixel_generators import checked
 from everfed.parts.generative.adversary import MASKS
-from everfed.parts.generative.image_pool import cycled
+from everfed.parts.generative.image_pool import cycled, draw_geometry
 from everfed.parts.generative.student import Lesson
 from everfed.parts.generative.synthesis import Synthesis, Synthesizer, Turn
 from everfed.parts.shared.checks import at_least, one_of, positive
@@ -225,7 +225,7 @@ class SyntheticReplay(Part):
     def _images(self, size: int, schedule: Schedule, ctx: Context) -> Tables:
         rows = cycled(size, schedule.steps, min(self.batch, size), ctx.rng("synthetic/rows"))
         tables = {"rows": _table(rows)}
-        draws = ctx.train.stream.draw_augmentation(ctx.rng("synthetic/augment"), rows.size)
+        draws = draw_geometry(ctx.train.stream, ctx.rng("synthetic/augment"), rows.size)
         if draws is not None:
             tables["augment"] = _table(draws.reshape(*rows.shape, *draws.shape[1:]))
         return tables

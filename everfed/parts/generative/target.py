@@ -75,11 +75,12 @@ class Target(SyntheticReplay):
         return self.syn_round
 
     def turn(self, index: int) -> Turn:
-        """The adversary counts from round `warmup` on."""
-        adversary = self.adv > 0 and index >= self.warmup
+        """The student is trained from round `warmup` on, counted from 0. The adversary counts one round earlier, as in
+        the released code, against the student as it was drawn."""
         schedule = Optimizer(lr=self.lr_student, schedule="cosine", lr_end=min(LAST_RATE, self.lr_student))
-        rate = schedule.rate(min(index - self.warmup, RATE_ROUNDS), RATE_ROUNDS) if adversary else 0.0
-        return Turn(adversary, keep=True, rate=rate)
+        trained = self.adv > 0 and index >= self.warmup
+        rate = schedule.rate(min(index - self.warmup, RATE_ROUNDS), RATE_ROUNDS) if trained else 0.0
+        return Turn(self.adv > 0 and index + 1 >= self.warmup, keep=True, rate=rate)
 
     def synthesizer(self, ctx: Context, server: State) -> Synthesizer:
         trainer, shape = ctx.train, ctx.facts.input_shape

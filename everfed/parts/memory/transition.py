@@ -1,6 +1,7 @@
 """Exemplars kept when a client detects by itself that its task has changed (GLFC, Dong et al., 2022).
 
-Before every local training a client passes its data through the model it just received. Its mean prediction entropy
+In every round every client, whether it trains or not, passes its data through the model that the round begins with.
+Its mean prediction entropy
 
     H = - mean_i sum_c p_ic log(p_ic + 1e-5)
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed import Context, Phase, Position, Tree
+from everfed import Cohort, Context, Phase, Position, Tree
 from everfed.parts.memory.herding import herd, quota
 from everfed.parts.memory.policy import REMEMBER, Policy, Pool
 from everfed.parts.shared.checks import at_least, one_of
@@ -59,8 +60,9 @@ class OnTransition(Policy):
         return {"entropy": 0.0, "signal": False, "task": -1, "learned": none, "staged": 0}
 
     def phases(self, memory: Memory) -> tuple[Phase, ...]:
-        """Before training, in every round."""
-        return (Phase(REMEMBER, position=Position.BEFORE, run=memory.choose),)
+        """Before training, in every round, on every client: a change that only participants could detect would be
+        lost on all others."""
+        return (Phase(REMEMBER, Cohort.ALL, position=Position.BEFORE, run=memory.choose),)
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
         if pool.new == 0:  # no entropy to compare
@@ -101,10 +103,11 @@ def entropy(outputs: Tensor) -> float:
 
 
 def competing(ctx: Context) -> Tensor:
-    """The outputs that a head grown class by class would have now: of all tasks so far; all, when tasks are hidden."""
+    """The outputs that the shared head, grown class by class, would have now: of all tasks so far, with the classes of
+    every client; all, when tasks are hidden."""
     if ctx.current_task is None:
         return torch.arange(ctx.facts.classes)
-    return classes_of(ctx, range(ctx.current_task + 1))
+    return classes_of(ctx, range(ctx.current_task + 1), everyone=True)
 
 
 def _committed(pool: Pool, border: int, signal: bool) -> np.ndarray:

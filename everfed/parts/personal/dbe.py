@@ -4,9 +4,10 @@ Between base f and head h every client adds a vector of its own, which takes up 
 
     prediction = h(f(x) + c_k)                                                                        (Eq. 4)
 
-c_k is trained with the model, never sent, and used when the client is scored. Optionally the mean feature is drawn to a
-consensus m, fixed before the first round: the data-weighted mean of the clients' running feature means after one local
-training without c_k. The term is
+c_k is trained with the model, by plain SGD at the round's rate whatever the run's optimiser is (so the authors' code),
+never sent, and used when the client is scored. Optionally the mean feature is drawn to a consensus m, fixed before the
+first round: the data-weighted mean of the clients' running feature means after one local training without c_k. The term
+is
 
     weight * mean_j (r_j - m_j)^2 / 2,   r <- (1 - momentum) r + momentum * (mean feature of the batch)  (Eq. 5)
 
@@ -28,10 +29,12 @@ from everfed import (
     Cohort,
     Context,
     Data,
+    Entry,
     Mean,
     Message,
     Model,
     Once,
+    Optimizer,
     Part,
     Phase,
     Position,
@@ -40,7 +43,7 @@ from everfed import (
     Step,
     Tree,
 )
-from everfed.core.layout import Extras
+from everfed.core.layout import Extras, registered
 from everfed.parts.shared.checks import at_least
 from everfed.parts.shared.features import head_weight, through_head
 
@@ -101,8 +104,11 @@ class DBE(Part):
         return {"mean": Once("consensus", held["mean"])} if held else {}
 
     def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
-        """The running mean begins anew with every local training."""
-        return ({"mean": self._zeros(ctx, model)} if self.weight else None), model
+        """The running mean begins anew with every local training. rate: of c_k, unless the optimiser is plain SGD."""
+        own: Tree = {"mean": self._zeros(ctx, model)} if self.weight else {}
+        if not _plain_sgd(ctx.options.optimizer):
+            own["rate"] = torch.tensor(ctx.rate, device=model["params"].device)
+        return own or None, model
 
     def _zeros(self, ctx: Context, model: Model) -> Tensor:
         return torch.zeros(head_weight(ctx.facts.layout).shape[1], device=model["params"].device)
@@ -118,8 +124,24 @@ class DBE(Part):
         own = step.state[self.name]
         return (1.0 - self.momentum) * own["mean"] + self.momentum * own["batch"]
 
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        rate = step.state.get(self.name, {}).get("rate")
+        if rate is not None:
+            vector = self._entry(step)
+            step.handed[self.name] = vector.view(step.params) - rate * vector.view(gradient)
+        return gradient
+
+    def _entry(self, step: Step) -> Entry:
+        return step.layout.param(registered(self.name, "vector", personal=True))
+
     def after(self, step: Step) -> None:
         own = step.state.get(self.name, {})
+        if self.name in step.handed:  # in place of what the run's optimiser made of c_k
+            self._entry(step).view(step.params).copy_(step.handed[self.name])
         if "batch" in own:
             own["mean"].copy_(self._running(step).detach())
             del own["batch"]
+
+
+def _plain_sgd(optimizer: Optimizer) -> bool:
+    return optimizer.kind == "sgd" and not optimizer.momentum and not optimizer.weight_decay

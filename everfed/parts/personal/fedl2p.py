@@ -6,21 +6,26 @@ its statistics move to the client's own (BN-Net),
 
     statistics_l = (1 - beta_l) stored_l + beta_l client_l                                            (Eq. 3)
 
-After every aggregation each participant fine-tunes the model on 80 % of its data and improves the meta-nets on what is
-left. The gradient of the validation loss L_V goes through the fine-tuned weights by implicit differentiation: they are
-taken for a fixed point of the update u(w) = rates (.) grad L_T(w), so
+where client_l are those of the minibatch during fine-tuning, and afterwards the running ones that it left, which start
+from mean 0 and variance 1 (as in the released code).
+
+After every aggregation each participant improves the meta-nets on a fifth of its data. For every minibatch of it the
+model is fine-tuned anew on the rest by the meta-nets as they are then. The gradient of the validation loss L_V goes
+through the fine-tuned weights by implicit differentiation: they are taken for a fixed point of the update
+u(w) = rates (.) grad L_T(w), so
 
     d L_V / d meta = dL_V/dmeta - dL_V/dw [du/dw]^-1 du/dmeta,   [du/dw]^-1 ~ a sum_{j < K} (I - a du/dw)^j    (Eq. 7)
 
-The server averages the meta-nets. Clients are scored with the model they fine-tuned last. In the original the base is
-pretrained and fixed; how it is used in continual learning is not described. Here FedAvg trains it at the same time.
+The server averages the meta-nets. Clients are scored with the model that the meta-nets they received last gave them. In
+the original the base is pretrained and fixed; how it is used in continual learning is not described. Here FedAvg trains
+it at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -37,17 +42,23 @@ from everfed.parts.shared.checks import at_least
 from everfed.parts.shared.features import network
 
 CLAMP = 1.0  # of every entry of a hypergradient
+BETA = "beta"
+Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""The input of a BatchNorm layer -> (mean, variance) to normalise it with."""
 
 
 @dataclass(frozen=True)
 class FedL2P(Part):
-    """epochs: of fine-tuning. outer_epochs, meta_lr: of the meta-nets, by SGD over the held-out `validation` share.
-    terms, step: K and a of Eq. 7. hidden: width of the meta-nets. base_rate: first value of every learned rate.
+    """epochs: of fine-tuning. outer_epochs, meta_lr: of the meta-nets, by SGD over the held-out `validation` share;
+    base_lr: the same for the base rates. retune: fine-tune anew for every minibatch of that share (False: once a
+    round). terms, step: K and a of Eq. 7. hidden: width of the meta-nets. base_rate: first value of every learned rate.
     limit: of the factors on it."""
 
     epochs: int = 15
     outer_epochs: int = 3
     meta_lr: float = 1e-3
+    base_lr: float = 1e-4
+    retune: bool = True
     validation: float = 0.2
     terms: int = 3
     step: float = 0.1
@@ -58,7 +69,7 @@ class FedL2P(Part):
     name = "fedl2p"
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "epochs", "outer_epochs", "meta_lr", "step", "base_rate", "limit")
+        at_least(self, 0, "epochs", "outer_epochs", "meta_lr", "base_lr", "step", "base_rate", "limit")
         at_least(self, 1, "terms", "hidden")
         if not 0.0 < self.validation < 1.0:
             raise ValueError(f"validation must lie between 0 and 1, both excluded; got {self.validation}")
@@ -86,11 +97,11 @@ class FedL2P(Part):
 
     # the client --------------------------------------------------------------------------------------------------
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
-        """While a client fine-tunes, BatchNorm uses the statistics that BN-Net chose."""
-        if "fixed" not in own:
+        """While a client fine-tunes, BatchNorm mixes the statistics of the minibatch with the stored ones."""
+        if "mixing" not in own:
             outputs: Tensor = module(x)
             return outputs
-        with fixed_statistics(module):
+        with mixed_batches(module, own["mixing"]):
             outputs = module(x)
         return outputs
 
@@ -98,15 +109,36 @@ class FedL2P(Part):
         """Fine-tune by the meta-nets, keep that model, and send better meta-nets."""
         if len(data) < 2:
             return None, {}
-        model, device = message[MODEL], ctx.train.device
         train, held = self._split(data, ctx)
-        look = Look.at(model, train, ctx)
-        meta, nets = message[self.name]["meta"].to(device), self.nets(ctx.facts.layout).to(device)
-        with torch.no_grad():
-            rates, betas = nets.at(meta, look.inputs, look.divergences)
-        tuned = self.tune(look.mixed(model, betas), rates, train, ctx)
-        meta = self._improve(meta, nets, look, tuned, train, held, ctx)
-        return {k: v.clone() for k, v in tuned.items()}, {"meta": meta}
+        look = Look.at(message[MODEL], train, ctx)
+        nets = self.nets(ctx.facts.layout).to(ctx.train.device)
+        meta = message[self.name]["meta"].to(ctx.train.device)
+
+        def tune(tag: str) -> tuple[Model, Look]:
+            with torch.no_grad():
+                rates, betas = nets.at(meta, look.inputs, look.divergences)
+            return self.tune(message[MODEL], look, rates, betas, train, ctx, tag)
+
+        personal = tuned, seen = tune("tune")
+        for index, (batch, rows) in enumerate(self._outer(train, held, ctx)):
+            if index and self.retune:
+                tuned, seen = tune(f"tune {index}")
+            gradient = self.hypergradient(meta, nets, seen, tuned, batch, rows, ctx)
+            meta = meta - self._steps(nets) * gradient.clamp(-CLAMP, CLAMP)
+        return {k: v.clone() for k, v in personal[0].items()}, {"meta": meta}
+
+    def _outer(self, train: Data, held: Data, ctx: Context) -> Iterator[tuple[Data, Data]]:
+        """(a minibatch to train on, a held-out one), for every step of the meta-nets."""
+        rng, size = ctx.rng("outer"), ctx.options.batch_size
+        for _ in range(self.outer_epochs):
+            for rows in np.array_split(rng.permutation(len(held)), max(1, -(-len(held) // size))):
+                yield train.take(rng.permutation(len(train))[:size]), held.take(rows)
+
+    def _steps(self, nets: MetaNets) -> Tensor:
+        """(M,) the learning rate of every parameter of the meta-nets; the base rates come first."""
+        steps = torch.full_like(nets.vector(), self.meta_lr)
+        steps[: nets.base_rates.numel()] = self.base_lr
+        return steps
 
     def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
         own = client.get(self.name, {})
@@ -117,37 +149,28 @@ class FedL2P(Part):
         held = min(max(1, round(self.validation * len(data))), len(data) - 1)
         return data.take(np.sort(order[held:])), data.take(np.sort(order[:held]))
 
-    def tune(self, model: Model, rates: Tensor, data: Data, ctx: Context) -> Model:
-        """Fine-tuned with a rate per tensor; `model` holds the statistics to use."""
+    def tune(
+        self, model: Model, look: Look, rates: Tensor, betas: Tensor, data: Data, ctx: Context, tag: str = "tune"
+    ) -> tuple[Model, Look]:
+        """The model fine-tuned with a rate per tensor, its statistics mixed; and `look` with those that this left."""
         if self.epochs == 0:
-            return model
+            return look.mixed(model, betas), look
         vector = spread(rates, ctx.facts.layout)
-        state: State = {self.name: {"fixed": torch.ones((), device=vector.device)}, Rates.name: {"rates": vector}}
+        own: Tree = {"mixing": look.mixing(betas)} if look.sites.norms else {}
         fitted = ctx.train.fit(
             ctx.at(rate=1.0),
             (self, _rates()),
-            model,
+            look.reset(model),
             model["params"],
-            state,
+            {self.name: own, Rates.name: {"rates": vector}},
             {},
             data,
             epochs=self.epochs,
             optimizer=Optimizer("sgd", lr=1.0),
-            tag="tune",
+            tag=tag,
         )
-        return {**model, "params": fitted.model["params"]}
-
-    def _improve(
-        self, meta: Tensor, nets: MetaNets, look: Look, tuned: Model, train: Data, held: Data, ctx: Context
-    ) -> Tensor:
-        """Meta-nets after SGD on the validation loss; every step pairs a held-out minibatch with one to train on."""
-        rng, size = ctx.rng("outer"), ctx.options.batch_size
-        for _ in range(self.outer_epochs):
-            for rows in np.array_split(rng.permutation(len(held)), max(1, -(-len(held) // size))):
-                batch = train.take(rng.permutation(len(train))[:size])
-                gradient = self.hypergradient(meta, nets, look, tuned, batch, held.take(rows), ctx)
-                meta = meta - self.meta_lr * gradient.clamp(-CLAMP, CLAMP)
-        return meta
+        seen = look.with_client(fitted.model)
+        return {**seen.mixed(model, betas), "params": fitted.model["params"]}, seen
 
     def hypergradient(
         self, meta: Tensor, nets: MetaNets, look: Look, tuned: Model, batch: Data, held: Data, ctx: Context
@@ -195,6 +218,24 @@ class Look:
         gaps = [symmetric_divergence(*stored[norm], *client[norm]) for norm in sites.norms]
         divergences = torch.stack(gaps) if gaps else torch.zeros(0, device=ctx.train.device)
         return Look(layout, sites, _summary([seen[layer] for layer in sites.layers]), divergences, client, stored)
+
+    def mixing(self, betas: Tensor) -> Tree:
+        """{norm: its beta and stored statistics}, as a step's slots hold them."""
+        stored = {norm: dict(zip((MEAN, VARIANCE), self.stored[norm], strict=True)) for norm in self.sites.norms}
+        return {norm: {BETA: beta, **stored[norm]} for norm, beta in self._betas(betas)}
+
+    def reset(self, model: Model) -> Model:
+        """The model with the statistics of a layer that has seen nothing: mean 0, variance 1."""
+        stats = model["stats"].clone()
+        for entry in self.layout.stats:
+            entry.view(stats).fill_(1.0 if entry.name.endswith(VARIANCE) else 0.0)
+        return {**model, "stats": stats}
+
+    def with_client(self, model: Model) -> Look:
+        """The same, with the model's statistics as the client's."""
+        stats = {entry.name: entry.view(model["stats"]) for entry in self.layout.stats}
+        client = {norm: (stats[f"{norm}.{MEAN}"], stats[f"{norm}.{VARIANCE}"]) for norm in self.sites.norms}
+        return replace(self, client=client)
 
     def mixture(self, norm: str, beta: Tensor) -> tuple[Tensor, Tensor]:
         """(mean, variance) of a BatchNorm layer (Eq. 3)."""
@@ -250,31 +291,48 @@ def spread(rates: Tensor, layout: Layout) -> Tensor:
 
 
 @contextmanager
-def fixed_statistics(module: nn.Module) -> Iterator[None]:
-    """BatchNorm layers use their statistics, whatever the module's mode."""
-    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
-    for layer in norms:
-        layer.eval()
-    try:
-        yield
-    finally:
-        for layer in norms:
-            layer.train()
-
-
-@contextmanager
 def mixed_norms(module: nn.Module, statistics: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
     """BatchNorm layers by hand, because torch's own has no gradient for its running statistics."""
 
-    def by_hand(mean: Tensor, variance: Tensor) -> Any:
+    def given(pair: tuple[Tensor, Tensor]) -> Statistics:
+        return lambda x: pair
+
+    with _by_hand(module, {norm: given(pair) for norm, pair in statistics.items()}):
+        yield
+
+
+@contextmanager
+def mixed_batches(module: nn.Module, mixing: dict[str, Tree]) -> Iterator[None]:
+    """BatchNorm layers that mix the statistics of their minibatch with the stored ones; torch's own, whose outputs are
+    not used, keep the running statistics of the minibatches."""
+
+    def mixed(kept: Tree) -> Statistics:
+        def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+            axes, beta = (0, *range(2, x.dim())), kept[BETA]
+            mean = (1.0 - beta) * kept[MEAN] + beta * x.mean(axes)
+            return mean, (1.0 - beta) * kept[VARIANCE] + beta * x.var(axes, unbiased=False)
+
+        return statistics
+
+    with _by_hand(module, {norm: mixed(kept) for norm, kept in mixing.items()}):
+        yield
+
+
+@contextmanager
+def _by_hand(module: nn.Module, statistics: dict[str, Statistics]) -> Iterator[None]:
+    """BatchNorm layers that normalise with what `statistics` gives for their input."""
+
+    def hook(of: Statistics) -> Any:
         def normalise(layer: _BatchNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            shape = (1, -1, *(1,) * (args[0].dim() - 2))
+            x = args[0].float()
+            shape = (1, -1, *(1,) * (x.dim() - 2))
+            mean, variance = of(x)
             scale = layer.weight / (variance + layer.eps).sqrt()
-            return (args[0] - mean.view(shape)) * scale.view(shape) + layer.bias.view(shape)
+            return ((x - mean.view(shape)) * scale.view(shape) + layer.bias.view(shape)).to(output.dtype)
 
         return normalise
 
-    handles = [module.get_submodule(norm).register_forward_hook(by_hand(*s)) for norm, s in statistics.items()]
+    handles = [module.get_submodule(norm).register_forward_hook(hook(of)) for norm, of in statistics.items()]
     try:
         yield
     finally:

@@ -5,14 +5,15 @@ The weights of every hidden layer, for client c and task t, are composed of shar
     theta = B (.) sigmoid(m^t) + A^t + sum_j a^t_j KB_j                                          (Eq. 2)
 
 B: shared weights, m: one mask logit per output channel, A: task-adaptive and sparse, KB: the adaptives that the
-clients of the previous task's last round published, a: one scalar per layer and entry. Biases, BatchNorm and the head
-are the client's own, anew for every task. Training adds to the loss
+clients of the previous task's last round published, a client's own among them, a: one scalar per layer and entry.
+Biases, BatchNorm and the head are the client's own, anew for every task. Training adds to the loss
 
     lambda1 |A|_1 + (wd / 2) (|A|^2 + |m|^2) [+ (wd / 2) |B|^2 in the first task]
     + (lambda2 / 2) sum_{i < t} | B (.) sigmoid(m^i) + A^i - theta^i |^2                          (Eq. 4)
 
-with theta^i what B (.) sigmoid(m^i) + A^i was when task t began. A^i and m^i are not trained any more, so the last term
-is |(B - B at the beginning) (.) sigmoid(m^i)|^2, and one number per channel stands for all earlier tasks.
+with theta^i what B (.) sigmoid(m^i) + A^i was when task t began, before the server's B was merged into the client's (as
+in the released code). A^i and m^i are not trained any more, so the last term is |(B - B then) (.) sigmoid(m^i)|^2, and
+one number per channel stands for all earlier tasks. A starts at a third of the run's first weights in every task.
 
 Clients send the channels of B whose mask is among the larger 70 %; the server averages each over those that sent it.
 
@@ -185,8 +186,9 @@ class FedWeIT(Part):
         if ctx.round % ctx.options.sync_every == 0:
             model = {**model, "params": self._merged(own, received, model["params"])}
         if own.get("host", {}).get("task") != ctx.current_task:
-            model = {**model, "params": self._fresh(model["params"], received, ctx)}
-            own = self._begin(own, model["params"], ctx)
+            first = cast(Tensor, own.get("first", received))  # a client that came later has nothing earlier
+            model = {**model, "params": self._fresh(model["params"], first, ctx)}
+            own = self._begin(own, ctx)
         knowledge = message.get(self.name, {}).get("knowledge")
         return {**own, "knowledge": self._knowledge(knowledge, ctx)} if knowledge else own, model
 
@@ -198,14 +200,14 @@ class FedWeIT(Part):
         return torch.cat([base, params[len(base) :].to(base.device)])
 
     def _fresh(self, params: Tensor, first: Tensor, ctx: Context) -> Tensor:
-        """The personal pieces of a new task: A = B / 3, masks near 0, attention 0, the rest as in the first model,
-        which the server never changes in these places."""
+        """The personal pieces of a new task: A a third of the first model's weights, masks near 0, attention 0, the
+        rest as in the first model."""
         layout, rng = ctx.facts.layout, ctx.rng("masks")
         params = params.clone()
         params[layout.shared :] = 0.0
         layers = hidden_weights(layout)
         for entry in layers:
-            self._entry(layout, "adaptive", entry).view(params).copy_(entry.view(params) / 3.0)
+            self._entry(layout, "adaptive", entry).view(params).copy_(entry.view(first) / 3.0)
             logits = rng.normal(0.0, MASK_SPREAD, entry.shape[0]).astype(np.float32)
             self._entry(layout, "mask", entry).view(params).copy_(torch.from_numpy(logits))
         for entry in network(layout):
@@ -213,13 +215,13 @@ class FedWeIT(Part):
                 self._entry(layout, "own", entry).view(params).copy_(entry.view(first))
         return params
 
-    def _begin(self, own: Tree, params: Tensor, ctx: Context) -> Tree:
-        """Slots for a new task: where B starts, and how much earlier tasks hold each of its channels."""
+    def _begin(self, own: Tree, ctx: Context) -> Tree:
+        """Slots for a new task: the client's own B, and how much earlier tasks hold each of its channels."""
         own = {**own, "host": {"task": ctx.current_task}}
         masks = [kept["masks"] for kept in own.get("tasks", {}).values()]
         layers = hidden_weights(ctx.facts.layout)
         if masks:
-            own["start"] = {e.name: e.view(params).clone() for e in layers}
+            own["start"] = {e.name: e.view(own["base"]).clone() for e in layers}
             own["protect"] = {e.name: sum(m[e.name].sigmoid().square() for m in masks) for e in layers}
         return own
 
@@ -271,8 +273,8 @@ class FedWeIT(Part):
         }
 
     def _keep_base(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        base = message[MODEL]["params"][: ctx.facts.layout.shared]
-        return {**client.get(self.name, {}), "base": base}, {}
+        first = message[MODEL]["params"][: ctx.facts.layout.shared]
+        return {**client.get(self.name, {}), "base": first, "first": first}, {}
 
     def _publish(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
         """A, of a client that trained on this task."""

@@ -55,13 +55,18 @@ _AT_ONCE = 16  # samples whose layer inputs are held at a time
 @dataclass(frozen=True)
 class FOT(Part):
     """threshold: e, the share of a layer's input energy that the basis must hold; threshold_step: added to it after
-    every task. sketch_cols: columns of a sketch (0: as many as the layer's fan-in m, 5 m for linear layers, as in the
-    authors' code). samples: task samples that a client sketches (0: all). max_rank: at most so many directions per
-    layer (0: no limit, that is m)."""
+    every task. sketch_cols: columns of a sketch (0: `sketch_factor` times the layer's fan-in m, 5 m for linear layers).
+    sketch_factor: 1 in the authors' AlexNet, 5 in their ResNets. samples: task samples that a client sketches (0: all).
+    max_rank: at most so many directions per layer (0: no limit, that is m).
+
+    A basis has at most as many directions as the sketch has columns, and a sketch with few columns makes the inputs
+    look concentrated: then it holds less energy than `threshold`.
+    """
 
     threshold: float = 0.87
     threshold_step: float = 0.001
     sketch_cols: int = 0
+    sketch_factor: int = 1
     samples: int = 0
     max_rank: int = 0
 
@@ -73,6 +78,7 @@ class FOT(Part):
         if not 0.0 < self.threshold <= 1.0:
             raise ValueError(f"threshold must be in (0, 1]; got {self.threshold}")
         at_least(self, 0, "threshold_step", "sketch_cols", "samples", "max_rank")
+        at_least(self, 1, "sketch_factor")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         weighting = next((options_of(part).get("weighting") for part in parts if overrides(part, "aggregate")), None)
@@ -132,7 +138,7 @@ class FOT(Part):
 
     def columns(self, entry: Entry) -> int:
         """How many columns the sketch of a layer has."""
-        return self.sketch_cols or (fan_in(entry) if len(entry.shape) == 4 else 5 * fan_in(entry))
+        return self.sketch_cols or fan_in(entry) * (self.sketch_factor if len(entry.shape) == 4 else 5)
 
     # at a task's end, on the server ------------------------------------------------------------------------------
     def _extend(self, server: State, reduced: Tree, ctx: Context) -> Slots:

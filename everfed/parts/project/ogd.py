@@ -8,13 +8,15 @@ orthonormal basis Q. In later tasks it moves at right angles to all of them:
 
 With any optimiser but plain SGD the step is no longer along -g, so then the step itself is projected.
 
-Memory: `vectors` x parameters x 4 bytes for every finished task; `storage` halves it and `max_vectors` bounds it.
+Memory: `vectors` x parameters x 4 bytes for every finished task; `storage` halves it. `max_vectors` bounds it: then the
+rows of Q are the top right singular vectors of the old rows, each at its singular value, stacked with the gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ from everfed import (
     on_device,
     overrides,
 )
+from everfed.parts.selection.directions import column_blocks
 from everfed.parts.shared.checks import at_least, one_of
 
 STORAGE = {"float32": torch.float32, "float16": torch.float16}
@@ -51,7 +54,7 @@ _DEPENDENT = 1e-4  # a direction of which less than this share is new is not kep
 @dataclass(frozen=True)
 class OGD(Part):
     """vectors: samples whose gradients are kept per task. storage: "float32", or "float16" for half the memory (then
-    orthogonal to about 1e-3). max_vectors: at most so many in all, the principal directions of those kept so far (0: no
+    orthogonal to about 1e-3). max_vectors: at most so many in all, those that hold most of the gradients' energy (0: no
     limit). project: the "gradient", the "update" that the optimiser makes, or "auto": the gradient for plain SGD, the
     update otherwise."""
 
@@ -88,19 +91,14 @@ class OGD(Part):
             return None, {}
         own = on_device(client.get(self.name, {}), ctx.train.device)
         chosen = data.take(ctx.rng("basis").permutation(len(data))[: self.vectors])
-        rows, lengths = self._load(own, ctx)
-        for gradient in logit_gradients(ctx, message[MODEL], chosen):
-            rows, lengths = extended(rows, lengths, gradient)
-        if self.max_vectors and len(rows) > self.max_vectors:
-            rows, lengths = principal(rows, lengths, self.max_vectors)
-        return {"basis": self._stored(rows), "lengths": lengths}, {}
-
-    def _load(self, own: Tree, ctx: Context) -> tuple[Tensor, Tensor]:
-        """(unit rows in float32, the lengths they had)."""
-        if "basis" not in own:
-            size, device = ctx.facts.layout.size, ctx.train.device
-            return torch.zeros((0, size), device=device), torch.zeros(0, device=device)
-        return widened(own["basis"]), own["lengths"]
+        gradients = logit_gradients(ctx, message[MODEL], chosen)
+        nothing = torch.zeros((0, ctx.facts.layout.size), device=ctx.train.device)
+        basis = widened(own["basis"]) if "basis" in own else nothing
+        if not self.max_vectors:
+            return {"basis": self._stored(reduce(extended, gradients, basis))}, {}
+        values = own.get("values", nothing.new_zeros(0))
+        basis, values = principal(torch.stack([*(basis * values.unsqueeze(1)), *gradients]), self.max_vectors)
+        return {"basis": self._stored(basis), "values": values}, {}
 
     def _stored(self, rows: Tensor) -> Tensor:
         # scaled by sqrt(P): a unit vector's entries are near 1 / sqrt(P), where float16 has lost its digits
@@ -149,22 +147,22 @@ def logit_gradients(ctx: Context, model: Model, data: Data) -> Iterator[Tensor]:
         yield replica.layout.flatten_gradient(grads)
 
 
-def extended(rows: Tensor, lengths: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+def extended(basis: Tensor, vector: Tensor) -> Tensor:
     """An orthonormal basis (k, P) with what is new in `vector`; Gram-Schmidt, twice, since once loses digits."""
-    rest = project_out(project_out(vector, rows), rows)
+    rest = project_out(project_out(vector, basis), basis)
     length = rest.norm()
-    if length <= _DEPENDENT * vector.norm():
-        return rows, lengths
-    return torch.cat([rows, (rest / length).unsqueeze(0)]), torch.cat([lengths, length.reshape(1)])
+    return basis if length <= _DEPENDENT * vector.norm() else torch.cat([basis, (rest / length).unsqueeze(0)])
 
 
-def principal(rows: Tensor, lengths: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The `rank` principal directions of the rows at their lengths (PCA on the small Gram matrix)."""
-    weighted = rows * lengths.unsqueeze(1)
-    values, vectors = torch.linalg.eigh((weighted @ weighted.T).double())
-    values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
-    lengths = values.clamp_min(0.0).sqrt()
-    return (vectors / lengths).T.to(rows.dtype) @ weighted, lengths.to(rows.dtype)
+def principal(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """(at most `most` top right singular vectors of rows (n, P), their singular values), by the small Gram matrix."""
+    gram = sum((block @ block.T for block in column_blocks(rows)), rows.new_zeros((), dtype=torch.float64))
+    squares, weights = torch.linalg.eigh(gram)
+    values = squares.flip(0)[:most].clamp_min(0.0).sqrt()
+    values = values[values > _DEPENDENT * values[0]]
+    directions = (weights.flip(1)[:, : len(values)] / values).T.to(rows.dtype) @ rows
+    # orthonormal to the last digit: dividing by a small singular value magnifies rounding
+    return torch.linalg.qr(directions.T)[0].T.contiguous(), values.to(rows.dtype)
 
 
 def project_out(vector: Tensor, basis: Tensor) -> Tensor:

@@ -29,11 +29,9 @@ from everfed import (
     Context,
     Data,
     Fitted,
-    Mean,
     Message,
     Part,
     Phase,
-    Reducer,
     Schedule,
     Slots,
     State,
@@ -43,8 +41,9 @@ from everfed import (
     Tree,
 )
 from everfed.core.client import OWN
-from everfed.parts.project.fedomg import angles, check_matching, mean_cosine
+from everfed.parts.project.fedomg import check_matching
 from everfed.parts.project.matching import Scale, Solver, match_gradients
+from everfed.parts.project.matching_solvers import SoftmaxSGD
 from everfed.parts.shared.checks import at_least, one_of
 
 CHOICES = {
@@ -64,8 +63,9 @@ class STAMP(Part):
     combine: "mean" as matched, or "sum": times the number of updates. balance: rescale every update to their mean norm.
     epochs: of a clone over its exemplars (None: as many as local training). moments: a clone's optimiser starts
     "fresh" or from a copy of the client's. granularity: "round" matches what whole trainings moved; "step" matches the
-    gradients of every minibatch, one per stored task beside the current one. angles: report the mean cosine between a
-    client's updates (Fig. 3); granularity "round" only.
+    gradients of every minibatch, one per stored task beside the current one. match_first: match in the first task, too,
+    where the only update is made longer (released code). solver_steps, solver_momentum: of the solver "softmax_sgd";
+    the released code has 25 and 0.1 on clients.
     """
 
     exemplars: int = 13
@@ -79,7 +79,9 @@ class STAMP(Part):
     moments: str = "fresh"
     granularity: str = "round"
     solver: Solver = "exact"
-    angles: bool = False
+    solver_steps: int = 100
+    solver_momentum: float = 0.5
+    match_first: bool = False
 
     name = "stamp"
     needs = frozenset({BOUNDARIES})
@@ -93,6 +95,9 @@ class STAMP(Part):
         check_matching(self, self.kappa)
         one_of(self, **CHOICES)
         at_least(self, 0, "exemplars", "epochs")
+        at_least(self, 1, "solver_steps")
+        if not 0.0 <= self.solver_momentum < 1.0:
+            raise ValueError(f"solver_momentum must be at least 0 and below 1; got {self.solver_momentum}")
 
     # the pool ----------------------------------------------------------------------------------------------------
     def client_slots(self, ctx: Context) -> Tree:
@@ -117,9 +122,9 @@ class STAMP(Part):
 
     # matching the updates of whole trainings ---------------------------------------------------------------------
     def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
-        """The matched model in place of the trained one, and the mean cosine between the updates."""
+        """The matched model in place of the trained one."""
         pool = client[self.name]["host"]["pool"]
-        if not pool or self.granularity == "step":
+        if not (pool or self.match_first) or self.granularity == "step":
             return None, {}
         theta, shared = fitted.start["params"].cpu(), ctx.facts.layout.shared
         trained = [self._clone(task, kept, client, message, fitted, ctx) for task, kept in pool.items()]
@@ -128,9 +133,7 @@ class STAMP(Part):
         matched = theta[:shared] + self.rate * self._matched(updates)  # Eq. 3
         params = fitted.model["params"].clone()  # personal parameters stay as they were trained
         params[:shared] = matched.to(params.device)
-        values: Tree = {MODEL: {**fitted.model, "params": params}}
-        cosine = mean_cosine(updates) if self.angles else None
-        return None, values if cosine is None else {**values, "cosine": cosine, "updates": len(updates)}
+        return None, {MODEL: {**fitted.model, "params": params}}
 
     def _clone(self, task: str, kept: Tree, client: State, message: Message, fitted: Fitted, ctx: Context) -> Tensor:
         """(P,) where training on the exemplars of an earlier task ends."""
@@ -152,15 +155,9 @@ class STAMP(Part):
         """GM of the updates, with the options `balance` and `combine`."""
         if self.balance:
             updates = balanced(updates)
-        matched = match_gradients(updates, self.kappa, self.scale, solver=self.solver)
+        sgd = SoftmaxSGD(steps=self.solver_steps, momentum=self.solver_momentum)
+        matched = match_gradients(updates, self.kappa, self.scale, solver=self.solver, sgd=sgd)
         return matched * len(updates) if self.combine == "sum" else matched
-
-    def reducers(self) -> Mapping[str, Reducer]:
-        return {"cosine": Mean(), "updates": Mean()}
-
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        cosine = reduced.get("cosine")
-        return {} if cosine is None else angles("temporal", float(cosine), round(reduced["updates"]))
 
     # matching the gradients of every step ------------------------------------------------------------------------
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:

@@ -7,6 +7,7 @@ and V.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,18 @@ class FedCurv(Part):
             return None, model
         contributed = own.get("sent") == sums.get("round") and "u" in own
         others = {f"{k}_others": sums[k] - own[k].to(sums[k].device) if contributed else sums[k] for k in ("u", "v")}
+        self._warn_if_unstable(others["u_others"], ctx)
         return {**own, **others}, model
+
+    def _warn_if_unstable(self, u: Tensor, ctx: Context) -> None:
+        """The penalty's curvature is 2 lambda U: a step of SGD then overshoots where 2 lr lambda U is above 1."""
+        if ctx.options.optimizer.kind == "sgd" and 2.0 * ctx.rate * self.weight * float(u.max()) >= 1.0:
+            # always the same words, so that Python prints them once
+            message = (
+                f"fedcurv: 2 lr weight max U is at least 1, where SGD becomes unstable; lower method.fedcurv.weight "
+                f"(now {self.weight:g}) or train.optimizer.lr (now {ctx.options.optimizer.lr:g})"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def gradient(self, step: Step, gradient: Tensor) -> Tensor:
         own = step.state.get(self.name, {})

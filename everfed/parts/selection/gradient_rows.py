@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,16 +24,18 @@ class GradientOptions:
 
     layers: differentiate "all" parameters, or those of the "last" layer. projection: project every gradient to so
     many dimensions at random, the same at all clients (0: not at all); what is sent has that length. memory: GiB that
-    gradients may take.
+    gradients may take (twice that where there are draws). draws: mean over so many drawn augmentations of each sample,
+    such as masks of a language model, the same in all exchanges of a round (0: of the sample as it is stored).
     """
 
     layers: str = "all"
     projection: int = 0
     memory: float = 1.0
+    draws: int = 0
 
     def __post_init__(self) -> None:
         one_of(self, layers=LAYERS)
-        at_least(self, 0, "projection")
+        at_least(self, 0, "projection", "draws")
         positive(self, "memory")
 
     @property
@@ -59,7 +61,21 @@ class GradientOptions:
 def gradients_at(ctx: Context, model: Model, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:
     """(n, d) gradients of the n single-sample task losses at `model`, in eval mode; samples in storage form."""
     ctx.train.replica.load(model)
-    return gradients_here(ctx, x, y, options)
+    samples = _drawn(ctx, x, y, options.draws)
+    total = gradients_here(ctx, *next(samples), options)
+    for more in samples:
+        total += gradients_here(ctx, *more, options)
+    return total.div_(options.draws) if options.draws > 1 else total
+
+
+def _drawn(ctx: Context, x: Tensor, y: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The samples under `draws` augmentations; as they are where there are none."""
+    stream = ctx.train.stream
+    # not by phase or repeat: a client solves for the same gradients in every exchange
+    rng = random.generator(ctx.seed, "gradient draws", ctx.round, ctx.client)
+    for _ in range(max(1, draws)):
+        drawn = stream.draw_augmentation(rng, len(x)) if draws else None
+        yield (x, y) if drawn is None else stream.augment_samples(x, y, torch.from_numpy(drawn).to(x.device))
 
 
 def gradients_here(ctx: Context, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:

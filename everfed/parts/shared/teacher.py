@@ -61,9 +61,10 @@ def mask_of(ctx: Context, classes: Tensor) -> Tensor:
     return mask
 
 
-def classes_of(ctx: Context, tasks: Iterable[int]) -> Tensor:
-    """The classes of some tasks together, ascending; on a client those of its own tasks."""
-    stream, client = ctx.train.stream, ctx.client
+def classes_of(ctx: Context, tasks: Iterable[int], everyone: bool = False) -> Tensor:
+    """The classes of some tasks together, ascending; on a client those of its own tasks, or those that any client has
+    in them (everyone)."""
+    stream, client = ctx.train.stream, None if everyone else ctx.client
     found = (stream.labels(task) if client is None else stream.labels_of(client, task) for task in tasks)
     return torch.tensor(sorted({label for labels in found for label in labels}), dtype=torch.int64)
 

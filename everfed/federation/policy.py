@@ -1,0 +1,191 @@
+"""What a client agrees to, whatever the server's recipe says: the file of `everfed join --policy`.
+
+    require_secure_aggregation = true   # the server may learn sums only
+    min_noise = 1.0                     # local differential privacy with at least this noise
+    budget = 8.0                        # the most epsilon that a recipe may spend
+    allow_collect = false               # no phase in which the server sees single clients' values
+    parts = ["fedavg", "memory", "der"] # the parts that may run, by name
+    phases = ["train", "evaluate"]      # the phases that may run, by name
+    code = ["my_parts"]                 # modules that a recipe may name as package.module:Name
+    max_bytes = 200_000_000             # of requests and answers in a round
+    max_seconds = 600                   # of work in a round
+
+Without a policy everything is allowed except code that does not ship with everfed.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from everfed.errors import UserError
+from everfed.federation.packet import FRAME_LIMIT, Packet, PacketError
+from everfed.federation.request import REFUSED, Answer, Request
+from everfed.naming import restricted
+
+if TYPE_CHECKING:
+    from everfed.core.method import Method
+    from everfed.recipe import Recipe
+
+OWN_CODE = ("everfed.parts", "everfed.federation.elsewhere")  # what recipes name of everfed itself
+_LOG = logging.getLogger("everfed.policy")
+
+
+class PolicyError(UserError):
+    """A policy file that cannot be read."""
+
+
+class Refusal(PacketError):
+    """A request that this client's policy does not allow. The server receives the reason."""
+
+
+class Policy(BaseModel):
+    """None: anything is allowed. Empty lists allow nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    require_secure_aggregation: bool = False
+    min_noise: float | None = Field(None, gt=0, strict=False)
+    budget: float | None = Field(None, gt=0, strict=False)
+    allow_collect: bool = True
+    parts: list[str] | None = None
+    phases: list[str] | None = None
+    code: list[str] = []
+    max_bytes: int | None = Field(None, gt=0)
+    max_seconds: float | None = Field(None, gt=0, strict=False)
+
+    @staticmethod
+    def read(path: Path) -> Policy:
+        """Raises PolicyError with the file and the key."""
+        try:
+            return Policy(**tomllib.loads(path.read_text()))
+        except OSError as error:
+            raise PolicyError(f"--policy {path} cannot be read: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise PolicyError(f"--policy {path} is not TOML: {error}") from error
+        except ValidationError as error:
+            found = error.errors()[0]
+            key, known = ".".join(map(str, found["loc"])), ", ".join(Policy.model_fields)
+            raise PolicyError(f"--policy {path}: {key}: {found['msg']}; the keys are {known}") from error
+
+    @property
+    def message_limit(self) -> int:
+        """Bytes of one request."""
+        return FRAME_LIMIT if self.max_bytes is None else self.max_bytes
+
+    def modules(self, *own: str) -> tuple[str, ...]:
+        """The modules that a recipe may name. own: those that this client chose itself."""
+        return (*OWN_CODE, *self.code, *own)
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raises Refusal."""
+        privacy, dp = recipe.privacy, recipe.privacy.dp
+        if self.require_secure_aggregation and not privacy.secure_aggregation:
+            raise Refusal("policy require_secure_aggregation: the recipe has no privacy.secure_aggregation = true")
+        if self.min_noise is not None and (dp is None or dp.kind != "local" or dp.seed >= 0):
+            raise Refusal("policy min_noise: the recipe must have privacy.dp of kind 'local' and without a seed")
+        if self.min_noise is not None and dp is not None and dp.noise < self.min_noise:
+            raise Refusal(f"policy min_noise = {self.min_noise}: the recipe has privacy.dp.noise = {dp.noise}")
+        if self.budget is not None and (dp is None or not 0 < dp.budget <= self.budget):
+            spent = "no privacy.dp" if dp is None else f"privacy.dp.budget = {dp.budget}"
+            raise Refusal(f"policy budget = {self.budget}: the recipe has {spent}; 0 is no limit")
+
+    def check_method(self, method: Method) -> None:
+        """Raises Refusal."""
+        unknown = [part.name for part in method.parts if self.parts is not None and part.name not in self.parts]
+        if unknown:
+            raise Refusal(f"policy parts: the recipe's method has {', '.join(unknown)}, and {self.parts} are allowed")
+        other = [name for name in method.phases_by_name() if self.phases is not None and name not in self.phases]
+        if other:
+            raise Refusal(f"policy phases: the recipe's method has {', '.join(other)}, and {self.phases} are allowed")
+        if not self.allow_collect and method.reveals():
+            shown = "; ".join(f"{', '.join(parts)} in phase {phase}" for phase, parts in method.reveals().items())
+            raise Refusal(f"policy allow_collect = false: the server would see single clients' values of {shown}")
+
+
+class Answers(Protocol):
+    """A site, or anything else that answers packets."""
+
+    def answer(self, packet: Packet) -> Packet: ...
+
+
+class Guard:
+    """Answers packets within the policy: only allowed code is imported, and a round has a limit of bytes and seconds.
+    own: the modules that this client named itself."""
+
+    def __init__(self, site: Answers, policy: Policy, *own: str) -> None:
+        self.site, self.policy, self.own = site, policy, own
+        self._round: tuple[str, int] = ("", -1)  # run, round
+        self._bytes, self._seconds = 0, 0.0
+
+    def answer(self, packet: Packet) -> Packet:
+        self._enter(packet)
+        self._bytes += _size(packet)
+        started = time.monotonic()
+        try:
+            self._check_bytes()
+            with restricted(self.policy.modules(*self.own)), self._limited():
+                answer = self.site.answer(packet)
+            self._bytes += _size(answer)
+            self._check_bytes()
+            return self._reported(answer)
+        except Refusal as refusal:
+            _LOG.warning("refused: %s", refusal)
+            return Answer(REFUSED, reason=str(refusal)).packet()
+        finally:
+            self._seconds += time.monotonic() - started
+
+    def _enter(self, packet: Packet) -> None:
+        """Begin the account of a new round. A request that is none is counted in the current one."""
+        try:
+            request = Request.of(packet)
+            here = (request.run, max(step.place[0] for step in request.steps))
+        except (PacketError, ValueError):
+            return
+        if here != self._round:
+            self._round, self._bytes, self._seconds = here, 0, 0.0
+
+    def _check_bytes(self) -> None:
+        limit = self.policy.max_bytes
+        if limit is not None and self._bytes > limit:
+            raise Refusal(f"policy max_bytes = {limit}: this round's requests and answers have {self._bytes}")
+
+    def _reported(self, answer: Packet) -> Packet:
+        """Refusals inside the site appear in this client's log, too."""
+        if answer.header.get("kind") == REFUSED:
+            _LOG.warning("refused: %s", answer.header.get("reason"))
+        return answer
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Raises Refusal in the body once the seconds of this round are over; in the main thread only."""
+        limit = self.policy.max_seconds
+        if limit is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def over(number: int, frame: Any) -> None:
+            raise Refusal(f"policy max_seconds = {limit}: this round has taken longer")
+
+        before = signal.signal(signal.SIGALRM, over)
+        try:
+            if self._seconds >= limit:
+                over(0, None)
+            signal.setitimer(signal.ITIMER_REAL, limit - self._seconds)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def _size(packet: Packet) -> int:
+    return sum(map(len, packet.pieces.values()))

@@ -1,0 +1,71 @@
+"""The tables of REPRODUCIBILITY.md, between marks that name a table of a paper, from the records alone.
+
+<!-- records: fedgp/table1 -->
+...
+<!-- records: end -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from everfed.errors import UserError
+from everfed.markdown import markdown_table
+from everfed.reproduction import writing
+from everfed.reproduction.judging import NOT_JUDGED, Judged, Runs, judge
+from everfed.reproduction.matching import runs_of
+from everfed.reproduction.planning import plan
+from everfed.reproduction.records import Record
+from everfed.reproduction.tables import find
+
+_MARKED = re.compile(r"(<!-- records: (?!end)(\S+) -->\n)(.*?)(<!-- records: end -->)", re.DOTALL)
+
+
+def renewed(text: str, records: Iterable[Record]) -> str:
+    """The page with every marked table written anew. Raises UserError for a mark of a table that is not there."""
+    runs = runs_of(records)
+    if not _MARKED.search(text):
+        raise UserError("the page has no table to renew; mark its place with <!-- records: PAPER/TABLE -->")
+    return _MARKED.sub(lambda found: f"{found[1]}{section(found[2], runs)}\n{found[4]}", text)
+
+
+def section(name: str, runs: Runs) -> str:
+    """The cells of a table that records give, and what made them."""
+    judged = [one for one in judge(plan(find(name)), runs) if one.values]
+    if not judged:
+        return "No records."
+    columns, lines = writing.cells(judged)
+    reasons = _numbered([line[-1] for line in lines])
+    table = markdown_table(columns, [[*line[:-1], reasons.get(line[-1], line[-1])] for line in lines])
+    notes = [f"{short.removeprefix(NOT_JUDGED).strip()} {long}" for long, short in reasons.items()]
+    return "\n\n".join([table, *notes, _sources(judged, runs)])
+
+
+def _numbered(verdicts: Iterable[str]) -> dict[str, str]:
+    """A short form for every verdict with reasons: these are long, and shared by many cells."""
+    reasons = dict.fromkeys(verdict for verdict in verdicts if verdict.startswith(NOT_JUDGED))
+    return {long: f"{NOT_JUDGED} ({number})" for number, long in enumerate(reasons, start=1)}
+
+
+def _sources(judged: Sequence[Judged], runs: Runs) -> str:
+    """A line for all runs of one recipe that were made alike: methods, seeds, hardware, seconds, remark."""
+    alike: dict[tuple[str, str], list[Record]] = {}
+    for experiment in dict.fromkeys(one.cell.experiment for one in judged):
+        for run in runs[experiment].values():
+            alike.setdefault((run.result["recipe"], _how(run.result)), []).append(run.result)
+    return "\n".join(f"* {_line(recipe, how, group)}" for (recipe, how), group in alike.items())
+
+
+def _how(record: Record) -> str:
+    environment, remark = record["environment"], record.get("remark", "")
+    device = environment.get("device_name") or f"{environment.get('cores', '?')} cores ({environment.get('machine')})"
+    shared = " (shared)" if record.get("shared_device") else ""
+    engine = f"{environment.get('engine')}, {environment.get('precision', 'fp32')}, torch {environment.get('torch')}"
+    return f"{device}{shared}, {engine}{f'; {remark}' if remark else ''}"
+
+
+def _line(recipe: str, how: str, group: Sequence[Record]) -> str:
+    methods, seeds = (", ".join(dict.fromkeys(str(one[key]) for one in group)) for key in ("method", "seed"))
+    seconds = sorted(one["cost"]["seconds"] for one in group)
+    return f"`{recipe}`: {methods}; seeds {seeds}; {how}; {seconds[0]:,.0f} to {seconds[-1]:,.0f} s a run"

@@ -1,0 +1,116 @@
+"""A local training in closed form: loss terms, gradient rules, moments between trainings, masked logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from everfed.core import tree
+from everfed.core.client import run_client
+from everfed.core.context import Moment, TrainOptions
+from everfed.core.method import Method, compose
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import Part
+from everfed.core.step import Step
+from everfed.parts.aggregate.average import FedAvg
+from tests.support.rehearsal_free import one_parameter
+from tests.support.toy import Bench, Linear, Toy
+
+LR = 0.25
+
+
+def quadratic(method: Method | None = None, optimizer: Optimizer | None = None, rounds: int = 1) -> Bench:
+    """One weight v from 0, L(v) = (v - 4)^2 / 2 in the first task and (v + 8)^2 / 2 in the second."""
+    stream = one_parameter({0: 4.0, 1: -8.0}, rounds)
+    train = TrainOptions(1, 1, optimizer or Optimizer(lr=LR))
+    return Bench((lambda: method) if method else "fedavg", stream=stream, train=train, module=Linear)
+
+
+@dataclass(frozen=True)
+class Term(Part):
+    """Adds weight * (v + 1) to the loss."""
+
+    weight: float = 2.0
+    name: ClassVar[str] = "term"
+
+    def loss(self, step: Step) -> Tensor | None:
+        return self.weight * (step.replica.trainable[0].sum() + 1.0)
+
+
+@dataclass(frozen=True)
+class Twice(Part):
+    name: ClassVar[str] = "twice"
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        return 2.0 * gradient
+
+
+@dataclass(frozen=True)
+class Plus(Part):
+    name: ClassVar[str] = "plus"
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        return gradient + 1.0
+
+
+def test_the_loss_is_the_sum_of_the_objective_and_all_terms() -> None:
+    """dL/dv at 0 is -4 + 2 + 2, and the reported loss is 8 + 2 + 2."""
+
+    @dataclass(frozen=True)
+    class Another(Term):
+        name: ClassVar[str] = "another"
+
+    outcome = quadratic(compose(FedAvg(), Term(), Another())).run(rounds=1)
+    assert outcome.params.tolist() == [0.0]
+    assert outcome.events[0]["loss"] == pytest.approx(8.0 + 2.0 + 2.0)
+    assert quadratic(compose(FedAvg(), Term(1.0))).run(rounds=1).params.tolist() == [-LR * (-4.0 + 1.0)]
+
+
+def test_gradient_rules_work_on_each_others_results_in_the_order_of_the_parts() -> None:
+    after = {
+        "twice, plus": quadratic(compose(FedAvg(), Twice(), Plus())).run(rounds=1).params.item(),
+        "plus, twice": quadratic(compose(FedAvg(), Plus(), Twice())).run(rounds=1).params.item(),
+    }
+    assert after == {"twice, plus": -LR * (2 * -4.0 + 1), "plus, twice": -LR * 2 * (-4.0 + 1)}
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"), [("fresh", (False, False)), ("task", (True, False)), ("kept", (True, True))]
+)
+def test_momentum_lives_for_a_round_a_task_or_for_ever(state: str, kept: tuple[bool, bool]) -> None:
+    """Three steps by hand, the third in the second task; momentum 0.5 goes on where `kept` says so."""
+    targets, v, momentum = (4.0, 4.0, -8.0), 0.0, 0.0
+    for target, goes_on in zip(targets, (False, *kept), strict=True):
+        momentum = (0.5 * momentum if goes_on else 0.0) + (v - target)
+        v -= LR * momentum
+    case = quadratic(optimizer=Optimizer(lr=LR, momentum=0.5, state=state), rounds=2)
+    assert case.run(rounds=3).params.tolist() == [v]
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer(lr=0.1, momentum=0.9, state="kept"), Optimizer("adam", state="kept")])
+def test_a_training_changes_nothing_that_it_was_given(optimizer: Optimizer) -> None:
+    """The same call twice gives the same, moments included, and leaves the state before it alone."""
+    bench = Bench("der", stream=Toy(clients=1), train=TrainOptions(1, 5, optimizer))
+    world, first = bench.world(), bench.run(rounds=1)
+    state, message = first.clients[0], {"model": dict(first.state.model)}
+    before = tree.clone(state)
+    moment, trainer = Moment(1, bench.stream.round(1)), bench.trainer(world)
+    phase = world.method.train_phase()
+    ctx = world.client(0, phase, moment, trainer)
+    ends = [run_client(world.method, phase, state, message, bench.stream.data(0, 0), ctx) for _ in range(2)]
+    assert tree.equal(state, before)
+    assert tree.equal(ends[0][0], ends[1][0]) and tree.equal(ends[0][1].values, ends[1][1].values)
+    assert not tree.equal(ends[0][0], before)
+
+
+def test_a_label_outside_the_allowed_ones_competes_with_them() -> None:
+    """Equal logits: -log(1/2) for a label of the two allowed classes, -log(1/3) for a replayed one beside them."""
+    trainer = Bench().trainer()
+    loss = trainer.masked_loss(torch.tensor([0.0, 0.0, -torch.inf, -torch.inf]))
+    assert loss(torch.zeros(1, 4), torch.tensor([1])).item() == pytest.approx(math.log(2))
+    assert loss(torch.zeros(1, 4), torch.tensor([3])).item() == pytest.approx(math.log(3))

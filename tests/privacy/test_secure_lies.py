@@ -1,0 +1,317 @@
+"""One client of five lies under secure aggregation: it is named, and the phase goes on without it or its lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from everfed import Mean, Method, Part, Phase, methods
+from everfed.core.client import Reply
+from everfed.core.context import Moment, World
+from everfed.core.engine import Absent, ClientError, Engine
+from everfed.core.message import Message
+from everfed.core.tree import map_tensors
+from everfed.privacy import secure, shamir
+from everfed.privacy.secure import AGREE, MASK, NAME, RECOVER, SHARE, UNMASK
+from everfed.privacy.secure_engine import Secured, TooFewClients
+from everfed.store.clients import ClientStore
+from tests.support.flaky import STEP, Flaky, Lost, plain_run, protected
+from tests.support.toy import Bench, Outcome, Toy
+
+LIAR = 0
+BENCH = Bench("fedavg", stream=Toy(tasks=1, rounds_per_task=1, clients=5))
+Lie = Callable[[dict[str, Any]], Any]
+
+
+@dataclass
+class Lying(Flaky):
+    """The liar's reply to one step is replaced by `lie(it)`."""
+
+    step: str = ""
+    lie: Lie = field(default=lambda reply: reply)
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply | Absent]]:
+        for client, reply in super().exchange(phase, clients, message, moment):
+            if client == LIAR and phase.name == self.step and isinstance(reply, Reply):
+                reply = replace(reply, values={NAME: self.lie(dict(reply.values[NAME]))})
+            yield client, reply
+
+
+def run(
+    step: str = "", lie: Lie = lambda reply: reply, lost: Lost | None = None
+) -> tuple[Outcome, list[dict[str, Any]]]:
+    """(the run, what the server was warned of)."""
+    own, warned = protected(BENCH, threshold=0.6), []  # type: ignore[var-annotated]
+
+    def engine(world: World, store: ClientStore) -> Engine:
+        return Secured(Lying(own.eager(world, store), lost or {}, step=step, lie=lie), world, notify=warned.append)
+
+    return own.run(engine), warned
+
+
+def absences(outcome: Outcome) -> dict[str, str]:
+    [event] = [event for event in outcome.events if event["event"] == "phase" and event["phase"] == "train"]
+    return event.get("absent", {})
+
+
+def without(*clients: int) -> Tensor:
+    return plain_run(BENCH, {"train": clients}).params
+
+
+def near(outcome: Outcome, expected: Tensor) -> bool:
+    return torch.allclose(outcome.params, expected, rtol=0, atol=STEP)
+
+
+def changed(tree: Any) -> Any:
+    """Every tensor with its lowest bits flipped."""
+    return map_tensors(lambda tensor: tensor ^ 1, tree) if isinstance(tree, dict) else tree ^ 1
+
+
+def key(name: str, value: Any) -> Lie:
+    return lambda reply: {**reply, name: value(reply[name]) if callable(value) else value}
+
+
+OFF_CURVE = torch.full((66,), 255, dtype=torch.uint8)
+LEFT_OUT: dict[str, tuple[str, Lie]] = {
+    "keys that are no points on the curve": ("train", key("keys", OFF_CURVE)),
+    "keys of zeros": ("train", key("keys", torch.zeros(66, dtype=torch.uint8))),
+    "keys of another type": ("train", key("keys", "keys")),
+    "a form of another type": ("train", key("form", 5)),
+    "letters that cannot be opened": (SHARE, key("letters", changed)),
+    "letters of another size": (SHARE, key("letters", lambda tree: map_tensors(lambda t: t[:-1], tree))),
+    "letters to strangers": (SHARE, key("letters", lambda tree: {str(int(k) + 7): v for k, v in tree.items()})),
+    "letters under odd names": (SHARE, key("letters", lambda tree: {f"{k}x": v for k, v in tree.items()})),
+    "commitments to other shares": (SHARE, key("commitments", changed)),
+    "commitments that are too few": (SHARE, key("commitments", lambda t: t[:-1])),
+    "a proof of something else": (SHARE, key("proof", changed)),
+    "a proof of another degree": (SHARE, key("proof", lambda t: t.repeat(2))),
+    "nothing to share": (SHARE, lambda reply: {}),
+    "complaints about everyone": (MASK, lambda reply: {"complaints": torch.tensor([1, 2, 3, 4])}),
+    "complaints in an odd form": (MASK, lambda reply: {"complaints": torch.zeros(2, 2)}),
+    "a vector of another size": (MASK, key("narrow", torch.zeros(3, dtype=torch.int32))),
+    "a vector of another type": (MASK, key("wide", lambda t: t.double())),
+    "no vector": (MASK, lambda reply: {}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_client_that_lies_before_the_sum_is_opened_is_named_and_left_out(name: str) -> None:
+    outcome, _ = run(*LEFT_OUT[name])
+    assert set(absences(outcome)) == {str(LIAR)} and absences(outcome)[str(LIAR)].startswith("rejected: ")
+    assert near(outcome, without(LIAR))
+
+
+IGNORED: dict[str, tuple[str, Lie]] = {
+    "votes for something else": (AGREE, key("votes", changed)),
+    "no votes": (AGREE, lambda reply: {}),
+    "votes of another type": (AGREE, key("votes", 3)),
+    "false shares of seeds": (UNMASK, key("seeds", changed)),
+    "shares of another size": (UNMASK, key("seeds", lambda tree: map_tensors(lambda t: t[:5], tree))),
+    "another client's share": (UNMASK, key("seeds", lambda tree: {**tree, "1": tree["2"]})),
+    "no shares": (UNMASK, lambda reply: {}),
+}
+
+
+@pytest.mark.parametrize("name", IGNORED)
+def test_a_client_that_lies_about_shares_and_votes_is_named_and_the_lie_does_not_count(name: str) -> None:
+    """Its vector is in the sum already, and is right as far as can be known."""
+    outcome, warned = run(*IGNORED[name])
+    assert absences(outcome) == {} and near(outcome, without())
+    assert {(event["client"], event["kind"]) for event in warned} == {(LIAR, "rejected")}
+
+
+@dataclass(frozen=True)
+class Quiet(Part):
+    """A part whose value is absent in this round."""
+
+    name = "a"
+
+    def reducers(self) -> dict[str, Mean]:
+        return {"x": Mean()}
+
+
+def test_a_form_of_a_value_that_no_other_client_has_is_refused_where_it_is_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every client would have to send as many zeros."""
+    plain = methods.build("fedavg")
+    bench = BENCH.change(method=lambda: Method("fedavg", (Quiet(), *plain.parts), plain.warnings))
+    monkeypatch.setitem(globals(), "BENCH", bench)
+    huge = {"a/x": ["float32", [1 << 30]]}
+    outcome, _ = run("train", key("form", lambda text: json.dumps({**json.loads(text), **huge})))
+    assert absences(outcome)["0"].startswith("rejected: too large: a form of 1073742")
+    assert set(absences(outcome)) == {"0"} and near(outcome, without(LIAR))
+
+
+def test_one_complaint_does_not_show_who_lies_so_both_are_left_out() -> None:
+    for step, lie in (
+        (MASK, lambda reply: {"complaints": torch.tensor([1])}),
+        (SHARE, key("letters", lambda tree: {**tree, "1": tree["1"] ^ 1})),
+    ):
+        outcome, _ = run(step, lie)
+        assert set(absences(outcome)) == {"0", "1"} and near(outcome, without(0, 1))
+        assert absences(outcome)["0"] != absences(outcome)["1"]  # who complained about whom
+
+
+def test_false_shares_of_the_keys_of_clients_that_are_gone_do_not_count() -> None:
+    outcome, warned = run(RECOVER, key("keys", changed), {MASK: (4,)})
+    assert set(absences(outcome)) == {"4"} and near(outcome, without(4))
+    assert [(event["client"], event["kind"]) for event in warned] == [(LIAR, "rejected")]
+
+
+def dealing(monkeypatch: pytest.MonkeyPatch, deal: Callable[..., shamir.Dealing]) -> None:
+    """The liar deals by `deal`; it is the first to deal in every attempt."""
+    honest, dealers = shamir.deal, [0]
+
+    def dealt(*arguments: Any) -> shamir.Dealing:
+        dealers[0] += 1
+        return (deal if dealers[0] == 1 else honest)(*arguments)
+
+    monkeypatch.setattr(secure.shamir, "deal", dealt)
+
+
+def test_a_dealer_of_another_key_that_goes_away_is_left_out_before_anything_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = shamir.deal
+    dealing(monkeypatch, lambda key, *rest: honest(bytes(32), *rest))
+    outcome, _ = run(lost={MASK: (LIAR,)})
+    assert absences(outcome)[str(LIAR)] == "rejected: malformed: its shares do not give its key"
+    assert near(outcome, without(LIAR))
+
+
+def test_a_dealer_whose_seed_lies_on_no_polynomial_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares and commitments of a polynomial of too high a degree, with a proof of the right length."""
+    honest = shamir.deal
+
+    def deal(key: bytes, seed: bytes, threshold: int, count: int, context: bytes) -> shamir.Dealing:
+        made = honest(key, seed, threshold + 1, count, context)
+        return replace(made, proof=made.proof[: threshold * shamir.SHARE])
+
+    dealing(monkeypatch, deal)
+    outcome, _ = run()
+    assert set(absences(outcome)) == {str(LIAR)} and near(outcome, without(LIAR))
+
+
+def test_two_liars_in_two_attempts_are_both_left_out() -> None:
+    """The first is found by its letters, the second by its answer to the request for fresh keys."""
+    own = protected(BENCH, threshold=0.6)
+
+    @dataclass
+    class Two(Lying):
+        def exchange(self, phase: Phase, clients: Sequence[int], message: Any, moment: Moment) -> Iterator[Any]:
+            for client, reply in super().exchange(phase, clients, message, moment):
+                if client == 1 and phase.name == secure.KEYS and isinstance(reply, Reply):
+                    reply = replace(reply, values={NAME: {"keys": OFF_CURVE}})
+                yield client, reply
+
+    def engine(world: World, store: ClientStore) -> Engine:
+        return Secured(Two(own.eager(world, store), step=SHARE, lie=key("letters", changed)), world)
+
+    outcome = own.run(engine)
+    assert set(absences(outcome)) == {"0", "1"} and near(outcome, without(0, 1))
+
+
+def test_too_many_liars_end_the_phase_with_a_message() -> None:
+    with pytest.raises(TooFewClients, match="2 clients are left, 3 are needed"):
+        run(SHARE, key("letters", changed), {"train": (3, 4)})
+
+
+# masked vectors ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("part", ["narrow", "wide"])
+def test_a_garbage_vector_is_seen_in_the_sum_which_is_not_used(part: str) -> None:
+    rng = np.random.default_rng(0)
+
+    def garbage(vector: Tensor) -> Tensor:
+        numbers = torch.from_numpy(rng.integers(-(1 << 31), 1 << 31, len(vector)))
+        return numbers.to(torch.int32) if part == "narrow" else numbers << 32
+
+    outcome, warned = run(MASK, key(part, garbage))
+    assert set(absences(outcome)) == {"0", "1", "2", "3", "4"}
+    assert all("no sum of replies" in why and "clients 0,1,2,3,4" in why for why in absences(outcome).values())
+    assert torch.equal(outcome.params, BENCH.model()["params"])
+    assert "at least one client sent a false vector" in warned[0]["message"]
+
+
+def test_a_lie_inside_the_bounds_of_the_sum_cannot_be_seen() -> None:
+    """What is added to a masked vector is added to the sum. This is what secure aggregation cannot prevent."""
+    outcome, warned = run(MASK, key("narrow", lambda vector: vector + round(1.0 / STEP)))
+    assert warned == [] and absences(outcome) == {}
+    assert torch.allclose(outcome.params, without() + 1.0 / 5, rtol=0, atol=STEP)
+
+
+def test_one_reply_that_is_not_finite_does_not_stop_the_others() -> None:
+    """The count of such replies is a sum as well, and one client's claim."""
+    form_counts = 5  # loss, trained, samples, broken, clipped are the last entries
+
+    def broken(vector: Tensor) -> Tensor:
+        vector = vector.clone()
+        vector[-form_counts + 3] += 1
+        return vector
+
+    outcome, warned = run(MASK, key("wide", broken))
+    assert near(outcome, without()) and "1 replies were not finite" in warned[0]["message"]
+
+
+# servers that send clients different things -------------------------------------------------------------------------
+VICTIM = 4
+
+
+@dataclass
+class Divided(Flaky):
+    """One step's request is changed for some of the clients."""
+
+    step: str = ""
+    some: tuple[int, ...] = (VICTIM,)
+    change: Lie = field(default=lambda request: request)
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply | Absent]]:
+        for client in clients:
+            sent = message
+            if phase.name == self.step and client in self.some and message is not None:
+                sent = {NAME: self.change(dict(message[NAME]))}
+            yield from super().exchange(phase, [client], sent, moment)
+
+
+def divided(
+    step: str, change: Lie, some: tuple[int, ...] = (VICTIM,), lost: Lost | None = None, threshold: float = 0.6
+) -> Outcome:
+    own = protected(BENCH, threshold=threshold)
+
+    def engine(world: World, store: ClientStore) -> Engine:
+        return Secured(Divided(own.eager(world, store), lost or {}, step=step, some=some, change=change), world)
+
+    return own.run(engine)
+
+
+def test_other_forms_passed_on_to_one_client_keep_it_out_of_the_sum() -> None:
+    """With its numbers moved by one path, the victim's would be added to the others' zeros. Letters are bound to the
+    keys and forms of all members, so it can open none, no other can open its own, and it sends no vector."""
+    outcome = divided(SHARE, lambda request: {**request, "forms": {**request["forms"], "0": "{}"}})
+    assert set(absences(outcome)) == {str(VICTIM)} and near(outcome, without(VICTIM))
+
+
+def test_another_set_of_peers_passed_on_to_one_client_opens_noise() -> None:
+    """The victim is to leave out the masks that it shares with one peer. All its masks are bound to the set, so none
+    cancels."""
+    other = {"sharing": torch.tensor([1, 2, 3, 4])}
+    outcome = divided(MASK, lambda request: {**request, **other}, lost={AGREE: (VICTIM,)})
+    assert all("no sum of replies" in why for why in absences(outcome).values()) and len(absences(outcome)) == 5
+    assert torch.equal(outcome.params, BENCH.model()["params"])
+
+
+def test_clients_that_receive_different_sets_unmask_nothing() -> None:
+    """For two of them the victim is gone, and they would give its mask key's shares; three would give its seed's."""
+    with pytest.raises(ClientError, match=r"client 0 .*: 3 clients agree on the set to open; 4 are needed"):
+        divided(AGREE, lambda request: {"alive": torch.tensor([0, 1, 2, 3])}, some=(2, 3), threshold=0.7)
