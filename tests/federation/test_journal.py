@@ -64,7 +64,7 @@ def test_the_epoch_outlives_the_process(tmp_path: Path) -> None:
     made.accept_epoch(3)
     again = Journal(tmp_path)
     assert again.epoch == 3
-    with pytest.raises(Stale, match="life 2 of the server, which is in life 3"):
+    with pytest.raises(Stale, match="of epoch 2 of the server, which is in epoch 3"):
         again.accept_epoch(2)
     assert Journal(tmp_path).epoch == 3
 

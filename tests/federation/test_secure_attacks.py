@@ -33,7 +33,7 @@ from everfed.privacy.secure_engine import Secured, TooFewClients
 from tests.federation.loop import Loop, loop_of, site
 from tests.support.toy import Bench, Toy
 
-pytest.importorskip("flwr")
+pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 AGREE, RECOVER = "secure-agree", "secure-recover"
 CLIENTS, VICTIM = 5, 4
 STEP = 2 * 16.0 / (1 << 24)

@@ -27,7 +27,7 @@ from tests.federation.loop import Loop, federated, loop_of
 from tests.support.toy import Bench, Outcome, Toy
 from tests.support.wire import crossed
 
-pytest.importorskip("dp_accounting")
+pytest.importorskip("dp_accounting", reason="pip install 'everfed[privacy]'")
 LONG = Bench("fedavg", stream=Toy(clients=2, rounds_per_task=4))
 Replies = dict[int, torch.Tensor]  # by client
 

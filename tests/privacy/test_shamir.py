@@ -102,3 +102,10 @@ def test_what_was_committed_to_can_be_checked_one_secret_at_a_time() -> None:
 def test_what_are_no_shares_of_one_secret_is_refused(shares: dict[int, bytes]) -> None:
     with pytest.raises(ValueError, match=r"."):
         shamir.combine(shares)
+
+
+@pytest.mark.parametrize("places", [(1, 1), (3, 5, 3), (0, 1), (2, 0), ()])
+def test_one_place_twice_or_the_place_of_the_secret_has_no_weights(places: tuple[int, ...]) -> None:
+    """Two shares of one place would count as two clients'."""
+    with pytest.raises(ValueError, match="places above zero, each once"):
+        shamir.weights(places)

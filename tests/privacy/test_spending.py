@@ -35,7 +35,7 @@ from tests.federation.loop import Loop, federated, runtime
 from tests.privacy.test_noise import copied
 from tests.support.toy import Bench, Outcome, Toy
 
-pytest.importorskip("dp_accounting")
+pytest.importorskip("dp_accounting", reason="pip install 'everfed[privacy]'")
 PLAIN = Bench("fedavg", stream=Toy(clients=3, tasks=1, rounds_per_task=3))
 
 
