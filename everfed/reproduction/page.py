@@ -55,9 +55,8 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
     own = sorted((one for one in records if one["recipe"] == recipe), key=lambda one: (one["method"], one["seed"]))
     if not own:
         return "No records."
-    keys = sorted(
-        {key for one in own for key in differences(own[0]["settings"], one["settings"]) if "method" not in key}
-    )
+    found = {key for one in own for key in differences(own[0]["settings"], one["settings"])}
+    keys = sorted(key for key in found if not key.startswith("method."))
     lines = []
     for one in own:
         table = flat(one["settings"])
@@ -68,9 +67,12 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
     ways: dict[str, list[Record]] = {}
     for one in own:
         ways.setdefault(_how(one), []).append(one)
-    return "\n\n".join(
-        [markdown_table(columns, sorted(lines)), *(_line(recipe, how, group) for how, group in ways.items())]
-    )
+    sources = [_line(recipe, how, group) for how, group in ways.items()]
+    return "\n\n".join([markdown_table(columns, sorted(lines)), *sources])
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}"
 
 
 def _numbered(verdicts: Iterable[str]) -> dict[str, str]:
