@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import itertools
 import json
@@ -26,7 +27,7 @@ from typing import Any
 
 from everfed.errors import UserError
 from everfed.federation.packet import Packet, PacketError, digest
-from everfed.federation.request import HELLO, Request
+from everfed.federation.request import FAILED, HELLO, Answer, Request
 from everfed.federation.transport import Failure, Transport
 from everfed.store.files import private, write_atomic
 
@@ -66,12 +67,17 @@ class AuditLog:
             self.write(what="replaced", reason=str(error), kept_as=moved.name)
 
     def write(self, **event: Any) -> None:
-        """Append an event."""
-        with self._lock:
+        """Append an event. Raises OSError, such as on a full disk; then the log is as it was."""
+        with self._lock, open(self.path, "ab", buffering=0, opener=private) as file:
             line, last = _line(self.last, event)
-            with open(self.path, "ab", opener=private) as file:
-                file.write(line)
-            write_atomic(_last_path(self.path), json.dumps(asdict(last)).encode(), durable=False)
+            size = file.tell()
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                write_atomic(_last_path(self.path), json.dumps(asdict(last)).encode(), durable=False)
+            except OSError:
+                file.truncate(size)
+                raise
             self.last = last
 
 
@@ -168,15 +174,20 @@ def described(packet: Packet, contents: bool = True) -> dict[str, Any]:
 
 
 class Audited:
-    """A site whose requests and answers are written down. server: the address that it takes part at."""
+    """A site whose requests and answers are written down; what cannot be written down is not answered. server: the
+    address that it takes part at."""
 
     def __init__(self, site: Any, log: AuditLog, server: str) -> None:
         self.site, self.log, self.server = site, log, server
 
     def answer(self, packet: Packet) -> Packet:
-        self.log.write(what="request", server=self.server, **described(packet))
-        answer: Packet = self.site.answer(packet)
-        self.log.write(what="answer", server=self.server, **described(answer))
+        try:
+            self.log.write(what="request", server=self.server, **described(packet))
+            answer: Packet = self.site.answer(packet)
+            self.log.write(what="answer", server=self.server, **described(answer))
+        except OSError as error:
+            _LOG.warning("the audit log cannot be written: %s", error)
+            return Answer(FAILED, reason=f"its audit log cannot be written: {error}").packet()
         return Packet({**answer.header, HEAD: self.log.last.hash}, answer.pieces)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from everfed.cli import app
 from everfed.federation import request as ask
 from everfed.federation.audit import AUDIT, HEAD, Audited, AuditedTransport, AuditError, AuditLog, verify
 from everfed.federation.packet import PROTOCOL, Packet
+from everfed.federation.request import Answer
 from everfed.federation.transport import Failure
 from tests.federation.loop import federated, loop_of, site
 from tests.support.toy import Bench
@@ -139,3 +142,33 @@ def test_a_refusal_is_written_down(tmp_path: Path) -> None:
     assert (asked["what"], answered["what"], answered["kind"]) == ("request", "answer", ask.REFUSED)
     assert "PacketError" in str(answered["reason"]) and asked["server"] == "server:1"
     assert answer.header[HEAD] == verify(tmp_path / AUDIT).hash
+
+
+@pytest.mark.parametrize("where", ["line", "last"])
+def test_on_a_full_disk_nothing_is_answered_and_the_log_stays_whole(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the line is half written, or when its number and hash are."""
+    log = AuditLog(tmp_path / AUDIT)
+    audited = Audited(site(Bench("fedavg"), tmp_path, 0), log, "server:1")
+    hello = Packet({"protocol": PROTOCOL, "kind": ask.HELLO})
+    audited.answer(hello)
+    with monkeypatch.context() as patch:
+        if where == "line":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 40, resource.RLIM_INFINITY))
+        else:
+            patch.setattr("everfed.federation.audit.write_atomic", full)
+        try:
+            before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            failed = Answer.of(audited.answer(hello))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            signal.signal(signal.SIGXFSZ, before)
+    assert failed.kind == ask.FAILED and "audit log cannot be written" in failed.reason
+    assert verify(log.path).number == 2
+    audited.answer(hello)
+    assert verify(log.path).number == 4
+
+
+def full(*arguments: object, **named: object) -> None:
+    raise OSError(28, "No space left on device")
