@@ -44,7 +44,7 @@ def test_a_comparison_ranks_low_perplexities_first_and_prints_them_as_they_are()
     columns, lines = compared({"a": of_text(40.0), "none": None, "b": of_text(20.0), "c": of_text(30.0)})
     assert columns == ["Method", "Runs", "Perplexity", "Forgetting factor", "Bytes up", "Time"]
     assert [line[0] for line in lines] == ["b", "c", "a", "none"]
-    assert lines[0][2:4] == ["20.00 ± 0.00", "2.25 ± 0.00"] and lines[3][2] == "-"
+    assert lines[0][2:4] == ["20.00", "2.25"] and lines[3][2] == "-"
 
 
 @pytest.mark.parametrize(("name", "heading", "learning"), [("accuracy", "Acc", "acc"), ("map", "mAP", "mAP")])
@@ -55,8 +55,8 @@ def test_a_comparison_ranks_high_accuracies_first_in_per_cent(name: str, heading
     columns, lines = compared({"low": low, "high": high})
     assert columns[2:5] == [heading, "Forgetting", f"Learning {learning}"]
     assert [line[:4] for line in lines] == [
-        ["high", "1/1", "50.00 ± 0.00", "10.00 ± 0.00"],
-        ["low", "1/1", "25.00 ± 0.00", "10.00 ± 0.00"],
+        ["high", "1/1", "50.00", "10.00"],
+        ["low", "1/1", "25.00", "10.00"],
     ]
 
 
@@ -175,4 +175,4 @@ def test_rounds_to_the_best_are_in_the_tables() -> None:
     numbers = {"acc": 0.5, "rounds_to_best": 42, "acc_last_rounds": 0.25}
     columns, lines = compared({"a": result(metrics=numbers)})
     assert columns[2:5] == ["Acc", "Last rounds acc", "Rounds to best"]
-    assert lines[0][2:5] == ["50.00 ± 0.00", "25.00 ± 0.00", "42.00 ± 0.00"]
+    assert lines[0][2:5] == ["50.00", "25.00", "42.00"]

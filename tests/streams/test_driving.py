@@ -203,6 +203,6 @@ def test_a_model_that_is_no_detector_is_refused_before_the_run(tmp_path: Path) -
         "train": {"rounds_per_task": 2},
         "method": {"name": "fedavg"},
     }
-    message = r"model.kind = 'mlp' does not fit 'streets-driving': a detector must give \(n, 5, 10, rows, columns\)"
+    message = r"model.kind = 'mlp' does not fit 'streets-driving'.*: a detector must give \(n, 5, 10, rows, columns\)"
     with pytest.raises(ModelError, match=message):
         api.run(table, tmp_path / "run")
