@@ -4,6 +4,7 @@ import errno
 import string
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -435,4 +436,11 @@ def test_a_section_and_the_options_made_from_it_have_the_same_keys_and_defaults(
         default = getattr(given, key)
         plain = default.model_dump() if isinstance(default, BaseModel) else default
         own = getattr(made, key)
-        assert plain == (asdict(own) if is_dataclass(own) else own), key
+        assert as_lists(plain) == as_lists(asdict(own) if is_dataclass(own) else own), key
+
+
+def as_lists(value: Any) -> Any:
+    """Tuples as the lists that TOML has."""
+    if isinstance(value, dict):
+        return {key: as_lists(entry) for key, entry in value.items()}
+    return list(value) if isinstance(value, tuple) else value

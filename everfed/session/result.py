@@ -41,7 +41,7 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         "everfed": everfed.__version__,
         "method": assembly.method.name,
         "recipe": recipe.name,
-        "stream": {**stream.describe(), "scale": assembly.scale},  # of the work; the stream itself keeps the root of it
+        "stream": _facts(assembly),
         "seed": recipe.seed,
         "scale": assembly.scale,
         "score": stream.score,
@@ -59,6 +59,12 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         **_summaries(assembly, state),
         "environment": {**_machine(), **environment},
     }
+
+
+def _facts(assembly: Assembly) -> dict[str, Any]:
+    """What the stream reports of itself; its scale is that of the work, of which it keeps the root."""
+    facts = assembly.stream.describe()
+    return {**facts, "scale": assembly.scale} if "scale" in facts else facts
 
 
 def at_chance(stream: Stream, summary: dict[str, Any]) -> str | None:
