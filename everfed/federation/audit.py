@@ -1,7 +1,7 @@
 """The audit log of a server or a client: who asked what, when, and what was answered; one line of JSON for each.
 
 Every line holds the hash of the line before it, and the number and hash of the last line are kept in a second file. So
-a line that was changed, removed or added, and a log that was cut, are found by `verify`. Somebody who may write both
+a line that was changed, removed or added, and a log that was cut, are found by `verify`. A user who may write both
 files can make a new log; that shows only to the one who noted its last hash elsewhere: every answer of a client carries
 it, and the server writes it into a log of its own.
 

@@ -14,6 +14,7 @@ statistics stay those of the aggregate. A round in which no parameter changed, b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ from everfed.parts.shared.checks import at_least, one_of
 
 
 @dataclass(frozen=True)
-class ServerOptimizer(Part):
+class ServerOptimizer(Part, ABC):
     """lr: of the server. reset: begin anew with every task, so that momentum of an earlier one moves nothing."""
 
     lr: float = 1.0
@@ -71,9 +72,9 @@ class ServerOptimizer(Part):
         # w + step, written so that a step of Delta gives the aggregate to the bit
         return slots, {**model, "params": aggregate + (step - delta)}
 
+    @abstractmethod
     def step(self, slots: Tree, delta: Tensor) -> tuple[Tree, Tensor]:
         """(slots, what is added to the parameters); `slots` is empty at first."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,9 @@ class Adaptive(ServerOptimizer):
         root = v.sqrt() + self.tau
         return {"m": m, "v": v}, self.lr * torch.where(root > 0, m / root, m)  # both are 0 where tau and all Delta are
 
+    @abstractmethod
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         """v after a round with Delta^2."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
