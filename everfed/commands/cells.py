@@ -136,11 +136,6 @@ class Queue:
     def total(self) -> int:
         return len(self._order)
 
-    @property
-    def held(self) -> int:
-        """How many cells other processes had, when all the rest was handed out; 0 before."""
-        return 0 if self._open else len(self._held)
-
     def take(self) -> Cell | None:
         """The next cell to try; None while there is none."""
         if self._open:
@@ -236,10 +231,10 @@ def _run_alone(queue: Queue, settings: Settings) -> None:
     waited = False
     while not queue.done:
         cell = queue.take()
-        if queue.held and not waited and not settings.as_json:
-            waited = True
-            typer.echo("waiting for runs that another process has begun")
         if cell is None:
+            if not waited and not settings.as_json:
+                typer.echo("waiting for runs that another process has begun")
+            waited = True
             time.sleep(jobs.POLL)
             continue
         number = f"[{len(queue.outcomes) + 1}/{queue.total}] "

@@ -131,11 +131,13 @@ def _text(record: Record) -> str:
 
 @contextmanager
 def _turn(path: Path) -> Iterator[None]:
-    """Wait for the lock beside a record."""
+    """Wait for the lock beside a record; it is removed again."""
+    lock = path.with_name(f".{path.name}.lock")
     while True:
         try:
-            with locked(path.with_name(f".{path.name}.lock")):
+            with locked(lock):
                 yield
+                lock.unlink()
                 return
         except Locked:
             time.sleep(0.02)

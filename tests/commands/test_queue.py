@@ -45,8 +45,25 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(work: Path, *more: str, out: str = "cells") -> subprocess.Popen[str]:
-    named = ["--methods", ",".join(METHODS), "--seeds", ",".join(map(str, SEEDS)), "--out", out]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The numbers of one process, one cell after the other."""
+    folder = tmp_path_factory.mktemp("alone")
+    table = str(folder / "table.toml")
+    Path(table).write_text(TABLE)
+    grid = [
+        cells.new_cell(
+            method, str(folder / "table.toml"), folder / f"{method}-{seed}", method=method, seed=seed, sets=[]
+        )
+        for method in METHODS
+        for seed in SEEDS
+    ]
+    cells.run(grid, settings(jobs=1))
+    return numbers(folder)
+
+
+def started(work: Path, *more: str) -> subprocess.Popen[str]:
+    named = ["--methods", ",".join(METHODS), "--seeds", ",".join(map(str, SEEDS)), "--out", "cells"]
     command = [sys.executable, "-m", "everfed", "compare", "table.toml", *named, "--checkpoint-every", "0", *more]
     return subprocess.Popen(command, cwd=work, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -80,9 +97,8 @@ def numbers(out: Path) -> dict[str, Any]:
     return {name: (one["metrics"], one["accuracy_matrix"], one["cost"]["bytes_up"]) for name, one in found.items()}
 
 
-def test_two_processes_and_a_kill_give_what_one_process_gives(work: Path) -> None:
+def test_two_processes_and_a_kill_give_what_one_process_gives(work: Path, alone: dict[str, Any]) -> None:
     """The second one takes the cells that the first does not hold, and the cell of the first after its death."""
-    ended(started(work, "--jobs", "1", out="alone"))
     first = started(work, "--jobs", "1")
     until(lambda: rounds(work / "cells" / FOLDERS[0]) > 0)
     second = started(work, "--jobs", "1")
@@ -90,7 +106,7 @@ def test_two_processes_and_a_kill_give_what_one_process_gives(work: Path) -> Non
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     ended(second)
-    assert numbers(work / "cells") == numbers(work / "alone")
+    assert numbers(work / "cells") == alone
     for name in FOLDERS:
         log = events(work / "cells" / name)
         begun = [event["round"] for event in log if event["event"] == "start"]
@@ -112,14 +128,13 @@ def test_both_of_two_processes_finish_and_nothing_is_computed_twice(work: Path) 
     assert all("written to cells" in text for text in texts)
 
 
-def test_a_worker_that_is_killed_is_replaced_and_its_cell_goes_on(work: Path) -> None:
-    ended(started(work, "--jobs", "1", out="alone"))
+def test_a_worker_that_is_killed_is_replaced_and_its_cell_goes_on(work: Path, alone: dict[str, Any]) -> None:
     parent = started(work, "--jobs", "2")
     until(lambda: rounds(work / "cells" / FOLDERS[0]) > 0)
     os.kill(_child(parent.pid), signal.SIGKILL)
     text = ended(parent)
     assert text.startswith("2 runs side by side\n")
-    assert numbers(work / "cells") == numbers(work / "alone")
+    assert numbers(work / "cells") == alone
 
 
 def test_workers_end_with_the_command_that_started_them(work: Path) -> None:
