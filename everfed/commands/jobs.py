@@ -71,10 +71,19 @@ def mps_note() -> str:
     """Can processes share the GPU at the same time here?"""
     if shutil.which(MPS) is None:
         return f"they take turns on the GPU: {MPS} is not installed"
-    asked = subprocess.run([MPS], input="get_server_list\n", text=True, capture_output=True, check=False)
-    if asked.returncode == 0:
+    if _mps_runs():
         return "CUDA MPS is running: they share the GPU at the same time"
     return f"they take turns on the GPU; `{MPS} -d`, started before, lets them share it at the same time"
+
+
+def _mps_runs() -> bool:
+    try:
+        asked = subprocess.run(
+            [MPS], input="get_server_list\n", text=True, capture_output=True, check=False, timeout=10
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return asked.returncode == 0
 
 
 def _fastest(cells: Sequence[Cell], settings: Settings, cores: int) -> Choice:
@@ -86,10 +95,12 @@ def _fastest(cells: Sequence[Cell], settings: Settings, cores: int) -> Choice:
     if with_clients is None:
         return Choice(1)
     one_client, clients, rounds = with_clients
+    one_after_the_other = cells[0].recipe.engine.kind == "eager"
     work = one_client.seconds * clients * rounds * len(cells)
 
     def speedup(workers: int) -> float:
-        return calibration.speedup(one_client, clients, workers)
+        """Of the clients of one run, on so many cores."""
+        return 1.0 if one_after_the_other else calibration.speedup(one_client, clients, workers)
 
     def seconds(jobs: int) -> float:
         waves = -(-len(cells) // jobs)
@@ -97,13 +108,13 @@ def _fastest(cells: Sequence[Cell], settings: Settings, cores: int) -> Choice:
 
     most = min(len(cells), cores, _fit_in_memory())
     jobs = min(range(1, most + 1), key=seconds)
-    clients_first, cells_first = (f"about {max(1.0, seconds(n)):.0f} s" for n in (1, jobs))
     if jobs == 1:
         return Choice(1)
+    clients_so = "one after the other" if one_after_the_other else "side by side"
     return Choice(
         jobs,
-        f"{jobs} runs side by side on {cores} cores: {cells_first} expected for {len(cells)} runs, "
-        f"{clients_first} with one run at a time and its clients side by side (--jobs N chooses another number)",
+        f"{jobs} runs side by side on {cores} cores: about {seconds(jobs):.0f} s expected for {len(cells)} runs, about "
+        f"{seconds(1):.0f} s with one run at a time and its clients {clients_so} (--jobs N chooses another number)",
     )
 
 
@@ -167,10 +178,10 @@ class Worker:
 def run(queue: Queue, settings: Settings, choice: Choice, show: Show) -> None:
     """Run the cells of a queue in processes until all have an outcome. Raises the error of a cell that should end the
     command."""
-    workers = [Worker(settings, share) for share in _shares(choice)]
+    shares, workers = _shares(choice), list[Worker]()
     try:
         while not queue.done:
-            _hand_out(queue, workers)
+            _hand_out(queue, workers, settings, shares)
             busy = {worker.pipe: worker for worker in workers if worker.cell is not None}
             for pipe in _ready(busy):
                 _receive(busy[pipe], queue, workers, settings, show)
@@ -198,13 +209,17 @@ def _shares(choice: Choice) -> list[list[int] | None]:
     return [cores[number :: choice.jobs] or [cores[number % len(cores)]] for number in range(choice.jobs)]
 
 
-def _hand_out(queue: Queue, workers: Sequence[Worker]) -> None:
-    for worker in workers:
-        if worker.cell is None:
-            cell = queue.take()
-            if cell is None:
-                return
-            worker.begin(cell, queue.was_held(cell))
+def _hand_out(queue: Queue, workers: list[Worker], settings: Settings, shares: Sequence[Sequence[int] | None]) -> None:
+    """Give cells to idle workers; a worker is started when there is a cell for it."""
+    while sum(worker.cell is not None for worker in workers) < len(shares):
+        cell = queue.take()
+        if cell is None:
+            return
+        idle = [worker for worker in workers if worker.cell is None]
+        if not idle:
+            idle = [Worker(settings, shares[len(workers)])]
+            workers += idle
+        idle[0].begin(cell, queue.was_held(cell))
 
 
 def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Settings, show: Show) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,7 +171,7 @@ def _runs(pid: int) -> bool:
 
 @pytest.fixture
 def cell(work: Path) -> Callable[[str], Cell]:
-    recipe = read(work / "table.toml")
+    recipe = read(work / "table.toml", sets=["engine.kind=auto"])
     return lambda name: Cell(name, recipe, work / name, Places("table.toml"))
 
 
@@ -236,6 +237,15 @@ def test_cells_side_by_side_where_clients_do_not_divide_among_the_cores(
     assert choice.jobs == 8
     assert "8 runs side by side on 8 cores: about 2006 s" in choice.why
     assert f"about {16_000 / 5 * (1 + CALL_SECONDS):.0f} s with one run at a time" in choice.why
+
+
+def test_an_engine_that_runs_clients_one_after_the_other_leaves_the_cores_to_cells(
+    cell: Any, monkeypatch: pytest.MonkeyPatch, work: Path
+) -> None:
+    eager = read(work / "table.toml")
+    choice = chosen(lambda name: replace(cell(name), recipe=eager), monkeypatch, 1.0, runs=2, clients=8)
+    assert choice.jobs == 2
+    assert "about 806 s expected for 2 runs, about 1600 s with one run at a time" in choice.why
 
 
 def test_a_table_of_seconds_is_not_worth_the_start_of_processes(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
