@@ -199,9 +199,10 @@ def attempt(cell: Cell, settings: Settings, observers: Sequence[Observer], was_h
     except Held:
         return None
     except Exception as error:
-        if exit_code(error) != FAULT and not (settings.keep_going and not isinstance(error, OSError)):
+        code = exit_code(error)
+        if code != FAULT and (not settings.keep_going or isinstance(error, OSError)):
             raise
-        return Outcome(cell, None, str(error))
+        return Outcome(cell, None, str(error) if code is not None else f"{type(error).__name__}: {error}")
 
 
 def _begin_or_go_on(cell: Cell, settings: Settings, how: dict[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,12 @@ class Worker:
         self.cell: Cell | None = None
         # not daemonic: an engine inside may have processes of its own
         self.process = context.Process(target=_work, args=(theirs, settings, cores), name="everfed-cell")
-        self.process.start()
+        # ctrl-C reaches all processes of a terminal, also those that cannot ignore it yet (`_work`)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
 
     def begin(self, cell: Cell, was_held: bool) -> None:
