@@ -13,6 +13,7 @@ from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
 from everfed.commands.federation import federation
 from everfed.commands.join import join
+from everfed.commands.leaderboard import leaderboard
 from everfed.commands.listing import listing
 from everfed.commands.near_optimality import near_optimality
 from everfed.commands.record import record
@@ -48,7 +49,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (run, resume, compare, sweep, reproduce, record, demo, report, samples, ui, bench, near_optimality, doctor)
+COMMANDS = (
+    *(run, resume, compare, sweep, reproduce, record, leaderboard),
+    *(demo, report, samples, ui, bench, near_optimality, doctor),
+)
 FEDERATION = (serve, join)
 for command in (*COMMANDS, *FEDERATION):
     app.command()(command)

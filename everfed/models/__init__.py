@@ -11,7 +11,7 @@ from torch import nn
 
 from everfed.core import random
 from everfed.models.acgan import ACGANCNN
-from everfed.models.cnn import MLP, McMahanCNN, SmallCNN, TwoConvCNN
+from everfed.models.cnn import MLP, Conv4, McMahanCNN, SmallCNN, TwoConvCNN
 from everfed.models.deep_head import ResNet18Deep, SConvNet
 from everfed.models.resnet import ResNet18, ResNet18ImageNet
 from everfed.models.swin import SwinT
@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "small-cnn": (SmallCNN, "the 21,840-parameter CNN of FedGP's code; option dropout = 0.5"),
     "mcmahan-cnn": (McMahanCNN, "the 1,663,370-parameter CNN of the FedAvg paper"),
     "two-conv-cnn": (TwoConvCNN, "the two-convolution CNN of STAMP's code, 924,708 parameters on CIFAR-100"),
+    "conv-4": (Conv4, "four 3x3 convolutions with BatchNorm, 138,788 parameters on CIFAR-100; option width = 64"),
     "swin-t": (SwinT, "Swin-T from random weights; needs the package transformers"),
     "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
     "tiny-yolo": (TinyYOLO, "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
