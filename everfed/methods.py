@@ -50,6 +50,8 @@ PARTS: dict[str, str] = {
     "lander": "generative.lander:Lander",
     "mfcl": "generative.mfcl:MFCL",
     "target": "generative.target:Target",
+    "ranpac": "features.ridge:RanPAC",
+    "ridge": "features.ridge:Ridge",
     "ala": "personal.ala:ALA",
     "dbe": "personal.dbe:DBE",
     "fedas": "personal.fedas:FedAS",
@@ -136,6 +138,8 @@ PRESETS: dict[str, Preset] = {
         "coordinated, with four exchanges instead of one", {"kind": "coordinated", "exchanges": 4}
     ),
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
+    "ridge": _preset("closed form on frozen features: ridge regression by exact sums (AFL, AFCL)", "fedavg", "ridge"),
+    "ranpac": _preset("ridge regression on random features of frozen ones, by exact sums", "fedavg", "ranpac"),
     "fedala": _preset("personalised: a learned mixture of the global model and the client's own", "fedavg", "ala"),
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", "fedavg", "dbe"),
     "fedas": _preset("personalised heads on an aligned base, averaged by Fisher information", "fedas"),
@@ -146,7 +150,9 @@ PRESETS: dict[str, Preset] = {
 # gradient to share; ablations stand alone
 _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
 _PERSONAL = ("fedweit", "fedala", "feddbe", "fedas", "fedl2p")
-_WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, "stamp-temporal", "coordinated-4")
+_CLOSED = ("ridge", "ranpac")  # no gradients at all
+_WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4")
+ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after
 
 
@@ -170,6 +176,7 @@ def build(
     a part may be named `package.module:Name`. `options` are by part: {"memory": {"size": 200}}."""
     from everfed.core.method import SGD, compose
 
+    name = ALIASES.get(name, name)
     if parts:
         chosen = [_named(entry) for entry in parts]
     else:

@@ -30,8 +30,12 @@ def head_weight(layout: Layout) -> Entry:
 
 def head(module: nn.Module) -> nn.Module:
     """The head itself."""
-    names = [n for n, p in module.named_parameters() if p.dim() == 2 and not n.startswith(EXTRAS)]
-    return module.get_submodule(names[-1].rpartition(".")[0])
+    return module.get_submodule(head_name(module).rpartition(".")[0])
+
+
+def head_name(module: nn.Module) -> str:
+    """The name of the head's weight, trainable or not."""
+    return [n for n, p in module.named_parameters() if p.dim() == 2 and not n.startswith(EXTRAS)][-1]
 
 
 def through_head(
