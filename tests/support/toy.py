@@ -179,6 +179,7 @@ SMALL_SYNTHESIS = {
 SMALL: dict[str, dict[str, Any]] = {
     "af-fcl": {"hidden": 6},
     "fedcil": {"server_steps": 3, "server_chunk": 2, "server_batch": 4, "noise": 3, "width": 4},
+    "ranpac": {"width": 16},
     "mfcl": {"gen_steps": 5, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 6, "gen_light": True},
     "target": {"syn_round": 3, "warmup": 1, **SMALL_SYNTHESIS},
     "lander": {"syn_round": 3, "warmup": 1, "width": 5, "group": 3, **SMALL_SYNTHESIS},
