@@ -16,6 +16,7 @@ from everfed.models.deep_head import ResNet18Deep, SConvNet
 from everfed.models.resnet import ResNet18, ResNet18ImageNet
 from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
+from everfed.models.vit import ViT
 from everfed.models.yolo import MicroYOLO, TinyYOLO
 from everfed.naming import load_object
 
@@ -36,6 +37,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "mcmahan-cnn": (McMahanCNN, "the 1,663,370-parameter CNN of the FedAvg paper"),
     "two-conv-cnn": (TwoConvCNN, "the two-convolution CNN of STAMP's code, 924,708 parameters on CIFAR-100"),
     "swin-t": (SwinT, "Swin-T from random weights; needs the package transformers"),
+    "vit": (ViT, "a small Vision Transformer; options patch = 4, width = 192, depth = 6, heads = 3, image = 0"),
     "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
     "tiny-yolo": (TinyYOLO, "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
     "micro-yolo": (MicroYOLO, "a small detector for CPUs, 64,890 parameters with 5 classes; option anchors = 5"),
