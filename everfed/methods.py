@@ -55,6 +55,8 @@ PARTS: dict[str, str] = {
     "fedas": "personal.fedas:FedAS",
     "fedl2p": "personal.fedl2p:FedL2P",
     "fedweit": "personal.fedweit:FedWeIT",
+    "ffa-lora": "pretrained.lora:FFALoRA",
+    "lora": "pretrained.lora:LoRA",
 }
 
 
@@ -140,6 +142,8 @@ PRESETS: dict[str, Preset] = {
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", "fedavg", "dbe"),
     "fedas": _preset("personalised heads on an aligned base, averaged by Fisher information", "fedas"),
     "fedl2p": _preset("personalised: learned rates and statistics for fine-tuning", "fedavg", "fedl2p"),
+    "lora": _preset("low-rank adapters of a frozen network, for every task, averaged", "fedavg", "lora"),
+    "ffa-lora": _preset("LoRA with one factor random and frozen, so that averaging is exact", "fedavg", "ffa-lora"),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }
 # without FedGP: the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no
