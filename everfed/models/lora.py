@@ -17,15 +17,40 @@ from torch.nn import functional
 from everfed.core import random
 
 MERGES = ("mean", "sum", "grams")
-CLOCK = "lora_task"  # what the name of the current task's number ends with
+CLOCK = "lora_merge.task"  # what the name of the current task's number ends with
+
+
+class Merge(nn.Module):
+    """How the updates of a layer's tasks become one: their "mean", their "sum", or "grams", the mean weighed for every
+    input by the sums of squares in `grams` (tasks, in) as soon as the current task has some."""
+
+    def __init__(self, clock: nn.Parameter, kind: str, tasks: int, inputs: int) -> None:
+        super().__init__()
+        self.kind, self.tasks = kind, tasks
+        self.task = clock  # (1,) the current one, the same parameter in all layers
+        if kind == "grams":
+            self.grams = nn.Parameter(torch.zeros(tasks, inputs))
+
+    def shares(self) -> Tensor:
+        """(tasks, 1 or in): by how much each task's product counts, for every input."""
+        task = self.task.detach()
+        begun = (torch.arange(self.tasks, device=task.device) <= task).to(task.dtype).unsqueeze(1)
+        if self.kind == "sum":
+            return begun
+        mean = begun / (task + 1.0)
+        if self.kind == "mean":
+            return mean
+        grams = self.grams.detach()
+        total = grams.sum(0, keepdim=True)
+        weighed = torch.where(total > 0, grams / torch.where(total > 0, total, 1.0), mean)
+        finished = grams.index_select(0, task.long()).sum() > 0
+        return torch.where(finished, weighed, mean)
 
 
 class LoRALinear(nn.Linear):
     """A frozen linear layer with factors lora_A (tasks, rank, in) and lora_B (tasks, out, rank).
 
-    merge: how tasks are merged in eval mode: the "mean" of their products, their "sum", or "grams", the mean weighed
-    for every input by the sums of squares in lora_G (tasks, in) as soon as the current task has some. together:
-    training adds the products of earlier tasks, too.
+    together: training adds the products of earlier tasks, too.
     """
 
     def __init__(self, base: nn.Linear, name: str, rank: int, alpha: float, seed: int) -> None:
@@ -34,7 +59,7 @@ class LoRALinear(nn.Linear):
         if base.bias is not None:
             self.bias = base.bias.requires_grad_(False)
         self.name, self.rank, self.scale = name, rank, alpha / rank
-        self.merge, self.together = "mean", False
+        self.together = False
         self.hold(1, seed)
 
     def hold(self, tasks: int, seed: int) -> None:
@@ -48,11 +73,9 @@ class LoRALinear(nn.Linear):
         limit = self.in_features**-0.5
         return (torch.rand(self.rank, self.in_features, generator=generator) * 2.0 - 1.0) * limit
 
-    def follow(self, clock: nn.Parameter, merge: str) -> None:
-        """Use the factors of the task that `clock` (1,) names, and merge the tasks so far by `merge` in eval mode."""
-        self.lora_task, self.merge = clock, merge
-        if merge == "grams":
-            self.lora_G = nn.Parameter(self.weight.new_zeros(len(self.lora_A), self.in_features))
+    def follow(self, clock: nn.Parameter, kind: str) -> None:
+        """Use the factors of the task that `clock` (1,) names, and merge the tasks so far in eval mode."""
+        self.lora_merge = Merge(clock, kind, len(self.lora_A), self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         down, up = self.factors()
@@ -65,26 +88,10 @@ class LoRALinear(nn.Linear):
         if len(self.lora_A) == 1:
             return self.lora_A[0], self.lora_B[0]
         if self.training and not self.together:
-            task = self.lora_task.detach().long()
+            task = self.lora_merge.task.detach().long()
             return self.lora_A.index_select(0, task)[0], self.lora_B.index_select(0, task)[0]
-        down = self.lora_A * self._shares().unsqueeze(1).to(self.lora_A.dtype)
+        down = self.lora_A * self.lora_merge.shares().unsqueeze(1).to(self.lora_A.dtype)
         return down.flatten(0, 1), self.lora_B.transpose(0, 1).flatten(1)
-
-    def _shares(self) -> Tensor:
-        """(tasks, 1 or in): by how much each task's product counts, for every input; B of later tasks is 0."""
-        tasks = len(self.lora_A)
-        if self.merge == "sum":
-            return torch.ones(tasks, 1, device=self.lora_A.device)
-        task = self.lora_task.detach().float()
-        begun = (torch.arange(tasks, device=task.device) <= task).float().unsqueeze(1)
-        mean = begun / (task + 1.0)
-        if self.merge == "mean":
-            return mean
-        grams = self.lora_G.detach().float()
-        total = grams.sum(0, keepdim=True)
-        weighed = torch.where(total > 0, grams / total.clamp_min(torch.finfo(torch.float32).tiny), mean)
-        finished = grams.index_select(0, task.long()).sum() > 0
-        return torch.where(finished, weighed, mean)
 
 
 def layers(module: nn.Module) -> dict[str, LoRALinear]:

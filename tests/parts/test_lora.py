@@ -86,7 +86,7 @@ def layer(tasks: int = 3, merge: str = "mean", rank: int = 2) -> LoRALinear:
 def test_factored_and_dense_merged_updates_agree(merge: str, task: int) -> None:
     found, x = layer(merge=merge).eval(), torch.randn(7, 6)
     with torch.no_grad():
-        found.lora_task.fill_(task)
+        found.lora_merge.task.fill_(task)
         found.lora_B[task + 1 :] = 0.0  # later tasks have not begun
     products = [b @ a for a, b in zip(found.lora_A, found.lora_B, strict=True)][: task + 1]
     dense = torch.stack(products).sum(0) / (task + 1 if merge == "mean" else 1)
@@ -96,7 +96,7 @@ def test_factored_and_dense_merged_updates_agree(merge: str, task: int) -> None:
 def test_training_uses_the_current_task_alone() -> None:
     found, x = layer().train(), torch.randn(7, 6)
     with torch.no_grad():
-        found.lora_task.fill_(1)
+        found.lora_merge.task.fill_(1)
     dense = found.lora_B[1] @ found.lora_A[1]
     assert torch.allclose(found(x), functional.linear(x, found.weight + dense, found.bias), atol=1e-6)
     found(x).sum().backward()

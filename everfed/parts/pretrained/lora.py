@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from everfed import BEGIN, Cohort, CompositionError, Context, Layout, Model, Phase, Position, Slots, State
+from everfed import BEGIN, Cohort, CompositionError, Context, Entry, Layout, Model, Phase, Position, Slots, State
 from everfed.core.pieces import Spans
 from everfed.models import lora
 from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task
@@ -87,19 +87,24 @@ class FFALoRA(LoRA):
         return super().trained(piece, server, ctx) and not piece.startswith("A/")
 
 
+_KINDS = {"A": "A/", "B": "B/", "merge.grams": "grams ", "merge.task": "task "}
+
+
 def factor_pieces(layout: Layout) -> dict[str, Spans]:
-    """Factors of all layers by task, "A/0", "B/0", ...; the grams "G" and the current task's number are no task's."""
+    """Factors of all layers by task, "A/0", "B/0", ...; in a layer's `lora_merge`, "grams 0", ..., and "task", which
+    are never trained."""
     found: dict[str, list[slice]] = {}
     for entry in layout.params:
-        kind = entry.name.rpartition(".lora_")[2]
-        if kind in ("A", "B"):
-            length = entry.size // entry.shape[0]
-            for task in range(entry.shape[0]):
-                start = entry.start + task * length
-                found.setdefault(f"{kind}/{task}", []).append(slice(start, start + length))
-        elif kind in ("G", "task"):
-            found.setdefault(kind, []).append(slice(entry.start, entry.start + entry.size))
+        kind = _KINDS.get(entry.name.rpartition(".lora_")[2], "")
+        for row in range(entry.shape[0] if kind else 0):
+            found.setdefault(f"{kind}{row}", []).append(row_of(entry, row))
     return {name: tuple(spans) for name, spans in found.items()}
+
+
+def row_of(entry: Entry, row: int) -> slice:
+    """Where a row of an entry lies in the vector, counted along its first axis."""
+    length = entry.size // entry.shape[0]
+    return slice(entry.start + row * length, entry.start + (row + 1) * length)
 
 
 def at_task(model: Model, ctx: Context, clock: str = lora.CLOCK) -> Model:
