@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
+from everfed.core.pieces import Pieces, TrainsPieces
 from everfed.core.stream import HeldOut, Hidden, RoundPlan, Stream
 
 if TYPE_CHECKING:
@@ -182,6 +184,14 @@ class World:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "held_out", HeldOut(self.stream))
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The pieces of the shared vector, where a part trains some of them at a time."""
+        owner = next((part for part in self.method.parts if isinstance(part, TrainsPieces)), None)
+        if owner is None:
+            return None
+        return Pieces.of(owner, self.facts.layout, [self.stream.labels(task) for task in range(self.stream.tasks)])
 
     @property
     def personal(self) -> bool:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from everfed.core import random
+from everfed.models import lora
 from everfed.models.acgan import ACGANCNN
 from everfed.models.cnn import MLP, Conv4, McMahanCNN, SmallCNN, TwoConvCNN
 from everfed.models.deep_head import ResNet18Deep, SConvNet
 from everfed.models.resnet import ResNet18, ResNet18ImageNet
 from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
+from everfed.models.vit import ViT
 from everfed.models.yolo import MicroYOLO, TinyYOLO
 from everfed.naming import load_object
 
@@ -37,6 +39,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "two-conv-cnn": (TwoConvCNN, "the two-convolution CNN of STAMP's code, 924,708 parameters on CIFAR-100"),
     "conv-4": (Conv4, "four 3x3 convolutions with BatchNorm, 138,788 parameters on CIFAR-100; option width = 64"),
     "swin-t": (SwinT, "Swin-T from random weights; needs the package transformers"),
+    "vit": (ViT, "a small Vision Transformer; options patch = 4, width = 192, depth = 6, heads = 3, image = 0"),
     "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
     "tiny-yolo": (TinyYOLO, "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
     "micro-yolo": (MicroYOLO, "a small detector for CPUs, 64,890 parameters with 5 classes; option anchors = 5"),
@@ -64,13 +67,15 @@ def build(
     """A freshly initialised network; the same seed gives the same weights on every machine.
 
     kind: a name of MODELS, or `package.module:Name`, called with (input_shape, classes, **options). Every kind that has
-    no option `init` of its own takes `init`: "torch", the layers' own initialisation, or "he-fan-out" (`draw_he`).
+    no option `init` of its own takes `init`: "torch", the layers' own initialisation, or "he-fan-out" (`draw_he`), and
+    `lora`, a table that freezes the network but for its head and low-rank factors (`everfed.models.lora.add`).
     """
     factory = _factory(kind)
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in (options or {}).items()}
     init = "torch" if _takes(factory, "init") else options.pop("init", "torch")
     if init not in INITS:
         raise ModelError(f"model.init must be one of {', '.join(INITS)}; got {init!r}")
+    lora_options = None if _takes(factory, "lora") else options.pop("lora", None)
     _check_options(kind, factory, options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random.key(seed, "model"))
@@ -82,7 +87,18 @@ def build(
             raise ModelError(f"model.kind = {kind!r} did not build a torch.nn.Module but {type(module).__name__}")
         if init == "he-fan-out":
             draw_he(module)
+    if lora_options is not None:
+        _add_lora(module, lora_options, seed)
     return module.to(memory_format=torch.channels_last) if channels_last else module  # type: ignore[call-overload]
+
+
+def _add_lora(module: nn.Module, options: Any, seed: int) -> None:
+    if not isinstance(options, Mapping):
+        raise ModelError(f"model.lora must be a table such as {{ rank = 8 }}; got {options!r}")
+    try:
+        lora.add(module, options, seed)
+    except ValueError as error:
+        raise ModelError(f"model.{error}") from error
 
 
 def draw_he(module: nn.Module) -> None:
@@ -102,7 +118,7 @@ def _takes(factory: Callable[..., nn.Module], option: str) -> bool:
 def _check_options(kind: str, factory: Callable[..., nn.Module], options: dict[str, Any]) -> None:
     for key in options:
         if not _takes(factory, key):
-            allowed = dict.fromkeys([*list(inspect.signature(factory).parameters)[2:], "init"])
+            allowed = dict.fromkeys([*list(inspect.signature(factory).parameters)[2:], "init", "lora"])
             raise ModelError(f"model.{key} is not an option of {kind!r}; its options are: {', '.join(allowed)}")
 
 
