@@ -93,9 +93,18 @@ def assemble(
     layout = Layout.of(attach(module, method.parts, ctx), method.is_personal)
     first = layout.read(module)
     facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())
+    _check_groups(options.optimizer, layout)
     world = World(method, stream, facts, options, recipe.seed)
     privacy.check(world)
     return Assembly(recipe, world, lambda: attach(bare_module(), method.parts, ctx), first, scale, frozen)
+
+
+def _check_groups(optimizer: Optimizer, layout: Layout) -> None:
+    """Raises RecipeError for a pattern of optimizer.groups that matches no parameter."""
+    try:
+        optimizer.scales(layout, torch.device("cpu"))
+    except ValueError as error:
+        raise RecipeError(f"train.{error}") from error
 
 
 def _checked_frozen(module: nn.Module, expected: str) -> str:
