@@ -107,6 +107,7 @@ class Context:
     client: int | None = None
     current_task: int | None = None
     rate: float = 0.0
+    progress: tuple[int, int] = (0, 1)  # rounds of the client's task behind it, rounds that it lasts
     trainer: Trainer | None = None
     past: Callable[[], list[Data]] | None = None
     tests: HeldOut | None = None
@@ -224,7 +225,8 @@ class World:
             moment.repeat,
             client,
             current_task=self._visible_task(task),
-            rate=self.options.optimizer.rate(*self._progress(client, moment.round)),
+            rate=self.options.optimizer.round_rate(*self._progress(client, moment.round)),
+            progress=self._progress(client, moment.round),
             trainer=trainer,
             past=self._past(client, task),
             tests=self.held_out if phase.name == EVALUATE or self.method.needs(HELD_OUT) else None,

@@ -25,9 +25,9 @@ except ImportError:  # Triton comes with PyTorch's CUDA builds only
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def batch_norm_act(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
+def batch_norm_act(x: Tensor, norm: nn.Module, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
     """act(norm(x) + residual)."""
-    if not _fusable(x, norm, residual):
+    if not (isinstance(norm, nn.BatchNorm2d) and _fusable(x, norm, residual)):  # a frozen one is a layer of its own
         return _composed(norm(x), residual, slope)
     for hook in norm._forward_pre_hooks.values():  # as a call of the layer would
         changed = hook(norm, (x,))
