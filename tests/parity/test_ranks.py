@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.waiting import HANG
+
 OPTIONS = [
     "stream.tasks=2", "stream.clients=5", "train.rounds_per_task=3", "train.local_epochs=1",
 ]  # fmt: skip
@@ -35,7 +37,9 @@ def launcher(ranks: int) -> list[str]:
 
 
 def finish(words: list[str]) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=dict(os.environ, OMP_NUM_THREADS="1"))
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=HANG, env=dict(os.environ, OMP_NUM_THREADS="1")
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -89,7 +93,7 @@ def test_a_run_killed_on_two_ranks_goes_on_with_three(eager: Path, tmp_path: Pat
         command(out, "fedgp+der", 2), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     events = out / "events.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG
     while time.monotonic() < deadline and process.poll() is None:
         if events.exists() and '"checkpoint"' in events.read_text():
             break
@@ -103,7 +107,7 @@ def test_a_run_killed_on_two_ranks_goes_on_with_three(eager: Path, tmp_path: Pat
 
 def test_without_torchrun_it_says_how(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "everfed", "run", "demo", "--set", "engine.kind=ranks", "--out", str(tmp_path / "r")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 2
     assert "torchrun" in done.stderr
     assert not (tmp_path / "r").exists()
