@@ -110,15 +110,16 @@ def resume(
 
 
 def load(folder: str | Path, *, stream: Stream | None = None) -> LoadedRun:
-    """The trained model and the results of a finished run."""
+    """The trained model, on the CPU, and the results of a finished run, whichever engine and machine it ran on."""
     from everfed.session import load_module
 
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
     if data is None:
         raise RunError(f"{folder} is not finished; go on with `everfed resume {folder}`")
-    assembly = reassemble(opened, stream)
-    return LoadedRun(load_module(opened, assembly), data, assembly.recipe)
+    assembly = reassemble(opened, stream, on_cpu=True)
+    recipe = assembly.recipe.model_copy(update={"engine": read(opened.recipe).engine})
+    return LoadedRun(load_module(opened, assembly), data, recipe)
 
 
 def reassemble(
