@@ -10,11 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
+from everfed.federation.joining import END, RESTART, Joining, join
 from everfed.federation.local import socket_path
 from everfed.federation.watch import FolderWatch, StateLost
 from tests.federation.field import free_port, until
@@ -37,7 +39,7 @@ def joined(folder: Path, output: Path, *options: str) -> Iterator[subprocess.Pop
 
 
 @pytest.mark.federation
-@pytest.mark.parametrize("what", ["folder", "contents"])
+@pytest.mark.parametrize("what", ["folder", pytest.param("contents", marks=pytest.mark.slow)])
 def test_a_client_whose_folder_is_removed_starts_again(tmp_path: Path, what: str) -> None:
     folder, output = tmp_path / "state", tmp_path / "output"
     with joined(folder, output) as process:
@@ -55,8 +57,37 @@ def test_a_client_whose_folder_is_removed_starts_again(tmp_path: Path, what: str
     assert "was removed or replaced while this client was running: its state is lost" in output.read_text()
 
 
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, True),
+        ({"lost_state": END}, False),
+        ({"budget": 8.0}, False),
+        ({"lost_state": RESTART, "budget": 8.0}, False),
+    ],
+)
+def test_only_a_client_without_a_budget_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], again: bool
+) -> None:
+    """In this process, with children that do nothing: the account of what was spent is gone with the folder."""
+    folder, begun, said = tmp_path / "state", [], list[str]()
+
+    def supervise(children: Any, say: Any, watch: Any) -> None:
+        begun.append(children)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        shutil.rmtree(folder)
+        watch()
+
+    monkeypatch.setattr("everfed.federation.joining.supervise", supervise)
+    with pytest.raises(KeyboardInterrupt if again else StateLost):
+        join(Joining("127.0.0.1:1", folder, "a", **options), said.append)
+    assert len(begun) == (2 if again else 1)
+    assert any("starting again without it" in line for line in said) is again
+
+
 @pytest.mark.federation
-@pytest.mark.parametrize("options", [["--lost-state", "end"], ["--budget", "8"]])
+@pytest.mark.parametrize("options", [pytest.param(["--lost-state", "end"], marks=pytest.mark.slow), ["--budget", "8"]])
 def test_a_client_whose_folder_is_removed_ends_by_its_policy(tmp_path: Path, options: list[str]) -> None:
     folder, output = tmp_path / "state", tmp_path / "output"
     with joined(folder, output, *options) as process:
