@@ -22,6 +22,7 @@ from everfed.report.access import check_token, is_loopback
 from everfed.report.server import create_app, serve
 from tests.report.folders import create, evaluation, finished, log, phase, start
 from tests.report.serving import events, get, served, until
+from tests.support.waiting import HANG
 
 pytest.importorskip("fastapi", reason="the dashboard needs everfed[ui]")
 
@@ -248,7 +249,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         stream = events(port)
         until(lambda: next(stream)["runs"])
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=HANG)
         assert (process.returncode, errors) == (0, "")
     finally:
         process.kill()
