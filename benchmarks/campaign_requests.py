@@ -151,7 +151,8 @@ def _paths(target: Target) -> Iterator[Request]:
     for call in runtime:
         yield Request(f"runtime {call}", _call(target, f"/v1/runtime/{call}"))
     others = ("/v1/fleet/../control/list-runs", "//v1/control/list-runs", "/v1/%63ontrol/list-runs", "/docs",
-              "/metrics",               "/v1/control/list-runs/", "/V1/CONTROL/LIST-RUNS", "/v1/fleet/%2e%2e/control/list-runs", "/openapi.json",
+              "/metrics", "/v1/control/list-runs/", "/V1/CONTROL/LIST-RUNS", "/v1/fleet/%2e%2e/control/list-runs",
+              "/openapi.json",
               "/v1/control/list-runs?x=/v1/fleet/get-run", "/v1/control;/list-runs", "/", "/" + "a" * 8000)  # fmt: skip
     for path in others:
         yield Request(f"path {path[:60]}", _call(target, path))

@@ -66,7 +66,7 @@ def _join_once(joining: Joining, say: Say) -> None:
     try:
         with locked(joining.folder / ".join.lock"):
             say(stamped(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}"))
-            AppendedFile(joining.folder / PRIVACY_LEDGER).close()  # there from the start, so that its loss is noticed
+            AppendedFile(joining.folder / PRIVACY_LEDGER)  # there from the start, so that its loss is noticed
             watch = FolderWatch(joining.folder, ".join.lock", PRIVACY_LEDGER)
             try:
                 supervise(children(joining), say, watch=watch.check)
