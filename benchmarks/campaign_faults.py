@@ -125,7 +125,7 @@ class Federation:
 
     def join(self, client: int) -> subprocess.Popen[bytes]:
         words = ["join", "--server", f"localhost:{self.relays[client].port}", "--name", f"site-{client}"]
-        words += ["--client", str(client), "--folder", f"c{client}", "--poll", "0.2"]
+        words += ["--client", str(client), "--folder", f"c{client}", "--poll", "0.5"]
         if self.keyed:
             words += ["--certificate", f"pki/{CA}", "--key", f"pki/{SECRETS}/site-{client}"]
         return everfed(words if self.keyed else [*words, "--insecure"], self.folder, f"join-{client}.log")
@@ -137,7 +137,7 @@ class Federation:
         pki = self.folder / "pki"
         root, key = (pki / CA, pki / SECRETS / f"site-{client}") if self.keyed else (None, None)
         joining = Joining(f"localhost:{self.port}", self.folder / f"c{client}", f"site-{client}", client,
-                          poll=0.2, root=root, key=key)  # fmt: skip
+                          poll=0.5, root=root, key=key)  # fmt: skip
         site = Site(joining, start=False)
         liar = [sys.executable, "-m", "benchmarks.campaign_lies"]
         worker, node = site.child("worker"), site.child("supernode")
