@@ -92,7 +92,7 @@ def revoke(folder: Path, name: str) -> None:
     """Remove a client's public key, so that it may no longer take part, and its private one if it still lies here."""
     public = folder / CLIENTS / f"{check_name('the client', name)}.pub"
     if not public.exists():
-        known = ", ".join(sorted(path.stem for path in (folder / CLIENTS).glob("*.pub"))) or "nobody"
+        known = ", ".join(sorted(path.stem for path in (folder / CLIENTS).glob("*.pub"))) or "none"
         raise CertificateError(f"{public} does not exist; enrolled in {folder}: {known}")
     public.unlink()
     (folder / SECRETS / name).unlink(missing_ok=True)
