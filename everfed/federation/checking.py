@@ -298,23 +298,31 @@ def _shown(value: Any) -> str:
 
 
 def find_other_forms(expected: Expected, replies: Mapping[int, Reply]) -> dict[int, Refusal]:
-    """The clients with a value that is added up and has another form than most clients' value: it could not be added to
-    theirs. The forms of other values are known before any reply (`like`), or are each client's own."""
+    """The clients with a value of another form than most clients' value. What is added up must have one shape; what is
+    collected one structure (names, types and numbers of dimensions), since parts and other clients read it."""
     refused: dict[int, Refusal] = {}
-    for path in sorted(expected.alike - set(expected.like)):
+    paths = {f"{part}/{key}" for part, keys in expected.declared.items() for key in keys} - set(expected.like)
+    for path in sorted(paths):
         part, key = path.split("/", 1)
         sent = {client: reply.values.get(part, {}).get(key) for client, reply in replies.items()}
-        forms = {client: _form(value) for client, value in sent.items() if value is not None}
+        forms = {client: _form(value, path in expected.alike) for client, value in sent.items() if value is not None}
         usual = Counter(forms.values()).most_common(1)
         for client, form in forms.items():
             if form != usual[0][0]:
                 detail = f"{path} is {form} of client {client} and {usual[0][0]} of most"
-                refused.setdefault(client, Refusal(Reason.WRONG_SHAPE, detail))
+                refused.setdefault(client, Refusal(Reason.WRONG_SHAPE, detail[:300]))
     return refused
 
 
-def _form(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else "a number"
+def _form(value: Any, exact: bool) -> str:
+    """exact: with the shape of a tensor, not only its number of dimensions. Names that are numbers, as of clients or
+    classes, may differ."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape) if exact else f'of {value.dim()} dimensions'}"
+    if isinstance(value, dict):
+        inner = {"0" if str(name).isdecimal() else str(name): _form(one, exact) for name, one in value.items()}
+        return f"{{{', '.join(f'{name}: {form}' for name, form in sorted(inner.items()))}}}"
+    return "text" if isinstance(value, str) else "a number"
 
 
 FEWEST = 3  # replies below which there is no majority to compare with

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from everfed.federation import packet as wire
 from everfed.federation.audit import AUDIT, Audited, AuditLog
+from everfed.federation.credentials import read_credentials
 from everfed.federation.local import listen, socket_path
 from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, where training steps are captured")
     parser.add_argument("--policy", type=Path, default=None, metavar="FILE", help="what this client agrees to")
+    parser.add_argument("--key", type=Path, default=None, metavar="FILE", help="this client's private key")
+    parser.add_argument("--roster", type=Path, default=None, metavar="FILE", help="the other clients' public keys")
     parser.add_argument("--server", default="", metavar="HOST:PORT", help="named in the audit log")
     parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
     parser.add_argument("--budget", type=float, default=0.0, help="epsilon of all replies together; 0: any")
@@ -74,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
             identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
             budget = policy.strictest_budget(chosen.budget)
-            site = Site(chosen.folder, identity, build, keep, budget, chosen.delta)
+            credentials = read_credentials(chosen.name, chosen.key, chosen.roster) if chosen.key else None
+            site = Site(chosen.folder, identity, build, keep, budget, chosen.delta, credentials)
             own = (chosen.data.partition(":")[0],) if chosen.data else ()
             guarded = Audited(Guard(site, policy, *own), AuditLog(chosen.folder / AUDIT), chosen.server)
             serve(guarded, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))

@@ -18,7 +18,7 @@ from everfed.core.message import Message
 from everfed.privacy.encoding import EncodingError, Form, Sums, common_form, form_from_text, form_to_text, sizes
 from everfed.privacy.members import FEWEST, Members, are_keys, largest_form, needed, set_text, sized
 from everfed.privacy.members import KEYS as KEYS_SIZE
-from everfed.privacy.secure import KEYS, NAME
+from everfed.privacy.secure import KEYS, LONGEST_SIGNED, NAME
 from everfed.privacy.secure_sum import Left, SecureSum, TooFewClients
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class SecurePhase:
         self.engine, self.phase, self.moment, self.absent = engine, phase, moment, absent
         self.forms: dict[int, Form] = {}
         self.keys: dict[int, bytes] = {}
+        self.signed: dict[int, str] = {}  # passed on to the others, who check it
         for client, reply in sorted(replies.items()):
             self._advertised(client, reply.values.get(NAME, {}))
         self._leave_out_other_forms()
@@ -54,7 +55,15 @@ class SecurePhase:
         if keys is None or not are_keys(keys):
             self.reject(client, "malformed: its keys are not two points on the curve")
         else:
-            self.forms[client], self.keys[client] = form, keys
+            self.forms[client] = form
+            self._take_keys(client, keys, values)
+
+    def _take_keys(self, client: int, keys: bytes, values: Tree) -> None:
+        signed = values.get("signed")
+        self.keys[client] = keys
+        self.signed.pop(client, None)
+        if isinstance(signed, str) and len(signed) <= LONGEST_SIGNED:
+            self.signed[client] = signed
 
     def _leave_out_other_forms(self) -> None:
         """Each path has the form that most clients have; clients with another form are left out."""
@@ -100,7 +109,7 @@ class SecurePhase:
         clients = self.clients
         forms = {client: form_to_text(self.forms[client]) for client in clients}
         where = f"{self.phase.name} {self.moment.round}.{self.moment.repeat}"
-        return Members({client: self.keys[client] for client in clients}, forms, where)
+        return Members({client: self.keys[client] for client in clients}, forms, where, self.signed)
 
     def _renew_keys(self) -> None:
         self.require(self.clients, self.clients)
@@ -109,7 +118,7 @@ class SecurePhase:
             if keys is None or not are_keys(keys):
                 self.reject(client, "malformed: its new keys are not two points on the curve")
             else:
-                self.keys[client] = keys
+                self._take_keys(client, keys, answer)
 
     def request(self, step: str, clients: list[int], message: Message, counts: bool = True) -> dict[int, Tree]:
         answers, absent = self.engine.request(step, clients, message, self.moment)

@@ -73,6 +73,7 @@ class SecureSum:
     # what clients deal to each other ------------------------------------------------------------------------------
     def _share(self) -> dict[int, _Dealt]:
         answers = self.phase.request(SHARE, self.members.clients, {NAME: self.members.to_tree()})
+        self._resolve({c: self._complaints(c, answer) for c, answer in answers.items()}, "keys")
         found = {client: self._dealt(client, answer) for client, answer in answers.items()}
         for client in [client for client, dealt in found.items() if dealt is None]:
             self.phase.reject(client, "malformed: not a letter to each of the others, with commitments and a proof")
@@ -97,12 +98,14 @@ class SecureSum:
             "proofs": {str(client): to_tensor(one.proof) for client, one in dealt.items()},
         }
         answers = self.phase.request(MASK, sharing, {NAME: message})
-        named = {client: _named(answer, "complaints") & set(sharing) - {client} for client, answer in answers.items()}
-        self._resolve(named)
+        self._resolve({c: self._complaints(c, answer) & set(sharing) for c, answer in answers.items()}, "shares")
         found = {client: self._vectors(client, answer) for client, answer in answers.items()}
         return {client: vectors for client, vectors in found.items() if vectors is not None}
 
-    def _resolve(self, complaints: dict[int, set[int]]) -> None:
+    def _complaints(self, client: int, answer: Tree) -> set[int]:
+        return _named(answer, "complaints") & set(self.members.clients) - {client}
+
+    def _resolve(self, complaints: dict[int, set[int]], what: str) -> None:
         """Leave out few clients that explain all complaints. One complaint does not show which of the two lies, so both
         go; a client that several complain about, or that complains about several, goes alone."""
         pairs = {(client, about) for client, named in complaints.items() for about in named}
@@ -113,7 +116,7 @@ class SecureSum:
             most = max(counted.values())
             liars = [client for client, count in counted.items() if count == most]
             for client in liars:
-                self.phase.reject(client, _blame(client, pairs))
+                self.phase.reject(client, _blame(client, pairs, what))
             pairs = {pair for pair in pairs if not set(pair) & set(liars)}
         raise Left
 
@@ -224,11 +227,11 @@ def _named(answer: Tree, key: str) -> set[int]:
         return set()
 
 
-def _blame(client: int, pairs: set[tuple[int, int]]) -> str:
+def _blame(client: int, pairs: set[tuple[int, int]], what: str) -> str:
     about = set_text(sender for receiver, sender in pairs if receiver == client)
     by = set_text(receiver for receiver, sender in pairs if sender == client)
-    said = [f"clients {by} cannot use its shares"] if by else []
-    said += [f"it cannot use the shares of clients {about}"] if about else []
+    said = [f"clients {by} cannot use its {what}"] if by else []
+    said += [f"it cannot use the {what} of clients {about}"] if about else []
     return f"malformed: {', and '.join(said)}"
 
 

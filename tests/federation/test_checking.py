@@ -146,8 +146,34 @@ def test_what_is_added_up_has_the_form_that_most_clients_send(liar: int, odd: An
     assert str(refusal).endswith(f"of client {liar} and torch.float32 (3,) of most")
 
 
-def test_collected_and_absent_values_have_any_form() -> None:
-    replies = {0: with_values({"pool": {"all": torch.ones(2)}}), 1: with_values({"pool": {"all": torch.ones(5)}})}
+SPARSE = {"size": 9, "0": torch.ones(2), "indices": torch.tensor([1, 2])}
+
+
+@pytest.mark.parametrize("liar", [0, 1, 2])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.ones(2),
+        5,
+        "text",
+        {},
+        {**SPARSE, "0": 3.0},
+        {**SPARSE, "0": torch.ones(2, 1)},
+        {**SPARSE, "indices": torch.ones(2)},
+        {**SPARSE, "more": 1},
+    ],
+)
+def test_what_is_collected_has_the_structure_that_most_clients_send(liar: int, odd: Any) -> None:
+    """Other clients may receive it: what one cannot read would end the run for all of them."""
+    replies = {client: with_values({"pool": {"all": SPARSE}}) for client in range(3)}
+    replies[liar] = with_values({"pool": {"all": odd}})
+    [(client, refusal)] = find_other_forms(EXPECTED, replies).items()
+    assert client == liar and refusal.reason is Reason.WRONG_SHAPE
+
+
+def test_sizes_and_numbered_names_of_collected_values_may_differ_and_values_may_be_absent() -> None:
+    few = {"size": 7, "0": torch.ones(5), "3": torch.ones(1), "indices": torch.tensor([1])}
+    replies = {0: with_values({"pool": {"all": SPARSE}}), 1: with_values({"pool": {"all": few}})}
     assert find_other_forms(EXPECTED, {**replies, 2: with_values({"fedavg": {"stats": None}})}) == {}
 
 
