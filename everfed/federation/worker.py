@@ -36,11 +36,16 @@ LOST = 3  # exit code
 LOOK = 1.0  # seconds between two looks at the folder
 
 
-def serve(site: Answers, listener: socket.socket, watch: FolderWatch) -> None:
-    """Answer one packet per connection, one at a time, until the folder is gone. Raises StateLost."""
-    listener.settimeout(LOOK)
+def serve(site: Answers, path: Path, watch: FolderWatch) -> None:
+    """Answer one packet per connection at the unix socket `path`, one at a time, until the folder is gone. Raises
+    StateLost."""
+    listener = _listen(path)
     while True:
         watch.check()
+        if not path.exists():  # by a program that cleans up, say: the clients' data are all there
+            logging.getLogger("everfed").warning("%s was removed; listening there again", path)
+            listener.close()
+            listener = _listen(path)
         try:
             connection, _ = listener.accept()
         except TimeoutError:
@@ -48,6 +53,12 @@ def serve(site: Answers, listener: socket.socket, watch: FolderWatch) -> None:
         # the sender may be gone; finished steps are in the journal, and the request will be repeated
         with connection, contextlib.suppress(PacketError, EOFError, OSError):
             wire.send(connection, site.answer(wire.receive(connection)))
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = listen(path)
+    listener.settimeout(LOOK)
+    return listener
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -74,14 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     policy = Policy.read(chosen.policy) if chosen.policy else Policy()
     build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device, policy)
     try:
-        with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
+        with locked(chosen.folder / ".lock"):
             identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
             budget = policy.strictest_budget(chosen.budget)
             credentials = read_credentials(chosen.name, chosen.key, chosen.roster) if chosen.key else None
             site = Site(chosen.folder, identity, build, keep, budget, chosen.delta, credentials)
             own = (chosen.data.partition(":")[0],) if chosen.data else ()
             guarded = Audited(Guard(site, policy, *own), AuditLog(chosen.folder / AUDIT), chosen.server)
-            serve(guarded, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
+            serve(guarded, socket_path(chosen.folder), FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
     except StateLost as error:
