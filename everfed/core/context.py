@@ -83,14 +83,31 @@ class Ledger(Protocol):
         """Durable when it returns. Raises ValueError when `key` has another value already."""
 
 
+class Credentials(Protocol):
+    """A client's long-lived key, under its name, and what it knows of the other clients' keys from elsewhere than the
+    server."""
+
+    @property
+    def name(self) -> str:
+        """Of this client."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Its signature."""
+
+    def problem(self, name: str, signature: bytes, data: bytes) -> str:
+        """Why this is not the signature of the client `name`; "" if it is, or where no key is known from elsewhere."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What a real client knows of the server that it answers. run: the run's identity; epoch: how often its server was
-    started; ledger: the client's own, outside the states that a new epoch may roll back."""
+    started; ledger: the client's own, outside the states that a new epoch may roll back; credentials: None for a client
+    without a key."""
 
     run: str
     epoch: int
     ledger: Ledger
+    credentials: Credentials | None = None
 
 
 @dataclass(frozen=True)
