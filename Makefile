@@ -12,18 +12,20 @@ DOCS_STAMP := $(VENV)/.installed-docs
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test slow mutants lint docs clean
+.PHONY: help install demo test slow newest mutants lint docs pictures clean
 
 help:
 	@echo "make demo     install, run the main job on embedded data, print the table, write the report"
 	@echo "make test     install, run the tests (the slow ones left out)"
 	@echo "make slow     install, run the slow tests"
 	@echo "make mutants  install, plant bugs one at a time and count those that the tests notice"
+	@echo "make newest   install the newest of everything that the requirements allow into .venv-newest, run the tests"
 	@echo "make lint     install, ruff check, ruff format --check, mypy"
 	@echo "make docs     install, build the documentation into site/"
+	@echo "make pictures take the documentation's pictures again (needs chromium)"
 	@echo "make install  create $(VENV) and install everfed with what the demo needs"
 	@echo "make clean    remove $(VENV), site/ and the caches"
-	@echo "PYTHON=...    which Python 3.11 or 3.12 to create $(VENV) with (now: $(PYTHON))"
+	@echo "PYTHON=...    which Python 3.11 to 3.13 to create $(VENV) with (now: $(PYTHON))"
 
 install: $(RUN_STAMP)
 
@@ -36,6 +38,11 @@ test: $(DEV_STAMP)
 slow: $(DEV_STAMP)
 	$(PYTEST) -m slow --timeout 3600
 
+newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --disable-pip-version-check --upgrade -e '.[all,dev]'
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal
+
 mutants: $(DEV_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
@@ -47,15 +54,18 @@ lint: $(DEV_STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict --site-dir site
 
+pictures: $(DEV_STAMP)
+	$(BIN)/python docs/pictures.py
+
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The check runs where an environment is about to be made, so that an existing one needs no system Python.
 # torch comes first and alone: with it in place no later requirement makes pip fetch another, larger build.
 # hatchling comes from the constraints too, hence no isolated build of everfed below.
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null || { \
-	  echo "everfed needs Python 3.11 or 3.12, but '$(PYTHON) --version' says '$$($(PYTHON) --version 2>&1 | tail -n 1)': name another with make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+	  echo "everfed needs Python 3.11, 3.12 or 3.13, but '$(PYTHON) --version' says '$$($(PYTHON) --version 2>&1 | tail -n 1)': name another with make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-torch: constraints.txt | $(BIN)/python

@@ -34,9 +34,11 @@ def launcher(ranks: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "everfed"]
 
 
-def finish(words: list[str]) -> None:
+def finish(words: list[str]) -> str:
+    """What it prints."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=dict(os.environ, OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def same(a: Path, b: Path) -> None:
@@ -61,7 +63,8 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_ranks_equal_one_process(eager: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    finish(command(out, "fedgp+der", 2))
+    printed = finish(command(out, "fedgp+der", 2))
+    assert printed.count("run folder:") == 1  # a rank that follows prints nothing
     same(out, eager)
     facts = json.loads((out / "result.json").read_text())["environment"]
     assert (facts["engine"], facts["inner"], facts["ranks"]) == ("ranks", "eager", 2)
