@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Annotated, Any
 
 import typer
@@ -92,5 +94,9 @@ def everfed(
 
 
 def main() -> None:
-    """The console entry."""
-    app(prog_name="everfed")
+    """The console entry. Of the processes that torchrun starts, the first prints results; all may print errors."""
+    if os.environ.get("RANK", "0") == "0":
+        app(prog_name="everfed")
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        app(prog_name="everfed")

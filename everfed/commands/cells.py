@@ -20,7 +20,7 @@ from everfed.commands import jobs, tracking
 from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
 from everfed.errors import FAULT, RecipeError, UserError, exit_code
-from everfed.recipe import Places, Recipe, placed, read_placed, settled, to_toml
+from everfed.recipe import Places, Recipe, placed, read, read_placed, settled, to_toml
 from everfed.recipe.places import Key
 from everfed.recipe.reading import parse_set
 from everfed.scores import SCORES
@@ -284,12 +284,13 @@ def _first_by(cells: Iterable[Cell], key: Callable[[Cell], Any]) -> list[Cell]:
 
 
 def _check_folder(cell: Cell, settings: Settings) -> None:
-    """An existing folder must belong to the same run."""
+    """An existing folder must belong to the same run, begun by this command or by `everfed run`."""
     run = RunFolder(cell.folder)
     if not run.recipe.exists():
         return
     scale = run.read_settings().get("scale", 1.0)
-    if run.recipe.read_text() != to_toml(cell.recipe) or scale != settings.scale:
+    stored = settled(read(str(run.recipe))).model_copy(update={"compare": None})
+    if to_toml(stored) != to_toml(cell.recipe) or scale != settings.scale:
         raise UserError(
             f"{cell.folder} belongs to another recipe or --scale; nothing was overwritten. "
             "Choose another --out, or remove the folder"
