@@ -242,9 +242,8 @@ def test_a_small_leaderboard_from_tries_to_records(tmp_path: Path) -> None:
         assert [entry["seed"] for entry in record["tests"]] == [0]
         best = records.best_try(record)
         assert best is not None and best["acc"] == max(entry["acc"] for entry in record["tries"])
-        recipe = read(
-            tmp_path / "runs" / "split-digits" / record["method"] / f"test-0-try-{best['number']}" / "recipe.toml"
-        )
+        runs = tmp_path / "runs" / "split-digits" / record["method"]
+        recipe = read(runs / f"test-0-try-{best['number']}" / "recipe.toml")
         assert f"train.optimizer.lr={recipe.train.optimizer.lr}" in best["sets"]
         assert recipe.eval.split == "test"
         tried = read(runs / "try-0" / "recipe.toml")
