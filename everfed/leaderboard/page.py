@@ -116,13 +116,12 @@ def rows(found: Sequence[Record]) -> list[list[Cell]]:
 
 def _row(record: Record, fedavg_seconds: float | None) -> list[Cell]:
     facts = facts_of(record["stream"], record["method"])
-    personal = records.finished_tests(record)[0]["evaluated"] == "personalised"
     seconds = records.mean(record, "seconds")
     ratio = seconds / fedavg_seconds if seconds and fedavg_seconds else 0.0
     kept = records.mean(record, "kept_bytes") or 0.0
     samples = stored_samples(record)
     return [
-        Cell(record["method"] + (f" {PERSONAL}" if personal else ""), record["method"]),
+        Cell(_named(record), record["method"]),
         *(_percent(record, key) for key in records.SCORES),
         *(_bytes(records.mean(record, key) or 0.0) for key in ("bytes_up", "bytes_down")),
         Cell(f"{ratio:.2f}" if ratio else "-", ratio),
@@ -132,6 +131,12 @@ def _row(record: Record, fedavg_seconds: float | None) -> list[Cell]:
         Cell("yes" if facts.secure else "no", "yes" if facts.secure else "no"),
         Cell("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
     ]
+
+
+def _named(record: Record) -> str:
+    """The method's name, marked where every client is scored with a model of its own."""
+    personal = records.finished_tests(record)[0]["evaluated"] == "personalised"
+    return f"{record['method']} {PERSONAL}" if personal else str(record["method"])
 
 
 def facts_of(stream: str, method: str) -> Facts:
@@ -234,7 +239,7 @@ def points(own: Iterable[Record], kind: str) -> list[pareto.Point]:
             continue
         traffic = sum(records.mean(record, key) or 0.0 for key in ("bytes_up", "bytes_down"))
         cost = traffic if kind == pareto.BYTES else stored_samples(record)
-        found.append(pareto.Point(record["method"], cost, accuracy))
+        found.append(pareto.Point(_named(record), cost, accuracy))
     return found
 
 
