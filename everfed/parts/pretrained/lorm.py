@@ -121,7 +121,8 @@ class LoRM(LoRA):
         return super().trained(piece, server, ctx) and not piece.startswith(idle)
 
     def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        return {"factor": self.factor(server, ctx), "classes": Once(ctx.task, server[self.name]["classes"])}
+        own = server.get(self.name)  # empty before the first task began
+        return {"factor": self.factor(server, ctx), "classes": Once(ctx.task, own["classes"])} if own else {}
 
     # clients ---------------------------------------------------------------------------------------------------------
     def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
