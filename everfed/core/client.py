@@ -177,11 +177,21 @@ def _shared(model: Model, ctx: Context) -> Model:
     return {**model, "params": model["params"][: layout.shared]} if layout.shared < layout.size else model
 
 
-def _evaluate(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Reply:
-    """Score this client's personalised model on the tasks the server asks for."""
+def personal_model(method: Method, state: State, message: Message, ctx: Context) -> Model:
+    """The model that this client is scored with: the shared one in `message`, with what is the client's own."""
+    return _personalised(method, state, message, _whole(message[MODEL], state, ctx), ctx)
+
+
+def _personalised(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Model:
     hooks = ctx if method.needs(HELD_OUT) else ctx.at(tests=None)
     for part in method.parts:
         model = part.personalise(state, message, model, hooks)
+    return model
+
+
+def _evaluate(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Reply:
+    """Score this client's personalised model on the tasks the server asks for."""
+    model = _personalised(method, state, message, model, ctx)
     exam = Exam.from_tree(message[EVALUATE])
     score = partial(score_tasks, ctx.train, ctx.held_out, model)
     counts = score(exam, state, message, ctx.client)

@@ -83,14 +83,31 @@ class Ledger(Protocol):
         """Durable when it returns. Raises ValueError when `key` has another value already."""
 
 
+class Credentials(Protocol):
+    """A client's long-lived key, under its name, and what it knows of the other clients' keys from elsewhere than the
+    server."""
+
+    @property
+    def name(self) -> str:
+        """Of this client."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Its signature."""
+
+    def problem(self, name: str, signature: bytes, data: bytes) -> str:
+        """Why this is not the signature of the client `name`; "" if it is, or where no key is known from elsewhere."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What a real client knows of the server that it answers. run: the run's identity; epoch: how often its server was
-    started; ledger: the client's own, outside the states that a new epoch may roll back."""
+    started; ledger: the client's own, outside the states that a new epoch may roll back; credentials: None for a client
+    without a key."""
 
     run: str
     epoch: int
     ledger: Ledger
+    credentials: Credentials | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,7 @@ class Context:
     client: int | None = None
     current_task: int | None = None
     rate: float = 0.0
+    progress: tuple[int, int] = (0, 1)  # rounds of the client's task behind it, rounds that it lasts
     trainer: Trainer | None = None
     past: Callable[[], list[Data]] | None = None
     tests: HeldOut | None = None
@@ -224,7 +242,8 @@ class World:
             moment.repeat,
             client,
             current_task=self._visible_task(task),
-            rate=self.options.optimizer.rate(*self._progress(client, moment.round)),
+            rate=self.options.optimizer.round_rate(*self._progress(client, moment.round)),
+            progress=self._progress(client, moment.round),
             trainer=trainer,
             past=self._past(client, task),
             tests=self.held_out if phase.name == EVALUATE or self.method.needs(HELD_OUT) else None,

@@ -59,7 +59,8 @@ class Layout:
         trainable.sort(key=lambda named: personal(named[0]))  # stable: keeps the module's order otherwise
         if any(p.dtype != torch.float32 for _, p in trainable):
             raise ValueError("trainable parameters must be float32; lower precision is an engine option")
-        buffers = list(module.named_buffers())
+        constants = _constants(module)
+        buffers = [(n, b) for n, b in module.named_buffers() if n not in constants]
         return Layout(
             tuple(_entries(trainable)),
             tuple(_entries([(n, b) for n, b in buffers if b.is_floating_point()])),
@@ -122,6 +123,15 @@ class Layout:
         return {entry.name: entry.view(vector) for entry in self.params}
 
 
+def _constants(module: nn.Module) -> set[str]:
+    """Names of buffers that are no part of the module's state (tables of positions, say): they are built with it."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, layer in module.named_modules()
+        for name in layer._non_persistent_buffers_set
+    }
+
+
 def _entries(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[Entry]:
     start = 0
     for name, tensor in tensors:
@@ -182,11 +192,15 @@ def is_personal(parts: Iterable[object], parameter: str) -> bool:
 
 
 class Extras(nn.Module):
-    """`module.extras[part][name]`. Personal ones are registered apart, so that their names tell."""
+    """`module.extras[part][name]`. Personal ones are registered apart, so that their names tell. Attached to an
+    nn.Sequential it is its last layer, so it passes its input on."""
 
     def __init__(self) -> None:
         super().__init__()
         self._parts: dict[str, dict[str, nn.Parameter]] = {}
+
+    def forward(self, x: Any) -> Any:
+        return x
 
     def add(self, part: str, name: str, value: nn.Parameter, personal: bool) -> None:
         self.register_parameter(registered(part, name, personal).removeprefix(EXTRAS), value)

@@ -186,7 +186,9 @@ SMALL_SYNTHESIS = {
 # options of parts whose defaults are made for real data, {part: {option: value}}
 SMALL: dict[str, dict[str, Any]] = {
     "af-fcl": {"hidden": 6},
+    "fedl2p": {"epochs": 2, "outer_epochs": 1, "terms": 2, "hidden": 5},
     "fedcil": {"server_steps": 3, "server_chunk": 2, "server_batch": 4, "noise": 3, "width": 4},
+    "ranpac": {"width": 16},
     "mfcl": {"gen_steps": 5, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 6, "gen_light": True},
     "target": {"syn_round": 3, "warmup": 1, **SMALL_SYNTHESIS},
     "prompt-coda": {"components": 2, "length": 2, "blocks": (0, 1)},

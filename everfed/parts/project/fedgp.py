@@ -62,7 +62,7 @@ class FedGP(Part):
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]
         if later:
             raise CompositionError(f"fedgp must be the last gradient rule; move {', '.join(later)} before it")
-        changed = [name for name in ("momentum", "weight_decay") if getattr(optimizer, name)]
+        changed = [name for name in ("momentum", "weight_decay", "groups") if getattr(optimizer, name)]
         if optimizer.kind != "sgd" or changed:
             what = optimizer.kind if optimizer.kind != "sgd" else " and ".join(changed)
             return (f"fedgp with {what}: the update, unlike the gradient, may oppose the reference",)
