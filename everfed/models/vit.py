@@ -9,6 +9,7 @@ A forward pass in pieces, for methods that change it (prompts): `embed`, then `r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,13 @@ class ViT(nn.Module):
         """(n, width): the class token after the last layer norm, or what prompts make of the tokens."""
         tokens = self.embed(x)
         return self.class_token(tokens) if self.prompts is None else self.prompts(self, tokens)
+
+    def converted(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+        """A weight file's tensors under this network's names. The epsilon of layer norms is that of the config."""
+        for layer in self.modules():
+            if isinstance(layer, nn.LayerNorm):
+                layer.eps = float(config.get("layer_norm_eps", layer.eps))
+        return own_names(tensors)
 
     def class_token(self, tokens: Tensor, prefixes: Mapping[int, Prefix] | None = None) -> Tensor:
         """(n, width): after all blocks and the last layer norm."""

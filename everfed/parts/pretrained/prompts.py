@@ -32,7 +32,7 @@ from everfed.core.pieces import Spans
 from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts
 from everfed.models.vit import Prompts, ViT
 from everfed.parts.pretrained.lora import at_task, row_of
-from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task
+from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
 from everfed.parts.shared.checks import at_least
 
 PREFIX = "prompts."  # what the names of all prompt parameters begin with
@@ -88,7 +88,7 @@ class TaskPrompted(Piecewise):
     def _next(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
         model = at_task(model, ctx, CLOCK)
         params = model["params"].clone()
-        self.begin(ctx.facts.layout.named(params), ctx.task)
+        self.begin(ctx.facts.layout.named(params), task_of(ctx))
         return None, {**model, "params": params}
 
     def begin(self, named: Mapping[str, Tensor], task: int) -> None:
@@ -109,7 +109,7 @@ class TaskPrompted(Piecewise):
         return False
 
     def trained(self, piece: str, server: State, ctx: Context) -> bool:
-        return of_task(piece, ctx.task)
+        return of_task(piece, task_of(ctx))
 
 
 @dataclass(frozen=True)
