@@ -1,4 +1,4 @@
-"""FedNova: normalised averaging of clients that take different numbers of steps (Wang et al., 2020, Eq. 6 and 8).
+"""FedNova: normalised averaging of clients that take different numbers of steps (Wang et al., 2020).
 
 Client i's local update is a weighted sum of its gradients, with weights a_i. It sends d_i = (w_i - x) / |a_i|_1, the
 update per step, and the server moves by the mean number of steps along the mean of these:
