@@ -65,6 +65,10 @@ PARTS: dict[str, str] = {
     "fedas": "personal.fedas:FedAS",
     "fedl2p": "personal.fedl2p:FedL2P",
     "fedweit": "personal.fedweit:FedWeIT",
+    "ffa-lora": "pretrained.lora:FFALoRA",
+    "lora": "pretrained.lora:LoRA",
+    "lorm": "pretrained.lorm:LoRM",
+    "regmean": "pretrained.regmean:RegMean",
 }
 
 
@@ -160,14 +164,18 @@ PRESETS: dict[str, Preset] = {
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", "fedavg", "dbe"),
     "fedas": _preset("personalised heads on an aligned base, averaged by Fisher information", "fedas"),
     "fedl2p": _preset("personalised: learned rates and statistics for fine-tuning", "fedavg", "fedl2p"),
+    "lora": _preset("low-rank adapters of a frozen network, for every task, averaged", "fedavg", "lora"),
+    "ffa-lora": _preset("LoRA with one factor random and frozen, so that averaging is exact", "fedavg", "ffa-lora"),
+    "regmean": _preset("linear layers merged in least squares by the Gram matrices of their inputs", "regmean"),
+    "lorm": _preset("LoRA with one factor at a time, merged in closed form", "lorm"),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }
 # without FedGP: the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no
-# gradient to share; ablations stand alone
+# gradient to share; ablations stand alone; lorm trains other factors in every round
 _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
 _PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2p")
 _CLOSED = ("ridge", "ranpac")  # no gradients at all
-_WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4")
+_WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after
 

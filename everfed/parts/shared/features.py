@@ -28,6 +28,13 @@ def head_weight(layout: Layout) -> Entry:
     return matrices[-1]
 
 
+def head_entries(layout: Layout) -> list[Entry]:
+    """The head's weight (classes, features), and its bias (classes,) where it has one."""
+    weight = head_weight(layout)
+    owner = weight.name.rpartition(".")[0]
+    return [weight, *(entry for entry in network(layout) if entry.name == f"{owner}.bias")]
+
+
 def head(module: nn.Module) -> nn.Module:
     """The head itself."""
     return module.get_submodule(head_name(module).rpartition(".")[0])
