@@ -218,7 +218,7 @@ def test_personal_models_and_two_heads_are_refused(name: str) -> None:
     with pytest.raises(CompositionError, match=f"{name!r} needs the same features on every client; 'dbe'"):
         compose(*methods.build("feddbe").parts, part)
     with pytest.raises(CompositionError, match=f"one part at most may replace the head; got {name}, ridge"):
-        compose(methods.build("fedavg").parts[0], part, Ridge(adapt=True))
+        compose(methods.build("fedavg").parts[0], part, Ridge(train_first=True))
 
 
 @pytest.mark.parametrize("name", ["ccvr", "hgp"])

@@ -50,6 +50,7 @@ from everfed import (
 )
 from everfed.core import random
 from everfed.core.layout import Extras, registered
+from everfed.core.pieces import TrainsPieces
 from everfed.parts.features.statistics import (
     MOST_SAMPLES,
     ReplacesHead,
@@ -76,13 +77,13 @@ class Ridge(ReplacesHead):
     classifier: "ridge", or "means": the nearest class mean by cosine, from the same sums.
 
     exchange: sums are sent once at the end of a "task", or every "round" in which a client has new samples; the latter
-    needs no boundaries. adapt: in the first task the network is trained as the other parts say, and frozen at its end.
+    needs no boundaries. train_first: the first task trains the network as the other parts say; then it is frozen.
     sums: "fixed", whole numbers, or "float". bits: of a feature after the point."""
 
     penalty: float | None = None
     classifier: str = "ridge"
     exchange: str = "task"
-    adapt: bool = False
+    train_first: bool = False
     sums: str = "fixed"
     bits: int = 10
 
@@ -92,31 +93,38 @@ class Ridge(ReplacesHead):
         positive(self, "penalty")
         at_least(self, 0, "bits")
         one_of(self, classifier=("ridge", "means"), exchange=("task", "round"), sums=("fixed", "float"))
-        if self.adapt and self.exchange == "round":
-            raise ValueError("adapt must be false with exchange = 'round': features that still change cannot be summed")
+        if self.train_first and self.exchange == "round":
+            raise ValueError(
+                "train_first must be false with exchange = 'round': features still change in the first task"
+            )
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         super().check(parts, optimizer)
         after = parts[parts.index(self) + 1 :]
         for part in parts:
-            if not self.adapt and any(overrides(part, hook) for hook in (*_STEP_HOOKS, "update_model")):
+            if isinstance(part, TrainsPieces):
+                raise CompositionError(
+                    f"part {self.name!r} needs features that stay as they are; {part.name!r} changes the network with "
+                    "every task"
+                )
+            if not self.train_first and any(overrides(part, hook) for hook in (*_STEP_HOOKS, "update_model")):
                 raise CompositionError(
                     f"part {part.name!r} changes training, but {self.name!r} trains nothing; leave it out, or let the "
-                    f"first task be trained with method.{self.name}.adapt = true"
+                    f"first task be trained with method.{self.name}.train_first = true"
                 )
             if part in after and overrides(part, "dataset"):
                 raise CompositionError(f"part {part.name!r} adds samples to train on: it belongs before {self.name!r}")
         return ()
 
     def server_slots(self, ctx: Context) -> Tree:
-        if self.adapt and ctx.options.batchnorm == "local":
+        if self.train_first and ctx.options.batchnorm == "local":
             raise CompositionError(f"part {self.name!r} needs the same features on every client: batchnorm = 'mean'")
         return super().server_slots(ctx)
 
     # no training -----------------------------------------------------------------------------------------------------
     def dataset(self, client: State, data: Data, ctx: Context) -> Data:
         """Nothing to train on, but in a first task that adapts the network."""
-        return data if self.adapt and not ctx.current_task else data.take(np.zeros(0, dtype=np.int64))
+        return data if self.train_first and not ctx.current_task else data.take(np.zeros(0, dtype=np.int64))
 
     # the sums --------------------------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
