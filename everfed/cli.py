@@ -11,6 +11,7 @@ from everfed.commands.bench import bench
 from everfed.commands.compare import compare
 from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
+from everfed.commands.export import export
 from everfed.commands.federation import federation
 from everfed.commands.join import join
 from everfed.commands.listing import listing
@@ -48,7 +49,22 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (run, resume, compare, sweep, reproduce, record, demo, report, samples, ui, bench, near_optimality, doctor)
+COMMANDS = (
+    run,
+    resume,
+    compare,
+    sweep,
+    reproduce,
+    record,
+    demo,
+    report,
+    samples,
+    export,
+    ui,
+    bench,
+    near_optimality,
+    doctor,
+)
 FEDERATION = (serve, join)
 for command in (*COMMANDS, *FEDERATION):
     app.command()(command)
