@@ -16,6 +16,7 @@ from everfed.core.data import Data, DataCache
 from everfed.core.stream import digest_of
 from everfed.data import transforms
 from everfed.data.errors import PartitionError
+from everfed.data.lazy import Samples
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
 from everfed.streams.draws import generator
@@ -129,7 +130,8 @@ class IncrementalStream(PlannedStream):
 
     def identity(self) -> str:
         source = self.source
-        tensors = (source.x_train, source.y_train, source.x_test, source.y_test)
+        x = (part.probe() if isinstance(part, Samples) else part for part in (source.x_train, source.x_test))
+        tensors = (*x, source.y_train, source.y_test)
         return digest_of(json.dumps([self.scenario, asdict(self.options)], sort_keys=True, default=str), *tensors)
 
     def describe(self) -> dict[str, Any]:
@@ -178,10 +180,12 @@ class IncrementalStream(PlannedStream):
             x, y, rows = self.source.x_train, self._y_train, self._rows.validation
         return self._materialise(x, y, self._pool(rows, y, task), task)
 
-    def _materialise(self, x: Tensor, y: np.ndarray, rows: np.ndarray, task: int) -> Data:
-        samples = x[torch.from_numpy(rows).to(x.device)]
-        labels = torch.from_numpy(y[rows]).to(x.device)
-        return Data(self.view(samples, task), labels, rows + task * len(x))
+    def _materialise(self, x: Tensor | Samples, y: np.ndarray, rows: np.ndarray, task: int) -> Data:
+        labels, ids = torch.from_numpy(y[rows]).to(x.device), rows + task * len(x)
+        if isinstance(x, Samples):
+            seen = f"{self.scenario} {self.seed} {self.facts()} task {task}"
+            return Data(x.mapped(rows, lambda some: self.view(some, task), seen), labels, ids)
+        return Data(self.view(x[torch.from_numpy(rows).to(x.device)], task), labels, ids)
 
     def _report(self, division: int) -> dict[str, Any]:
         pool = self._pool(self._rows.train, self._y_train, division)
@@ -200,11 +204,15 @@ def _formatted(source: Source, options: Options) -> Source:
     channels = options.channels or source.x_train.shape[1]
     size = options.image_size or source.x_train.shape[2]
     try:
-        x_train, x_test = (transforms.to_format(x, channels, size) for x in (source.x_train, source.x_test))
+        x_train, x_test = (_with_format(x, channels, size) for x in (source.x_train, source.x_test))
     except ValueError as problem:
         raise OptionError("channels", str(problem)) from problem
     fields = {**vars(source), "x_train": x_train, "x_test": x_test}
     return Source(**fields)
+
+
+def _with_format(x: Tensor | Samples, channels: int, size: int) -> Any:
+    return x.formatted(channels, size) if isinstance(x, Samples) else transforms.to_format(x, channels, size)
 
 
 def _usual_normalisation(source: Source) -> str:
