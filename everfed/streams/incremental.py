@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from everfed.core.data import Data, DataCache
 from everfed.core.stream import digest_of
 from everfed.data import transforms
+from everfed.data.augment import described
 from everfed.data.errors import PartitionError
 from everfed.data.lazy import Samples
 from everfed.data.partition import partition, who_got_what
@@ -70,6 +71,8 @@ class IncrementalStream(PlannedStream):
         self.source, self.classes, self.input_shape = source, source.classes, tuple(source.x_train.shape[1:])
         self.class_names = source.class_names
         self.name = f"{source.name}-{self.scenario}"
+        if self._chain is not None:
+            self.colour_draws = self._chain.colour_draws
         self.normalise = options.normalise or _usual_normalisation(source)
         self._mean, self._std = _constants(self.normalise, source)
         self._rows = choose_rows(source, self.seed, self.scale, options.validation, options.max_train, options.max_test)
@@ -132,7 +135,7 @@ class IncrementalStream(PlannedStream):
         source = self.source
         x = (part.probe() if isinstance(part, Samples) else part for part in (source.x_train, source.x_test))
         tensors = (*x, source.y_train, source.y_test)
-        return digest_of(json.dumps([self.scenario, asdict(self.options)], sort_keys=True, default=str), *tensors)
+        return digest_of(json.dumps([self.scenario, _plain(vars(self.options))], sort_keys=True), *tensors)
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, the sizes, and the classes of every client in every division."""
@@ -230,7 +233,7 @@ def _constants(normalise: str | Mapping[str, Any], source: Source) -> tuple[tupl
     return mean, std
 
 
-def _check_augment(augment: str, source: Source) -> None:
+def _check_augment(augment: Any, source: Source) -> None:
     if augment != "none" and source.x_train.dim() != 4:
         raise OptionError("augment", f"{augment!r} needs images; these samples are {tuple(source.x_train.shape[1:])}")
 
@@ -239,4 +242,6 @@ def _plain(value: Any) -> Any:
     """The same value in dicts and lists only, as JSON has them."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
+    if callable(value):
+        return described(value)
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -191,7 +191,7 @@ from everfed.streams import from_datasets
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
 made = [Files([folder / f"{n % 500}.png" for n in range(c)], [n % 4 for n in range(c)]) for c in (count, 400)]
 stream = from_datasets(*made, scenario="class-incremental", tasks=2, clients=40, rounds_per_task=1, image_size=64)
-table = {"model": {"kind": "small-cnn"}, "method": {"name": "fedavg"}, "engine": {"kind": "eager", "device": "cpu"}}
+table = {"model": {"kind": "mlp", "hidden": [16]}, "method": {"name": "fedavg"}, "engine": {"kind": "eager", "device": "cpu"}}
 result = everfed.run(table, folder / f"run-{count}", stream=stream)
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 print(json.dumps({"samples": result.data["cost"]["samples"], "peak": int(status["VmHWM"].split()[0]),
@@ -200,6 +200,7 @@ print(json.dumps({"samples": result.data["cost"]["samples"], "peak": int(status[
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
     """2,000 and 20,000 images of 64 pixels: 24 and 246 MB decoded, of which a client sees a 40th. None of it stays."""
