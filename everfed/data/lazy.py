@@ -23,7 +23,8 @@ from everfed.data.hub import label_column, sample_column
 from everfed.data.source import Source, numbered_labels, storage_form, storage_labels
 from everfed.store.files import digest, make_folder
 
-CHUNK = 256  # samples decoded at once
+CHUNK = 64  # samples decoded at once
+MAPPED_BYTES = 32 * 2**20  # of samples that a stream keeps mapped; the others are mapped again on demand
 PROBED = 32  # samples whose content identifies a set, with its labels
 TARGETS = ("targets", "labels", "_labels")  # attributes of torchvision's sets
 
@@ -50,6 +51,7 @@ class Samples:
     ) -> None:
         self._read, self._count, self._channels, self._size = read, count, channels, size
         self.folder, self.name, self.workers = folder, name, workers
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
         if count == 0:
             raise DataError(f"{name} is empty")
         first = self._decoded(0)
@@ -70,8 +72,12 @@ class Samples:
         """The samples at `rows` (k,), decoded now."""
         if len(rows) == 0:
             return torch.zeros((0, *self.shape[1:]), dtype=self.dtype)
-        with ThreadPoolExecutor(max(1, self.workers)) as pool:
-            return torch.stack(list(pool.map(self._checked, rows.tolist())))
+        if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
+            self._pool = (os.getpid(), ThreadPoolExecutor(max(1, self.workers)))
+        found = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        for place, sample in enumerate(self._pool[1].map(self._checked, rows.tolist())):
+            found[place] = sample
+        return found
 
     def mapped(self, rows: np.ndarray, view: Callable[[Tensor], Tensor], key: str) -> Tensor:
         """view(the samples at `rows`) as a memory-mapped tensor. key: names the view; the file is written once, and

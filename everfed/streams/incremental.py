@@ -17,7 +17,7 @@ from everfed.core.stream import digest_of
 from everfed.data import transforms
 from everfed.data.augment import described
 from everfed.data.errors import PartitionError
-from everfed.data.lazy import Samples
+from everfed.data.lazy import MAPPED_BYTES, Samples
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
 from everfed.streams.draws import generator
@@ -62,7 +62,7 @@ class IncrementalStream(PlannedStream):
         # all divisions are drawn here, so that one that cannot be drawn is refused before training
         self._divisions = {d: self._divide(d) for d in {self.division_of(t) for t in range(options.tasks)}}
         self._check_tests()
-        self._cache = DataCache(CACHE_BYTES)
+        self._cache = DataCache(MAPPED_BYTES if isinstance(source.x_train, Samples) else CACHE_BYTES)
 
     def _use(self, source: Source) -> None:
         """Set the attributes that depend on the source; raises OptionError for options that do not fit it."""
