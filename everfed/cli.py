@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ from everfed.commands.doctor import doctor
 from everfed.commands.export import export
 from everfed.commands.federation import federation
 from everfed.commands.join import join
+from everfed.commands.leaderboard import leaderboard
 from everfed.commands.listing import listing
 from everfed.commands.near_optimality import near_optimality
 from everfed.commands.record import record
@@ -50,20 +53,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    run,
-    resume,
-    compare,
-    sweep,
-    reproduce,
-    record,
-    demo,
-    report,
-    samples,
-    export,
-    ui,
-    bench,
-    near_optimality,
-    doctor,
+    *(run, resume, compare, sweep, reproduce, record, leaderboard),
+    *(demo, report, samples, export, ui, bench, near_optimality, doctor),
 )
 FEDERATION = (serve, join)
 for command in (*COMMANDS, *FEDERATION):
@@ -104,5 +95,9 @@ def everfed(
 
 
 def main() -> None:
-    """The console entry."""
-    app(prog_name="everfed")
+    """The console entry. Of the processes that torchrun starts, the first prints results; all may print errors."""
+    if os.environ.get("RANK", "0") == "0":
+        app(prog_name="everfed")
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        app(prog_name="everfed")

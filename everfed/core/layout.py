@@ -167,6 +167,14 @@ class KeepsLayers(Protocol):
         """Does this parameter of the network stay on the client?"""
 
 
+@runtime_checkable
+class AdaptsNetwork(Protocol):
+    """A part that changes the network before the run: layers with further parameters, frozen weights."""
+
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+        """Change `module` in place, the same way in every process; ctx.facts.layout is the network's before it."""
+
+
 def registered(part: str, name: str, personal: bool) -> str:
     """The name under which a module lists a parameter that a part added."""
     return EXTRAS + f"{_scope(personal)}/{part}/{name}".replace(".", "_")
@@ -203,7 +211,12 @@ class Extras(nn.Module):
 
 
 def attach(module: nn.Module, parts: Iterable[Any], ctx: Context) -> nn.Module:
-    """Register the extra parameters of `parts` on `module`; a module whose method adds none is returned as it is."""
+    """Let `parts` adapt `module` and register their extra parameters on it; a module whose method does neither is
+    returned as it is."""
+    parts = list(parts)
+    for part in parts:
+        if isinstance(part, AdaptsNetwork):
+            part.adapt_network(module, ctx)
     extras = Extras()
     for part in parts:
         personal = part.personal_parameters(ctx) if isinstance(part, KeepsParameters) else {}

@@ -208,7 +208,7 @@ _VISIBLE = frozenset(
     {
         "name", "clients", "tasks", "rounds", "classes", "input_shape", "score", "boundaries", "task_ids",
         "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "augment_samples",
-        "colour_draws", "capturable", "loss", "measure", "measure_all", "also",
+        "asynchronous", "colour_draws", "capturable", "loss", "measure", "measure_all", "also",
     }
 )  # fmt: skip
 _OF_TASKS = frozenset({"tasks", "labels", "labels_of"})  # hidden with the tasks

@@ -161,7 +161,6 @@ class Workspace:
         job, replica = self.job, self.trainer.replica
         replica.load(job.model)
         replica.generator.manual_seed(job.seed)
-        replica.module.train()
         for name, slots in self.state.items():
             _fill(slots, job.state[name])
         for name, tensor in self.moments.items():
@@ -182,6 +181,7 @@ class Workspace:
         """Captures at whatever step the shape first appears; what that costs the client's progress is put back."""
         lengths = {part: {name: int(t.lengths[index]) for name, t in own.items()} for part, own in plans.items()}
         saved = self._snapshot()
+        self.trainer.replica.module.train()  # the mode is part of what is captured
         graph = self.trainer.capture(lambda: self._body(lengths), lambda: self._restore(saved))
         self._restore(saved)
         self.graphs[key] = graph

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from everfed.core import random
+from everfed.models import lora
 from everfed.models.acgan import ACGANCNN
-from everfed.models.cnn import MLP, McMahanCNN, SmallCNN, TwoConvCNN
+from everfed.models.cnn import MLP, Conv4, McMahanCNN, SmallCNN, TwoConvCNN
 from everfed.models.deep_head import ResNet18Deep, SConvNet
 from everfed.models.pretrained import (
     HF,
@@ -30,6 +31,7 @@ from everfed.models.pretrained import (
 from everfed.models.resnet import ResNet18, ResNet18ImageNet
 from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
+from everfed.models.vit import ViT
 from everfed.models.yolo import MicroYOLO, TinyYOLO
 from everfed.naming import load_object
 
@@ -51,7 +53,9 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "small-cnn": (SmallCNN, "the 21,840-parameter CNN of FedGP's code; option dropout = 0.5"),
     "mcmahan-cnn": (McMahanCNN, "the 1,663,370-parameter CNN of the FedAvg paper"),
     "two-conv-cnn": (TwoConvCNN, "the two-convolution CNN of STAMP's code, 924,708 parameters on CIFAR-100"),
+    "conv-4": (Conv4, "four 3x3 convolutions with BatchNorm, 138,788 parameters on CIFAR-100; option width = 64"),
     "swin-t": (SwinT, "Swin-T from random weights; needs the package transformers"),
+    "vit": (ViT, "a small Vision Transformer; options patch = 4, width = 192, depth = 6, heads = 3, image = 0"),
     "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
     "tiny-yolo": (TinyYOLO, "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
     "micro-yolo": (MicroYOLO, "a small detector for CPUs, 64,890 parameters with 5 classes; option anchors = 5"),
@@ -62,7 +66,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "resnet18-imagenet": (ResNet18ImageNet, "ResNet-18 as published, with a 7x7 stem and a max-pool for large images"),
 }
 INITS = ("torch", "he-fan-out")
-COMMON = ("init", "weights", "trainable")  # options of every kind
+COMMON = ("init", "weights", "trainable", "lora")  # options of every kind
 
 
 def build(
@@ -80,7 +84,8 @@ def build(
     kind: a name of MODELS, `timm:NAME`, `hf:FOLDER`, or `package.module:Name`, called with (input_shape, classes,
     **options); a network itself is copied, with its weights. Every kind takes, unless it has an option of that name:
     `init`: "torch", the layers' own initialisation, or "he-fan-out" (`draw_he`); `weights`: a safetensors file, or a
-    folder with one, absolute or below `data_folder`; `trainable`: patterns of the parameters that train.
+    folder with one, absolute or below `data_folder`; `trainable`: patterns of the parameters that train; `lora`: a
+    table that freezes the network but for its head and low-rank factors (`everfed.models.lora.add`).
     rebuilding: builds a network again without the files it was loaded from (`pretrained.Rebuilds`); its weights are the
     caller's to load.
     """
@@ -107,8 +112,19 @@ def build(
     patterns = ours.get("trainable")
     if patterns is not None:
         freeze(module, patterns)
+    if "lora" in ours:
+        _add_lora(module, ours["lora"], seed)
     constant_norms(module, patterns)
     return module.to(memory_format=torch.channels_last) if channels_last else module  # type: ignore[call-overload]
+
+
+def _add_lora(module: nn.Module, options: Any, seed: int) -> None:
+    if not isinstance(options, Mapping):
+        raise ModelError(f"model.lora must be a table such as {{ rank = 8 }}; got {options!r}")
+    try:
+        lora.add(module, options, seed)
+    except ValueError as error:
+        raise ModelError(f"model.{error}") from error
 
 
 def draw_he(module: nn.Module) -> None:
@@ -120,10 +136,10 @@ def draw_he(module: nn.Module) -> None:
 
 
 def _takes(factory: Callable[..., nn.Module], option: str) -> bool:
-    """Is it an option of the factory's own? One with **options takes every other, too, but weights and trainable."""
+    """Is it an option of the factory's own? One with **options takes every other, too, but those of `build`."""
     parameters = inspect.signature(factory).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return option in list(parameters)[2:] or (open_ended and option not in ("weights", "trainable"))
+    return option in list(parameters)[2:] or (open_ended and option not in COMMON[1:])
 
 
 def _check_common(options: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ from everfed import (
     overrides,
     refuse_personal,
 )
+from everfed.core.pieces import only_trained
 from everfed.parts.memory import buffer as memory
 from everfed.parts.project.projection import check_finite, project, squared_norm
 
@@ -81,7 +82,8 @@ class FedGP(Part):
         chosen = ctx.rng("reference").permutation(filled)[: self.samples or filled]
         rows = torch.from_numpy(chosen).to(own["x"].device)
         x, y = own["x"].index_select(0, rows), own["y"].index_select(0, rows)
-        return None, {"gradient": ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")}
+        gradient = ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")
+        return None, {"gradient": only_trained(gradient, message)}
 
     def _keep(self, server: State, reduced: Tree, ctx: Context) -> Tree:
         """The reference of the next round; none when all buffers were empty."""
