@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from everfed.core.stream import Stream
+from everfed.data.encoders import is_of_texts, make_image_encoder
+from everfed.data.features import encoded_images
 from everfed.data.lazy import lazy_source
 from everfed.data.partition import FLWR_PREFIX, KINDS
 from everfed.data.source import Source, make_source
-from everfed.data.sources import TextOptions, load
+from everfed.data.sources import TextOptions, data_folder, load
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
 from everfed.streams.driving import Driving
@@ -83,9 +86,13 @@ def build(
 
 def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
     source = load(dataset, data_dir, TextOptions(common.encoder, common.max_train, common.max_test))
-    if common.encoder is not None and not source.encoder:
+    if common.encoder is None or source.encoder:
+        return source
+    if is_of_texts(common.encoder):
         raise OptionError("encoder", f"{source.name} has no texts; leave it out")
-    return source
+    if source.x_train.dtype != torch.uint8:
+        raise OptionError("encoder", f"{source.name} has neither texts nor images; leave it out")
+    return encoded_images(source, make_image_encoder(common.encoder, data_folder(data_dir)))
 
 
 def from_arrays(
