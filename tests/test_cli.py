@@ -615,7 +615,7 @@ def test_folder_names_hold_any_setting_and_stay_apart() -> None:
 
 
 def test_demo_prints_the_table_and_writes_the_report() -> None:
-    text = done("demo", "--scale", "0.1")
+    text = done("demo", "--scale", "0.01")
     assert "report: runs/demo/report.html" in text
     for method in ("fedavg", "der", "fedgp+der"):
         assert f"| {method} " in text
