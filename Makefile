@@ -16,7 +16,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install demo test slow gpu newest mutants times skips lint docs clean
+.PHONY: help install demo test slow gpu newest mutants times skips lint docs pictures clean
 
 help:
 	@echo "make demo     install, run the main job on embedded data, print the table, write the report"
@@ -29,9 +29,10 @@ help:
 	@echo "make skips    list every reason for which a test may be skipped: what to install or to set"
 	@echo "make lint     install, ruff check, ruff format --check, mypy"
 	@echo "make docs     install, build the documentation into site/"
+	@echo "make pictures take the documentation's pictures again (needs chromium)"
 	@echo "make install  create $(VENV) and install everfed with what the demo needs"
 	@echo "make clean    remove $(VENV), site/ and the caches"
-	@echo "PYTHON=...    which Python 3.11 or 3.12 to create $(VENV) with (now: $(PYTHON))"
+	@echo "PYTHON=...    which Python 3.11 to 3.13 to create $(VENV) with (now: $(PYTHON))"
 
 install: $(RUN_STAMP)
 
@@ -72,6 +73,9 @@ lint: $(DEV_STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict --site-dir site
 
+pictures: $(DEV_STAMP)
+	$(BIN)/python docs/pictures.py
+
 clean:
 	rm -rf $(VENV) .venv-newest .cpu-times site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -79,8 +83,8 @@ clean:
 # torch comes first and alone: with it in place no later requirement makes pip fetch another, larger build.
 # hatchling comes from the constraints too, hence no isolated build of everfed below.
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null || { \
-	  echo "everfed needs Python 3.11 or 3.12, but '$(PYTHON) --version' says '$$($(PYTHON) --version 2>&1 | tail -n 1)': name another with make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+	  echo "everfed needs Python 3.11, 3.12 or 3.13, but '$(PYTHON) --version' says '$$($(PYTHON) --version 2>&1 | tail -n 1)': name another with make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-torch: constraints.txt | $(BIN)/python

@@ -26,7 +26,7 @@ _USERS = frozenset(
     {
         "everfed.data.errors.DataError",
         "everfed.data.errors.PartitionError",
-        "everfed.models.ModelError",
+        "everfed.models.pretrained.ModelError",
         "everfed.naming.NameProblem",
         "everfed.streams.options.OptionError",
     }
@@ -37,7 +37,7 @@ _FAULTS = frozenset(
         "everfed.core.events.Diverged",
         "everfed.parts.aggregate.robust.TooFewReplies",
         "everfed.privacy.differential.BudgetSpent",
-        "everfed.privacy.secure_engine.TooFewClients",
+        "everfed.privacy.secure_sum.TooFewClients",
     }
 )
 

@@ -117,6 +117,28 @@ def test_links_outside_the_site_lead_somewhere(page: str) -> None:
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "methods").glob("*.md")), ids=lambda page: page.stem)
+def test_a_method_s_page_says_in_its_first_line_when_to_use_it(page: Path) -> None:
+    if page.stem != "index":
+        heading, blank, first, *_ = page.read_text().splitlines()
+        assert heading.startswith("# ") and blank == "", page.name
+        assert re.match(r"Use (it|them) (when|whenever|as|beside|instead of) .*\.$", first), first
+
+
+def test_every_method_stands_under_one_family_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^          - .*: methods/(.*)\.md$", text, re.M)  # two levels below "Methods"
+    pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} - {"index"}
+    assert sorted(listed) == sorted(pages)
+
+
+def test_the_first_screen_of_the_readme_has_pictures_that_are_small_files() -> None:
+    first = "\n".join((ROOT / "README.md").read_text().splitlines()[:16])
+    shown = re.findall(r"!\[[^\]]+\]\((docs/images/[\w.-]+)\)", first)
+    assert [Path(name).name for name in shown] == ["result.png", "report.png", "dashboard.png", "round.svg"]
+    assert all((ROOT / name).stat().st_size < 200_000 for name in shown)
+
+
 # the tutorial ----------------------------------------------------------------------------------------------------
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 import socket
 import ssl
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.client import HTTPSConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,3 +94,32 @@ def ask(
 
 def flower(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
+
+
+def signature(secret: Path, age: float = 0.0) -> dict[str, str]:
+    """The headers by which a SuperNode signs a call, with a clock that is `age` seconds behind. Flower signs the time
+    alone."""
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+
+    private: Any = load_ssh_private_key(secret.read_bytes(), None)
+    moment = (datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age)).isoformat()
+    return {
+        "flwr-public-key": b64encode(public_key_to_bytes(private.public_key())).decode(),
+        "flwr-timestamp": moment,
+        "flwr-signature": b64encode(sign_message(private, moment.encode())).decode(),
+    }
+
+
+@dataclass(frozen=True)
+class Signing:
+    """Signs calls as a SuperNode does."""
+
+    secret: Path
+    age: float = 0.0
+
+    def intercept(self, context: Any, call_next: Any) -> Any:
+        from flwr.supercore.interceptors.http.utils import add_headers
+
+        add_headers(context.request, signature(self.secret, self.age))
+        return call_next(context)

@@ -1,4 +1,4 @@
-"""Real processes: an app that announces its reply and dies before it sends it holds up nobody but itself."""
+"""Real processes: a SuperNode that announces its reply and dies before it sends it delays only its own client."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from tests.federation.field import Field, Site, events, field
 pytestmark = [pytest.mark.federation, pytest.mark.slow]
 DYING = """
 import os
-from flwr.supernode.runtime import run_clientapp as app
-from everfed.federation.flower import executor
+from everfed.federation.flower import supernode
 
-app.push_objects = lambda *values, **named: os._exit(1)  # the reply is announced by then
-executor.main()
+
+class Dying(supernode.SuperNode):
+    def _send(self, reply, seconds):
+        if not reply.has_content() or reply.content["header"]["kind"] != "hello":
+            supernode.push_objects = lambda *values, **named: os._exit(1)  # the reply is announced by then
+        super()._send(reply, seconds)
+
+
+supernode.SuperNode = Dying
+supernode.main()
 """
 
 
 def dying(site: Site) -> None:
-    """From now on this client's apps die in the middle of a reply."""
-    child = site.child("executor")
+    """From now on this client's SuperNode dies in the middle of every reply to the server's requests."""
+    child = site.child("supernode")
     child.command = [sys.executable, "-c", DYING, *list(child.command)[3:]]
-    site.kill("executor")
+    site.kill("supernode")
 
 
 def test_a_deadline_holds_whatever_one_client_does(tmp_path: Path) -> None:
@@ -47,4 +54,4 @@ def _serve(made: Field) -> None:
             begun.append(event)
             dying(made.sites[2])
 
-    made.serve(made.recipe("federation.deadline=15.0"), "run", observe)
+    made.serve(made.recipe("federation.deadline=25.0"), "run", observe)

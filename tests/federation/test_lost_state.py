@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,10 @@ import pytest
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
 from everfed.federation.joining import END, RESTART, Joining, join
-from everfed.federation.local import socket_path
+from everfed.federation.local import answers, call_worker, control_socket, socket_path
+from everfed.federation.packet import PROTOCOL, Packet
+from everfed.federation.request import HELLO
+from everfed.federation.superlink import Settings, running
 from everfed.federation.watch import FolderWatch, StateLost
 from tests.federation.field import free_port, until
 from tests.support.waiting import HANG
@@ -106,6 +110,36 @@ def test_a_worker_of_its_own_ends_with_a_code_that_says_so(tmp_path: Path) -> No
     shutil.rmtree(folder)
     _, said = process.communicate(timeout=HANG)
     assert process.returncode == 3 and b"its state is lost" in said
+
+
+def test_a_worker_whose_socket_is_removed_listens_again(tmp_path: Path) -> None:
+    """As by a program that cleans up a folder of temporary files; before, the client failed until it was restarted."""
+    folder = tmp_path / "state"
+    command = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", "a"]
+    process = subprocess.Popen(command)
+    try:
+        until(lambda: socket_path(folder).exists(), 120.0, "for the worker")
+        socket_path(folder).unlink()
+        hello = Packet({"protocol": PROTOCOL, "kind": HELLO})
+        assert call_worker(str(socket_path(folder)), hello, patience=60.0).text("name") == "a"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.federation
+@pytest.mark.timeout(300)
+def test_a_superlink_whose_socket_is_removed_is_restarted(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = Settings("127.0.0.1", free_port(), tmp_path / "link")
+    with running(settings, said.append):
+        first = (tmp_path / "link" / "superlink.pid").read_text()
+        until(lambda: control_socket(settings.port).exists())
+        threading.Event().wait(1.0)  # until it was seen there
+        control_socket(settings.port).unlink()
+        until(lambda: answers(control_socket(settings.port)))
+        assert (tmp_path / "link" / "superlink.pid").read_text() != first
+    assert any("was removed; the SuperLink is restarted" in line for line in said)
 
 
 def test_a_watch_sees_what_is_removed_or_replaced_and_nothing_else(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from everfed.federation import certificates
-from tests.federation.secured import ask, flower, free_port, listens, needs_nginx, process, proxied, wait
+from tests.federation.secured import Signing, ask, flower, free_port, listens, needs_nginx, process, proxied, wait
 
 pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 pytestmark = [pytest.mark.slow, pytest.mark.federation, needs_nginx]
@@ -170,31 +170,6 @@ def test_the_fleet_answers_no_call_without_a_signature(site: Site, signed: dict[
     for call in ("pull-messages", "push-messages", "activate-node", "get-run", "pull-object"):
         status, _ = ask(site.outside, f"/v1/fleet/{call}", site.pki / certificates.CA, headers=headers)
         assert status == 401, call
-
-
-@dataclass(frozen=True)
-class Signing:
-    """Signs calls as a SuperNode does, with a clock that is `age` seconds behind. Flower signs the time alone."""
-
-    secret: Path
-    age: float = 0.0
-
-    def intercept(self, context: Any, call_next: Any) -> Any:
-        from base64 import b64encode
-
-        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-        from flwr.supercore.interceptors.http.utils import add_headers
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
-
-        private: Any = load_ssh_private_key(self.secret.read_bytes(), None)
-        moment = (datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=self.age)).isoformat()
-        signed = {
-            "flwr-public-key": b64encode(public_key_to_bytes(private.public_key())).decode(),
-            "flwr-timestamp": moment,
-            "flwr-signature": b64encode(sign_message(private, moment.encode())).decode(),
-        }
-        add_headers(context.request, signed)
-        return call_next(context)
 
 
 @contextmanager

@@ -40,12 +40,14 @@ def on_ranks(ranks: int, words: list[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "everfed", *words]
 
 
-def run_ranks(ranks: int, words: list[str]) -> None:
+def run_ranks(ranks: int, words: list[str]) -> str:
+    """What it prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         on_ranks(ranks, words), capture_output=True, text=True, timeout=HANG, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def run_eager(out: Path, method: str, *more: str) -> Path:
@@ -78,7 +80,8 @@ def logits(folder: Path) -> Tensor:
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     eager, out = run_eager(tmp_path / "eager", "fedgp+der"), tmp_path / "run"
-    run_ranks(2, arguments(out, "fedgp+der", "ranks"))
+    printed = run_ranks(2, arguments(out, "fedgp+der", "ranks"))
+    assert printed.count("run folder:") == 1  # a rank that follows prints nothing
     same(out, eager)
     assert logits(out).std() > 0.1  # so that the comparison says something
     assert everfed.load(out).recipe.engine.kind == "ranks"  # though here are no ranks to run it on
