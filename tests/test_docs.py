@@ -148,9 +148,9 @@ def file_of(block: Block) -> str:
     return found[-1] if found else ""
 
 
-@pytest.mark.parametrize("scale", ["0.1", pytest.param("", marks=pytest.mark.slow)], ids=["small", "as written"])
+@pytest.mark.parametrize("scale", ["0.01", pytest.param("", marks=pytest.mark.slow)], ids=["small", "as written"])
 def test_the_tutorial_works_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: str) -> None:
-    """By default with a tenth of the work of every run, which changes no command otherwise."""
+    """By default with a hundredth of the work of every run, which changes no command otherwise."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for block in blocks((ROOT / "docs/tutorial.md").read_text()):
