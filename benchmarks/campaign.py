@@ -147,7 +147,7 @@ def _kind(event: dict[str, Any]) -> str:
 
 
 def outsiders(folder: Path, rng: random.Random, share: float) -> dict[str, Any]:
-    with federation(folder, 2, max(2, round(50 * share)), keyed=True) as fed:
+    with federation(folder, 2, max(2, round(40 * share)), keyed=True) as fed:
         make_authority(folder / "other")
         make_client(folder / "other", "stranger")
         (folder / "pki" / "secrets" / "stranger").write_bytes((folder / "other" / "secrets" / "stranger").read_bytes())
@@ -157,7 +157,7 @@ def outsiders(folder: Path, rng: random.Random, share: float) -> dict[str, Any]:
         with ThreadPoolExecutor(4) as threads:
             answers = list(threads.map(lambda one: "" if fed.over() else one.send(), chosen))
         sent = [(one, answer) for one, answer in zip(chosen, answers, strict=True) if answer]
-        done = finished(fed, 300)
+        done = finished(fed, 900)
         return {
             "requests": len(sent),
             "planned": len(planned),
