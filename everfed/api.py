@@ -13,13 +13,15 @@ from everfed.recipe.objects import named
 from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
-    from torch import nn
+    import numpy as np
+    from torch import Tensor, nn
 
     from everfed.core.stream import Stream
+    from everfed.session.handover import Description
 
 Observer = Callable[[dict[str, Any]], None]
 CHECKPOINT_EVERY = 5.0
-IN_PYTHON = "python:"  # what stream.dataset begins with in the recipe of a run on a stream made in Python
+IN_PYTHON = "python:"  # what stream.dataset or model.kind begins with where the stream or the network is an object
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,36 @@ class Result:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A finished run with its trained model, in eval mode."""
+    """A finished run with its trained model, in eval mode. description: what the model's file says of its inputs and
+    classes (`everfed.session.handover.Description`)."""
 
     model: nn.Module
     result: dict[str, Any]
     recipe: Recipe
+    description: Description
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.description.class_names
+
+    def outputs(self, samples: Any, batch_size: int = 256) -> Tensor:
+        """(n, ...) outputs of the network, logits for a classifier. samples: as the run's own: images of 0 to 255 in
+        any usual layout, a list of images, features or tokens. They are resized and normalised as in the run."""
+        import torch
+
+        from everfed.session import handover
+
+        held = handover.as_samples(self.description, samples)
+        with torch.no_grad():
+            parts = [self.model(handover.normalised(self.description, part)) for part in held.split(batch_size)]
+        return torch.cat(parts)
+
+    def predict(self, samples: Any, batch_size: int = 256) -> np.ndarray:
+        """(n,) the most likely class of every sample, as a number; `class_names` has the names."""
+        if self.description.score != "accuracy":
+            raise RunError(f"predict is for classifiers; this run is scored by {self.description.score}: use `outputs`")
+        found: np.ndarray = self.outputs(samples, batch_size).argmax(1).numpy()
+        return found
 
 
 def default_folder(recipe: Recipe) -> Path:
@@ -71,9 +98,12 @@ def run(
 
     A dict may hold classes and parts themselves: {"model": {"kind": Net}, "method": {"parts": ["fedavg", Clip(0.5)]}}.
     The run folder has them by name, `package.module:Name`, so they must stand at the top level of a module.
+    model.kind may be a network, too, with the weights it has: {"model": {"kind": net}}. `resume` and `load` of such a
+    run need a network of the same class again (model=net).
     stream: a stream of your own (from `everfed.streams.from_arrays`, say) instead of the recipe's; such a run cannot be
     resumed from the command line, only with `resume(folder, stream=...)`.
     """
+    recipe, model = _without_object(recipe)
     recipe = _as_recipe(recipe) if stream is None else _fitted(_as_recipe(recipe), stream, scale)
     path = Path(out) if out is not None else default_folder(recipe)
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
@@ -81,7 +111,7 @@ def run(
     with RunFolder.new(path, to_toml(recipe), settings, recipe.engine.leads) as folder:
         from everfed.session import assemble, execute
 
-        assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream)
+        assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream, model)
         return Result(path, execute(assembly, folder, observers, checkpoint_every))
 
 
@@ -89,10 +119,12 @@ def resume(
     folder: str | Path,
     *,
     stream: Stream | None = None,
+    model: nn.Module | None = None,
     observers: Sequence[Observer] = (),
     checkpoint_every: float = CHECKPOINT_EVERY,
 ) -> Result:
-    """Go on with a run from its newest checkpoint. A finished run is returned as it is."""
+    """Go on with a run from its newest checkpoint. A finished run is returned as it is. stream, model: those that the
+    run was started with, where they are objects."""
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
     if data is None and opened.read_settings().get("federated"):
@@ -105,24 +137,41 @@ def resume(
             if data is None:
                 from everfed.session import execute
 
-                data = execute(reassemble(opened, stream), opened, observers, checkpoint_every)
+                data = execute(reassemble(opened, stream, model=model), opened, observers, checkpoint_every)
     return Result(opened.path, data)
 
 
-def load(folder: str | Path, *, stream: Stream | None = None) -> LoadedRun:
-    """The trained model and the results of a finished run."""
-    from everfed.session import load_module
+def load(
+    folder: str | Path, *, stream: Stream | None = None, model: nn.Module | None = None, client: int | None = None
+) -> LoadedRun:
+    """The trained model and the results of a finished run; its data is not needed.
+
+    stream: the run's, where it was made in Python; checked, not used. model: a network of the same class, where the run
+    began with an object. client: the personal model of this client of a simulation instead (needs the run's data).
+    """
+    from everfed.session import handover
 
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
     if data is None:
         raise RunError(f"{folder} is not finished; go on with `everfed resume {folder}`")
-    assembly = reassemble(opened, stream)
-    return LoadedRun(load_module(opened, assembly), data, assembly.recipe)
+    recipe = read(opened.recipe)
+    if stream is not None:
+        _require_same_stream(opened, recipe, stream)
+    description = handover.read_description(opened.model)
+    if client is not None or description is None:  # None: of an earlier version
+        assembly = reassemble(opened, stream, on_cpu=True, model=model)
+        description = handover.describe(assembly, assembly.build_module())
+        return LoadedRun(handover.client_model(opened, assembly, client), data, recipe, description)
+    return LoadedRun(handover.load(opened.model, description, model), data, recipe, description)
 
 
 def reassemble(
-    folder: RunFolder, stream: Stream | None = None, data_dir: str | Path | None = None, on_cpu: bool = False
+    folder: RunFolder,
+    stream: Stream | None = None,
+    data_dir: str | Path | None = None,
+    on_cpu: bool = False,
+    model: nn.Module | None = None,
 ) -> Any:
     """The pieces of a run that is there already (`everfed.session.Assembly`); vectors keep the order they were made in,
     whatever this machine prefers. data_dir: instead of the run's. on_cpu: to look at, not to go on with it."""
@@ -134,11 +183,38 @@ def reassemble(
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})
     if settings.get("own_stream") and stream is None:
         raise RunError(f"{folder.path} ran on a stream made in Python; pass the same stream again")
-    known = (recipe.stream.model_extra or {}).get("identity")
-    if stream is not None and known is not None and stream.identity() != known:
-        raise RunError(f"{folder.path} ran on other data, or other settings of the stream; pass the same stream again")
+    if stream is not None:
+        _require_same_stream(folder, recipe, stream)
+    if recipe.model.kind.startswith(IN_PYTHON):
+        _require_same(folder, recipe, model)
     scale = float(settings.get("scale", 1.0))
-    return assemble(scaled(recipe, scale), _text(data_dir) or settings.get("data_dir"), scale, stream)
+    return assemble(scaled(recipe, scale), _text(data_dir) or settings.get("data_dir"), scale, stream, model)
+
+
+def _require_same_stream(folder: RunFolder, recipe: Recipe, stream: Stream) -> None:
+    known = (recipe.stream.model_extra or {}).get("identity")
+    if known is not None and stream.identity() != known:
+        raise RunError(f"{folder.path} ran on other data, or other settings of the stream; pass the same stream again")
+
+
+def _require_same(folder: RunFolder, recipe: Recipe, model: nn.Module | None) -> None:
+    """Raises RunError unless `model` is the network that the run began with."""
+    from everfed.session import identity_of
+
+    if model is None or identity_of(model) != (recipe.model.model_extra or {}).get("identity"):
+        raise RunError(f"{folder.path} began with a network made in Python; pass it as it was then: model=...")
+
+
+def _without_object(recipe: Any) -> tuple[Any, nn.Module | None]:
+    """The recipe, with the name of a network's class in place of the network, and the network."""
+    model: Any = recipe.get("model") if isinstance(recipe, dict) else None
+    made = model.get("kind") if isinstance(model, dict) else None
+    if made is None or isinstance(made, str | type) or not hasattr(made, "state_dict"):
+        return recipe, None
+    from everfed.session import identity_of
+
+    named_kind = {"kind": f"{IN_PYTHON}{type(made).__name__}", "identity": identity_of(made)}
+    return {**recipe, "model": {**model, **named_kind}}, made
 
 
 def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:

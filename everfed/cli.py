@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +15,7 @@ from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
 from everfed.commands.federation import federation
 from everfed.commands.join import join
+from everfed.commands.leaderboard import leaderboard
 from everfed.commands.listing import listing
 from everfed.commands.near_optimality import near_optimality
 from everfed.commands.record import record
@@ -48,7 +51,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (run, resume, compare, sweep, reproduce, record, demo, report, samples, ui, bench, near_optimality, doctor)
+COMMANDS = (
+    *(run, resume, compare, sweep, reproduce, record, leaderboard),
+    *(demo, report, samples, ui, bench, near_optimality, doctor),
+)
 FEDERATION = (serve, join)
 for command in (*COMMANDS, *FEDERATION):
     app.command()(command)
@@ -88,5 +94,9 @@ def everfed(
 
 
 def main() -> None:
-    """The console entry."""
-    app(prog_name="everfed")
+    """The console entry. Of the processes that torchrun starts, the first prints results; all may print errors."""
+    if os.environ.get("RANK", "0") == "0":
+        app(prog_name="everfed")
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        app(prog_name="everfed")

@@ -26,7 +26,7 @@ _USERS = frozenset(
     {
         "everfed.data.errors.DataError",
         "everfed.data.errors.PartitionError",
-        "everfed.models.ModelError",
+        "everfed.models.pretrained.ModelError",
         "everfed.naming.NameProblem",
         "everfed.streams.options.OptionError",
     }

@@ -31,16 +31,18 @@ def compare(
     ] = None,
     scale: options.Scale = 1.0,
     checkpoint_every: options.CheckpointEvery = 5.0,
+    jobs: options.Jobs = 0,
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Run several methods over several seeds and print one table, the best first.
 
     Every cell is an ordinary run folder DIR/METHOD-SEED. When the command is
-    repeated, finished cells are kept and interrupted ones resumed. The table is
-    also written as compare.json, compare.md and compare.csv. An option of a
-    part (--set method.PART.OPTION=...) applies to the methods that have that
-    part.
+    repeated, finished cells are kept and interrupted ones resumed; several
+    processes may work through one DIR, each taking cells that no other has.
+    The table is also written as compare.json, compare.md and compare.csv. An
+    option of a part (--set method.PART.OPTION=...) applies to the methods that
+    have that part.
 
     \b
     Examples:
@@ -50,7 +52,7 @@ def compare(
     """
     from everfed.commands.cells import Settings
 
-    settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track)
+    settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track, jobs)
     folder, rows = compared(recipe, methods, seeds, sets, out, settings)
     print_comparison(folder, rows, as_json)
     if any(outcome.result is None for row in rows for outcome in row.outcomes):

@@ -59,6 +59,7 @@ def reproduce(
         typer.Option(metavar="F", help="Share of the rounds and the data, or small (0.05); not comparable below 1."),
     ] = "1",
     checkpoint_every: options.CheckpointEvery = 5.0,
+    jobs: options.Jobs = 0,
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
@@ -82,7 +83,7 @@ def reproduce(
 
     factor = _scale(scale)
     selection = Selection(_split(methods), _split(columns), seeds, engine, out or _default_folder(factor))
-    settings = Settings(options.absolute(data), factor, checkpoint_every, as_json, track)
+    settings = Settings(options.absolute(data), factor, checkpoint_every, as_json, track, jobs)
     if show:
         if methods or columns:
             raise UserError("--list shows whole tables; leave --methods and --columns out")

@@ -40,6 +40,7 @@ def sweep(
     ] = None,
     scale: options.Scale = 1.0,
     checkpoint_every: options.CheckpointEvery = 5.0,
+    jobs: options.Jobs = 0,
     as_json: options.Json = False,
 ) -> None:
     """Try every combination of values and show which is best on the validation split.
@@ -57,7 +58,7 @@ def sweep(
     from everfed.commands import cells, summary
     from everfed.recipe import read
 
-    settings = cells.Settings(options.absolute(data), scale, checkpoint_every, as_json)
+    settings = cells.Settings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs)
     combinations = _combinations(grid)
     base = read(recipe, method=method, sets=[*sets, *combinations[0]])
     held_out = _held_out(base, [*sets, *combinations[0]])

@@ -35,6 +35,7 @@ from everfed.federation.request import (
 from everfed.federation.runs import KEPT, STEPS, Runs
 from everfed.privacy.differential import BudgetSpent
 from everfed.privacy.spending import DELTA, ClientLedger
+from everfed.session import OtherWeights
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
 from everfed.store.ledger import Ledger
@@ -115,7 +116,7 @@ class Site:
             return self._steps(packet, Request.of(packet)).packet()
         except (PacketError, Stale) as error:
             return Answer(REFUSED, reason=f"{type(error).__name__}: {error}").packet()
-        except BudgetSpent as error:
+        except (BudgetSpent, OtherWeights) as error:
             _LOG.warning("a request was refused: %s", error)
             return Answer(REFUSED, reason=str(error)).packet()
         except Exception as error:  # a user's own stream or part may raise anything

@@ -27,6 +27,14 @@ class RunError(UserError):
     """A folder that is not a run, belongs to another one, or cannot be written."""
 
 
+class Held(RunError):
+    """A run that another process is at."""
+
+
+class SameRun(RunError):
+    """A folder that holds this very run already, finished or not."""
+
+
 class RunFolder:
     """Paths and writers of one run."""
 
@@ -92,7 +100,7 @@ class RunFolder:
                 with self._writing(remedy):
                     stack.enter_context(locked(self.path / LOCK))
             except Locked as error:
-                raise RunError(f"{self.path} is being run by another process") from error
+                raise Held(f"{self.path} is being run by another process") from error
             self._tidy()
             yield
 
@@ -128,8 +136,8 @@ class RunFolder:
                 "Choose another --out, or remove the folder"
             )
         if self.result.exists():
-            raise RunError(f"{self.path} is a finished run; choose another --out, or remove the folder to run it again")
-        raise RunError(f"{self.path} is an unfinished run of this recipe; go on with `everfed resume {self.path}`")
+            raise SameRun(f"{self.path} is a finished run; choose another --out, or remove the folder to run it again")
+        raise SameRun(f"{self.path} is an unfinished run of this recipe; go on with `everfed resume {self.path}`")
 
     @property
     def recipe(self) -> Path:

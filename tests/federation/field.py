@@ -19,6 +19,7 @@ from everfed.federation.joining import Joining, children
 from everfed.federation.superlink import Settings, running
 from everfed.federation.supervisor import Child
 from everfed.recipe import Recipe, read
+from tests.support.waiting import HANG
 
 RECIPE = """\
 name = "small"
@@ -55,7 +56,7 @@ OPTIONS = {
     "stamp": [],
     "mfcl": [f"method.mfcl.{name}" for name in ("gen_steps=4", "gen_chunk=2", "gen_batch=8", "syn_batch=4", "z_dim=6")],
 }
-WAIT = 240.0
+WAIT = HANG
 
 
 def free_port() -> int:

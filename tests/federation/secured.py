@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from everfed.federation.proxy import Proxy, nginx
+from tests.support.waiting import HANG
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 needs_nginx = pytest.mark.skipif(
@@ -39,8 +40,8 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
+def wait(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + HANG
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.1)
@@ -71,7 +72,7 @@ def proxied(folder: Path, pki: Path, upstream: int) -> Iterator[int]:
     checked = subprocess.run([*command, "-t"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     with process([*command, "-g", "daemon off;"], folder / "out.log"):
-        wait(lambda: listens(port), 20, "nginx did not start")
+        wait(lambda: listens(port), "nginx did not start")
         yield port
 
 
@@ -79,7 +80,7 @@ def ask(
     port: int, path: str, ca: Path, method: str = "POST", body: bytes = b"", headers: dict[str, str] | None = None
 ) -> tuple[int, bytes]:
     """(status, body) of one request over TLS; the path is sent as it is."""
-    connection = HTTPSConnection("127.0.0.1", port, context=ssl.create_default_context(cafile=str(ca)), timeout=20)
+    connection = HTTPSConnection("127.0.0.1", port, context=ssl.create_default_context(cafile=str(ca)), timeout=HANG)
     try:
         connection.putrequest(method, path, skip_accept_encoding=True)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():

@@ -31,9 +31,10 @@ from tests.federation.field import (
     small_recipe,
     until,
 )
+from tests.support.waiting import HANG
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
-pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow]
 
 METHOD = "fedgp+der"  # phases `train` and `reference` in every round
 
@@ -78,7 +79,7 @@ class Party:
         for one in [self.server, *self.clients]:
             one.terminate()
         for one in [self.server, *self.clients]:
-            one.wait(30)
+            one.wait(HANG)
 
 
 @contextmanager
@@ -97,7 +98,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def ended(two: Party, reference: dict[str, Any]) -> None:
     """The run is over, with the bits that it must have, and client 1 was there twice under the same name."""
-    assert two.server.wait(400) == 0, two.said("serve.log")[-3000:]
+    assert two.server.wait(HANG) == 0, two.said("serve.log")[-3000:]
     assert outcome(two.out) == reference
     told = [event for event in events(two.out, "client") if event["client"] == 1]
     assert [event["reason"] for event in told if event["kind"] == "connected"] == ["site-1", "site-1"]
@@ -129,7 +130,7 @@ def test_a_whole_client_killed_and_started_anew(gently: bool, tmp_path: Path, re
             os.kill(pid, signal.SIGKILL)
         supervisor.kill()
         supervisor.wait()
-        until(lambda: not any(alive(pid) for pid in below), 30, "for the processes of a supervisor that was killed")
+        until(lambda: not any(alive(pid) for pid in below), what="for the processes of a supervisor that was killed")
         two.clients[1] = two.join(1)
         ended(two, reference)
 
@@ -144,8 +145,8 @@ def test_a_key_that_nobody_enrolled_is_told_why(tmp_path: Path) -> None:
         try:
             until(lambda: two.said("stranger.log").count(KEY_REFUSED) >= 2)
             assert stranger.poll() is None
-            assert two.server.wait(400) == 0, two.said("serve.log")[-3000:]
+            assert two.server.wait(HANG) == 0, two.said("serve.log")[-3000:]
         finally:
             stranger.terminate()
-            stranger.wait(30)
+            stranger.wait(HANG)
         assert {event["reason"] for event in events(two.out, "client")} == {"site-0", "site-1"}
