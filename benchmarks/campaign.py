@@ -138,7 +138,7 @@ def verdict(fed: Federation, done: bool) -> dict[str, Any]:
         "phases": len(phases),
         "left_out": sum(map(len, left_out.values())),
         "longest_phase": round(max((event["seconds"] for event in phases), default=0.0), 1),
-        "past_deadline": round(max(0.0, *over), 1),
+        "past_deadline": round(max([0.0, *over]), 1),
         "refusals": dict(Counter(_kind(event) for event in events(fed.out, "client")).most_common()),
     }
 
