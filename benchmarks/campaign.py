@@ -49,8 +49,7 @@ from everfed.engines.eager import Eager
 from everfed.federation.certificates import CA, make_authority, make_client
 from everfed.federation.local import control_socket, socket_path
 from everfed.recipe import Recipe
-from everfed.session import assemble
-from everfed.session.outcome import save_model
+from everfed.session import assemble, handover
 from everfed.store.clients import ClientStore
 from everfed.store.run import RunFolder
 from tests.federation.field import events
@@ -112,7 +111,7 @@ def simulated(recipe: Recipe, left_out: Missing, folder: Path) -> bytes:
         world, LeftOut(inner, left_out, secure), assembly.first_model(), EvalOptions(**recipe.eval.model_dump())
     )
     folder.mkdir()
-    save_model(RunFolder(folder), assembly, runner.run())
+    handover.save(RunFolder(folder), assembly, runner.run().model)
     return (folder / "model.safetensors").read_bytes()
 
 
