@@ -10,10 +10,12 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from everfed.errors import SettingError
+
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 
 
-class NameProblem(ValueError):
+class NameProblem(SettingError):
     """`package.module:Name` that does not lead to an object."""
 
 

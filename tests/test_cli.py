@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 from everfed import methods, models, recipes, streams
 from everfed.cli import app
-from everfed.commands.sweep import folder_name, split_values
+from everfed.commands.sweep import split_values
+from everfed.comparison.sweeping import folder_name
 from everfed.errors import RecipeError
 from everfed.markdown import markdown_table
 from everfed.recipe import read

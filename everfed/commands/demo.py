@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options
+from everfed.commands.cells import Running
 from everfed.commands.compare import compared, print_comparison
 
 
@@ -28,14 +29,10 @@ def demo(
     Example:
       everfed demo
     """
-    from everfed.commands.cells import Settings
-    from everfed.report import write
-
-    folder, rows = compared("demo", None, None, [], out, Settings(None, scale, 5.0, as_json))
-    print_comparison(folder, rows, as_json)
+    found = compared("demo", None, None, [], out, Running(None, scale, 5.0, as_json))
+    print_comparison(found, as_json)
     figures = find_spec("matplotlib") is not None
-    folders = [outcome.cell.folder for row in rows for outcome in row.outcomes]
-    report = write(folders, folder / "report.html", figures=figures)
+    report = found.report(figures=figures)
     if not as_json:
         without = "" if figures else " (no figures as files: pip install 'everfed[plots]')"
         typer.echo(f"report: {report}{without}")

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from everfed.commands import options, tracking
+from everfed.commands.cells import Running
 from everfed.commands.record import RECORDS, Records
 from everfed.errors import UserError
 
 if TYPE_CHECKING:
-    from everfed.commands.cells import Cell, Outcome, Settings
+    from everfed.comparison.cells import Cell, Outcome
     from everfed.reproduction.judging import Runs
     from everfed.reproduction.planning import Cell as Place
     from everfed.reproduction.planning import Experiment
@@ -77,16 +78,15 @@ def reproduce(
       everfed reproduce fedgp/table1 --data ~/data --scale small --seeds 1
       everfed reproduce fedgp/table7 --methods der,fedgp+der --columns MNIST
     """
-    from everfed.commands.cells import Settings
     from everfed.reproduction.tables import find
 
     factor = _scale(scale)
     selection = Selection(_split(methods), _split(columns), seeds, engine, out or _default_folder(factor))
-    settings = Settings(options.absolute(data), factor, checkpoint_every, as_json, track)
+    running = Running(options.absolute(data), factor, checkpoint_every, as_json, track)
     if show:
         if methods or columns:
             raise UserError("--list shows whole tables; leave --methods and --columns out")
-        _show_list(table or "", selection, settings)
+        _show_list(table or "", selection, running)
         return
     if status:
         if methods or columns:
@@ -98,7 +98,7 @@ def reproduce(
     chosen = find(table)
     if chosen.item.nothing:
         raise UserError(f"{chosen.name} ({chosen.item.about}): there is nothing to run; {chosen.item.nothing}")
-    found = _reproduced(chosen, selection, settings)
+    found = _reproduced(chosen, selection, running)
     _print_result(found, selection.out, as_json)
     if found.problems:
         raise typer.Exit(1)
@@ -134,21 +134,21 @@ def _split(text: str | None) -> list[str]:
 # running ---------------------------------------------------------------------------------------------------------
 
 
-def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found:
+def _reproduced(table: Table, selection: Selection, running: Running) -> Found:
     """Run what can be run and judge it."""
-    from everfed.commands import cells
+    from everfed.comparison import cells
     from everfed.reproduction import judging, planning
     from everfed.reproduction.writing import Found
 
     places = planning.plan(table, selection.methods, selection.columns)
-    grid, refused = _grid(planning.experiments(places), selection, settings)
+    grid, refused = _grid(planning.experiments(places), selection, running)
     places = [_with_refusal(place, refused) for place in places]
     wanted = {experiment: grid[experiment] for experiment in planning.experiments(places)}
     runs = [cell for own in wanted.values() for cell in own]
-    _announce(places, runs, settings)
-    outcomes = {outcome.cell.folder: outcome for outcome in cells.run(runs, settings)}
+    _announce(places, runs, running)
+    outcomes = {outcome.cell.folder: outcome for outcome in cells.run(runs, running.settings(runs))}
     judged = judging.judge(places, _finished(wanted, outcomes))
-    return Found(table, settings.scale, judged, _problems(outcomes.values()))
+    return Found(table, running.scale, judged, _problems(outcomes.values()))
 
 
 def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome]) -> Runs:
@@ -163,10 +163,10 @@ def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome
 
 
 def _grid(
-    wanted: Sequence[Experiment], selection: Selection, settings: Settings
+    wanted: Sequence[Experiment], selection: Selection, running: Running
 ) -> tuple[dict[Experiment, list[Cell]], dict[Experiment, str]]:
     """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
-    from everfed.commands import cells
+    from everfed.comparison import cells
     from everfed.errors import is_user_error
 
     grid: dict[Experiment, list[Cell]] = {}
@@ -176,20 +176,21 @@ def _grid(
             grid[experiment] = _cells(experiment, selection)
             unfinished = [cell for cell in grid[experiment] if not (cell.folder / "result.json").exists()]
             if unfinished:
-                cells.check_run(unfinished[0], settings)
+                cells.check_run(unfinished[0], running.settings(unfinished))
         except Exception as error:
             if not is_user_error(error):
                 raise
             refused[experiment] = str(error)
-    cells.check_folders([cell for e, own in grid.items() if e not in refused for cell in own], settings)
+    usable = [cell for e, own in grid.items() if e not in refused for cell in own]
+    cells.check_folders(usable, running.settings(usable))
     if refused and len(refused) == len(wanted):
         raise UserError("nothing can be run:\n" + "\n".join(dict.fromkeys(refused.values())))
     return grid, refused
 
 
 def _cells(experiment: Experiment, selection: Selection) -> list[Cell]:
-    from everfed.commands.cells import new_cell
-    from everfed.commands.sweep import folder_name
+    from everfed.comparison.cells import new_cell
+    from everfed.comparison.sweeping import folder_name
 
     sets = [*experiment.sets, *([f"engine.kind={selection.engine}"] if selection.engine else [])]
     base = experiment.recipe.replace("/", "-")
@@ -232,11 +233,11 @@ def _problems(outcomes: Iterable[Outcome]) -> list[str]:
 # output ----------------------------------------------------------------------------------------------------------
 
 
-def _announce(places: Sequence[Place], runs: Sequence[Cell], settings: Settings) -> None:
-    if settings.as_json:
+def _announce(places: Sequence[Place], runs: Sequence[Cell], running: Running) -> None:
+    if running.as_json:
         return
     done = sum((cell.folder / "result.json").exists() for cell in runs)
-    typer.echo(f"{len(runs)} runs ({done} finished already); {_missing_count(places)}{_warning(settings.scale)}")
+    typer.echo(f"{len(runs)} runs ({done} finished already); {_missing_count(places)}{_warning(running.scale)}")
 
 
 def _missing_count(places: Sequence[Place]) -> str:
@@ -271,15 +272,15 @@ def _print_result(found: Found, out: Path, as_json: bool) -> None:
 # listing ---------------------------------------------------------------------------------------------------------
 
 
-def _show_list(prefix: str, selection: Selection, settings: Settings) -> None:
+def _show_list(prefix: str, selection: Selection, running: Running) -> None:
     from everfed.commands.output import show_table
     from everfed.reproduction.listing import COLUMNS, overview
     from everfed.reproduction.tables import papers
 
-    rows = overview(prefix.lower(), lambda recipe: _seeds(recipe, selection.seeds), settings.scale)
+    rows = overview(prefix.lower(), lambda recipe: _seeds(recipe, selection.seeds), running.scale)
     if not rows:
         raise UserError(f"no table begins with {prefix!r}; papers: {', '.join(papers())}")
-    if settings.as_json:
+    if running.as_json:
         typer.echo(json.dumps([vars(row) for row in rows], indent=2))
         return
     show_table(COLUMNS, [row.line() for row in rows])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from everfed.core import random
+from everfed.errors import SettingError
 from everfed.models.acgan import ACGANCNN
 from everfed.models.cnn import MLP, McMahanCNN, SmallCNN, TwoConvCNN
 from everfed.models.deep_head import ResNet18Deep, SConvNet
@@ -48,7 +49,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
 INITS = ("torch", "he-fan-out")
 
 
-class ModelError(ValueError):
+class ModelError(SettingError):
     """A model that cannot be built; says which key is wrong and what is allowed."""
 
 

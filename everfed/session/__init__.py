@@ -2,7 +2,8 @@
 what came of it."""
 
 from everfed.session.assembly import Assembly, assemble, build_method
+from everfed.session.estimate import estimate
 from everfed.session.execution import execute
 from everfed.session.outcome import load_module
 
-__all__ = ["Assembly", "assemble", "build_method", "execute", "load_module"]
+__all__ = ["Assembly", "assemble", "build_method", "estimate", "execute", "load_module"]

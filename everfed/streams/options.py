@@ -8,6 +8,7 @@ from typing import Any
 
 from everfed.data.errors import PartitionError
 from everfed.data.partition import check_options
+from everfed.errors import SettingError
 
 # (mean, std) per channel of the named normalisations; a single entry serves every channel.
 NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -25,7 +26,7 @@ AUGMENTATIONS: Mapping[str, str] = {
 }
 
 
-class OptionError(ValueError):
+class OptionError(SettingError):
     """A key of the stream that is unknown or has a value that is not allowed."""
 
     def __init__(self, key: str, problem: str) -> None:
