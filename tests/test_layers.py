@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "parts": {"core", "data", "metrics", "models"},
     "methods": {"core", "parts"},
     "recipes": set(),
+    "starter": set(),
     "recipe": {"methods", "recipes"},
     "monitor": {"core", "parts"},
     "privacy": {"core", "methods", "store"},

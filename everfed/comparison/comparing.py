@@ -11,6 +11,7 @@ from everfed.api import CHECKPOINT_EVERY, Observer
 from everfed.comparison import cells, summary
 from everfed.comparison.result import Comparison, Streams, streams_of, watched
 from everfed.errors import RecipeError
+from everfed.methods import canonical
 from everfed.recipe import MethodSection, Recipe, Sets, Source, as_entries, read
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _methods(methods: Sequence[str] | None, recipe: Recipe) -> list[str]:
     if methods is not None and not methods:
         raise RecipeError("--methods names none; write them with commas between, such as fedavg,der")
     if methods is not None:
-        return list(dict.fromkeys(methods))
+        return list(dict.fromkeys(map(canonical, methods)))
     if recipe.compare is None:
         raise RecipeError(f"{recipe.name} has no [compare] table; name the methods with --methods fedavg,der,...")
     return recipe.compare.methods

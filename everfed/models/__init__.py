@@ -18,7 +18,7 @@ from everfed.models.resnet import ResNet18, ResNet18ImageNet
 from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
 from everfed.models.yolo import MicroYOLO, TinyYOLO
-from everfed.naming import load_object
+from everfed.naming import load_object, nearest
 
 AUTO = "auto"
 SMALLEST_IMAGE = 16  # pixels a side from which convolutions pay
@@ -110,6 +110,9 @@ def _factory(kind: str) -> Callable[..., nn.Module]:
     if kind in MODELS:
         return MODELS[kind][0]
     if ":" not in kind:
-        raise ModelError(f"model.kind must be one of {', '.join(MODELS)} or package.module:Name; got {kind!r}")
+        raise ModelError(
+            f"model.kind: there is no model {kind!r}.{nearest(kind, MODELS)} `everfed list models` shows all; one of "
+            "your own is named package.module:Name"
+        )
     factory: Callable[..., nn.Module] = load_object(kind, "model.kind")
     return factory

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from everfed import recipes
 from everfed.errors import RecipeError
+from everfed.methods import canonical
 from everfed.recipe.objects import named
 from everfed.recipe.places import Key, Places, split_key
 from everfed.recipe.problems import refuse, suggestion
@@ -66,7 +67,7 @@ def _settings(method: str | None, seed: int | None, sets: Sets) -> list[Setting]
     else:
         settings = [parse_set(entry) for entry in sets]
     if method is not None:
-        settings.append(Setting(("method", "name"), method, f"--method {method}"))
+        settings.append(Setting(("method", "name"), canonical(method), f"--method {method}"))
     if seed is not None:
         settings.append(Setting(("seed",), seed, f"--seed {seed}"))
     return settings

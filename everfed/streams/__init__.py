@@ -17,6 +17,7 @@ from everfed.core.stream import Stream
 from everfed.data.partition import FLWR_PREFIX, KINDS
 from everfed.data.source import Source, make_source
 from everfed.data.sources import TextOptions, load
+from everfed.data.tables import SUFFIXES as TABLES
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
 from everfed.streams.driving import Driving
@@ -79,7 +80,10 @@ def build(
 
 
 def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
-    source = load(dataset, data_dir, TextOptions(common.encoder, common.max_train, common.max_test))
+    texts = TextOptions(common.encoder, common.max_train, common.max_test)
+    if common.label is not None and Path(dataset).suffix not in TABLES:
+        raise OptionError("label", f"names a column of a table ({', '.join(TABLES)}); {dataset} is none, leave it out")
+    source = load(dataset, data_dir, texts, image_size=common.image_size, label=common.label)
     if common.encoder is not None and not source.encoder:
         raise OptionError("encoder", f"{source.name} has no texts; leave it out")
     return source
