@@ -130,7 +130,7 @@ def _everfed(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 def _rounds(run: Path) -> int:
-    """The furthest round a killed run had told of."""
+    """The furthest round in the events of a killed run."""
     events = run / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     return max((json.loads(line).get("round", 0) for line in lines if line.endswith("}")), default=0)

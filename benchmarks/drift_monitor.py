@@ -58,10 +58,10 @@ def tally(table: dict[str, Any], folder: Path) -> Iterator[tuple[str, int]]:
         true = changes(stream, client)
         yield "changes", len(true)
         for signal in ("loss", "features"):
-            told = [one["round"] for one in suspected if client in one["by"].get(signal, ())]
-            due = {change: [index for index in told if change - drift <= index <= change + LATE] for change in true}
+            rounds = [one["round"] for one in suspected if client in one["by"].get(signal, ())]
+            due = {change: [index for index in rounds if change - drift <= index <= change + LATE] for change in true}
             yield f"found by {signal}", sum(map(bool, due.values()))
-            yield f"false by {signal}", len(set(told) - {index for indices in due.values() for index in indices})
+            yield f"false by {signal}", len(set(rounds) - {index for indices in due.values() for index in indices})
 
 
 def main() -> None:

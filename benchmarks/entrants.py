@@ -25,7 +25,7 @@ EAGER = {"kind": "eager", "precision": "fp32"}  # the plainest engine, for ratio
 
 @dataclass
 class Entrant:
-    """One method on its way through the stream. seconds: of every round, by `clock`. events: what the run told."""
+    """One method on its way through the stream. seconds: of every round, by `clock`. events: what the run emitted."""
 
     name: str
     runner: Runner

@@ -278,6 +278,7 @@ def main() -> None:
             if chosen.poll == Joining.poll
             else f"federation-{model}-poll{chosen.poll:g}.json"
         )
+        chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / name).write_text(text + "\n")
         print(text)
 

@@ -5,7 +5,7 @@
 runs a process of the federation with its calls noted, and so do those it forks; nothing of this is in the processes
 that are not started this way. A note says what a thread did from when to when, and notes nest: what counts is the
 innermost. `partition` divides a stretch of time among kinds of work: at every moment the first of KINDS that any thread
-of any process is at, and "waiting" when none is at any, for then everybody sleeps, or waits for somebody who does.
+of any process is at, and "waiting" when none is at any, for then every process sleeps, or waits for one that does.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def summary(runs: Runs) -> list[dict[str, Any]]:
         for seed, run in seeds.items():
             move = len(run["home"]) - len(run["away"])
             before, after = mean(run["home"][move - AROUND : move]), mean(run["home"][move : move + AROUND])
-            told = (before, after, after - before, mean(run["away"][:AROUND]))
-            rows.append({"method": method, "seed": seed, "scores": [round(100 * one, 1) for one in told]})
+            scores = (before, after, after - before, mean(run["away"][:AROUND]))
+            rows.append({"method": method, "seed": seed, "scores": [round(100 * one, 1) for one in scores]})
     return rows
 
 

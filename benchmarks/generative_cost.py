@@ -80,7 +80,7 @@ def recipe_for(method: str, source: str, sets: list[str], rounds: int) -> Recipe
     return settled(read(source, method=method, sets=[*own, f"train.rounds_per_task={rounds}"]))
 
 
-def told(one: Entrant, base: Entrant) -> dict[str, Any]:
+def costs(one: Entrant, base: Entrant) -> dict[str, Any]:
     """What a result file says of one method."""
     server = server_seconds(one)
     first, later = (client_seconds(one, which) for which in (True, False))
@@ -128,7 +128,7 @@ def main() -> None:
     ]
     take_turns(entrants, options.rounds * options.tasks)
     facts = {"recipe": options.recipe, "sets": options.set, "tasks": options.tasks, "rounds_per_task": options.rounds}
-    rows = [told(one, entrants[0]) for one in entrants]
+    rows = [costs(one, entrants[0]) for one in entrants]
     engine = entrants[0].engine.describe()
     write({**facts, "machine": machine(), "engine": engine, "methods": rows}, options.out)
     print(f"{options.recipe}, {options.tasks} tasks of {options.rounds} rounds; {engine}")

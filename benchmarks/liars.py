@@ -115,9 +115,9 @@ class Lying(Eager):
             return iter(replies.items())
         model = unwrap({MODEL: message[MODEL]})[MODEL]
         for client in LIARS if self.lie else ():
-            told = replies[client]
-            assert isinstance(told, Reply)
-            replies[client] = self._lied(told, model, key(self.world.seed, moment.round, client) >> 1)
+            reply = replies[client]
+            assert isinstance(reply, Reply)
+            replies[client] = self._lied(reply, model, key(self.world.seed, moment.round, client) >> 1)
         return iter((self._checked(replies, model, phase, moment) if self.checked else replies).items())
 
     def _lied(self, reply: Reply, model: dict[str, Tensor], seed: int) -> Reply:

@@ -27,14 +27,16 @@ from everfed.recipe import (
 from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
-    from torch import nn
+    import numpy as np
+    from torch import Tensor, nn
 
     from everfed.core.stream import Stream
+    from everfed.session.handover import Description
 
 Observer = Callable[[dict[str, Any]], None]
 Observers = Sequence[Observer] | Callable[[Path], Sequence[Observer]]  # or a function from the run folder to them
 CHECKPOINT_EVERY = 5.0
-IN_PYTHON = "python:"  # what stream.dataset begins with in the recipe of a run on a stream made in Python
+IN_PYTHON = "python:"  # what stream.dataset or model.kind begins with where the stream or the network is an object
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,11 +90,36 @@ class Result:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A finished run with its trained model, in eval mode."""
+    """A finished run with its trained model, in eval mode. description: what the model's file says of its inputs and
+    classes (`everfed.session.handover.Description`)."""
 
     model: nn.Module
     result: dict[str, Any]
     recipe: Recipe
+    description: Description
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.description.class_names
+
+    def outputs(self, samples: Any, batch_size: int = 256) -> Tensor:
+        """(n, ...) outputs of the network, logits for a classifier. samples: as the run's own: images of 0 to 255 in
+        any usual layout, a list of images, features or tokens. They are resized and normalised as in the run."""
+        import torch
+
+        from everfed.session import handover
+
+        held = handover.as_samples(self.description, samples)
+        with torch.no_grad():
+            parts = [self.model(handover.normalised(self.description, part)) for part in held.split(batch_size)]
+        return torch.cat(parts)
+
+    def predict(self, samples: Any, batch_size: int = 256) -> np.ndarray:
+        """(n,) the most likely class of every sample, as a number; `class_names` has the names."""
+        if self.description.score != "accuracy":
+            raise RunError(f"predict is for classifiers; this run is scored by {self.description.score}: use `outputs`")
+        found: np.ndarray = self.outputs(samples, batch_size).argmax(1).numpy()
+        return found
 
 
 def default_folder(recipe: Recipe) -> Path:
@@ -108,11 +135,8 @@ def check(
     stream: Stream | None = None,
 ) -> None:
     """Raise what `run` would refuse, without running anything."""
-    from everfed.session import assemble
-
-    reading = fitted(_reading(recipe), stream, scale)
-    with users_errors(reading.places):
-        assemble(scaled(reading.recipe, scale), _text(data_dir), scale, stream)
+    recipe, model = _without_object(recipe)
+    _assembled(fitted(_reading(recipe), stream, scale), data_dir, scale, stream, model)
 
 
 def estimate(
@@ -126,9 +150,20 @@ def estimate(
     would refuse."""
     from everfed import session
 
+    recipe, model = _without_object(recipe)
     reading = fitted(_reading(recipe), stream, scale)
     with users_errors(reading.places):
-        return session.estimate(session.assemble(scaled(reading.recipe, scale), _text(data_dir), scale, stream))
+        return session.estimate(_assembled(reading, data_dir, scale, stream, model))
+
+
+def _assembled(
+    reading: Reading, data_dir: str | Path | None, scale: float, stream: Stream | None, model: nn.Module | None
+) -> Any:
+    """The pieces of a run (`everfed.session.Assembly`)."""
+    from everfed.session import assemble
+
+    with users_errors(reading.places):
+        return assemble(scaled(reading.recipe, scale), _text(data_dir), scale, stream, model)
 
 
 def run(
@@ -152,6 +187,8 @@ def run(
 
     A dict may hold classes and parts themselves: {"model": {"kind": Net}, "method": {"parts": ["fedavg", Clip(0.5)]}}.
     The run folder has them by name, `package.module:Name`, so they must stand at the top level of a module.
+    model.kind may be a network, too, with the weights it has: {"model": {"kind": net}}. `resume` and `load` of such a
+    run need a network of the same class again (model=net).
     out: the run folder; without it runs/RECIPE-METHOD-SEED, with a number where that is taken.
     method, seed, sets: as --method, --seed and --set of the command line; sets may be a dict {"train.batch_size": 8}.
     stream: a stream of your own (from `everfed.streams.from_arrays`, say) instead of the recipe's; such a run cannot be
@@ -162,27 +199,28 @@ def run(
     "wandb". observers: called with every event.
     Raises UserError for everything that you can correct; a run that fails before its first round leaves nothing behind.
     """
+    recipe, model = _without_object(recipe)
     reading = fitted(_reading(recipe, method, seed, sets), stream, scale)
     recipe, path = reading.recipe, Path(out) if out is not None else default_folder(reading.recipe)
     if overwrite and resume_or_run:
         raise UserError("--overwrite and --resume-or-run exclude each other")
     if resume_or_run and RunFolder(path).recipe.exists():
-        require_same(RunFolder(path), recipe, scale)
+        _require_same_run(RunFolder(path), recipe, scale)
         how: dict[str, Any] = {"track": track, "observers": observers, "checkpoint_every": checkpoint_every}
-        return resume(path, stream=stream, progress=progress, **how)
+        return resume(path, stream=stream, model=model, progress=progress, **how)
     # followers of a torchrun must find the leader's folder by its name alone
     numbered = out is None and not (overwrite or resume_or_run) and recipe.engine.kind != "ranks"
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
     with users_errors(reading.places), _shown(progress) as shown:
         if overwrite and recipe.engine.leads:
-            check(reading, data_dir, scale, stream)  # nothing is removed for a run that is refused
+            _assembled(reading, data_dir, scale, stream, model)  # nothing is removed for a run that is refused
             RunFolder.discard(path)
         # the folder comes first, before heavy imports, so that a run killed at any later moment can be resumed
         with RunFolder.new(path, to_toml(recipe), settings, recipe.engine.leads, numbered) as folder:
             everyone = [*shown, *_observers(observers, track, folder.path, recipe)]
             from everfed.session import assemble, execute
 
-            assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream)
+            assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream, model)
             return Result(folder.path, execute(assembly, folder, everyone, checkpoint_every))
 
 
@@ -190,12 +228,14 @@ def resume(
     folder: str | Path,
     *,
     stream: Stream | None = None,
+    model: nn.Module | None = None,
     progress: bool | None = None,
     track: Sequence[str] = (),
     observers: Observers = (),
     checkpoint_every: float = CHECKPOINT_EVERY,
 ) -> Result:
-    """Go on with a run from its newest checkpoint. A finished run is returned as it is."""
+    """Go on with a run from its newest checkpoint. A finished run is returned as it is. stream, model: those that the
+    run was started with, where they are objects."""
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
     if data is None and opened.read_settings().get("federated"):
@@ -211,24 +251,41 @@ def resume(
 
                 with _shown(progress) as shown:
                     everyone = [*shown, *_observers(observers, track, opened.path, reading.recipe)]
-                    data = execute(reassemble(opened, stream), opened, everyone, checkpoint_every)
+                    data = execute(reassemble(opened, stream, model=model), opened, everyone, checkpoint_every)
     return Result(opened.path, data)
 
 
-def load(folder: str | Path, *, stream: Stream | None = None) -> LoadedRun:
-    """The trained model and the results of a finished run."""
-    from everfed.session import load_module
+def load(
+    folder: str | Path, *, stream: Stream | None = None, model: nn.Module | None = None, client: int | None = None
+) -> LoadedRun:
+    """The trained model and the results of a finished run; its data is not needed.
+
+    stream: the run's, where it was made in Python; checked, not used. model: a network of the same class, where the run
+    began with an object. client: the personal model of this client of a simulation instead (needs the run's data).
+    """
+    from everfed.session import handover
 
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
     if data is None:
         raise RunError(f"{folder} is not finished; go on with `everfed resume {folder}`")
-    assembly = reassemble(opened, stream)
-    return LoadedRun(load_module(opened, assembly), data, assembly.recipe)
+    recipe = read(opened.recipe)
+    if stream is not None:
+        _require_same_stream(opened, recipe, stream)
+    description = handover.read_description(opened.model)
+    if client is not None or description is None:  # None: of an earlier version
+        assembly = reassemble(opened, stream, on_cpu=True, model=model)
+        description = handover.describe(assembly, assembly.build_module())
+        return LoadedRun(handover.client_model(opened, assembly, client), data, recipe, description)
+    return LoadedRun(handover.load(opened.model, description, model), data, recipe, description)
 
 
 def reassemble(
-    folder: RunFolder, stream: Stream | None = None, data_dir: str | Path | None = None, on_cpu: bool = False
+    folder: RunFolder,
+    stream: Stream | None = None,
+    data_dir: str | Path | None = None,
+    on_cpu: bool = False,
+    model: nn.Module | None = None,
 ) -> Any:
     """The pieces of a run that is there already (`everfed.session.Assembly`); vectors keep the order they were made in,
     whatever this machine prefers. data_dir: instead of the run's. on_cpu: to look at, not to go on with it."""
@@ -240,11 +297,38 @@ def reassemble(
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})
     if settings.get("own_stream") and stream is None:
         raise RunError(f"{folder.path} ran on a stream made in Python; pass the same stream again")
-    known = (recipe.stream.model_extra or {}).get("identity")
-    if stream is not None and known is not None and stream.identity() != known:
-        raise RunError(f"{folder.path} ran on other data, or other settings of the stream; pass the same stream again")
+    if stream is not None:
+        _require_same_stream(folder, recipe, stream)
+    if recipe.model.kind.startswith(IN_PYTHON):
+        _require_same(folder, recipe, model)
     scale = float(settings.get("scale", 1.0))
-    return assemble(scaled(recipe, scale), _text(data_dir) or settings.get("data_dir"), scale, stream)
+    return assemble(scaled(recipe, scale), _text(data_dir) or settings.get("data_dir"), scale, stream, model)
+
+
+def _require_same_stream(folder: RunFolder, recipe: Recipe, stream: Stream) -> None:
+    known = (recipe.stream.model_extra or {}).get("identity")
+    if known is not None and stream.identity() != known:
+        raise RunError(f"{folder.path} ran on other data, or other settings of the stream; pass the same stream again")
+
+
+def _require_same(folder: RunFolder, recipe: Recipe, model: nn.Module | None) -> None:
+    """Raises RunError unless `model` is the network that the run began with."""
+    from everfed.session import identity_of
+
+    if model is None or identity_of(model) != (recipe.model.model_extra or {}).get("identity"):
+        raise RunError(f"{folder.path} began with a network made in Python; pass it as it was then: model=...")
+
+
+def _without_object(recipe: Any) -> tuple[Any, nn.Module | None]:
+    """The recipe, with the name of a network's class in place of the network, and the network."""
+    model: Any = recipe.get("model") if isinstance(recipe, dict) else None
+    made = model.get("kind") if isinstance(model, dict) else None
+    if made is None or isinstance(made, str | type) or not hasattr(made, "state_dict"):
+        return recipe, None
+    from everfed.session import identity_of
+
+    named_kind = {"kind": f"{IN_PYTHON}{type(made).__name__}", "identity": identity_of(made)}
+    return {**recipe, "model": {**model, **named_kind}}, made
 
 
 def fitted(reading: Reading, stream: Stream | None, scale: float) -> Reading:
@@ -305,7 +389,7 @@ def _observers(observers: Observers, track: Sequence[str], folder: Path, recipe:
     return found
 
 
-def require_same(folder: RunFolder, recipe: Recipe, scale: float) -> None:
+def _require_same_run(folder: RunFolder, recipe: Recipe, scale: float) -> None:
     """Raises RunError for a folder that holds another run."""
     same_scale = folder.read_settings().get("scale", 1.0) == scale
     if folder.recipe.read_text() != to_toml(recipe) or not same_scale:

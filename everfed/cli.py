@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +17,7 @@ from everfed.commands.doctor import doctor
 from everfed.commands.federation import federation
 from everfed.commands.init import init
 from everfed.commands.join import join
+from everfed.commands.leaderboard import leaderboard
 from everfed.commands.listing import listing
 from everfed.commands.near_optimality import near_optimality
 from everfed.commands.record import record
@@ -51,10 +54,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS = (init, run, resume, compare, sweep, reproduce, record, demo, show, report, samples, ui, bench)
-FURTHER = (near_optimality, doctor)
+COMMANDS = (
+    *(init, run, resume, compare, sweep, reproduce, record, leaderboard),
+    *(demo, show, report, samples, ui, bench, near_optimality, doctor),
+)
 FEDERATION = (serve, join)
-for command in (*COMMANDS, *FURTHER, *FEDERATION):
+for command in (*COMMANDS, *FEDERATION):
     app.command()(command)
 app.command("list")(listing)
 app.add_typer(data, name="data")
@@ -95,5 +100,9 @@ def everfed(
 
 
 def main() -> None:
-    """The console entry."""
-    app(prog_name="everfed")
+    """The console entry. Of the processes that torchrun starts, the first prints results; all may print errors."""
+    if os.environ.get("RANK", "0") == "0":
+        app(prog_name="everfed")
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        app(prog_name="everfed")

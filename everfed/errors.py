@@ -33,7 +33,7 @@ _FAULTS = frozenset(
         "everfed.core.events.Diverged",
         "everfed.parts.aggregate.robust.TooFewReplies",
         "everfed.privacy.differential.BudgetSpent",
-        "everfed.privacy.secure_engine.TooFewClients",
+        "everfed.privacy.secure_sum.TooFewClients",
     }
 )
 

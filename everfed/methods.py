@@ -26,12 +26,16 @@ PARTS: dict[str, str] = {
     "fedadam": "aggregate.server_optimizer:FedAdam",
     "fedavgm": "aggregate.server_optimizer:FedAvgM",
     "fedyogi": "aggregate.server_optimizer:FedYogi",
+    "feddyn": "aggregate.feddyn:FedDyn",
+    "fednova": "aggregate.fednova:FedNova",
+    "scaffold": "aggregate.scaffold:Scaffold",
     "ewc": "regularise.ewc:EWC",
     "fedcurv": "regularise.curvature:FedCurv",
     "fedlwf2t": "regularise.fedlwf2t:FedLwF2T",
     "fedprox": "regularise.proximal:FedProx",
     "fedssi": "regularise.fedssi:FedSSI",
     "lwf": "regularise.lwf:LwF",
+    "moon": "regularise.moon:MOON",
     "si": "regularise.synaptic:SynapticIntelligence",
     "agem": "project.agem:AGEM",
     "fedgp": "project.fedgp:FedGP",
@@ -50,11 +54,17 @@ PARTS: dict[str, str] = {
     "lander": "generative.lander:Lander",
     "mfcl": "generative.mfcl:MFCL",
     "target": "generative.target:Target",
+    "ranpac": "features.ridge:RanPAC",
+    "ridge": "features.ridge:Ridge",
     "ala": "personal.ala:ALA",
     "dbe": "personal.dbe:DBE",
     "fedas": "personal.fedas:FedAS",
     "fedl2p": "personal.fedl2p:FedL2P",
     "fedweit": "personal.fedweit:FedWeIT",
+    "ffa-lora": "pretrained.lora:FFALoRA",
+    "lora": "pretrained.lora:LoRA",
+    "lorm": "pretrained.lorm:LoRM",
+    "regmean": "pretrained.regmean:RegMean",
 }
 
 
@@ -88,6 +98,10 @@ PRESETS: dict[str, Preset] = {
     "fedadam": _preset("averaging with Adam on the server", "fedavg", "fedadam"),
     "fedyogi": _preset("averaging with Yogi on the server", "fedavg", "fedyogi"),
     "fedadagrad": _preset("averaging with Adagrad on the server", "fedavg", "fedadagrad"),
+    "scaffold": _preset("averaging with control variates against client drift", "fedavg", "scaffold"),
+    "feddyn": _preset("clients' optima aligned with the global one by a dynamic regulariser", "feddyn"),
+    "fednova": _preset("averaging of updates per step, for clients with different numbers of steps", "fednova"),
+    "moon": _preset("features near the global model's and away from the client's last ones", "fedavg", "moon"),
     "fedprox": _preset("averaging with a proximal term", "fedavg", "fedprox"),
     "fedcurv": _preset("averaging with a Fisher penalty towards the other clients", "fedavg", "fedcurv"),
     "er": _preset("experience replay from a reservoir", "fedavg", "memory", "er"),
@@ -136,17 +150,25 @@ PRESETS: dict[str, Preset] = {
         "coordinated, with four exchanges instead of one", {"kind": "coordinated", "exchanges": 4}
     ),
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
+    "ridge": _preset("closed form on frozen features: ridge regression by exact sums (AFL, AFCL)", "fedavg", "ridge"),
+    "ranpac": _preset("ridge regression on random features of frozen ones, by exact sums", "fedavg", "ranpac"),
     "fedala": _preset("personalised: a learned mixture of the global model and the client's own", "fedavg", "ala"),
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", "fedavg", "dbe"),
     "fedas": _preset("personalised heads on an aligned base, averaged by Fisher information", "fedas"),
     "fedl2p": _preset("personalised: learned rates and statistics for fine-tuning", "fedavg", "fedl2p"),
+    "lora": _preset("low-rank adapters of a frozen network, for every task, averaged", "fedavg", "lora"),
+    "ffa-lora": _preset("LoRA with one factor random and frozen, so that averaging is exact", "fedavg", "ffa-lora"),
+    "regmean": _preset("linear layers merged in least squares by the Gram matrices of their inputs", "regmean"),
+    "lorm": _preset("LoRA with one factor at a time, merged in closed form", "lorm"),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }
 # without FedGP: the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no
-# gradient to share; ablations stand alone
+# gradient to share; ablations stand alone; lorm trains other factors in every round
 _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
 _PERSONAL = ("fedweit", "fedala", "feddbe", "fedas", "fedl2p")
-_WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, "stamp-temporal", "coordinated-4")
+_CLOSED = ("ridge", "ranpac")  # no gradients at all
+_WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
+ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after
 
 
@@ -180,6 +202,7 @@ def build(
     from everfed.core.method import SGD, compose
 
     name = canonical(name)
+    name = ALIASES.get(name, name)
     if parts:
         chosen = [_named(entry) for entry in parts]
     else:

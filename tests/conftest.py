@@ -2,11 +2,14 @@
 
 import os
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.support import cpu
 
 # Bit-exactness holds at one intra-op thread, so that is what the tests run at.
 torch.set_num_threads(1)
@@ -29,3 +32,15 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.fail(f"EVERFED_DATA names {folder}, which is not a folder")
     return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Where EVERFED_CPU_TIMES names a file, it gets a line with the CPU time of every test (support/cpu.py)."""
+    named = os.environ.get("EVERFED_CPU_TIMES")
+    before = cpu.used() if named else 0.0
+    done = yield
+    if named:
+        with Path(named).open("a") as file:
+            file.write(f"{cpu.used() - before:.2f}\t{item.nodeid}\n")
+    return done

@@ -117,6 +117,28 @@ def test_links_outside_the_site_lead_somewhere(page: str) -> None:
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "methods").glob("*.md")), ids=lambda page: page.stem)
+def test_a_method_s_page_says_in_its_first_line_when_to_use_it(page: Path) -> None:
+    if page.stem != "index":
+        heading, blank, first, *_ = page.read_text().splitlines()
+        assert heading.startswith("# ") and blank == "", page.name
+        assert re.match(r"Use (it|them) (when|whenever|as|beside|instead of) .*\.$", first), first
+
+
+def test_every_method_stands_under_one_family_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^          - .*: methods/(.*)\.md$", text, re.M)  # two levels below "Methods"
+    pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} - {"index"}
+    assert sorted(listed) == sorted(pages)
+
+
+def test_the_first_screen_of_the_readme_has_pictures_that_are_small_files() -> None:
+    first = "\n".join((ROOT / "README.md").read_text().splitlines()[:16])
+    shown = re.findall(r"!\[[^\]]+\]\((docs/images/[\w.-]+)\)", first)
+    assert [Path(name).name for name in shown] == ["result.png", "report.png", "dashboard.png", "round.svg"]
+    assert all((ROOT / name).stat().st_size < 200_000 for name in shown)
+
+
 # the tutorial ----------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +148,9 @@ def file_of(block: Block) -> str:
     return found[-1] if found else ""
 
 
-def test_the_tutorial_works_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", ["0.1", pytest.param("", marks=pytest.mark.slow)], ids=["small", "as written"])
+def test_the_tutorial_works_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: str) -> None:
+    """By default with a tenth of the work of every run, which changes no command otherwise."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for block in blocks((ROOT / "docs/tutorial.md").read_text()):
@@ -137,16 +161,18 @@ def test_the_tutorial_works_as_it_is_written(tmp_path: Path, monkeypatch: pytest
         elif block.language in SHELLS:
             expected = 2 if block.note == "refused" else 0
             for line in _lines(block.code):
-                _run(line, expected)
+                _run(line, expected, scale)
     monkeypatch.delitem(sys.modules, "anchor", raising=False)
     made = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("result.json")}
     assert {"runs/first", "runs/clinic/fedgp-er", "runs/clinic/anchor", "runs/clinic/all", "runs/from-python"} <= made
     assert (tmp_path / "runs/clinic.html").exists() and not (tmp_path / "runs/no").exists()
 
 
-def _run(line: str, expected: int) -> None:
+def _run(line: str, expected: int, scale: str) -> None:
     """Runs what begins with everfed; `make demo` has tests of its own, and an environment is active here."""
     name, *arguments = shlex.split(line)
+    if scale and arguments and arguments[0] in ("run", "compare", "sweep"):
+        arguments += ["--scale", scale]  # the last one counts
     assert name == "everfed" or line in ("make demo", ". .venv/bin/activate"), line
     if name == "everfed":
         done = CliRunner().invoke(app, arguments)

@@ -31,9 +31,11 @@ ALLOWED: dict[str, set[str]] = {
                 "streams"},
     "results": {"progress", "report"},
     "api": {"progress", "recipe", "report", "results", "session", "store"},
-    "comparison": {"api", "core", "methods", "metrics", "progress", "recipe", "report", "results", "store"},
+    "comparison": {"api", "core", "engines", "methods", "metrics", "progress", "recipe", "report", "results", "session",
+                   "store"},
     "report": {"core", "metrics", "recipe", "store"},
     "reproduction": {"methods", "metrics", "recipe", "recipes", "store"},
+    "leaderboard": {"core", "methods", "progress", "recipe", "recipes", "report", "store"},
     "federation": {"api", "core", "engines", "privacy", "recipe", "session", "store"},
 }  # fmt: skip
 TOP = {"commands", "cli", "__main__", "__init__"}  # may import everything; nothing imports them

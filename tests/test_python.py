@@ -249,7 +249,7 @@ def test_resume_or_run_runs_goes_on_and_returns(work: Path) -> None:
 def test_what_is_finished_already_is_said() -> None:
     for _ in range(2):
         found = CliRunner().invoke(app, ["compare", "tiny.toml", "--methods", "fedavg"])
-    assert "[1/1] fedavg seed 0: already finished" in found.stderr
+    assert "already finished: fedavg seed 0" in found.stdout
     assert "already finished" in CliRunner().invoke(app, ["resume", "runs/tiny-compare/fedavg-0"]).stderr
 
 

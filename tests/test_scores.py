@@ -108,7 +108,7 @@ def test_one_plot_has_one_scale(tmp_path: Path) -> None:
     log(folder, [start(method="er"), phase(0), {**evaluation(0, 0, [40.0]), "score": "perplexity"}])
     drawn = curve("acc", grouped(read_runs([tmp_path])).groups)
     assert "Accuracy by round" in drawn and "Not drawn: 1 with another score." in drawn
-    assert 'data-label="der"' in drawn and 'data-label="er"' not in drawn
+    assert 'data-line="der"' in drawn and 'data-line="er"' not in drawn
     assert "Not drawn" not in curve("loss", grouped(read_runs([tmp_path])).groups)
 
 

@@ -1,4 +1,4 @@
-"""Whoever reads why a test was skipped knows what to install or to set."""
+"""Whoever reads why a test was skipped knows what to install or to set. `make skips` lists all reasons."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def test_every_skip_says_what_is_missing() -> None:
         for line, reason in skips(path):
             named = any(word in reason for word in REMEDIES) or reason == "str(missing)"  # the data set's own message
             assert named, f"{path}:{line}: say what to install or to set, not {reason or 'nothing'}"
+
+
+def main() -> None:
+    for path in sorted(TESTS.rglob("*.py")):
+        for line, reason in skips(path):
+            print(f"{path.relative_to(TESTS.parent)}:{line}: {reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,66 +1,66 @@
-"""How commands run the cells of a comparison: shown on stdout, with trackers, ended by ctrl-C with a remedy."""
+"""What commands show of the cells of a comparison: on stdout, ended by ctrl-C with a remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from everfed.commands import tracking
 from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
-
-if TYPE_CHECKING:
-    from everfed.comparison.cells import Cell, Settings, Watch
-
-Observer = Callable[[dict[str, Any]], None]
+from everfed.comparison.cells import Cell, Observer, Output
+from everfed.progress import Several, watching
 
 
-@dataclass(frozen=True)
-class Running:
-    """The options of a command that runs cells."""
+class Terminal(Output):
+    """A bar or plain lines for a cell that runs alone, one line at the end of every cell that runs beside others, or
+    JSON lines."""
 
-    data: Path | None
-    scale: float
-    checkpoint_every: float
-    as_json: bool
-    track: Sequence[str] = ()
+    def __init__(self, as_json: bool) -> None:
+        self._as_json, self._several = as_json, Several(0)
 
-    def settings(self, cells: Sequence[Cell]) -> Settings:
-        """How these cells are run."""
-        from everfed.comparison.cells import Settings
+    def begin(self, cells: Sequence[Cell]) -> None:
+        self._several = Several(sum(not cell.finished for cell in cells))
 
-        watch = _watch(cells, self.as_json, self.track)
-        return Settings(self.data, self.scale, self.checkpoint_every, watch, _say)
+    def say(self, line: str) -> None:
+        if not self._as_json:
+            typer.echo(line)
 
-
-def _watch(cells: Sequence[Cell], as_json: bool, track: Sequence[str]) -> Watch:
-    from everfed.progress import Several, watching
-
-    several = Several(sum(not cell.finished for cell in cells))
+    def fault(self, line: str) -> None:
+        typer.echo(line, err=True)
 
     @contextmanager
-    def watch(cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
-        if cell.finished:
-            yield ()
-            return
-        several.begin()
-        showing = watching(stdout(), as_json, title, several=several)
+    def watch(self, cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
+        was_finished = cell.finished
+        self._several.begin()
+        showing = watching(stdout(), self._as_json, title, several=self._several)
         with interrupt_message(same_command) as interrupts, showing as observer:
-            display = _with_folder(observer, cell.folder) if as_json else observer
-            yield display, *tracking.observers(track, cell.folder, cell.recipe), interrupts
-        several.finished += 1
+            yield (_with_folder(observer, cell.folder) if self._as_json else observer), interrupts
+        self._several.finished += not was_finished
 
-    return watch
+    def beside(self) -> AbstractContextManager[object]:
+        return interrupt_message(same_command)
+
+    def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
+        if self._as_json:
+            typer.echo(json.dumps({"run": str(cell.folder), **event}))
+        elif event["event"] in ("end", "fault"):
+            typer.echo(f"{number} {cell.title}: {_ending(event)}")
+
+
+def _ending(event: dict[str, Any]) -> str:
+    if event["event"] == "fault":
+        return str(event["message"])
+    shown = {
+        key: value for key, value in event["metrics"].items() if key in ("acc", "perplexity") and value is not None
+    }
+    scores = ", ".join(f"{key} {value:.3f}" for key, value in shown.items())
+    return f"{scores} after {event['seconds']:.1f} s"
 
 
 def _with_folder(observer: Observer, folder: Path) -> Observer:
     return lambda event: observer({"run": str(folder), **event})
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from everfed.commands import options, tracking
-from everfed.commands.cells import Running
 
 if TYPE_CHECKING:
     from everfed.comparison import Comparison
+    from everfed.comparison.cells import Settings
 
 
 def compare(
@@ -29,16 +29,18 @@ def compare(
     ] = None,
     scale: options.Scale = 1.0,
     checkpoint_every: options.CheckpointEvery = 5.0,
+    jobs: options.Jobs = 0,
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Run several methods over several seeds and print one table, the best first.
 
     Every cell is an ordinary run folder DIR/METHOD-SEED. When the command is
-    repeated, finished cells are kept and interrupted ones resumed. The table is
-    also written as compare.json, compare.md and compare.csv. An option of a
-    part (--set method.PART.OPTION=...) applies to the methods that have that
-    part.
+    repeated, finished cells are kept and interrupted ones resumed; several
+    processes may work through one DIR, each taking cells that no other has.
+    The table is also written as compare.json, compare.md and compare.csv. An
+    option of a part (--set method.PART.OPTION=...) applies to the methods that
+    have that part.
 
     \b
     Examples:
@@ -46,8 +48,10 @@ def compare(
       everfed compare fedgp/table1-rotated-mnist --data ~/data
       everfed compare my.toml --methods fedavg,fedprox --set method.fedprox.mu=0.1
     """
-    running = Running(options.absolute(data), scale, checkpoint_every, as_json, track)
-    comparison = compared(recipe, split(methods), seeds, sets, out, running)
+    from everfed.comparison.cells import Settings
+
+    settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track, jobs)
+    comparison = compared(recipe, split(methods), seeds, sets, out, settings)
     print_comparison(comparison, as_json)
     if comparison.problems:
         raise typer.Exit(1)
@@ -59,15 +63,16 @@ def compared(
     seeds: str | None,
     sets: Sequence[str],
     out: Path | None,
-    running: Running,
+    settings: Settings,
 ) -> Comparison:
     """Run the comparison and write its table."""
+    from everfed.commands.cells import Terminal
     from everfed.comparison.cells import parse_seeds
     from everfed.comparison.comparing import finished, plan
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     grid = plan(recipe, methods, numbers, out, sets=sets)
-    return finished(grid, running.settings(grid.cells))
+    return finished(grid, settings, Terminal(settings.as_json))
 
 
 def split(text: str | None) -> list[str] | None:

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options
-from everfed.commands.cells import Running
 from everfed.commands.compare import compared, print_comparison
 
 
@@ -29,7 +28,9 @@ def demo(
     Example:
       everfed demo
     """
-    found = compared("demo", None, None, [], out, Running(None, scale, 5.0, as_json))
+    from everfed.comparison.cells import Settings
+
+    found = compared("demo", None, None, [], out, Settings(None, scale, 5.0, as_json))
     print_comparison(found, as_json)
     figures = find_spec("matplotlib") is not None
     report = found.report(figures=figures)

@@ -54,6 +54,9 @@ def join(
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What this client agrees to, in TOML; the rest is refused.")
     ] = None,
+    roster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The clients' public keys, from elsewhere than the server.")
+    ] = None,
 ) -> None:
     """Take part in a federation with this machine's data, until interrupted.
 
@@ -71,8 +74,10 @@ def join(
 
     require_flower()
     from everfed.federation.certificates import require_private
+    from everfed.federation.credentials import fingerprint, read_credentials
     from everfed.federation.joining import Joining
     from everfed.federation.joining import join as take_part
+    from everfed.federation.logs import stamped
     from everfed.federation.names import check_name
     from everfed.federation.policy import Policy
     from everfed.naming import load_object
@@ -82,13 +87,18 @@ def join(
     if insecure and server.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
         raise UserError(f"--insecure is for loopback only, not {server}; use --certificate and --key")
     chosen = check_name("--name", name or socket.gethostname())
-    for option, file in (("--certificate", root), ("--key", key)):
+    for option, file in (("--certificate", root), ("--key", key), ("--roster", roster)):
         if file is not None and not file.is_file():
             raise UserError(f"{option} {file}: there is no such file")
     if not 0 < delta < 1:
         raise UserError(f"--delta must be between 0 and 1; got {delta}")
     if key is not None:
         require_private(key)
+    if roster is not None:
+        read_credentials(chosen, key, roster)
+        typer.echo(
+            stamped(f"roster {roster}, fingerprint {fingerprint(roster)}; compare it with the other clients"), err=True
+        )
     if policy is not None:
         budget = Policy.read(policy).strictest_budget(budget)
     if data is not None:
@@ -109,6 +119,7 @@ def join(
         delta,
         lost_state.value,
         policy,
+        roster,
     )
     with interrupt_message(same_command):
         take_part(joining, lambda line: typer.echo(line, err=True))

@@ -32,6 +32,10 @@ CheckpointEvery = Annotated[
     float, typer.Option("--checkpoint-every", metavar="S", min=0.0, help="Seconds of work between checkpoints.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON lines, for machines.")]
+Jobs = Annotated[
+    int,
+    typer.Option("--jobs", metavar="N", min=0, help="Runs side by side, in processes; 0: what is fastest here."),
+]
 Seeds = Annotated[str | None, typer.Option("--seeds", metavar="S,S,...", help="Seeds, such as 0,1,2.")]
 
 

@@ -14,6 +14,7 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="The page to write (default: report.html in the first folder)."),
     ] = None,
+    title: Annotated[str, typer.Option(metavar="TEXT", help="The page's heading (default: methods and data).")] = "",
     figures: Annotated[
         bool, typer.Option("--figures/--no-figures", help="Also draw PNG and PDF files (needs everfed\\[plots]).")
     ] = True,
@@ -26,8 +27,8 @@ def report(
     \b
     Examples:
       everfed report runs/demo-fedgp+der-0
-      everfed report runs/demo --out demo.html
+      everfed report runs/demo --out demo.html --title "Rotated digits"
     """
     from everfed.report import write
 
-    typer.echo(f"report: {write(runs, out, figures=figures)}")
+    typer.echo(f"report: {write(runs, out, figures=figures, title=title)}")

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from everfed.commands import options, tracking
-from everfed.commands.cells import Running
 from everfed.commands.record import RECORDS, Records
 from everfed.errors import UserError
 
 if TYPE_CHECKING:
-    from everfed.comparison.cells import Cell, Outcome
+    from everfed.comparison.cells import Cell, Outcome, Settings
     from everfed.reproduction.judging import Runs
     from everfed.reproduction.planning import Cell as Place
     from everfed.reproduction.planning import Experiment
@@ -60,6 +59,7 @@ def reproduce(
         typer.Option(metavar="F", help="Share of the rounds and the data, or small (0.05); not comparable below 1."),
     ] = "1",
     checkpoint_every: options.CheckpointEvery = 5.0,
+    jobs: options.Jobs = 0,
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
@@ -78,15 +78,16 @@ def reproduce(
       everfed reproduce fedgp/table1 --data ~/data --scale small --seeds 1
       everfed reproduce fedgp/table7 --methods der,fedgp+der --columns MNIST
     """
+    from everfed.comparison.cells import Settings
     from everfed.reproduction.tables import find
 
     factor = _scale(scale)
     selection = Selection(_split(methods), _split(columns), seeds, engine, out or _default_folder(factor))
-    running = Running(options.absolute(data), factor, checkpoint_every, as_json, track)
+    settings = Settings(options.absolute(data), factor, checkpoint_every, as_json, track, jobs)
     if show:
         if methods or columns:
             raise UserError("--list shows whole tables; leave --methods and --columns out")
-        _show_list(table or "", selection, running)
+        _show_list(table or "", selection, settings)
         return
     if status:
         if methods or columns:
@@ -98,7 +99,7 @@ def reproduce(
     chosen = find(table)
     if chosen.item.nothing:
         raise UserError(f"{chosen.name} ({chosen.item.about}): there is nothing to run; {chosen.item.nothing}")
-    found = _reproduced(chosen, selection, running)
+    found = _reproduced(chosen, selection, settings)
     _print_result(found, selection.out, as_json)
     if found.problems:
         raise typer.Exit(1)
@@ -134,21 +135,24 @@ def _split(text: str | None) -> list[str]:
 # running ---------------------------------------------------------------------------------------------------------
 
 
-def _reproduced(table: Table, selection: Selection, running: Running) -> Found:
+def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found:
     """Run what can be run and judge it."""
+    from everfed.commands.cells import Terminal
     from everfed.comparison import cells
     from everfed.reproduction import judging, planning
     from everfed.reproduction.writing import Found
 
     places = planning.plan(table, selection.methods, selection.columns)
-    grid, refused = _grid(planning.experiments(places), selection, running)
+    grid, refused = _grid(planning.experiments(places), selection, settings)
     places = [_with_refusal(place, refused) for place in places]
     wanted = {experiment: grid[experiment] for experiment in planning.experiments(places)}
     runs = [cell for own in wanted.values() for cell in own]
-    _announce(places, runs, running)
-    outcomes = {outcome.cell.folder: outcome for outcome in cells.run(runs, running.settings(runs))}
+    _announce(places, runs, settings)
+    outcomes = {
+        outcome.cell.folder: outcome for outcome in cells.run(runs, settings, output=Terminal(settings.as_json))
+    }
     judged = judging.judge(places, _finished(wanted, outcomes))
-    return Found(table, running.scale, judged, _problems(outcomes.values()))
+    return Found(table, settings.scale, judged, _problems(outcomes.values()))
 
 
 def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome]) -> Runs:
@@ -163,7 +167,7 @@ def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome
 
 
 def _grid(
-    wanted: Sequence[Experiment], selection: Selection, running: Running
+    wanted: Sequence[Experiment], selection: Selection, settings: Settings
 ) -> tuple[dict[Experiment, list[Cell]], dict[Experiment, str]]:
     """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
     from everfed.comparison import cells
@@ -176,13 +180,12 @@ def _grid(
             grid[experiment] = _cells(experiment, selection)
             unfinished = [cell for cell in grid[experiment] if not (cell.folder / "result.json").exists()]
             if unfinished:
-                cells.check_run(unfinished[0], running.settings(unfinished))
+                cells.check_run(unfinished[0], settings)
         except Exception as error:
             if not is_user_error(error):
                 raise
             refused[experiment] = str(error)
-    usable = [cell for e, own in grid.items() if e not in refused for cell in own]
-    cells.check_folders(usable, running.settings(usable))
+    cells.check_folders([cell for e, own in grid.items() if e not in refused for cell in own], settings)
     if refused and len(refused) == len(wanted):
         raise UserError("nothing can be run:\n" + "\n".join(dict.fromkeys(refused.values())))
     return grid, refused
@@ -233,11 +236,11 @@ def _problems(outcomes: Iterable[Outcome]) -> list[str]:
 # output ----------------------------------------------------------------------------------------------------------
 
 
-def _announce(places: Sequence[Place], runs: Sequence[Cell], running: Running) -> None:
-    if running.as_json:
+def _announce(places: Sequence[Place], runs: Sequence[Cell], settings: Settings) -> None:
+    if settings.as_json:
         return
     done = sum((cell.folder / "result.json").exists() for cell in runs)
-    typer.echo(f"{len(runs)} runs ({done} finished already); {_missing_count(places)}{_warning(running.scale)}")
+    typer.echo(f"{len(runs)} runs ({done} finished already); {_missing_count(places)}{_warning(settings.scale)}")
 
 
 def _missing_count(places: Sequence[Place]) -> str:
@@ -272,15 +275,15 @@ def _print_result(found: Found, out: Path, as_json: bool) -> None:
 # listing ---------------------------------------------------------------------------------------------------------
 
 
-def _show_list(prefix: str, selection: Selection, running: Running) -> None:
+def _show_list(prefix: str, selection: Selection, settings: Settings) -> None:
     from everfed.commands.output import show_table
     from everfed.reproduction.listing import COLUMNS, overview
     from everfed.reproduction.tables import papers
 
-    rows = overview(prefix.lower(), lambda recipe: _seeds(recipe, selection.seeds), running.scale)
+    rows = overview(prefix.lower(), lambda recipe: _seeds(recipe, selection.seeds), settings.scale)
     if not rows:
         raise UserError(f"no table begins with {prefix!r}; papers: {', '.join(papers())}")
-    if running.as_json:
+    if settings.as_json:
         typer.echo(json.dumps([vars(row) for row in rows], indent=2))
         return
     show_table(COLUMNS, [row.line() for row in rows])

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from everfed.commands import options
-from everfed.commands.cells import Running
 from everfed.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ def sweep(
     ] = None,
     scale: options.Scale = 1.0,
     checkpoint_every: options.CheckpointEvery = 5.0,
+    jobs: options.Jobs = 0,
     as_json: options.Json = False,
 ) -> None:
     """Try every combination of values and show which is best on the validation split.
@@ -46,15 +46,16 @@ def sweep(
       everfed sweep demo --grid method.der.weight=0.5,1 --seeds 0,1
       everfed sweep demo --method fedprox --grid method.fedprox.mu=0.01,0.1
     """
-    from everfed.comparison.cells import parse_seeds
+    from everfed.commands.cells import Terminal
+    from everfed.comparison.cells import Settings, parse_seeds
     from everfed.comparison.sweeping import finished, plan
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     planned = plan(recipe, [axis(entry) for entry in grid], numbers, out, method=method, sets=sets)
     if planned.held_out and not as_json:
         typer.echo(f"the recipe holds out no validation data; using {planned.held_out}")
-    running = Running(options.absolute(data), scale, checkpoint_every, as_json)
-    found = finished(planned, running.settings(planned.cells))
+    settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs)
+    found = finished(planned, settings, Terminal(as_json))
     _print_result(found, as_json)
     if not found.best:
         raise typer.Exit(1)

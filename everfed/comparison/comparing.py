@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.api import CHECKPOINT_EVERY, Observer
 from everfed.comparison import cells, summary
-from everfed.comparison.result import Comparison, Streams, streams_of, watched
+from everfed.comparison.result import Comparison, Shown, Streams, checked_jobs, streams_of
 from everfed.errors import RecipeError
 from everfed.methods import canonical
 from everfed.recipe import MethodSection, Recipe, Sets, Source, as_entries, read
@@ -29,18 +29,22 @@ def compare(
     scale: float = 1.0,
     stream: Stream | Streams | None = None,
     progress: bool | None = None,
+    track: Sequence[str] = (),
     observers: Sequence[Observer] = (),
     checkpoint_every: float = CHECKPOINT_EVERY,
+    jobs: int = 1,
 ) -> Comparison:
     """Run several methods over several seeds, as `everfed compare` does; returns the table, the best row first.
 
     methods, seeds: those of the recipe's [compare] where they are left out. out: folder of the run folders, by default
     runs/RECIPE-compare; finished runs in it are kept, interrupted ones resumed. stream: one of your own for all runs,
-    or a function from the seed to a stream. The rest is as in `everfed.run`.
+    or a function from the seed to a stream. jobs: runs side by side in processes of their own, 0 for what is fastest; a
+    script then needs `if __name__ == "__main__"`. The rest is as in `everfed.run`.
     """
     grid = plan(recipe, methods, seeds, out, sets=as_entries(sets), stream=stream, scale=scale)
     data = None if data_dir is None else Path(data_dir)
-    return finished(grid, cells.Settings(data, scale, checkpoint_every, watched(grid.cells, progress, observers)))
+    settings = cells.Settings(data, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
+    return finished(grid, settings, Shown(progress, observers))
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,10 @@ def plan(
     return Grid(_cells(cell, names, numbers, own, sets), folder, numbers, base.name)
 
 
-def finished(grid: Grid, settings: cells.Settings) -> Comparison:
+def finished(grid: Grid, settings: cells.Settings, output: cells.Output) -> Comparison:
     """Check all runs, run those that are not finished, and write the table."""
     cells.check(grid.cells, settings)
-    rows = summary.rows(cells.run(grid.cells, settings))
+    rows = summary.rows(cells.run(grid.cells, settings, output=output))
     facts = {"recipe": grid.recipe, "scale": settings.scale, "seeds": grid.seeds}
     summary.write(grid.folder, "compare", rows, "Method", facts)
     return Comparison(grid.folder, rows, "Method")

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.api import Observer, Result
 from everfed.comparison import summary
-from everfed.comparison.cells import Cell, Watch
+from everfed.comparison.cells import Cell, Output
+from everfed.errors import UserError
+from everfed.progress import Several, shown
 
 if TYPE_CHECKING:
     from everfed.core.stream import Stream
@@ -96,20 +98,32 @@ def streams_of(stream: Stream | Streams | None) -> Callable[[int], Stream | None
     return stream
 
 
-def watched(cells: Sequence[Cell], progress: bool | None, observers: Sequence[Observer]) -> Watch:
-    """Shows the runs of a comparison from Python, with the time that is left in all."""
-    from everfed.progress import Several, shown
+def checked_jobs(jobs: int, stream: Stream | Streams | None) -> int:
+    """Raises UserError for runs side by side on a stream that other processes do not have."""
+    if jobs != 1 and stream is not None:
+        raise UserError("jobs must be 1 with a stream of your own: other processes do not have it")
+    return jobs
 
-    several = Several(sum(not cell.finished for cell in cells))
+
+class Shown(Output):
+    """Shows the runs of a comparison from Python, with the time that is left in all. observers: of every run."""
+
+    def __init__(self, progress: bool | None, observers: Sequence[Observer]) -> None:
+        self._progress, self._observers, self._several = progress, observers, Several(0)
+
+    def begin(self, cells: Sequence[Cell]) -> None:
+        self._several = Several(sum(not cell.finished for cell in cells))
 
     @contextmanager
-    def watch(cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
+    def watch(self, cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
         if cell.finished:
             yield ()
             return
-        several.begin()
-        with shown(progress, title, several) as found:
-            yield (*found, *observers)
-        several.finished += 1
+        self._several.begin()
+        with shown(self._progress, title, self._several) as found:
+            yield (*found, *self._observers)
+        self._several.finished += 1
 
-    return watch
+    def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
+        for observer in self._observers:
+            observer(event)

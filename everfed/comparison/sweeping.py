@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.api import CHECKPOINT_EVERY, Observer
 from everfed.comparison import cells, summary
-from everfed.comparison.result import Comparison, Streams, streams_of, watched
+from everfed.comparison.result import Comparison, Shown, Streams, checked_jobs, streams_of
 from everfed.errors import RecipeError
 from everfed.recipe import Recipe, Sets, Source, as_entries, read
 
@@ -47,8 +47,10 @@ def sweep(
     scale: float = 1.0,
     stream: Stream | Streams | None = None,
     progress: bool | None = None,
+    track: Sequence[str] = (),
     observers: Sequence[Observer] = (),
     checkpoint_every: float = CHECKPOINT_EVERY,
+    jobs: int = 1,
 ) -> Comparison:
     """Try every combination of values, as `everfed sweep` does: sweep("demo", {"train.optimizer.lr": [0.05, 0.1]}).
 
@@ -59,8 +61,8 @@ def sweep(
     axes = [[as_entries({key: value})[0] for value in values] for key, values in grid.items()]
     planned = plan(recipe, axes, seeds, out, method=method, sets=as_entries(sets), stream=stream, scale=scale)
     data = None if data_dir is None else Path(data_dir)
-    watch = watched(planned.cells, progress, observers)
-    return finished(planned, cells.Settings(data, scale, checkpoint_every, watch))
+    settings = cells.Settings(data, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
+    return finished(planned, settings, Shown(progress, observers))
 
 
 def plan(
@@ -101,10 +103,10 @@ def plan(
     return Sweep(found, folder, numbers, base.name, added)
 
 
-def finished(planned: Sweep, settings: cells.Settings) -> Comparison:
+def finished(planned: Sweep, settings: cells.Settings, output: cells.Output) -> Comparison:
     """Check all runs, run those that are not finished, and write the table."""
     cells.check(planned.cells, settings)
-    rows = summary.rows(cells.run(planned.cells, settings))
+    rows = summary.rows(cells.run(planned.cells, settings, output=output))
     result = Comparison(planned.folder, rows, "Cell", "scored on validation data")
     facts = {"recipe": planned.recipe, "scale": settings.scale, "seeds": planned.seeds}
     summary.write(planned.folder, "sweep", rows, "Cell", {**facts, "split": "validation", "best": result.best})

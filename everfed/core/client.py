@@ -19,6 +19,7 @@ from everfed.core.message import MODEL, Message
 from everfed.core.method import Method
 from everfed.core.part import HELD_OUT, Model, State, with_slots
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
+from everfed.core.pieces import TrainsPieces, assembled, shortened
 from everfed.core.scoring import Exam, score_tasks
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree
@@ -71,6 +72,7 @@ def _answer(
     method: Method, phase: Phase, state: State, message: Message | None, data: Data, ctx: Context
 ) -> tuple[State, Reply]:
     """Run the phase; the reply is not protected yet."""
+    message = None if message is None else assembled(message)
     if message is None:
         if MODEL not in state[OWN]:  # it had no data when the others began; it waits for the next synchronisation
             return state, Reply({})
@@ -122,10 +124,17 @@ def _reply(method: Method, fitted: Fitted, message: Message, data: Data, ctx: Co
             fitted = replace(fitted, model=extra[MODEL])
         values[part.name] = {key: value for key, value in extra.items() if key != MODEL}
     name = method.aggregator.name
-    values[name] = {**method.aggregator.upload(_shared(fitted.model, ctx), message, ctx), **values[name]}
+    values[name] = {**_upload(method, _shared(fitted.model, ctx), message, ctx), **values[name]}
     state = {**state, OWN: _remember(fitted, message, ctx)}
     sent = {part: tree for part, tree in values.items() if tree} if synchronises(ctx) else {}
     return state, Reply(sent, fitted.samples, fitted.steps, fitted.loss)
+
+
+def _upload(method: Method, model: Model, message: Message, ctx: Context) -> Tree:
+    """What is sent of the trained model; of one in pieces, what was trained, unless its owner itself aggregates."""
+    if not isinstance(method.aggregator, TrainsPieces):
+        model, message = shortened(model, message), {**message, MODEL: shortened(message[MODEL], message)}
+    return method.aggregator.upload(model, message, ctx)
 
 
 def synchronises(ctx: Context) -> bool:
@@ -168,11 +177,21 @@ def _shared(model: Model, ctx: Context) -> Model:
     return {**model, "params": model["params"][: layout.shared]} if layout.shared < layout.size else model
 
 
-def _evaluate(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Reply:
-    """Score this client's personalised model on the tasks the server asks for."""
+def personal_model(method: Method, state: State, message: Message, ctx: Context) -> Model:
+    """The model that this client is scored with: the shared one in `message`, with what is the client's own."""
+    return _personalised(method, state, message, _whole(message[MODEL], state, ctx), ctx)
+
+
+def _personalised(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Model:
     hooks = ctx if method.needs(HELD_OUT) else ctx.at(tests=None)
     for part in method.parts:
         model = part.personalise(state, message, model, hooks)
+    return model
+
+
+def _evaluate(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Reply:
+    """Score this client's personalised model on the tasks the server asks for."""
+    model = _personalised(method, state, message, model, ctx)
     exam = Exam.from_tree(message[EVALUATE])
     score = partial(score_tasks, ctx.train, ctx.held_out, model)
     counts = score(exam, state, message, ctx.client)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
+from everfed.core.pieces import Pieces, TrainsPieces
 from everfed.core.stream import HeldOut, Hidden, RoundPlan, Stream
 
 if TYPE_CHECKING:
@@ -81,14 +83,31 @@ class Ledger(Protocol):
         """Durable when it returns. Raises ValueError when `key` has another value already."""
 
 
+class Credentials(Protocol):
+    """A client's long-lived key, under its name, and what it knows of the other clients' keys from elsewhere than the
+    server."""
+
+    @property
+    def name(self) -> str:
+        """Of this client."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Its signature."""
+
+    def problem(self, name: str, signature: bytes, data: bytes) -> str:
+        """Why this is not the signature of the client `name`; "" if it is, or where no key is known from elsewhere."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What a real client knows of the server that it answers. run: the run's identity; epoch: how often its server was
-    started; ledger: the client's own, outside the states that a new epoch may roll back."""
+    started; ledger: the client's own, outside the states that a new epoch may roll back; credentials: None for a client
+    without a key."""
 
     run: str
     epoch: int
     ledger: Ledger
+    credentials: Credentials | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +124,7 @@ class Context:
     client: int | None = None
     current_task: int | None = None
     rate: float = 0.0
+    progress: tuple[int, int] = (0, 1)  # rounds of the client's task behind it, rounds that it lasts
     trainer: Trainer | None = None
     past: Callable[[], list[Data]] | None = None
     tests: HeldOut | None = None
@@ -183,6 +203,14 @@ class World:
     def __post_init__(self) -> None:
         object.__setattr__(self, "held_out", HeldOut(self.stream))
 
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The pieces of the shared vector, where a part trains some of them at a time."""
+        owner = next((part for part in self.method.parts if isinstance(part, TrainsPieces)), None)
+        if owner is None:
+            return None
+        return Pieces.of(owner, self.facts.layout, [self.stream.labels(task) for task in range(self.stream.tasks)])
+
     @property
     def personal(self) -> bool:
         """Are models scored on the clients, because parts or statistics of them never leave?"""
@@ -214,7 +242,8 @@ class World:
             moment.repeat,
             client,
             current_task=self._visible_task(task),
-            rate=self.options.optimizer.rate(*self._progress(client, moment.round)),
+            rate=self.options.optimizer.round_rate(*self._progress(client, moment.round)),
+            progress=self._progress(client, moment.round),
             trainer=trainer,
             past=self._past(client, task),
             tests=self.held_out if phase.name == EVALUATE or self.method.needs(HELD_OUT) else None,

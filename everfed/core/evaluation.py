@@ -77,7 +77,7 @@ class Evaluation:
     def _counts(self, phase: Phase, moment: Moment, exam: Exam) -> Tensor:
         if not scored_on_clients(self.world):
             return self.engine.evaluate(self.state.model, exam)
-        message: Message = {**self.exchange.model(), EVALUATE: exam.to_tree()}
+        message: Message = {**self.exchange.model(phase, moment), EVALUATE: exam.to_tree()}
         replies = Replies({EVALUATE: {"counts": Sum()}})
         self.exchange.collect(replies, phase, moment, message)
         self.reporter.not_scored(moment, replies)

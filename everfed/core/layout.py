@@ -59,7 +59,8 @@ class Layout:
         trainable.sort(key=lambda named: personal(named[0]))  # stable: keeps the module's order otherwise
         if any(p.dtype != torch.float32 for _, p in trainable):
             raise ValueError("trainable parameters must be float32; lower precision is an engine option")
-        buffers = list(module.named_buffers())
+        constants = _constants(module)
+        buffers = [(n, b) for n, b in module.named_buffers() if n not in constants]
         return Layout(
             tuple(_entries(trainable)),
             tuple(_entries([(n, b) for n, b in buffers if b.is_floating_point()])),
@@ -122,6 +123,15 @@ class Layout:
         return {entry.name: entry.view(vector) for entry in self.params}
 
 
+def _constants(module: nn.Module) -> set[str]:
+    """Names of buffers that are no part of the module's state (tables of positions, say): they are built with it."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, layer in module.named_modules()
+        for name in layer._non_persistent_buffers_set
+    }
+
+
 def _entries(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[Entry]:
     start = 0
     for name, tensor in tensors:
@@ -157,6 +167,14 @@ class KeepsLayers(Protocol):
         """Does this parameter of the network stay on the client?"""
 
 
+@runtime_checkable
+class AdaptsNetwork(Protocol):
+    """A part that changes the network before the run: layers with further parameters, frozen weights."""
+
+    def adapt(self, module: nn.Module, ctx: Context) -> None:
+        """Change `module` in place, the same way in every process; ctx.facts.layout is the network's before it."""
+
+
 def registered(part: str, name: str, personal: bool) -> str:
     """The name under which a module lists a parameter that a part added."""
     return EXTRAS + f"{_scope(personal)}/{part}/{name}".replace(".", "_")
@@ -174,11 +192,15 @@ def is_personal(parts: Iterable[object], parameter: str) -> bool:
 
 
 class Extras(nn.Module):
-    """`module.extras[part][name]`. Personal ones are registered apart, so that their names tell."""
+    """`module.extras[part][name]`. Personal ones are registered apart, so that their names tell. Attached to an
+    nn.Sequential it is its last layer, so it passes its input on."""
 
     def __init__(self) -> None:
         super().__init__()
         self._parts: dict[str, dict[str, nn.Parameter]] = {}
+
+    def forward(self, x: Any) -> Any:
+        return x
 
     def add(self, part: str, name: str, value: nn.Parameter, personal: bool) -> None:
         self.register_parameter(registered(part, name, personal).removeprefix(EXTRAS), value)
@@ -189,7 +211,12 @@ class Extras(nn.Module):
 
 
 def attach(module: nn.Module, parts: Iterable[Any], ctx: Context) -> nn.Module:
-    """Register the extra parameters of `parts` on `module`; a module whose method adds none is returned as it is."""
+    """Let `parts` adapt `module` and register their extra parameters on it; a module whose method does neither is
+    returned as it is."""
+    parts = list(parts)
+    for part in parts:
+        if isinstance(part, AdaptsNetwork):
+            part.adapt(module, ctx)
     extras = Extras()
     for part in parts:
         personal = part.personal_parameters(ctx) if isinstance(part, KeepsParameters) else {}

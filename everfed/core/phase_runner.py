@@ -9,8 +9,9 @@ from everfed.core.context import Context, Moment, World
 from everfed.core.engine import Engine, PhaseCall, Replies
 from everfed.core.events import Reporter, check_finite
 from everfed.core.message import MODEL, Message, Once, addressed, payload_bytes, versions
-from everfed.core.part import Reduced, with_slots
+from everfed.core.part import Model, Reduced, with_slots
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase
+from everfed.core.pieces import PIECES, cut, pasted
 from everfed.core.reduce import Reduction
 from everfed.core.run_state import RunState
 from everfed.core.stream import RoundPlan
@@ -36,14 +37,17 @@ class Exchange:
             return {}
         else:
             broadcasts = {phase.owner: phase.broadcast(self.state.server, ctx) if phase.broadcast else {}}
-        return {**self.model(), **{part: values for part, values in broadcasts.items() if values}}
+        return {**self.model(phase, moment), **{part: values for part, values in broadcasts.items() if values}}
 
-    def model(self) -> Message:
+    def model(self, phase: Phase, moment: Moment) -> Message:
         """Each version reaches a client once; local statistics are sent at the beginning only."""
         message: Message = {MODEL: {k: Once(self.state.version, v) for k, v in self.state.model.items()}}
         if self.world.options.batchnorm == "local":
             message[MODEL] |= {k: Once(0, self.state.model[k]) for k in ("stats", "counters")}
-        return message
+        pieces = self.world.pieces
+        if pieces is None:
+            return message
+        return pieces.split(message, self.state.pieces, self.state.server, self.world.server(phase.name, moment))
 
     def batch(self, phases: Sequence[Phase], moment: Moment) -> None:
         """Name the phases that an engine may send together with the next one."""
@@ -76,7 +80,7 @@ class Exchange:
         name, new, down = self.world.method.aggregator.name, versions(message), 0
         for client in clients:
             sizes = payload_bytes(addressed(message, client), self.state.held.get(client, {}))
-            sizes[name] = sizes.get(name, 0) + sizes.pop(MODEL, 0)
+            sizes[name] = sizes.get(name, 0) + sizes.pop(MODEL, 0) + sizes.pop(PIECES, 0)
             self.state.traffic.sent(sizes)
             self.state.held[client] = self.state.held.get(client, {}) | new
             down += sum(sizes.values())
@@ -109,13 +113,39 @@ class PhaseRunner:
         method, ctx = self.world.method, self.world.server(TRAIN, moment)
         for part in method.parts:
             self._report(moment, TRAIN, part.name, part.measure(self.state.server, reduced.get(part.name, {}), ctx))
-        model = method.aggregator.aggregate(self.state.server, reduced[method.aggregator.name], ctx)
+        model = self._aggregate(reduced[method.aggregator.name], ctx)
         for part in method.parts:
-            slots, model = part.update_model(self.state.server, model, ctx)
+            slots, updated = part.update_model(self.state.server, model, ctx)
             self.state.set_slots(part.name, slots)
-        self.state.set_model(model)
+            model = self._only_trained(updated, ctx)
+        self._set_model(model)
         for part in method.parts:
             self.state.set_slots(part.name, part.update(self.state.server, reduced.get(part.name, {}), ctx))
+
+    def _aggregate(self, reduced: Tree, ctx: Context) -> Model:
+        """The new shared model. Of one in pieces, the aggregating part reduces what was trained, as a smaller model."""
+        aggregator, server, pieces = self.world.method.aggregator, self.state.server, self.world.pieces
+        if pieces is None or pieces.owner is aggregator:
+            return aggregator.aggregate(server, reduced, ctx)
+        old, spans = server[MODEL], pieces.moving(server, ctx)
+        short = aggregator.aggregate({**server, MODEL: {**old, "params": cut(old["params"], spans)}}, reduced, ctx)
+        return {**short, "params": pasted(old["params"], spans, short["params"])}
+
+    def _only_trained(self, model: Model, ctx: Context) -> Model:
+        """The model without what a rule (server momentum, say) changed outside the trained pieces."""
+        pieces, server = self.world.pieces, self.state.server
+        if pieces is None:
+            return model
+        spans = pieces.moving(server, ctx)
+        return {**model, "params": pasted(server[MODEL]["params"], spans, cut(model["params"], spans))}
+
+    def _set_model(self, model: Model) -> None:
+        """A new model; its pieces that differ from the old one's have new versions."""
+        old = self.state.model
+        self.state.set_model(model)
+        if self.world.pieces is not None:
+            changed = self.world.pieces.changed(old, model)
+            self.state.pieces = {**self.state.pieces, **dict.fromkeys(changed, self.state.version)}
 
     def _on_server(self, phase: Phase, moment: Moment) -> bool:
         """The server's own work; it is measured and reported when it is done."""
@@ -157,7 +187,7 @@ class PhaseRunner:
         changed = self.engine.once(work) if phase.cohort is Cohort.SERVER else work()
         self.state.set_slots(phase.owner, changed["slots"])
         if changed["model"] is not None:
-            self.state.set_model(changed["model"])
+            self._set_model(changed["model"])
         return moment.repeat + 1 >= phase.repeat or (phase.done is not None and phase.done(self.state.server, ctx))
 
     def _measure(self, phase: Phase, moment: Moment, reduced: Tree, ctx: Context) -> dict[str, float]:

@@ -31,6 +31,7 @@ class RunState:
     seconds: float = 0.0
     absent: Counter[str] = field(default_factory=Counter)  # how often clients did not count, by kind
     watched: dict[str, dict[str, Any]] = field(default_factory=dict)  # the monitors' own state
+    pieces: dict[str, int] = field(default_factory=dict)  # versions of the shared vector's pieces
 
     @property
     def place(self) -> Place:
@@ -66,6 +67,7 @@ class RunState:
             "seconds": self.seconds,
             "absent": self.absent,
             "watched": self.watched,
+            "pieces": self.pieces,
         }
         return {"server": self.server, "plain": json.dumps(plain)}
 
@@ -76,6 +78,7 @@ class RunState:
         for name in ("round", "position", "repeat", "version", "curves", "samples", "seconds"):
             setattr(state, name, plain[name])
         state.watched, state.initial = plain.get("watched", {}), plain.get("initial")
+        state.pieces = plain.get("pieces", {})
         state.held = {int(client): held for client, held in plain["held"].items()}
         state.rows = {int(task): row for task, row in plain["rows"].items()}
         state.traffic.up.update(plain["up"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.layout import Entry, Layout
-from everfed.core.optimizer import Optimizer
+from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, State, overrides
 from everfed.core.replica import Replica
 from everfed.core.tree import Tree
@@ -67,6 +67,13 @@ class Step:
         self.batches: dict[str, Batch] = {}
         self.handed: dict[str, Tensor] = {}  # what a part's substeps hand on to what follows in the same step
         self._substeps: Substeps | None = None
+        self._scales: tuple[Optimizer, Scales | None] | None = None
+
+    def scales(self, optimizer: Optimizer) -> Scales | None:
+        """The optimiser's own rates and decays for every parameter, made in the first step."""
+        if self._scales is None or self._scales[0] is not optimizer:
+            self._scales = (optimizer, optimizer.scales(self.layout, self.params.device))
+        return self._scales[1]
 
     def substeps(self, parts: Sequence[Part]) -> Substeps:
         """Which parameters each substep and the step itself move; the same in all steps of a local training."""
@@ -127,7 +134,9 @@ def train_step(
     with torch.no_grad():
         for part in parts:
             gradient = part.gradient(step, gradient)
-        optimizer.apply(step.params[substeps.main], gradient[substeps.main], moments, rate)
+        scales = step.scales(optimizer)
+        own = None if scales is None else scales.within(substeps.main)
+        optimizer.apply(step.params[substeps.main], gradient[substeps.main], moments, rate, own)
         for part in parts:
             part.after(step)
         step.replica.refresh()
@@ -139,7 +148,7 @@ def train_step(
 def _substep(step: Step, move: Move, optimizer: Optimizer, moments: dict[str, Tensor], rate: Tensor) -> None:
     gradient = step.replica.gradient(move.substep.loss(step), move.span)
     with torch.no_grad():
-        move.apply(step.params, gradient, moments, optimizer, rate)
+        move.apply(step.params, gradient, moments, optimizer, rate, step.scales(optimizer))
         step.replica.refresh()
 
 
@@ -226,11 +235,22 @@ class Move:
         fresh = (self.substep.optimizer or optimizer).init(params[self.span])
         return {self._prefix + name: value for name, value in fresh.items()}
 
-    def apply(self, params: Tensor, gradient: Tensor, moments: Moments, optimizer: Optimizer, rate: Tensor) -> None:
-        """Move the parameters by the gradient of this substep's loss, (span,)."""
+    def apply(
+        self,
+        params: Tensor,
+        gradient: Tensor,
+        moments: Moments,
+        optimizer: Optimizer,
+        rate: Tensor,
+        scales: Scales | None = None,
+    ) -> None:
+        """Move the parameters by the gradient of this substep's loss, (span,). scales: of the run's optimiser."""
         own = self.substep.optimizer
-        pace = rate if own is None else torch.full_like(rate, own.lr)
-        (own or optimizer).apply(params[self.span], gradient, self.moments(moments), pace)
+        if own is not None:
+            own.apply(params[self.span], gradient, self.moments(moments), torch.full_like(rate, own.lr))
+            return
+        some = None if scales is None else scales.within(self.span)
+        optimizer.apply(params[self.span], gradient, self.moments(moments), rate, some)
 
     @property
     def _prefix(self) -> str:

@@ -116,6 +116,11 @@ class Stream(ABC):
         """Storage form -> network input (scaling, normalisation); batched, on x's device, no host synchronisation."""
         return x.float()
 
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """(mean, std) per channel that `inputs` subtracts and divides by, both empty for none, after uint8 is scaled to
+        [0, 1]; None where `inputs` does something else. A trained model's file carries it."""
+        return None
+
     def draw_augmentation(self, rng: np.random.Generator, count: int) -> np.ndarray | None:
         """(count, k) integers that fix the augmentation of `count` samples, or None when there is none."""
         return None
@@ -190,7 +195,7 @@ def digest_of(text: str, *tensors: Tensor) -> str:
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         if tensor.numel():
-            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -202,7 +207,7 @@ _VISIBLE = frozenset(
     {
         "name", "clients", "tasks", "rounds", "classes", "input_shape", "score", "boundaries", "task_ids",
         "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "augment_samples",
-        "colour_draws", "loss", "measure", "measure_all", "also",
+        "asynchronous", "colour_draws", "loss", "measure", "measure_all", "also",
     }
 )  # fmt: skip
 _OF_TASKS = frozenset({"tasks", "labels", "labels_of"})  # hidden with the tasks

@@ -59,7 +59,7 @@ class Job:
     plans: dict[str, Tables]
     optimizer: Optimizer
     moments: dict[str, Tensor]
-    rate: float
+    rates: np.ndarray  # (steps,) learning rates
     seed: int  # of dropout
 
 
@@ -105,7 +105,7 @@ class Trainer:
     ) -> Fitted:
         """Train `model` on `data` under `parts`. None of the inputs is changed.
 
-        rate: the learning rate; by default that of the round (ctx.rate), whatever `optimizer` says.
+        rate: the learning rate; by default those of the round, by the run's own optimiser, whatever `optimizer` says.
         """
         options = ctx.options
         schedule = scheduling.minibatches(
@@ -133,7 +133,7 @@ class Trainer:
             optimizer,
             moments
             or Substeps.of(parts, self.replica.layout).first_moments(optimizer, model["params"].to(self.device)),
-            ctx.rate if rate is None else rate,
+            self._rates(ctx, schedule.steps, rate),
             ctx.key(f"{tag}/dropout"),
         )
         return self._steps(job)
@@ -260,6 +260,11 @@ class Trainer:
             state = with_slots(state, part.name, slots)
         return state, plans
 
+    def _rates(self, ctx: Context, steps: int, rate: float | None) -> np.ndarray:
+        if rate is None and ctx.options.optimizer.by == "step":
+            return ctx.options.optimizer.rates(*ctx.progress, steps)
+        return np.full(steps, ctx.rate if rate is None else rate)
+
     def _steps(self, job: Job) -> Fitted:
         # steps change slots and moments in place: on copies, so that training changes nothing it was given
         job = replace(job, state=private(job.parts, job.state), moments=clone(job.moments))
@@ -270,7 +275,7 @@ class Trainer:
         step = self.new_step(job)
         tables = upload(job.plans, self.device)
         x, y = job.data.x.to(self.device), job.data.y.to(self.device)
-        rate = torch.tensor(job.rate, device=self.device)
+        rates = torch.from_numpy(job.rates).to(self.device, torch.float32)
         total = torch.zeros((), device=self.device)
         with global_generators(self.device):
             for index in range(job.schedule.steps):
@@ -280,7 +285,7 @@ class Trainer:
                 }
                 seed_global(self.device, job.seed, index)
                 self.load_batch(step, x, y, rows)
-                total += train_step(step, job.parts, job.optimizer, job.moments, rate)
+                total += train_step(step, job.parts, job.optimizer, job.moments, rates[index])
         return Fitted(job.model, replica.model(), job.state, job.moments, total, len(job.data), job.schedule.steps)
 
     def new_step(self, job: Job) -> Step:

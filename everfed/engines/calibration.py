@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,19 +28,43 @@ BYTES_PER_SECOND = 1.5e9
 _WORTH = 0.9  # processes must be at least a tenth faster to be worth their memory
 
 
+@dataclass(frozen=True)
+class OneClient:
+    """One client's training here. moved: bytes that another process would have to get and give back."""
+
+    seconds: float
+    moved: int
+
+
 def processes_pay(world: World, build_module: BuildModule, workers: int) -> bool:
     """Would `workers` processes run a round clearly faster than one?"""
-    key = _key(world, workers)
-    remembered = _read()
+    measured = one_client(world, build_module)
+    if measured is None:
+        return False
+    clients = len(world.stream.round(0).participants)
+    return _in_processes(measured, clients, workers) < _WORTH * clients * measured.seconds
+
+
+def speedup(measured: OneClient, clients: int, workers: int) -> float:
+    """How many times as fast as one process a round of `clients` runs on `workers` cores, at least 1."""
+    return max(1.0, clients * measured.seconds / _in_processes(measured, clients, workers))
+
+
+def _in_processes(measured: OneClient, clients: int, workers: int) -> float:
+    """Seconds of a round of `clients` in `workers` processes."""
+    busiest = -(-clients // workers)
+    return busiest * (measured.seconds + CALL_SECONDS + measured.moved / BYTES_PER_SECOND)
+
+
+def one_client(world: World, build_module: BuildModule) -> OneClient | None:
+    """Measured once and remembered; None where a client's training fails, which the run reports properly."""
+    key, remembered = _key(world), _read()
     if key not in remembered:
         try:
-            compute, moved = _measure(world, build_module)
-        except CLIENT_FAULTS:  # the run will meet it, too, and there it is told properly
-            return False
-        hand_over = CALL_SECONDS + moved / BYTES_PER_SECOND
-        clients = len(world.stream.round(0).participants)
-        busiest = -(-clients // workers)
-        remembered[key] = busiest * (compute + hand_over) < _WORTH * clients * compute
+            seconds, moved = _measure(world, build_module)
+        except CLIENT_FAULTS:
+            return None
+        remembered[key] = OneClient(seconds, moved)
         _remember(remembered)
     return remembered[key]
 
@@ -69,12 +94,12 @@ def _with_data(world: World, plan: RoundPlan) -> int:
     return plan.participants[0]
 
 
-def _key(world: World, workers: int) -> str:
+def _key(world: World) -> str:
     options, facts = world.options, world.facts
     parts = (world.method.name, facts.layout.size, *facts.input_shape, options.batch_size, options.local_epochs)
     plan = world.stream.round(0)
     client = _with_data(world, plan)
-    sizes = (len(plan.participants), len(world.stream.data(client, plan.tasks[client])), workers)
+    sizes = (len(plan.participants), len(world.stream.data(client, plan.tasks[client])))
     # a home folder may serve several machines
     return f"{random.key(*(str(part) for part in (*parts, *sizes, platform.node(), torch.__version__))):x}"
 
@@ -83,18 +108,19 @@ def _file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "everfed" / "engines.json"
 
 
-def _read() -> dict[str, bool]:
+def _read() -> dict[str, OneClient]:
+    """What is remembered; entries of another form are left out."""
     try:
         found = json.loads(_file().read_text())
-    except (OSError, ValueError):
+        return {str(k): OneClient(float(v[0]), int(v[1])) for k, v in found.items() if isinstance(v, list)}
+    except (OSError, ValueError, TypeError, AttributeError, IndexError):
         return {}
-    return {str(k): bool(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
 
-def _remember(answers: dict[str, bool]) -> None:
+def _remember(answers: dict[str, OneClient]) -> None:
     """A cache that cannot be written is measured again next time."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(_file(), json.dumps(answers).encode())
+        write_atomic(_file(), json.dumps({k: [v.seconds, v.moved] for k, v in answers.items()}).encode())
     except OSError:
         return

@@ -122,7 +122,7 @@ class Workspace:
         self.message = {name: _places(slots) for name, slots in job.message.items()}
         self.received = torch.empty_like(job.received, device=device)
         self.moments = {name: torch.empty_like(tensor, device=device) for name, tensor in job.moments.items()}
-        self.rate = torch.zeros((), device=device)
+        self.rates = torch.zeros(self.rounds, device=device)
         self.mask = trainer.label_mask(job.ctx)
         self.total = torch.zeros((), device=device)
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -148,7 +148,7 @@ class Workspace:
         for name, slots in self.message.items():
             _fill(slots, job.message[name])
         self.received.copy_(job.received, non_blocking=True)
-        self.rate.fill_(job.rate)
+        self.rates[: job.schedule.steps].copy_(torch.from_numpy(job.rates), non_blocking=True)
         mask = self.trainer.label_mask(job.ctx)
         if self.mask is not None and mask is not None:
             self.mask.copy_(mask)
@@ -159,7 +159,6 @@ class Workspace:
         job, replica = self.job, self.trainer.replica
         replica.load(job.model)
         replica.generator.manual_seed(job.seed)
-        replica.module.train()
         for name, slots in self.state.items():
             _fill(slots, job.state[name])
         for name, tensor in self.moments.items():
@@ -180,6 +179,7 @@ class Workspace:
         """Captures at whatever step the shape first appears; what that costs the client's progress is put back."""
         lengths = {part: {name: int(t.lengths[index]) for name, t in own.items()} for part, own in plans.items()}
         saved = self._snapshot()
+        self.trainer.replica.module.train()  # the mode is part of what is captured
         graph = self.trainer.capture(lambda: self._body(lengths), lambda: self._restore(saved))
         self._restore(saved)
         self.graphs[key] = graph
@@ -193,7 +193,8 @@ class Workspace:
             for part, own in self.tables.items()
         }
         self.trainer.load_batch(self.step, self.x, self.y, rows)
-        loss = train_step(self.step, self.job.parts, self.job.optimizer, self.moments, self.rate)
+        rate = self.rates.index_select(0, self.index)[0]
+        loss = train_step(self.step, self.job.parts, self.job.optimizer, self.moments, rate)
         self.total.add_(loss)
         self.index.add_(1)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import hashlib
 import itertools
 import json
@@ -29,7 +28,8 @@ from everfed.errors import UserError
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.request import FAILED, HELLO, Answer, Request
 from everfed.federation.transport import Failure, Transport
-from everfed.store.files import private, write_atomic
+from everfed.store.appended import GrowingFile, Lost
+from everfed.store.files import write_atomic
 
 AUDIT = "audit.jsonl"
 START = "0" * 64  # what the first line names as the hash before it
@@ -54,31 +54,35 @@ class Last:
 
 class AuditLog:
     """Appends to the log at `path`, from any thread; one process at a time. A log that was changed is kept under
-    another name, and the first line of the new one says so."""
+    another name, and the first line of the new one says so, also where it is removed while it is in use."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._lock = path, threading.Lock()
         try:
-            self.last = _opened(path)
+            self._file, self.last = _opened(path)
         except AuditError as error:
-            self.last = Last()
-            moved = _set_aside(path)
-            _LOG.warning("%s; it is kept as %s, and a new log begins", error, moved)
-            self.write(what="replaced", reason=str(error), kept_as=moved.name)
+            self._begin_anew(error)
 
     def write(self, **event: Any) -> None:
         """Append an event. Raises OSError, such as on a full disk; then the log is as it was."""
-        with self._lock, open(self.path, "ab", buffering=0, opener=private) as file:
-            line, last = _line(self.last, event)
-            size = file.tell()
+        with self._lock:
             try:
-                if file.write(line) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-                write_atomic(_last_path(self.path), json.dumps(asdict(last)).encode(), durable=False)
-            except OSError:
-                file.truncate(size)
-                raise
-            self.last = last
+                self._append(event)
+            except Lost as error:
+                self._begin_anew(error)
+                self._append(event)
+
+    def _append(self, event: dict[str, Any]) -> None:
+        line, last = _line(self.last, event)
+        content = json.dumps(asdict(last)).encode()
+        self._file.append(line, then=lambda: write_atomic(_last_path(self.path), content, durable=False))
+        self.last = last
+
+    def _begin_anew(self, error: UserError) -> None:
+        moved = _set_aside(self.path)
+        self._file, self.last = GrowingFile(self.path, durable=False), Last()
+        _LOG.warning("%s; it is kept as %s, and a new log begins", error, moved)
+        self._append({"what": "replaced", "reason": str(error), "kept_as": moved.name})
 
 
 def verify(path: Path) -> Last:
@@ -118,18 +122,12 @@ def _line(last: Last, event: dict[str, Any], moment: str | None = None) -> tuple
     return json.dumps({**content, "hash": found}).encode() + b"\n", Last(last.number + 1, found)
 
 
-def _opened(path: Path) -> Last:
-    """The end of an existing log, without a line that a killed process had not finished. Raises AuditError."""
-    if not path.exists():
-        kept = _kept(path)
-        if kept != Last():
-            raise AuditError(f"{path} is missing, and had {kept.number} lines")
-        return Last()
-    data = path.read_bytes()
-    whole = data.rpartition(b"\n")[0] + b"\n" if b"\n" in data else b""
-    if whole != data:
-        os.truncate(path, len(whole))
-    return verify(path)
+def _opened(path: Path) -> tuple[GrowingFile, Last]:
+    """An existing log with its last line, or a new one. Raises AuditError."""
+    kept = _kept(path)
+    if kept != Last() and not path.exists():
+        raise AuditError(f"{path} is missing, and had {kept.number} lines")
+    return GrowingFile(path, durable=False), verify(path)
 
 
 def _set_aside(path: Path) -> Path:

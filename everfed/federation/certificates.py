@@ -5,6 +5,7 @@
     pki/server.crt .key   the server's, for TLS
     pki/clients/NAME.pub  public keys of the clients that may take part
     pki/secrets/NAME      a client's private key, to be moved to the client
+    pki/roster.txt        the clients' public keys in one file, for the clients
 
 Private keys are readable by their owner only, and nothing is overwritten.
 """
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING
 
 from everfed.errors import UserError
 from everfed.federation.names import check_name
+from everfed.store.files import write_atomic
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
-CLIENTS, SECRETS = "clients", "secrets"
+CLIENTS, SECRETS, ROSTER = "clients", "secrets", "roster.txt"
 _SKEW = datetime.timedelta(hours=1)  # certificates are valid from an hour earlier, for clocks that are slow
 
 
@@ -85,17 +87,26 @@ def make_client(folder: Path, name: str) -> Path:
     _write_secret(secret, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     _write(public, line + f" {name}\n".encode())
+    write_roster(folder)
     return secret
+
+
+def write_roster(folder: Path) -> None:
+    """roster.txt: the public keys of all clients in one file, for `everfed join --roster`."""
+    keys = {path.stem: path.read_text().split() for path in sorted((folder / CLIENTS).glob("*.pub"))}
+    text = "".join(f"{name} {' '.join(words[:2])}\n" for name, words in keys.items())
+    write_atomic(folder / ROSTER, text.encode(), shared=True)
 
 
 def revoke(folder: Path, name: str) -> None:
     """Remove a client's public key, so that it may no longer take part, and its private one if it still lies here."""
     public = folder / CLIENTS / f"{check_name('the client', name)}.pub"
     if not public.exists():
-        known = ", ".join(sorted(path.stem for path in (folder / CLIENTS).glob("*.pub"))) or "nobody"
+        known = ", ".join(sorted(path.stem for path in (folder / CLIENTS).glob("*.pub"))) or "none"
         raise CertificateError(f"{public} does not exist; enrolled in {folder}: {known}")
     public.unlink()
     (folder / SECRETS / name).unlink(missing_ok=True)
+    write_roster(folder)
 
 
 def withdraw_server(folder: Path) -> None:

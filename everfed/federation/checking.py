@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 from typing import Any
@@ -121,7 +121,7 @@ def expected_reply(
     world: World, phase: Phase, moment: Moment, model: Model, run: str, limits: Limits | None = None
 ) -> Expected:
     """What clients may reply in `phase`. The shapes of the trained model come from a call of the aggregating part's
-    `upload` on the server's model; other values that are added up must have the shape of the first one accepted.
+    `upload` on the server's model; other values that are added up must have the form that most clients send.
     By default a reply may be as large as 64 models (a collected pool of tasks, say)."""
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else world.method.reducers(phase)
     silent = phase.name == TRAIN and not synchronises(world.server(TRAIN, moment))
@@ -297,6 +297,34 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+def find_other_forms(expected: Expected, replies: Mapping[int, Reply]) -> dict[int, Refusal]:
+    """The clients with a value of another form than most clients' value. What is added up must have one shape; what is
+    collected one structure (names, types and numbers of dimensions), since parts and other clients read it."""
+    refused: dict[int, Refusal] = {}
+    paths = {f"{part}/{key}" for part, keys in expected.declared.items() for key in keys} - set(expected.like)
+    for path in sorted(paths):
+        part, key = path.split("/", 1)
+        sent = {client: reply.values.get(part, {}).get(key) for client, reply in replies.items()}
+        forms = {client: _form(value, path in expected.alike) for client, value in sent.items() if value is not None}
+        usual = Counter(forms.values()).most_common(1)
+        for client, form in forms.items():
+            if form != usual[0][0]:
+                detail = f"{path} is {form} of client {client} and {usual[0][0]} of most"
+                refused.setdefault(client, Refusal(Reason.WRONG_SHAPE, detail[:300]))
+    return refused
+
+
+def _form(value: Any, exact: bool) -> str:
+    """exact: with the shape of a tensor, not only its number of dimensions. Names that are numbers, as of clients or
+    classes, may differ."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape) if exact else f'of {value.dim()} dimensions'}"
+    if isinstance(value, dict):
+        inner = {"0" if str(name).isdecimal() else str(name): _form(one, exact) for name, one in value.items()}
+        return f"{{{', '.join(f'{name}: {form}' for name, form in sorted(inner.items()))}}}"
+    return "text" if isinstance(value, str) else "a number"
+
+
 FEWEST = 3  # replies below which there is no majority to compare with
 
 
@@ -378,7 +406,6 @@ class ReplyChecker:
             refusal = Refusal(Reason.DUPLICATE, f"client {arrived.client} has replied already")
         if refusal is None:
             self.answered.add(arrived.client)
-            self._require_shapes(arrived.reply)
         else:
             self.refuse(arrived.client, refusal)
         return refusal
@@ -390,16 +417,6 @@ class ReplyChecker:
     def counts(self) -> dict[str, int]:
         """Refusals by reason, for the event of the phase."""
         return dict(Counter(str(refusal.reason) for _, refusal in self.refused))
-
-    def _require_shapes(self, reply: Reply) -> None:
-        """Later replies must have the shapes of this one where values are added up."""
-        new = {
-            path: Spec.of(value)
-            for path, value in _values(reply.values)
-            if path in self.expected.alike and path not in self.expected.like and isinstance(value, Tensor)
-        }
-        if new:
-            self.expected = replace(self.expected, like={**self.expected.like, **new})
 
 
 __all__ = [
@@ -414,5 +431,6 @@ __all__ = [
     "Spec",
     "check_reply",
     "expected_reply",
+    "find_other_forms",
     "find_outliers",
 ]

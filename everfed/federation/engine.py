@@ -21,6 +21,7 @@ from everfed.federation.checking import (
     ReplyChecker,
     SampleClaims,
     expected_reply,
+    find_other_forms,
     find_outliers,
     largest_reply,
 )
@@ -149,6 +150,9 @@ class Federated(OneTrainer):
             refusal = checker.check(Arrived(client, checker.expected.call, reply))
             if refusal is not None:
                 checked[client] = self._reject(client, phase, refusal)
+        usable = {client: reply for client, reply in checked.items() if isinstance(reply, Reply)}
+        for client, refusal in find_other_forms(checker.expected, usable).items():
+            checked[client] = self._reject(client, phase, refusal)
         return self._compared(outgoing, checked)
 
     def _compared(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:

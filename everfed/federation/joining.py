@@ -30,7 +30,8 @@ class Joining:
     request, -1 for any; data_dir, data: where its samples come from; root, key: files of TLS and node authentication,
     None without; poll: seconds between two looks for messages; keep_runs: runs kept beside the current one; budget,
     delta: the epsilon that this client's replies may cost in all runs together, 0 for no limit; lost_state: what to do
-    when its folder is removed meanwhile, RESTART or END; policy: the file of what this client agrees to."""
+    when its folder is removed meanwhile, RESTART or END; policy: the file of what this client agrees to; roster: that
+    of the clients' public keys."""
 
     server: str
     folder: Path
@@ -47,6 +48,7 @@ class Joining:
     delta: float = 1e-5
     lost_state: str = RESTART
     policy: Path | None = None
+    roster: Path | None = None
 
 
 def join(joining: Joining, say: Say) -> None:
@@ -66,7 +68,7 @@ def _join_once(joining: Joining, say: Say) -> None:
     try:
         with locked(joining.folder / ".join.lock"):
             say(stamped(f"{joining.name} joins {joining.server}; its state and its logs are in {joining.folder}"))
-            AppendedFile(joining.folder / PRIVACY_LEDGER).close()  # there from the start, so that its loss is noticed
+            AppendedFile(joining.folder / PRIVACY_LEDGER)  # there from the start, so that its loss is noticed
             watch = FolderWatch(joining.folder, ".join.lock", PRIVACY_LEDGER)
             try:
                 supervise(children(joining), say, watch=watch.check)
@@ -108,6 +110,10 @@ def _worker(joining: Joining, folder: Path) -> list[str]:
     words += ["--server", joining.server]
     if joining.policy:
         words += ["--policy", str(joining.policy.absolute())]
+    if joining.key:
+        words += ["--key", str(joining.key.absolute())]
+    if joining.roster:
+        words += ["--roster", str(joining.roster.absolute())]
     if joining.data_dir:
         words += ["--data-dir", joining.data_dir]
     return [*words, "--data", joining.data] if joining.data else words

@@ -88,6 +88,12 @@ def _with_memory_format(recipe: Recipe, folder: RunFolder) -> Recipe:
     return recipe.model_copy(update={"engine": section})
 
 
+def _with_frozen(recipe: Recipe, digest: str) -> Recipe:
+    """With the digest of the frozen weights, which no message contains: a client with others refuses."""
+    section = recipe.model.model_copy(update={"frozen_sha256": digest} if digest else {})
+    return recipe.model_copy(update={"model": section})
+
+
 def _engine(
     serving: Serving,
     folder: RunFolder,
@@ -107,7 +113,8 @@ def _engine(
         return roster.enrol(node.name, node.client, node.key if serving.keys else b"")
 
     run, epoch = next_epoch(folder.path)
-    identity = RunIdentity(run, epoch, to_toml(_with_memory_format(serving.recipe, folder)), serving.scale)
+    sent = _with_frozen(_with_memory_format(serving.recipe, folder), assembly.frozen)
+    identity = RunIdentity(run, epoch, to_toml(sent), serving.scale)
     log = AuditLog(folder.path / AUDIT)
     log.write(what="start", run=run, epoch=epoch)
     transport = AuditedTransport(GridTransport(open_grid, enrol, noted(notify, log)), log)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.core.context import Attempt, Moment, World
+from everfed.core.context import Attempt, Credentials, Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.stream import RoundPlan
@@ -35,6 +35,7 @@ from everfed.federation.request import (
 from everfed.federation.runs import KEPT, STEPS, Runs
 from everfed.privacy.differential import BudgetSpent
 from everfed.privacy.spending import DELTA, ClientLedger
+from everfed.session import OtherWeights
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
 from everfed.store.ledger import Ledger
@@ -81,8 +82,8 @@ class Run:
 
 class Site:
     """folder: of this client's state, with one folder per run; keep_runs: how many runs are kept beside the current
-    one; budget: the epsilon that its replies may cost in all runs together, 0 for no limit, at `delta`. One process at
-    a time."""
+    one; budget: the epsilon that its replies may cost in all runs together, 0 for no limit, at `delta`; credentials:
+    its long-lived key, if it has one. One process at a time."""
 
     def __init__(
         self,
@@ -92,9 +93,10 @@ class Site:
         keep_runs: int = KEPT,
         budget: float = 0.0,
         delta: float = DELTA,
+        credentials: Credentials | None = None,
     ) -> None:
         make_folder(folder)
-        self.folder, self.identity, self._build = folder, identity, build
+        self.folder, self.identity, self._build, self._credentials = folder, identity, build, credentials
         self._spending = ClientLedger(folder, budget, delta)
         self._on_disk = Runs(folder, keep_runs)
         self._ledger = Ledger(folder / LEDGER)
@@ -114,7 +116,7 @@ class Site:
             return self._steps(packet, Request.of(packet)).packet()
         except (PacketError, Stale) as error:
             return Answer(REFUSED, reason=f"{type(error).__name__}: {error}").packet()
-        except BudgetSpent as error:
+        except (BudgetSpent, OtherWeights) as error:
             _LOG.warning("a request was refused: %s", error)
             return Answer(REFUSED, reason=str(error)).packet()
         except Exception as error:  # a user's own stream or part may raise anything
@@ -159,7 +161,7 @@ class Site:
                 run.payloads.put(part, key, content, packet.pieces[content])
         message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
         before, method = run.journal.before(step.place), runtime.world.method
-        attempt = Attempt(request.run, request.epoch, self._ledger)
+        attempt = Attempt(request.run, request.epoch, self._ledger, self._credentials)
         self._spending.check(method)
         state, reply = _call(runtime, request.client, step, message, before, attempt)
         self._spending.charge(method, request.run, step.place, state, reply)

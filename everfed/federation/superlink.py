@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -87,16 +88,23 @@ def running(settings: Settings, say: Say) -> Iterator[bool]:
 
 @contextmanager
 def _supervised(settings: Settings, say: Say) -> Iterator[None]:
-    log = settings.folder / "superlink.log"
+    log, owner = settings.folder / "superlink.log", control_socket(settings.port)
     child = Child("the SuperLink", settings.command(), log, environment(settings.folder / "flwr"))
     ended = threading.Event()
 
     def supervise() -> None:
+        listened = False
         while not ended.wait(0.2):
             before = child.process
             child.check(say)
             if child.process is not None and child.process is not before:
+                listened = False
                 write_atomic(settings.folder / PID, str(child.process.pid).encode(), durable=False)
+            if child.process is not None and listened and not owner.exists():
+                say(stamped(f"{owner} was removed; the SuperLink is restarted", logging.WARNING))
+                child.process.terminate()
+                listened = False
+            listened = listened or (child.process is before and answers(owner))
 
     child.start()
     assert child.process is not None

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from everfed.federation import packet as wire
 from everfed.federation.audit import AUDIT, Audited, AuditLog
+from everfed.federation.credentials import read_credentials
 from everfed.federation.local import listen, socket_path
 from everfed.federation.logs import log_to_stderr
 from everfed.federation.packet import PacketError
@@ -35,11 +36,16 @@ LOST = 3  # exit code
 LOOK = 1.0  # seconds between two looks at the folder
 
 
-def serve(site: Answers, listener: socket.socket, watch: FolderWatch) -> None:
-    """Answer one packet per connection, one at a time, until the folder is gone. Raises StateLost."""
-    listener.settimeout(LOOK)
+def serve(site: Answers, path: Path, watch: FolderWatch) -> None:
+    """Answer one packet per connection at the unix socket `path`, one at a time, until the folder is gone. Raises
+    StateLost."""
+    listener = _listen(path)
     while True:
         watch.check()
+        if not path.exists():  # by a program that cleans up, say: the clients' data are all there
+            logging.getLogger("everfed").warning("%s was removed; listening there again", path)
+            listener.close()
+            listener = _listen(path)
         try:
             connection, _ = listener.accept()
         except TimeoutError:
@@ -47,6 +53,12 @@ def serve(site: Answers, listener: socket.socket, watch: FolderWatch) -> None:
         # the sender may be gone; finished steps are in the journal, and the request will be repeated
         with connection, contextlib.suppress(PacketError, EOFError, OSError):
             wire.send(connection, site.answer(wire.receive(connection)))
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = listen(path)
+    listener.settimeout(LOOK)
+    return listener
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default=None, help="a stream of one's own, package.module:function")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, where training steps are captured")
     parser.add_argument("--policy", type=Path, default=None, metavar="FILE", help="what this client agrees to")
+    parser.add_argument("--key", type=Path, default=None, metavar="FILE", help="this client's private key")
+    parser.add_argument("--roster", type=Path, default=None, metavar="FILE", help="the other clients' public keys")
     parser.add_argument("--server", default="", metavar="HOST:PORT", help="named in the audit log")
     parser.add_argument("--keep-runs", type=int, default=KEPT, help="how many earlier runs to keep on disk")
     parser.add_argument("--budget", type=float, default=0.0, help="epsilon of all replies together; 0: any")
@@ -71,13 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     policy = Policy.read(chosen.policy) if chosen.policy else Policy()
     build = RuntimeBuilder(chosen.data_dir, chosen.data, chosen.device, policy)
     try:
-        with locked(chosen.folder / ".lock"), listen(socket_path(chosen.folder)) as listener:
+        with locked(chosen.folder / ".lock"):
             identity, keep = Identity(chosen.name, chosen.client), max(0, chosen.keep_runs)
             budget = policy.strictest_budget(chosen.budget)
-            site = Site(chosen.folder, identity, build, keep, budget, chosen.delta)
+            credentials = read_credentials(chosen.name, chosen.key, chosen.roster) if chosen.key else None
+            site = Site(chosen.folder, identity, build, keep, budget, chosen.delta, credentials)
             own = (chosen.data.partition(":")[0],) if chosen.data else ()
             guarded = Audited(Guard(site, policy, *own), AuditLog(chosen.folder / AUDIT), chosen.server)
-            serve(guarded, listener, FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
+            serve(guarded, socket_path(chosen.folder), FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")
     except StateLost as error:

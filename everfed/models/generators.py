@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from everfed.models.fused import batch_norm_act
+
 EPS = 0.8  # of BatchNorm after a convolution: the authors pass 0.8 as the second argument, which is eps, not momentum
 SLOPE = 0.2
 
@@ -43,7 +45,7 @@ class Generator(nn.Module):
         self.first, self.side = widths[0], smallest_side(side)
         self.dense = nn.Linear(z_dim, self.first * self.side**2)
         self.norm = nn.BatchNorm2d(self.first)
-        self.blocks = nn.Sequential(*(upsampling(*pair) for pair in itertools.pairwise(widths)))
+        self.blocks = nn.Sequential(*(Upsampling(*pair) for pair in itertools.pairwise(widths)))
         self.colours = nn.Conv2d(widths[-1], channels, 3, padding=1)
         self.standard = nn.BatchNorm2d(channels, affine=False)
 
@@ -54,14 +56,20 @@ class Generator(nn.Module):
         return standard
 
 
-def upsampling(inputs: int, outputs: int, eps: float = EPS, slope: float = SLOPE) -> nn.Sequential:
+class Upsampling(nn.Sequential):
     """Nearest x2, 3x3 convolution, BatchNorm, LeakyReLU."""
-    return nn.Sequential(
-        nn.Upsample(scale_factor=2),
-        nn.Conv2d(inputs, outputs, 3, padding=1),
-        nn.BatchNorm2d(outputs, eps),
-        nn.LeakyReLU(slope),
-    )
+
+    def __init__(self, inputs: int, outputs: int, eps: float = EPS, slope: float = SLOPE, bias: bool = True) -> None:
+        super().__init__(
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=bias),
+            nn.BatchNorm2d(outputs, eps),
+            nn.LeakyReLU(slope),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        larger, convolution, norm, leaky = self
+        return batch_norm_act(convolution(larger(x)), norm, slope=leaky.negative_slope)
 
 
 def as_map(rows: Tensor, channels: int, side: int) -> Tensor:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-SLOPE = 0.2
+from everfed.models.generators import Upsampling
+
+EPS, SLOPE = 1e-5, 0.2
 WIDE, NARROW = 128, 64
 
 
@@ -60,7 +62,7 @@ class PixelGenerator(nn.Module):
         self.map = (widths[0], height // factor, width // factor)
         self.dense = nn.Linear(nz, widths[0] * self.map[1] * self.map[2])
         self.norm = nn.BatchNorm2d(widths[0])
-        self.blocks = nn.Sequential(*(_upsampling(a, b) for a, b in itertools.pairwise(widths)))
+        self.blocks = nn.Sequential(*(Upsampling(a, b, EPS, SLOPE, bias=False) for a, b in itertools.pairwise(widths)))
         self.colours = nn.Conv2d(widths[-1], channels, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -111,13 +113,3 @@ def _widths(upsamplings: int) -> tuple[int, ...]:
     """Channels of the first map and after every block."""
     wide = min(upsamplings, 3)
     return (*[WIDE] * wide, *[NARROW] * (upsamplings + 1 - wide))
-
-
-def _upsampling(inputs: int, outputs: int) -> nn.Sequential:
-    """Nearest x2, 3x3 convolution without a bias, BatchNorm, LeakyReLU."""
-    return nn.Sequential(
-        nn.Upsample(scale_factor=2),
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outputs),
-        nn.LeakyReLU(SLOPE),
-    )

@@ -7,6 +7,8 @@ import itertools
 from torch import Tensor, nn
 from torch.nn import functional
 
+from everfed.models.fused import batch_norm_act
+
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut."""
@@ -19,11 +21,22 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = Projection(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = functional.relu(self.bn1(self.conv1(x)))
-        return functional.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+        out = batch_norm_act(self.conv1(x), self.bn1)
+        return batch_norm_act(self.conv2(out), self.bn2, self.shortcut(x))
+
+
+class Projection(nn.Sequential):
+    """A 1x1 convolution and BatchNorm: the shortcut where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolution, norm = self
+        return batch_norm_act(convolution(x), norm, slope=1.0)
 
 
 class ResNet18(nn.Module):
@@ -52,7 +65,7 @@ class ResNet18(nn.Module):
 
     def stem(self, x: Tensor) -> Tensor:
         """(n, 64, height, width) before the blocks."""
-        return functional.relu(self.bn1(self.conv1(x)))
+        return batch_norm_act(self.conv1(x), self.bn1)
 
     def features(self, x: Tensor) -> Tensor:
         """(n, 512) before the head."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -35,11 +35,13 @@ def largest_form(parameters: int) -> int:
 @dataclass(frozen=True)
 class Members:
     """The clients of one attempt at a sum. keys: each client's two public keys; forms: of each client's reply, as it
-    advertised it; where: phase and place, which the digest covers."""
+    advertised it; where: phase and place, which the digest covers; signed: names and signatures of the clients that
+    have a long-lived key."""
 
     keys: Mapping[int, bytes]
     forms: Mapping[int, str]
     where: str
+    signed: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def clients(self) -> list[int]:
@@ -83,6 +85,7 @@ class Members:
             "clients": torch.tensor(self.clients),
             "keys": torch.stack([to_tensor(self.keys[client]) for client in self.clients]),
             "forms": {str(client): self.forms[client] for client in self.clients},
+            "signed": {str(client): self.signed[client] for client in self.clients if client in self.signed},
         }
 
     @staticmethod
@@ -91,14 +94,15 @@ class Members:
         try:
             clients, rows = client_list(tree["clients"]), [to_bytes(row) for row in tree["keys"]]
             forms = {client: tree["forms"][str(client)] for client in clients}
+            signed = {client: tree["signed"][str(client)] for client in clients if str(client) in tree["signed"]}
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a list of clients, their keys and their forms: {error}") from error
-        if len(rows) != len(clients) or not all(isinstance(form, str) for form in forms.values()):
+        if len(rows) != len(clients) or not all(isinstance(text, str) for text in (*forms.values(), *signed.values())):
             raise ValueError("not one pair of keys and one form for each client")
         for client, row in zip(clients, rows, strict=True):
             if not are_keys(row):
                 raise ValueError(f"the keys of client {client} are no points on the curve")
-        return Members(dict(zip(clients, rows, strict=True)), forms, where)
+        return Members(dict(zip(clients, rows, strict=True)), forms, where, signed)
 
 
 def are_keys(keys: bytes) -> bool:

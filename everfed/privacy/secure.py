@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,14 +73,16 @@ NAME = "secure"
 SHARE, MASK, AGREE = "secure-share", "secure-mask", "secure-agree"
 RECOVER, UNMASK, KEYS = "secure-recover", "secure-unmask", "secure-keys"
 REPLIES = {
-    SHARE: ("letters", "commitments", "proof"),
+    SHARE: ("letters", "commitments", "proof", "complaints"),
     MASK: ("narrow", "wide", "complaints"),
     AGREE: ("votes",),
     RECOVER: ("keys",),
     UNMASK: ("seeds", "doubts"),
-    KEYS: ("keys",),
+    KEYS: ("keys", "signed"),
 }
 _IDLE = "idle"
+_LOG = logging.getLogger("everfed.site")
+LONGEST_SIGNED = 1000  # characters of a name and a signature
 _KEPT = ("phase", "place", "epoch", "result", "reply", "form")  # through a change of keys
 Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted by samples?
 
@@ -98,7 +102,7 @@ class SecureAggregation(Protection):
     weighing: Weighing = field(default_factory=dict)
 
     name = NAME
-    adds = frozenset({"keys", "form"})
+    adds = frozenset({"keys", "form", "signed"})
     per_epoch = True
 
     def __post_init__(self) -> None:
@@ -149,8 +153,8 @@ class SecureAggregation(Protection):
             "reply": {"values": reply.values, "samples": reply.samples, "steps": reply.steps, "loss": _loss(reply)},
             "form": form,
         }
-        own, keys = _with_new_keys(own)
-        return own, Reply({self.name: {"keys": keys, "form": form}})
+        own, advertised = _with_new_keys(own, ctx)
+        return own, Reply({self.name: {**advertised, "form": form}})
 
     # the steps inside it -----------------------------------------------------------------------------------------
     def _run(self, step: str, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
@@ -175,6 +179,9 @@ class SecureAggregation(Protection):
         if len(members.clients) < FEWEST:
             raise ProtocolError(f"{len(members.clients)} clients; secure aggregation needs {FEWEST}")
         self._form(own, members, ctx)
+        strangers = _strangers(own, members, ctx)
+        if strangers:
+            return own, {"complaints": torch.tensor(strangers)}
         seed, count = masking.new_seed(), len(members.clients)
         dealing = shamir.deal(private[0], seed, needed(count, self.threshold), count, members.dealer(me))
         shares = dict(zip(members.clients, dealing.shares, strict=True))
@@ -268,8 +275,7 @@ class SecureAggregation(Protection):
 
     def _renew(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
         """Fresh keys for the same reply. Shares of the old ones are dropped: what was masked with them stays masked."""
-        own, keys = _with_new_keys({key: own[key] for key in _KEPT})
-        return own, {"keys": keys}
+        return _with_new_keys({key: own[key] for key in _KEPT}, ctx)
 
     # checks ------------------------------------------------------------------------------------------------------
     def _needed(self, members: Members) -> int:
@@ -351,11 +357,47 @@ def _weighing(reducers: Mapping[str, Mapping[str, Reducer]]) -> dict[str, bool]:
 
 
 # one client's own ----------------------------------------------------------------------------------------------------
-def _with_new_keys(own: Tree) -> tuple[Tree, Tensor]:
-    """(the state before `share`, the public keys to advertise)."""
+def _with_new_keys(own: Tree, ctx: Context) -> tuple[Tree, Tree]:
+    """(the state before `share`, the public keys to advertise, signed where this client has a long-lived key)."""
     private = [masking.new_private(), masking.new_private()]
-    public = to_tensor(b"".join(masking.public_of(key) for key in private))
-    return {**own, "step": SHARE, "private": to_tensor(b"".join(private))}, public
+    public = b"".join(masking.public_of(key) for key in private)
+    credentials = None if ctx.attempt is None else ctx.attempt.credentials
+    signed = {}
+    if credentials is not None:
+        signature = credentials.sign(_statement(own, _client(ctx), public, own["form"], ctx))
+        signed["signed"] = f"{credentials.name} {signature.hex()}"
+    return {**own, "step": SHARE, "private": to_tensor(b"".join(private))}, {"keys": to_tensor(public), **signed}
+
+
+def _statement(own: Tree, client: int, keys: bytes, form: str, ctx: Context) -> bytes:
+    """What a client signs when it advertises keys: they are its own, for this phase of this run and no other."""
+    run = "" if ctx.attempt is None else ctx.attempt.run
+    return json.dumps(["secure", run, own["epoch"], own["phase"], own["place"], client, keys.hex(), form]).encode()
+
+
+def _strangers(own: Tree, members: Members, ctx: Context) -> list[int]:
+    """The members whose keys are not signed by a client that this one knows from elsewhere than the server; none where
+    it knows no clients."""
+    credentials = None if ctx.attempt is None else ctx.attempt.credentials
+    if credentials is None:
+        return []
+    found = []
+    names = Counter(members.signed.get(client, "").partition(" ")[0] for client in members.clients)
+    for client in members.clients:
+        name, _, signature = members.signed.get(client, "").partition(" ")
+        statement = _statement(own, client, members.keys[client], members.forms[client], ctx)
+        problem = credentials.problem(name, _from_hex(signature), statement)
+        if problem or (names[name] > 1 and name):
+            _LOG.warning("no shares for client %d: %s", client, problem or f"{name} has several numbers")
+            found.append(client)
+    return [client for client in found if client != ctx.client]
+
+
+def _from_hex(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
 
 
 def _ledger_keys(own: Tree, ctx: Context) -> list[str]:

@@ -1,71 +1,31 @@
 """Secure aggregation on the server's side: wraps any engine and turns one exchange into five.
 
 Only keys, encrypted letters, masked vectors, votes and shares reach this process. What the runner receives is the sum.
-A client whose keys, shares or vector are malformed is named and left out; while nothing was opened, the others begin
-again with fresh keys. Before a sum is opened its set is recorded, so that a restarted server opens no other.
+`secure_phase` decides who may be in a sum, `secure_sum` carries out one attempt at it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from everfed import Each, Model, Phase, Position, Trainer, Tree
+from everfed import Model, Phase, Position, Trainer, Tree
 from everfed.core.client import Reply
 from everfed.core.context import Ledger, Moment, World
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.message import Message, Traffic, addressed, payload_bytes
 from everfed.core.reduce import Total
 from everfed.core.scoring import Exam
-from everfed.privacy import masking, shamir
-from everfed.privacy.encoding import (
-    EncodingError,
-    Form,
-    Sums,
-    common_form,
-    decode,
-    form_from_text,
-    form_to_text,
-    sizes,
-)
-from everfed.privacy.members import (
-    FEWEST,
-    Members,
-    are_keys,
-    by_client,
-    client_list,
-    largest_form,
-    needed,
-    set_text,
-    sized,
-    to_tensor,
-)
-from everfed.privacy.members import KEYS as KEYS_SIZE
-from everfed.privacy.secure import (
-    AGREE,
-    KEYS,
-    MASK,
-    MASKS,
-    NAME,
-    RECOVER,
-    SHARE,
-    UNMASK,
-    VECTORS,
-    SecureAggregation,
-)
+from everfed.privacy.encoding import Sums
+from everfed.privacy.members import set_text
+from everfed.privacy.secure import NAME, SecureAggregation
+from everfed.privacy.secure_phase import Notify, SecurePhase
+from everfed.privacy.secure_sum import TooFewClients
 
-Notify = Callable[[dict[str, Any]], None]
-Vectors = tuple[np.ndarray, np.ndarray]  # narrow, wide
-
-
-class TooFewClients(RuntimeError):
-    """A sum that cannot be unmasked: too few clients stayed. The run can be resumed when they are back."""
+__all__ = ["Secured", "TooFewClients"]
 
 
 class Secured(Engine):
@@ -97,8 +57,7 @@ class Secured(Engine):
         self._sums, self._traffic, self._stage = None, Traffic(), 0
         replies, absent = self._gather(phase, clients, message, moment)
         if self.part.adds_up(phase, self.world.server(phase.name, moment)):
-            round_ = _Round(self, phase, moment, replies, absent)
-            self._sums = round_.run()
+            self._sums = SecurePhase(self, phase, moment, replies, absent).run()
             self._warn(phase, moment)
         for client in clients:
             yield client, absent[client] if client in absent else Reply({})
@@ -176,352 +135,6 @@ class Secured(Engine):
 
 def _opened_key(moment: Moment) -> str:
     return f"opened {moment.round}.{moment.position}.{moment.repeat}"
-
-
-class _Left(Exception):
-    """Some clients were left out before anything was opened; the others begin again with fresh keys."""
-
-
-class _Round:
-    """One phase's protocol: attempts at a sum, each with fresh keys, until one is opened."""
-
-    def __init__(
-        self, engine: Secured, phase: Phase, moment: Moment, replies: dict[int, Reply], absent: dict[int, Absent]
-    ) -> None:
-        self.engine, self.phase, self.moment, self.absent = engine, phase, moment, absent
-        self.forms: dict[int, Form] = {}
-        self.keys: dict[int, bytes] = {}
-        for client, reply in sorted(replies.items()):
-            self._advertised(client, reply.values.get(NAME, {}))
-        self._leave_out_other_forms()
-        self._leave_out_large_forms()
-        self.opened = engine.opened_set(moment)
-        self._keep_to_the_opened_set()
-
-    def _advertised(self, client: int, values: Tree) -> None:
-        allowed = frozenset(self.engine.part.weighing[self.phase.name])
-        keys = sized(values.get("keys"), KEYS_SIZE)
-        try:
-            form = form_from_text(values.get("form"), allowed)
-        except EncodingError as error:
-            self.reject(client, f"malformed: {error}")
-            return
-        if keys is None or not are_keys(keys):
-            self.reject(client, "malformed: its keys are not two points on the curve")
-        else:
-            self.forms[client], self.keys[client] = form, keys
-
-    def _leave_out_other_forms(self) -> None:
-        """Each path has the form that most clients have; clients with another form are left out."""
-        votes: dict[str, Counter[str]] = {}
-        for form in self.forms.values():
-            for path, entry in form.items():
-                votes.setdefault(path, Counter())[form_to_text({path: entry})] += 1
-        chosen = {path: count.most_common(1)[0][0] for path, count in votes.items()}
-        for client, form in self.forms.items():
-            if any(form_to_text({path: entry}) != chosen[path] for path, entry in form.items()):
-                self.reject(client, "wrong shape: not the form of the others' replies")
-
-    def _leave_out_large_forms(self) -> None:
-        """Clients refuse a sum with more numbers than `largest_form`; the largest form goes first."""
-        largest = largest_form(self.engine.world.facts.layout.size)
-        while (clients := self.clients) and _numbers(common_form(self.forms[c] for c in clients)) > largest:
-            client = max(clients, key=lambda client: _numbers(self.forms[client]))
-            self.reject(client, f"too large: a form of {_numbers(self.forms[client])} numbers")
-
-    def _keep_to_the_opened_set(self) -> None:
-        """A sum that was opened before the server was stopped is opened again with the same clients, or not at all."""
-        for client in [] if self.opened is None else set(self.clients) - set(self.opened):
-            self.absent[client] = Absent("late", "the sum of this phase was opened before, without it")
-
-    @property
-    def clients(self) -> list[int]:
-        """Those that may be in the sum."""
-        return [client for client in sorted(self.forms) if client not in self.absent]
-
-    def reject(self, client: int, reason: str) -> None:
-        self.absent[client] = Absent("rejected", reason)
-
-    def run(self) -> Sums | None:
-        """None where what was opened is no sum of replies."""
-        while True:
-            self.require(self.clients, self.clients)
-            try:
-                return _Attempt(self, self._members()).run()
-            except _Left:
-                self._renew_keys()
-
-    def _members(self) -> Members:
-        clients = self.clients
-        forms = {client: form_to_text(self.forms[client]) for client in clients}
-        where = f"{self.phase.name} {self.moment.round}.{self.moment.repeat}"
-        return Members({client: self.keys[client] for client in clients}, forms, where)
-
-    def _renew_keys(self) -> None:
-        self.require(self.clients, self.clients)
-        for client, answer in self.request(KEYS, self.clients, {NAME: {}}).items():
-            keys = sized(answer.get("keys"), KEYS_SIZE)
-            if keys is None or not are_keys(keys):
-                self.reject(client, "malformed: its new keys are not two points on the curve")
-            else:
-                self.keys[client] = keys
-
-    def request(self, step: str, clients: list[int], message: Message, counts: bool = True) -> dict[int, Tree]:
-        answers, absent = self.engine.request(step, clients, message, self.moment)
-        if counts:  # a client whose vector has arrived counts, even if it is lost later
-            self.absent.update(absent)
-        return answers
-
-    def require(self, have: list[int], of: list[int]) -> None:
-        """Raises TooFewClients where a sum of the clients `have` may not be opened."""
-        self.require_enough(have, of)
-        if self.opened is not None and not set(self.opened) <= set(have):
-            away = set_text(set(self.opened) - set(have))
-            raise TooFewClients(
-                f"{self.where()}: its sum was opened before the server was stopped, with clients "
-                f"{set_text(self.opened)}; the difference to a sum without clients {away} would reveal their replies. "
-                "Resume the run when they are back"
-            )
-
-    def require_enough(self, have: list[int], of: list[int]) -> None:
-        wanted = needed(len(of), self.engine.part.threshold)
-        if len(have) < wanted:
-            raise TooFewClients(
-                f"{self.where()}: {len(have)} clients are left, {wanted} are needed (at least {FEWEST}, and "
-                f"privacy.threshold of the {len(of)} that began); resume the run when more are back"
-            )
-
-    def where(self) -> str:
-        return f"secure aggregation of phase {self.phase.name!r} in round {self.moment.round}"
-
-    def warn(self, client: int, reason: str) -> None:
-        """Name a client that lied, but whose vector counts."""
-        event = {"event": "client", "client": client, "phase": self.phase.name, "kind": "rejected", "reason": reason}
-        self.engine.notify(event)
-
-
-@dataclass(frozen=True)
-class _Dealt:
-    """What a client sent to be passed on: a letter to each other client, commitments, a proof."""
-
-    letters: Tree
-    commitments: bytes
-    proof: bytes
-
-
-class _Attempt:
-    """One attempt at a sum, with the same members from `share` to `unmask`."""
-
-    def __init__(self, round_: _Round, members: Members) -> None:
-        self.round, self.members, self.part = round_, members, round_.engine.part
-        self.threshold = needed(len(members.clients), self.part.threshold)
-        self.form = common_form(round_.forms[client] for client in members.clients)
-        self.code = self.part.code(round_.phase.name, len(members.clients))
-
-    def run(self) -> Sums | None:
-        dealt = self._share()
-        sharing = sorted(dealt)
-        self.round.require(sharing, self.members.clients)
-        vectors = self._mask(dealt)
-        alive = sorted(vectors)
-        self.round.require(alive, self.members.clients)
-        votes = self._agree(alive)
-        gone = [client for client in sharing if client not in vectors]
-        keys = self._recover(dealt, votes, gone) if gone else {}
-        seeds = self._unmask(dealt, votes, alive)
-        bound = self.members.sum_of(sharing)
-        opened = [
-            _unmasked(_total(vectors, index), seeds, keys, self.members, part + bound)
-            for index, part in enumerate(VECTORS)
-        ]
-        return self._decoded(opened, alive)
-
-    # what clients deal to each other ------------------------------------------------------------------------------
-    def _share(self) -> dict[int, _Dealt]:
-        answers = self.round.request(SHARE, self.members.clients, {NAME: self.members.to_tree()})
-        found = {client: self._dealt(client, answer) for client, answer in answers.items()}
-        for client in [client for client, dealt in found.items() if dealt is None]:
-            self.round.reject(client, "malformed: not a letter to each of the others, with commitments and a proof")
-        return {client: dealt for client, dealt in found.items() if dealt is not None}
-
-    def _dealt(self, client: int, answer: Tree) -> _Dealt | None:
-        count = len(self.members.clients)
-        letters = by_client(answer.get("letters"), masking.NONCE + shamir.DEALT + masking.TAG)
-        commitments = sized(answer.get("commitments"), count * shamir.COMMITMENT)
-        proof = sized(answer.get("proof"), self.threshold * shamir.SHARE)
-        if set(letters) != set(self.members.clients) - {client} or commitments is None or proof is None:
-            return None
-        return _Dealt(answer["letters"], commitments, proof)
-
-    def _mask(self, dealt: dict[int, _Dealt]) -> dict[int, Vectors]:
-        sharing = sorted(dealt)
-        letters = {c: {str(peer): dealt[peer].letters[str(c)] for peer in sharing if peer != c} for c in sharing}
-        message = {
-            "letters": Each(letters),
-            "sharing": torch.tensor(sharing),
-            "commitments": {str(client): to_tensor(one.commitments) for client, one in dealt.items()},
-            "proofs": {str(client): to_tensor(one.proof) for client, one in dealt.items()},
-        }
-        answers = self.round.request(MASK, sharing, {NAME: message})
-        named = {client: _named(answer, "complaints") & set(sharing) - {client} for client, answer in answers.items()}
-        self._resolve(named)
-        found = {client: self._vectors(client, answer) for client, answer in answers.items()}
-        return {client: vectors for client, vectors in found.items() if vectors is not None}
-
-    def _resolve(self, complaints: dict[int, set[int]]) -> None:
-        """Leave out few clients that explain all complaints. One complaint does not show which of the two lies, so both
-        go; a client that several complain about, or that complains about several, goes alone."""
-        pairs = {(client, about) for client, named in complaints.items() for about in named}
-        if not pairs:
-            return
-        while pairs:
-            counted = Counter(client for pair in pairs for client in set(pair))
-            most = max(counted.values())
-            liars = [client for client, count in counted.items() if count == most]
-            for client in liars:
-                self.round.reject(client, _blame(client, pairs))
-            pairs = {pair for pair in pairs if not set(pair) & set(liars)}
-        raise _Left
-
-    def _vectors(self, client: int, answer: Tree) -> Vectors | None:
-        kinds: tuple[type[np.unsignedinteger], ...] = (self.code.dtype, np.uint64)
-        found = []
-        for key, size, kind in zip(("narrow", "wide"), sizes(self.form), kinds, strict=True):
-            value = answer.get(key)
-            if not isinstance(value, Tensor) or value.dim() != 1 or len(value) != size:
-                self.round.reject(client, f"wrong shape: {key} is not a vector of {size}")
-                return None
-            if value.dtype != (torch.int32 if kind is np.uint32 else torch.int64):
-                self.round.reject(client, f"wrong dtype: {key} is {value.dtype}")
-                return None
-            found.append(value.cpu().numpy().view(kind))
-        return found[0], found[1]
-
-    # opening ------------------------------------------------------------------------------------------------------
-    def _agree(self, alive: list[int]) -> dict[int, Tree]:
-        """{client: the others' votes, as they are passed on to it}."""
-        answers = self.round.request(AGREE, alive, {NAME: {"alive": torch.tensor(alive)}}, counts=False)
-        self.round.require_enough(sorted(answers), self.members.clients)
-        cast = {client: by_client(answer.get("votes"), masking.MAC) for client, answer in answers.items()}
-        for client, votes in cast.items():
-            if set(votes) != set(alive) - {client}:
-                self.round.warn(client, "malformed: not a vote for each of the others")
-        return {
-            client: {str(voter): to_tensor(votes[client]) for voter, votes in cast.items() if client in votes}
-            for client in answers
-        }
-
-    def _recover(self, dealt: dict[int, _Dealt], votes: dict[int, Tree], gone: list[int]) -> dict[int, bytes]:
-        """The mask keys of clients that are gone. One whose shares do not give its key is left out before anything is
-        opened."""
-        answers = self._reveal(RECOVER, votes)
-        shares = {client: by_client(answer.get("keys"), shamir.SHARE) for client, answer in answers.items()}
-        keys = self._secrets(dealt, shares, gone)
-        liars = [client for client in gone if not masking.fits(keys.get(client, b""), self.members.mask_key(client))]
-        for client in liars:
-            self.round.reject(client, "malformed: its shares do not give its key")
-        if liars:
-            raise _Left
-        return keys
-
-    def _unmask(self, dealt: dict[int, _Dealt], votes: dict[int, Tree], alive: list[int]) -> dict[int, bytes]:
-        self.round.engine.record_opened(self.round.moment, alive)
-        answers = self._reveal(UNMASK, votes)
-        shares = {client: by_client(answer.get("seeds"), 2 * shamir.SHARE) for client, answer in answers.items()}
-        for client in alive:
-            doubting = [peer for peer, answer in answers.items() if client in _named(answer, "doubts")]
-            if doubting:
-                self.round.warn(client, f"malformed: its vote is not valid for clients {set_text(doubting)}")
-        seeds = self._secrets(dealt, shares, alive)
-        if len(seeds) < len(alive):
-            lost = set_text(set(alive) - set(seeds))
-            raise TooFewClients(f"{self.round.where()}: the seeds of clients {lost} cannot be put together")
-        return seeds
-
-    def _reveal(self, step: str, votes: dict[int, Tree]) -> dict[int, Tree]:
-        """Ask those that voted for their shares."""
-        answers = self.round.request(step, sorted(votes), {NAME: {"votes": Each(votes)}}, counts=False)
-        self.round.require_enough(sorted(answers), self.members.clients)
-        return answers
-
-    def _secrets(
-        self, dealt: dict[int, _Dealt], shares: dict[int, dict[int, bytes]], dealers: list[int]
-    ) -> dict[int, bytes]:
-        """{dealer: its secret}, from shares that are what it committed to; without dealers whose shares give none.
-        shares: {holder: {dealer: share}}; holders of false ones are named."""
-        good: dict[int, dict[int, bytes]] = {dealer: {} for dealer in dealers}
-        for holder, held in shares.items():
-            place = self.members.share_place(holder)
-            context = {dealer: (dealt[dealer].commitments, self.members.dealer(dealer)) for dealer in dealers}
-            right = [d for d in dealers if shamir.is_committed(held.get(d, b""), place, *context[d])]
-            for dealer in right:
-                good[dealer][place] = held[dealer]
-            if len(right) < len(dealers):
-                wrong = set_text(set(dealers) - set(right))
-                self.round.warn(holder, f"malformed: not the shares of clients {wrong} that it was given")
-        return {dealer: secret for dealer in dealers if (secret := self._secret(dealer, good[dealer])) is not None}
-
-    def _secret(self, dealer: int, good: dict[int, bytes]) -> bytes | None:
-        if len(good) < self.threshold:
-            raise TooFewClients(
-                f"{self.round.where()}: {len(good)} good shares of client {dealer}'s secret arrived, {self.threshold} "
-                "are needed; resume the run when more clients are back"
-            )
-        try:
-            return shamir.combine(dict(sorted(good.items())[: self.threshold]))
-        except ValueError:
-            return None
-
-    def _decoded(self, opened: list[np.ndarray], alive: list[int]) -> Sums | None:
-        try:
-            return decode(opened[0], opened[1], self.form, self.code, len(alive))
-        except EncodingError as error:
-            reason = f"no sum of replies ({error}): a vector of one of clients {set_text(alive)} is not its reply"
-            for client in alive:
-                self.round.reject(client, reason)
-            return None
-
-
-def _numbers(form: Form) -> int:
-    return sum(sizes(form))
-
-
-def _named(answer: Tree, key: str) -> set[int]:
-    """The clients that an answer names under `key`."""
-    try:
-        return set(client_list(answer.get(key)))
-    except ValueError:
-        return set()
-
-
-def _blame(client: int, pairs: set[tuple[int, int]]) -> str:
-    about = set_text(sender for receiver, sender in pairs if receiver == client)
-    by = set_text(receiver for receiver, sender in pairs if sender == client)
-    said = [f"clients {by} cannot use its shares"] if by else []
-    said += [f"it cannot use the shares of clients {about}"] if about else []
-    return f"malformed: {', and '.join(said)}"
-
-
-def _total(vectors: dict[int, Vectors], index: int) -> np.ndarray:
-    """The sum of one of all clients' vectors; it wraps around."""
-    first, *others = (one[index] for one in vectors.values())
-    total = first.copy()
-    for vector in others:
-        total += vector
-    return total
-
-
-def _unmasked(
-    total: np.ndarray, seeds: dict[int, bytes], keys: dict[int, bytes], members: Members, part: bytes
-) -> np.ndarray:
-    """Subtract the masks of all seeds, and those that the others share with clients that are gone."""
-    for seed in seeds.values():
-        masking.add_mask(total, seed, part, minus=True)
-    for lost, key in keys.items():
-        for peer in seeds:
-            secret = masking.agree(key, members.mask_key(peer), MASKS)
-            masking.add_mask(total, secret, part, minus=lost > peer)
-    return total
 
 
 def _anonymous(sums: Sums) -> list[Trained]:

@@ -53,10 +53,18 @@ class ModelSection(OpenSection):
     batchnorm: Literal["mean", "local"] = "mean"
 
 
-class OptimizerSection(Section):
-    """train.optimizer. lr: 0.1 for sgd and 0.001 for adam, where nothing is said."""
+class OptimizerGroup(Section):
+    """An entry of train.optimizer.groups: parameters by patterns of their names, and what they have of their own."""
 
-    kind: Literal["sgd", "adam"] = "sgd"
+    match: list[str] = Field(min_length=1)
+    lr: float | None = Field(None, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+
+class OptimizerSection(Section):
+    """train.optimizer. lr: 0.1 for sgd and 0.001 for adam and adamw, where nothing is said."""
+
+    kind: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.1, ge=0)
     momentum: float = Field(0.0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -67,11 +75,15 @@ class OptimizerSection(Section):
     lr_end: float = Field(1e-3, gt=0)
     factors: list[Annotated[float, Field(ge=0)]] = []  # of lr, with schedule = "table"
     state: Literal["fresh", "kept", "task"] = "fresh"
+    clip: float = Field(0.0, ge=0)  # of the gradient's norm; 0: none
+    warmup: float = Field(0.0, ge=0)  # rounds
+    by: Literal["round", "step"] = "round"  # the schedule moves with
+    groups: list[OptimizerGroup] = []
 
     @model_validator(mode="before")
     @classmethod
     def _usual_rate(cls, table: Any) -> Any:
-        adam = isinstance(table, dict) and table.get("kind") == "adam"
+        adam = isinstance(table, dict) and table.get("kind") in ("adam", "adamw")
         return {"lr": 0.001, **table} if adam else table
 
     @model_validator(mode="after")

@@ -14,21 +14,27 @@ from typing import Any
 
 from everfed.errors import UserError
 from everfed.report import paper
-from everfed.report.groups import grouped
+from everfed.report.groups import by_stream
 from everfed.report.html import render, the_tables
+from everfed.report.paper import file_name
 from everfed.report.read import read_runs
 from everfed.report.tables import Table, to_csv, to_latex, to_markdown
 from everfed.store.files import write_atomic
 
 
 def write(
-    runs: str | Path | Sequence[str | Path], out: str | Path | None = None, *, figures: bool | None = None
+    runs: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    figures: bool | None = None,
+    title: str = "",
 ) -> Path:
     """Write a report of runs (run folders, or folders that hold some) and return its HTML file.
 
     out: the HTML file, or a folder in which it is called report.html; by default report.html in the first folder.
     Beside NAME.html a folder NAME gets tables/ (Markdown, CSV, LaTeX) and, unless `figures` is False, figures/ (PNG and
-    PDF, which need matplotlib; None: where it is installed).
+    PDF, which need matplotlib; None: where it is installed); of runs on several streams, each of them has a folder for
+    each stream. title: the page's heading, instead of a list of methods.
     Raises UserError: no run, a damaged one, matplotlib missing, a place that cannot be written to.
     """
     folders = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
@@ -41,12 +47,15 @@ def write(
     out = folders[0] / "report.html" if out is None else Path(out)
     page = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
     found = read_runs(folders)
-    groups = grouped(found).groups
+    streams = by_stream(found)
+    beside = page.with_suffix("")
     try:
-        _write_text(page, render(found))
-        _write_tables(the_tables(found, groups), page.with_suffix("") / "tables")
-        if figures:
-            paper.write(groups, page.with_suffix("") / "figures")
+        _write_text(page, render(found, title))
+        for stream in streams:
+            own = Path(file_name(stream.name)) if len(streams) > 1 else Path()
+            _write_tables(the_tables(stream.runs, stream.groups), beside / "tables" / own)
+            if figures:
+                paper.write(stream.groups, beside / "figures" / own)
     except OSError as error:
         raise UserError(f"cannot write the report to {page}: {error.strerror or error}") from error
     return page

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 
 from everfed.errors import UserError
 
@@ -55,6 +55,19 @@ def check_token(host: str, token: str | None) -> None:
             f"--host {host} lets other machines read these runs: set --token SECRET (or EVERFED_UI_TOKEN), "
             "or leave --host out to serve this machine only"
         )
+
+
+class Forbidden(Exception):
+    """A request that this page itself would not send."""
+
+
+def check_own_page(headers: Mapping[str, str]) -> None:
+    """Raise Forbidden for a change that another web page asks for. Browsers send where a request comes from, and ask
+    before a page elsewhere may send JSON; neither can be forged by a page."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    origin = headers.get("origin")
+    if kind != "application/json" or (origin is not None and urlsplit(origin).netloc != headers.get("host")):
+        raise Forbidden("changes are accepted from this dashboard's own page only, as JSON")
 
 
 class AccessControl:

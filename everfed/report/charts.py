@@ -7,12 +7,14 @@ reading of values under the pointer or by arrow keys, and it reads them back fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from everfed.report.groups import COLOURS, Colours
+from everfed.report.colours import PIECES, on_heat
+from everfed.report.groups import COLOURS
 from everfed.report.markup import NOTHING, Child, Html, join, tag
-from everfed.report.numbers import plain, size, ticks, whole_ticks
+from everfed.report.numbers import duration, log_ticks, plain, size, ticks, whole_ticks
 from everfed.report.series import ClassMix, Grid, Line
 
 UNITS = 1000
@@ -22,24 +24,41 @@ DOTS_UP_TO = 40  # points of a line that are marked one by one
 
 @dataclass(frozen=True)
 class Axis:
-    """unit: "%", "B" or "" (how values read). floor, ceiling: the axis never shows less or more than this."""
+    """unit: "%", "B", "s" or "" (how values read). floor, ceiling: the axis never shows less or more than this.
+    log: positions are logarithms; values must be above 0."""
 
     name: str
     unit: str = ""
     floor: float | None = None
     ceiling: float | None = None
+    log: bool = False
 
     def shown(self, value: float) -> float:
         """The value as it is drawn: fractions in per cent, without the noise of their last digits."""
         return round(100.0 * value, 6) if self.unit == "%" else value
+
+    def has(self, value: float) -> bool:
+        """Does the axis have a place for the value? A logarithmic one has none for 0 and below."""
+        return not self.log or self.shown(value) > 0
+
+    def place(self, value: float) -> float:
+        """Where a value lies on the axis."""
+        return math.log10(self.shown(value)) if self.log else self.shown(value)
 
     def allows(self, value: float) -> bool:
         """Is the value within what the axis may show?"""
         above = self.floor is None or value >= self.floor
         return above and (self.ceiling is None or value <= self.ceiling)
 
-    def text(self, value: float) -> str:
-        return size(value) if self.unit == "B" else f"{value:,.10g}"
+    def text(self, place: float) -> str:
+        value = 10**place if self.log else place
+        if self.unit in ("B", "s"):
+            return size(value) if self.unit == "B" else duration(value)
+        return f"{value:,.4g}" if self.log else f"{value:,.10g}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, %" if self.unit == "%" else self.name
 
 
 @dataclass(frozen=True)
@@ -53,12 +72,17 @@ def figure(title: str, body: Html, about: Child = None, name: str = "", notes: S
     """A figure with its title, a description and notes."""
     paragraphs = [tag("p", text, class_="note") for text in notes]
     caption = tag("figcaption", tag("h3", title), tag("p", about) if about else None)
-    return tag("figure", caption, body, *paragraphs, class_="chart", id=name or None)
+    return tag("figure", caption, body, *paragraphs, class_="chart", data_figure=name or None)
 
 
 def missing(title: str, why: str, name: str = "") -> Html:
     """A message in place of a figure that cannot be drawn."""
     return figure(title, tag("p", why, class_="missing"), name=name)
+
+
+def is_missing(text: str) -> bool:
+    """Is this what `missing` makes?"""
+    return '<p class="missing">' in text
 
 
 # lines -------------------------------------------------------------------------------------------------------------
@@ -86,34 +110,37 @@ def _units(share: float) -> str:
     return f"{share * UNITS:.2f}".rstrip("0").rstrip(".")
 
 
-def lines(found: Sequence[Line], x: Axis, y: Axis, about: str, marks: Marks | None = None) -> Html:
+def lines(
+    found: Sequence[Line], x: Axis, y: Axis, about: str, marks: Marks | None = None, with_legend: bool = True
+) -> Html:
     """Curves with bands. about: text for screen readers. Lines of the same colour have different dashes."""
     frame, y_ticks = _frame(found, y)
-    legend = tag("ul", *(_legend_entry(i, line, dash) for i, line, dash in _dashed(found)), class_="legend")
     drawing = tag(
         "svg",
         tag("path", d="".join(f"M0 {_units(1 - frame.y(tick))}H{UNITS}" for tick in y_ticks), class_="grid"),
         _mark_lines(frame, marks),
-        *(_curve(i, line, dash, frame, y) for i, line, dash in _dashed(found)),
+        *(_curve(line, style, frame, y) for line, style in _styled(found)),
         tag("path", d="", class_="cursor"),
         viewBox=f"0 0 {UNITS} {UNITS}",
         preserveAspectRatio="none",
         role="img",
         tabindex=0,
         aria_label=f"{about} Use the arrow keys to read values.",
-        data_frame=f"{frame.x0:g} {frame.x1:g} {frame.y0:g} {frame.y1:g}",
+        data_frame=f"{frame.x0:.9g} {frame.x1:.9g} {frame.y0:.9g} {frame.y1:.9g}",
         data_x=x.name,
+        data_x_unit=x.unit or None,
         data_unit=y.unit,
+        data_log=y.log,
     )
     plot = tag(
         "div",
         _mark_names(frame, marks),
-        tag("div", y.name if y.unit in ("", "B") else f"{y.name}, {y.unit}", class_="y-name"),
+        tag("div", y.title, class_="y-name"),
         tag("div", *(_tick("bottom", frame.y(t), y.text(t)) for t in y_ticks), class_="y-ticks", aria_hidden="true"),
         drawing,
         tag(
             "div",
-            *(_tick("left", frame.x(t), x.text(t)) for t in _x_ticks(frame)),
+            *(_tick("left", frame.x(t), x.text(t)) for t in _x_ticks(frame, x)),
             class_="x-ticks",
             aria_hidden="true",
         ),
@@ -121,69 +148,89 @@ def lines(found: Sequence[Line], x: Axis, y: Axis, about: str, marks: Marks | No
         tag("output", class_="reading", aria_live="polite"),
         class_="plot",
     )
-    return join(legend, plot)
+    return join(legend(found) if with_legend else None, plot)
 
 
-def _dashed(found: Sequence[Line]) -> list[tuple[int, Line, str]]:
-    """(position, line, dash): the n-th line of a colour has the n-th dash."""
-    seen: dict[int, int] = {}
+def legend(found: Sequence[Line]) -> Html:
+    """The lines' names; each is a button that hides its line."""
+    return tag("ul", *(_legend_entry(line, style) for line, style in _styled(found)), class_="legend")
+
+
+def _styled(found: Sequence[Line]) -> list[tuple[Line, int]]:
+    """(line, its colour and dash as one number): a later line of the same number gets the next dash."""
+    taken: set[int] = set()
     result = []
-    for i, line in enumerate(found):
-        colour = line.colour % COLOURS
-        turn = max(seen.get(colour, -1) + 1, line.colour // COLOURS if colour not in seen else 0)
-        seen[colour] = turn
-        result.append((i, line, DASHES[turn % len(DASHES)]))
+    for line in found:
+        style = line.colour
+        while style in taken:
+            style += COLOURS
+        taken.add(style)
+        result.append((line, style))
     return result
+
+
+def _dash(style: int) -> str | None:
+    return DASHES[style // COLOURS % len(DASHES)] or None
 
 
 def _frame(found: Sequence[Line], y: Axis) -> tuple[_Frame, list[float]]:
     xs = [value for line in found for value in line.x]
-    ys = [y.shown(value) for line in found for value in (*line.y, *(line.low or ()), *(line.high or ()))]
-    floor, ceiling = (min(ys) if y.floor is None else y.floor), (max(ys) if y.ceiling is None else y.ceiling)
-    allowed = [tick for tick in ticks(max(min(ys), floor), min(max(ys), ceiling)) if y.allows(tick)]
+    ys = [value for line in found for value in (*line.y, *(line.low or ()), *(line.high or ()))]
     x0, x1 = min(xs), max(xs)
     x0, x1 = (x0, x1) if x1 > x0 else (x0 - 0.5, x1 + 0.5)
+    if y.log:
+        positive = [y.place(value) for value in ys if y.has(value)]
+        marked = log_ticks(min(positive), max(positive))
+        return _Frame(x0, x1, min(marked[0], *positive), max(marked[-1], *positive)), marked
+    shown = [y.shown(value) for value in ys]
+    floor, ceiling = (min(shown) if y.floor is None else y.floor), (max(shown) if y.ceiling is None else y.ceiling)
+    allowed = [tick for tick in ticks(max(min(shown), floor), min(max(shown), ceiling)) if y.allows(tick)]
     return _Frame(x0, x1, allowed[0], allowed[-1]), allowed
 
 
-def _x_ticks(frame: _Frame) -> list[int]:
-    return whole_ticks(-int(-frame.x0 // 1), int(frame.x1))
+def _x_ticks(frame: _Frame, x: Axis) -> list[float]:
+    if x.unit:
+        return [tick for tick in ticks(frame.x0, frame.x1, 4) if frame.x0 <= tick <= frame.x1]
+    return [*whole_ticks(-int(-frame.x0 // 1), int(frame.x1))]
 
 
 def _tick(side: str, share: float, text: str) -> Html:
     return tag("span", text, style=f"{side}:{100 * share:.2f}%")
 
 
-def _legend_entry(index: int, line: Line, dash: str) -> Html:
+def _legend_entry(line: Line, style: int) -> Html:
     swatch = tag(
         "svg",
-        tag("path", d="M1 5H25", stroke_dasharray=dash or None),
+        tag("path", d="M1 5H25", stroke_dasharray=_dash(style)),
         viewBox="0 0 26 10",
         class_="swatch",
-        style=_colour(line.colour),
+        style=_colour(style),
         aria_hidden="true",
     )
     seeds = f" ({line.seeds} seeds)" if line.seeds > 1 else ""
-    button = tag("button", swatch, f"{line.label}{seeds}", type="button", data_line=index, aria_pressed="true")
+    button = tag("button", swatch, f"{line.label}{seeds}", type="button", data_line=line.label, aria_pressed="true")
     return tag("li", button)
 
 
-def _colour(index: int) -> str:
-    return f"--c:var(--s{index % COLOURS})"
+def _colour(style: int) -> str:
+    """A method's colour; where all dashes of it are taken, closer to the text's."""
+    plain, turn = f"var(--s{style % COLOURS})", style // COLOURS // len(DASHES)
+    return f"--c:color-mix(in oklab,{plain} {max(40, 100 - 25 * turn)}%,var(--text))" if turn else f"--c:{plain}"
 
 
-def _curve(index: int, line: Line, dash: str, frame: _Frame, y: Axis) -> Html:
-    points = [frame.point(a, y.shown(b)) for a, b in zip(line.x, line.y, strict=True)]
+def _curve(line: Line, style: int, frame: _Frame, y: Axis) -> Html:
+    points = [frame.point(a, y.place(b)) for a, b in zip(line.x, line.y, strict=True) if y.has(b)]
     band = NOTHING
     if line.low is not None and line.high is not None:
         edge = [*zip(line.x, line.high, strict=True), *reversed([*zip(line.x, line.low, strict=True)])]
-        clipped = ((a, min(max(y.shown(b), frame.y0), frame.y1)) for a, b in edge)
+        placed = ((a, y.place(b) if y.has(b) else frame.y0) for a, b in edge)
+        clipped = ((a, min(max(b, frame.y0), frame.y1)) for a, b in placed)
         band = tag("polygon", points=" ".join(frame.point(a, b) for a, b in clipped), class_="band")
     dots = NOTHING
     if len(points) <= DOTS_UP_TO:
         dots = tag("path", d="".join(f"M{point}h0" for point in points), class_="dots")
-    curve = tag("polyline", points=" ".join(points), class_="line", stroke_dasharray=dash or None)
-    return tag("g", band, curve, dots, data_line=index, data_label=line.label, style=_colour(line.colour))
+    curve = tag("polyline", points=" ".join(points), class_="line", stroke_dasharray=_dash(style))
+    return tag("g", band, curve, dots, data_line=line.label, style=_colour(style))
 
 
 def _mark_lines(frame: _Frame, marks: Marks | None) -> Html:
@@ -191,13 +238,22 @@ def _mark_lines(frame: _Frame, marks: Marks | None) -> Html:
     return tag("path", d="".join(f"M{_units(frame.x(where))} 0V{UNITS}" for where in inner), class_="marks")
 
 
+# Shares of a plot's width that must lie between two names, so that they fit into the 250 pixels of a phone, too.
+_AFTER_FIRST, _AFTER_OTHERS, _BEFORE_END = 0.16, 0.1, 0.05
+
+
 def _mark_names(frame: _Frame, marks: Marks | None) -> Html:
-    """Names above the stretches; at most a dozen, evenly chosen."""
-    stretches = [
-        (text, max(where, frame.x0)) for text, where in (marks.stretches if marks else ()) if where <= frame.x1
-    ]
-    every = -(-len(stretches) // 12)
-    names = [_tick("left", frame.x(where), text) for text, where in stretches[:: every or 1]]
+    """Names above the stretches: the first in full ("task 1"), of the others the number, wherever there is room."""
+    stretches = [*marks.stretches] if marks else []
+    while len(stretches) > 1 and stretches[1][1] <= frame.x0:  # over before the plot begins
+        del stretches[0]
+    names: list[Html] = []
+    free = 0.0
+    for text, where in stretches:
+        share = frame.x(max(where, frame.x0))
+        if free <= share <= 1 - _BEFORE_END:
+            free = share + (_AFTER_OTHERS if names else _AFTER_FIRST)
+            names.append(_tick("left", share, text.rpartition(" ")[2] if names else text))
     return tag("div", *names, class_="mark-names", aria_hidden="true")
 
 
@@ -215,36 +271,47 @@ class Bar:
         return sum(value for _, value in self.stack)
 
 
-def bars(found: Sequence[Bar], text: Callable[[float], str], name: str) -> Html:
-    """Bars of one scale. Each kind of piece has its colour, named above when there is more than one."""
+class Pieces:
+    """The colour of each kind of piece in the bars of a page. None of them is a method's colour."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, int] = {}
+
+    def __call__(self, kind: str) -> str:
+        return f"--c:var(--p{self._of.setdefault(kind, len(self._of)) % PIECES})"
+
+
+def bars(found: Sequence[Bar], text: Callable[[float], str], name: str, colour: Callable[[str], str]) -> Html:
+    """Bars of one scale. Each kind of piece has its `colour`, named above; where there is one kind only, bars have
+    the colours of their methods."""
     kinds = list(dict.fromkeys(what for bar in found for what, _ in bar.stack))
-    colours = Colours()
-    colours.assign(kinds)
     longest = max((bar.total for bar in found), default=0.0) or 1.0
-    legend = tag("ul", *(tag("li", _chip(colours.of(kind)), kind) for kind in kinds), class_="legend")
-    rows = [_bar(bar, colours, longest, text) for bar in found]
+    named = tag("ul", *(tag("li", _chip(colour(kind)), kind) for kind in kinds), class_="legend")
+    rows = [_bar(bar, colour if len(kinds) > 1 or bar.colour is None else None, longest, text) for bar in found]
     head = tag("tr", tag("th", "", scope="col"), tag("th", name, scope="col"), tag("th", "total", scope="col"))
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="bars")
-    return join(legend if len(kinds) > 1 else None, table)
+    return join(named if len(kinds) > 1 else None, table)
 
 
-def _chip(colour: int) -> Html:
-    return tag("span", class_="chip", style=_colour(colour))
+def _chip(colour: str) -> Html:
+    return tag("span", class_="chip", style=colour)
 
 
-def _bar(bar: Bar, colours: Colours, longest: float, text: Callable[[float], str]) -> Html:
+def _bar(bar: Bar, colour: Callable[[str], str] | None, longest: float, text: Callable[[float], str]) -> Html:
+    """colour: of each kind of piece; None where pieces have the method's."""
+    own = _colour(bar.colour or 0)
     pieces = [
         tag(
             "span",
             class_="piece",
-            style=f"{_colour(colours.of(what))};width:{100 * value / longest:.3f}%",
+            style=f"{colour(what) if colour else own};width:{100 * value / longest:.3f}%",
             title=f"{what}: {text(value)}",
         )
         for what, value in bar.stack
     ]
     spelled = ", ".join(f"{what} {text(value)}" for what, value in bar.stack)
     strip = tag("div", *pieces, class_="strip", role="img", aria_label=spelled)
-    label = tag("th", None if bar.colour is None else _chip(bar.colour), bar.label, scope="row")
+    label = tag("th", None if bar.colour is None else _chip(own), bar.label, scope="row")
     return tag("tr", label, tag("td", strip), tag("td", text(bar.total), class_="number"))
 
 
@@ -274,7 +341,14 @@ def _cell(entry: tuple[float, float] | None, share: float | None, unit: str) -> 
     mean, deviation = (value * (100 if unit == "%" else 1) for value in entry)
     text = f"{mean:.1f}" if unit == "%" else plain(mean)
     title = f"{mean:.2f} ± {deviation:.2f}{' %' if unit else ''}"
-    return tag("td", text, class_="high" if share > 0.5 else None, style=f"--v:{100 * share:.0f}%", title=title)
+    return tag("td", text, style=_heat(share), title=title)
+
+
+def _heat(share: float) -> str:
+    """A shaded cell, and for each theme the colour of text that can be read on it."""
+    percent = round(100 * min(max(share, 0.0), 1.0))
+    light, dark = on_heat(percent)
+    return f"--v:{percent}%;--on-light:{light};--on-dark:{dark}"
 
 
 def _shaded(shares: Sequence[Sequence[float | None]], low: float, high: float, unit: str) -> Html:
@@ -316,7 +390,7 @@ def _stretches(row: Sequence[int | None]) -> list[tuple[int, int, int]]:
 def task_colour(task: int, tasks: int) -> str:
     """Tasks run through the hues in order, all equally light."""
     hue = 275 - 245 * (task - 1) / max(1, tasks - 1)
-    return f"--t:{hue:.0f}"
+    return f"--c:oklch(var(--task-light) var(--task-strong) {hue:.0f})"
 
 
 def participation(grid: Grid, tasks: int) -> Html:
@@ -360,7 +434,7 @@ def _legend(names: Sequence[str]) -> Html:
     colours = [task_colour(level, len(names)) for level in range(1, len(names) + 1)]
     every = -(-len(names) // 12)
     shown = list(zip(names, colours, strict=True))[::every]
-    chips = (tag("li", tag("span", class_="chip task", style=colour), name) for name, colour in shown)
+    chips = (tag("li", tag("span", class_="chip", style=colour), name) for name, colour in shown)
     return tag("ul", *chips, class_="legend")
 
 
@@ -388,7 +462,7 @@ def _mix_table(mix: ClassMix) -> Html:
 def _count(count: int, most: int) -> Html:
     if not count:
         return tag("td", "", class_="empty")
-    return tag("td", f"{count}", class_="high" if count > most / 2 else None, style=f"--v:{100 * count / most:.0f}%")
+    return tag("td", f"{count}", style=_heat(count / most))
 
 
 def _mix_picture(mixes: Sequence[ClassMix], tasks: int) -> Html:

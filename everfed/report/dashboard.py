@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from everfed.errors import UserError
-from everfed.report import figures, html
+from everfed.report import charts, figures, html
+from everfed.report.charts import Pieces
 from everfed.report.colours import variables
-from everfed.report.figures import Window
-from everfed.report.groups import Colours, Group, grouped
-from everfed.report.live import Index, Watched
-from everfed.report.markup import join
-from everfed.report.read import read_run
+from everfed.report.figures import View
+from everfed.report.groups import Colours, dataset, differing, facts, grouped, short_key, variant
+from everfed.report.live import Index, Note, Watched
+from everfed.report.markup import Html, join, tag
+from everfed.report.read import Run, read_run
 
 MOST_DRAWN = 200  # runs in one comparison
 MOST_REPORTED = 100  # runs in one report
@@ -37,26 +39,48 @@ def assets() -> dict[str, tuple[str, str]]:
 
 
 class Dashboard:
-    """The runs below a folder. Every run keeps its colour for as long as the page is served."""
+    """The runs below a folder. Every method keeps its colour for as long as the page is served."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder" if root.exists() else f"{root} does not exist")
-        self.index, self.colours = Index(root), Colours()
+        self.index, self.colours, self.pieces = Index(root), Colours(), Pieces()
 
     def runs(self) -> dict[str, Any]:
         """Every run in short."""
         found = [run.summary for run in self.index.runs.values() if run.summary]
-        return {"root": str(self.index.guard.root), "runs": found, "problems": list(self.index.problems)}
+        return {"root": str(self.index.guard.root), "runs": found, **_others(self.index)}
 
-    def compare(self, names: Sequence[str], what: str, by: str, window: Window) -> str:
-        """Curves of several runs as HTML. Raises UserError and NoRun."""
-        if what not in figures.CURVES or by not in BY:
-            raise UserError(f"what is one of {', '.join(figures.CURVES)}, by one of {', '.join(BY)}; got {what}, {by}")
-        watched = self._chosen(names, MOST_DRAWN)
-        limit = max(50, min(600, POINTS_DRAWN // max(1, len(watched))))
+    def options(self) -> dict[str, dict[str, Any]]:
+        """{key: {run: value}} of the options in which the runs differ."""
         with self.index.lock:
-            return figures.curve(what, self._groups(watched), by, limit, window)
+            runs = [watched.run for watched in self.index.runs.values() if watched.recipe_text]
+            return {short_key(key): {run.name: facts(run).get(key) for run in runs} for key in differing(runs)}
+
+    def annotate(self, name: str, note: Note) -> None:
+        """Keep a reader's note on a run. Raises NoRun."""
+        self._chosen([name], 1)
+        self.index.annotate(name, note)
+
+    def compare(self, names: Sequence[str], kinds: Sequence[str], view: View, together: bool = False) -> str:
+        """Curves of several runs as HTML, one figure for each of `kinds` (figures.CURVES).
+
+        Each data set has axes of its own, unless `together`. Raises UserError and NoRun.
+        """
+        _check(kinds, view)
+        watched = self._chosen(names, MOST_DRAWN)
+        limit = max(50, min(600, POINTS_DRAWN // max(1, len(watched) * len(kinds))))
+        view = replace(view, limit=limit)
+        with self.index.lock:
+            runs = [run.run for run in watched if not run.problem]
+            self._assign_colours()
+            parts = [("", runs)] if together else list(_by_data(runs).items())
+            return join(*(self._drawn(name if len(parts) > 1 else "", own, kinds, view) for name, own in parts))
+
+    def _drawn(self, name: str, runs: Sequence[Run], kinds: Sequence[str], view: View) -> Html:
+        groups = grouped(runs, self.colours).groups
+        drawn = figures.panels(kinds, groups, view) if len(kinds) > 1 else figures.curve(kinds[0], groups, view)
+        return tag("section", tag("h3", name, class_="data-name") if name else None, drawn, class_="data-set")
 
     def run(self, name: str) -> dict[str, Any]:
         """One run in full: its summary, and sections of HTML by name, so that a page can replace what changed."""
@@ -78,17 +102,18 @@ class Dashboard:
         except KeyError as error:
             raise NoRun(f"there is no run {error.args[0]}, or not any more") from error
 
-    def _groups(self, watched: Sequence[Watched]) -> tuple[Group, ...]:
-        """Without runs that cannot be read. Methods are assigned colours before variants of them."""
-        self.colours.assign({run.summary["method"] for run in self.index.runs.values() if run.summary})
-        return grouped([run.run for run in watched if not run.problem], self.colours).groups
+    def _assign_colours(self) -> None:
+        """Of all runs, so that a colour does not depend on the runs that are shown."""
+        self.colours.assign(variant(run.run) for run in self.index.runs.values() if run.recipe_text)
 
     def _sections(self, watched: Watched) -> dict[str, str]:
+        """What is known of a run now; figures without data are left out while it goes on."""
         if watched.problem:
             return {"problem": html.problem(watched.problem)}
-        run, groups = watched.run, self._groups([watched])
-        return {
-            "facts": html.facts(run),
+        self._assign_colours()
+        run, groups = watched.run, grouped([watched.run], self.colours).groups
+        sections = {
+            "facts": html.facts(run, watched.summary["left"]),
             "happenings": html.happenings(run),
             "acc": figures.curve("acc", groups),
             "loss": figures.curve("loss", groups),
@@ -96,13 +121,39 @@ class Dashboard:
             "forgetting": figures.curve("forgetting", groups),
             "who": figures.who_saw_what(run),
             "classes": figures.class_mix(run),
-            "traffic": figures.traffic(groups),
-            "time": figures.time(groups),
-            "memory": figures.memory(groups),
+            "traffic": figures.traffic(groups, self.pieces),
+            "time": figures.time(groups, self.pieces),
+            "memory": figures.memory(groups, self.pieces),
             "buffers": figures.buffers(run),
             "measured": join(*figures.measured(groups)),
             "recipe": html.recipe(run),
         }
+        return {name: text for name, text in sections.items() if text and not charts.is_missing(text)}
+
+
+def _check(kinds: Sequence[str], view: View) -> None:
+    allowed = (("what", kinds, figures.CURVES), ("by", [view.by], BY), ("x", [view.along], figures.ALONG))
+    for name, given, known in allowed:
+        for value in given:
+            if value not in known:
+                raise UserError(f"{name} is one of {', '.join(known)}; got {value}")
+    if not 0 <= view.smooth < 1:
+        raise UserError(f"smooth is at least 0 and below 1; got {view.smooth}")
+
+
+def _by_data(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by data set and scenario."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        scenario = facts(run).get("stream.scenario")
+        found.setdefault(f"{dataset(run)}, {scenario}" if scenario else dataset(run), []).append(run)
+    return found
+
+
+def _others(index: Index) -> dict[str, Any]:
+    """What there is beside runs."""
+    notes = {name: note.model_dump(exclude_defaults=True) for name, note in index.notes.items()}
+    return {"problems": list(index.problems), "notes": notes}
 
 
 class Feed:
@@ -147,4 +198,4 @@ class Feed:
         for name in gone:
             del known[name]
         known.update({run.name: run.version for run in fresh})
-        return {"runs": [run.summary for run in fresh], "gone": gone, "problems": list(self.index.problems)}
+        return {"runs": [run.summary for run in fresh], "gone": gone, **_others(self.index)}

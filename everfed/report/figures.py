@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everfed.report import charts, numbers, series
-from everfed.report.charts import Axis, Bar, Marks
+from everfed.report.charts import Axis, Bar, Marks, Pieces
 from everfed.report.groups import Group
 from everfed.report.markup import NOTHING, Html, join, tag
 from everfed.report.read import Run
@@ -61,11 +61,25 @@ CURVES = {
         none="Forgetting needs two tasks that have ended, and a score where more is better.",
     ),
     "bytes": Curve(
-        "Bytes sent, up and down together",
-        "From the beginning to the end of each round, all clients together.",
+        "Bytes sent",
+        "From the beginning to the end of each round, all clients together, up and down.",
         series.bytes_by_round,
         Axis("Bytes", "B", floor=0),
     ),
+    "time": Curve(
+        "Time",
+        "From the beginning to the end of each round, evaluation not counted.",
+        series.seconds_by_round,
+        Axis("Time", "s", floor=0),
+    ),
+}
+PANELS = ("acc", "forgetting", "loss", "bytes", "time")  # of a comparison
+
+# What x may be in a comparison: its axis, and where a round lies on it.
+ALONG: dict[str, tuple[Axis, series.Curve | None]] = {
+    "round": (Axis("Round"), None),
+    "time": (Axis("Time", "s"), series.seconds_by_round),
+    "bytes": (Axis("Bytes sent", "B"), series.bytes_by_round),
 }
 
 
@@ -73,25 +87,68 @@ Window = tuple[float, float]
 EVERYTHING: Window = (float("-inf"), float("inf"))
 
 
-def curve(
-    kind: str,
-    groups: Sequence[Group],
-    by: str = "method",
-    limit: int = series.POINTS,
-    window: Window = EVERYTHING,
-) -> Html:
-    """One of CURVES; by: "method" draws means over seeds with bands, "run" every run; window: first and last x."""
+@dataclass(frozen=True)
+class View:
+    """How curves are drawn. by: "method" draws means over seeds with bands, "run" every run. limit: points of a line.
+    window: first and last round. along: one of ALONG; empty: rounds, or tasks where a curve is by task.
+    smooth: the weight of a moving average, 0 to below 1. log: is the y axis logarithmic?"""
+
+    by: str = "method"
+    limit: int = series.POINTS
+    window: Window = EVERYTHING
+    along: str = ""
+    smooth: float = 0.0
+    log: bool = False
+
+
+def curve(kind: str, groups: Sequence[Group], view: View = View()) -> Html:  # noqa: B008 (it is frozen)
+    """One of CURVES with its legend."""
+    return _curve(kind, groups, view, _lines(kind, groups, view), with_legend=True)
+
+
+def panels(kinds: Sequence[str], groups: Sequence[Group], view: View) -> Html:
+    """Several of CURVES side by side under one legend."""
+    found = {kind: _lines(kind, groups, view) for kind in kinds}
+    named = {line.label: line for lines in found.values() for line in lines}
+    drawn = [_curve(kind, groups, view, lines, with_legend=False) for kind, lines in found.items()]
+    return tag("div", charts.legend([*named.values()]), tag("div", *drawn, class_="panels"), data_lines=True)
+
+
+def _lines(kind: str, groups: Sequence[Group], view: View) -> list[series.Line]:
+    spec = CURVES[kind]
+    groups = _alike(groups)[0] if spec.score else groups
+    y = replace(axis(spec, groups), log=view.log)
+
+    def points(run: Run) -> series.Points:
+        found = spec.points(run)
+        found = series.joined(series.last_rounds(run), found) if spec.by_task and view.along else found
+        found = series.within(found, *view.window)
+        return {x: value for x, value in found.items() if y.has(value)}
+
+    draw = series.mean_lines if view.by == "method" else series.run_lines
+    at = ALONG[view.along][1] if view.along else None
+    return draw(groups, points, view.limit, at=at, smooth=view.smooth)
+
+
+def _curve(kind: str, groups: Sequence[Group], view: View, found: Sequence[series.Line], with_legend: bool) -> Html:
     spec = CURVES[kind]
     groups, notes = _alike(groups) if spec.score else (groups, [])
     title = spec.title.format(score=score(groups).title)
-    draw = series.mean_lines if by == "method" else series.run_lines
-    found = draw(groups, lambda run: series.within(spec.points(run), *window), limit)
+    title = title.removesuffix(" by round") if view.along else title
     if not found:
-        return charts.missing(title, spec.none, f"figure-{kind}")
-    y = axis(spec, groups)
-    x = Axis("Task" if spec.by_task else "Round")
-    drawing = charts.lines(found, x, y, f"{title}, {len(found)} lines.", None if spec.by_task else _tasks(groups))
-    return charts.figure(title, drawing, spec.about, f"figure-{kind}", [*notes, *_curve_notes(found)])
+        return charts.missing(title, spec.none, kind)
+    by_task = spec.by_task and not view.along
+    x = ALONG[view.along or "round"][0] if not by_task else Axis("Task")
+    y = replace(axis(spec, groups), log=view.log)
+    marks = None if by_task or x.unit else _tasks(groups)
+    drawing = charts.lines(found, x, y, f"{title}, {len(found)} lines.", marks, with_legend)
+    return charts.figure(title, drawing, spec.about, kind, [*notes, *_curve_notes(found)])
+
+
+def only_task_ends(groups: Sequence[Group]) -> bool:
+    """Was every score measured at the end of a task?"""
+    runs = [run for group in groups for run in group.runs if run.evaluations()]
+    return bool(runs) and all(len(run.evaluations()) == len(run.accuracy_matrix()) for run in runs)
 
 
 def _alike(groups: Sequence[Group]) -> tuple[Sequence[Group], list[str]]:
@@ -160,45 +217,62 @@ def accuracy_matrix(group: Group) -> Html:
     return charts.figure(title, charts.matrix(entries, measured.unit), about + in_per_cent)
 
 
-def traffic(groups: Sequence[Group]) -> Html:
-    """Bytes by part and direction."""
+def traffic(groups: Sequence[Group], pieces: Pieces) -> Html:
+    """Bytes by part and direction; of runs that go on, by direction."""
     title = "Bytes by part and direction"
     found = [
-        Bar(f"{group.label} {arrow}", tuple(series.bytes_by_part(group, way).items()), group.colour)
+        Bar(f"{group.label} {arrow}", _named_parts(series.bytes_by_part(group, way)), group.colour)
         for group in groups
         if group.finished
         for way, arrow in (("up", "↑ up"), ("down", "↓ down"))
     ]
-    if not found:
-        return charts.missing(title, "No run is finished yet; the split by part is known at the end.", "figure-traffic")
     about = "All clients together, mean over finished seeds. Up: from clients to the server."
-    return charts.figure(title, charts.bars(found, numbers.size, "bytes"), about, "figure-traffic")
+    if not found:
+        title, about = "Bytes by direction, so far", "All clients together. The split by part is known at the end."
+        sent = [(group, group.runs[0].log) for group in groups if group.runs[0].log.phases]
+        found = [
+            Bar(f"{group.label} {arrow}", (("sent", float(count)),), group.colour)
+            for group, log in sent
+            for arrow, count in (("↑ up", log.bytes_up), ("↓ down", log.bytes_down))
+        ]
+    if not found:
+        return charts.missing(title, "No round has ended yet.", "traffic")
+    return charts.figure(title, charts.bars(found, numbers.size, "bytes", pieces), about, "traffic")
 
 
-def time(groups: Sequence[Group]) -> Html:
-    """Seconds by phase."""
+def _named_parts(sizes: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    """A part may have the name of a method, which has another colour."""
+    return tuple((f"part {name}", size) for name, size in sizes.items())
+
+
+def time(groups: Sequence[Group], pieces: Pieces) -> Html:
+    """Seconds by phase; of runs that go on, so far."""
     title = "Time by phase"
     found = [Bar(g.label, tuple(series.seconds_by_phase(g).items()), g.colour) for g in groups if g.finished]
-    if not found:
-        return charts.missing(title, "No run is finished yet.", "figure-time")
     about = "Mean over finished seeds; other: evaluation and bookkeeping. Machines differ: compare ratios only."
-    return charts.figure(title, charts.bars(found, numbers.duration, "seconds"), about, "figure-time")
+    if not found:
+        title, about = "Time by phase, so far", "Without evaluation and bookkeeping."
+        logs = [(group, group.runs[0].log.seconds_by_phase()) for group in groups]
+        found = [Bar(group.label, tuple(seconds.items()), group.colour) for group, seconds in logs if seconds]
+    if not found:
+        return charts.missing(title, "No round has ended yet.", "time")
+    return charts.figure(title, charts.bars(found, numbers.duration, "seconds", pieces), about, "time")
 
 
-def memory(groups: Sequence[Group]) -> Html:
+def memory(groups: Sequence[Group], pieces: Pieces) -> Html:
     """Peak memory of the process, and the clients' state."""
-    peak = _memory_bars(groups, "peak_memory_bytes", "peak of the process")
-    state = _memory_bars(groups, "client_state_bytes", "state of all clients")
+    peak = _memory_bars(groups, "peak_memory_bytes", "peak of the process", pieces)
+    state = _memory_bars(groups, "client_state_bytes", "state of all clients", pieces)
     if not peak and not state:
-        return charts.missing("Memory", "No run is finished yet.", "figure-memory")
+        return charts.missing("Memory", "No run is finished yet.", "memory")
     about = "Peak resident memory of the process that ran the experiment, and what clients keep between rounds."
-    return charts.figure("Memory", join(peak, state), about, "figure-memory")
+    return charts.figure("Memory", join(peak, state), about, "memory")
 
 
-def _memory_bars(groups: Sequence[Group], key: str, what: str) -> Html | None:
+def _memory_bars(groups: Sequence[Group], key: str, what: str, pieces: Pieces) -> Html | None:
     known = [(group, series.mean_cost(group, key)) for group in groups]
     found = [Bar(group.label, ((what, value),), group.colour) for group, value in known if value is not None]
-    return charts.bars(found, numbers.size, what) if found else None
+    return charts.bars(found, numbers.size, what, pieces) if any(bar.total for bar in found) else None
 
 
 # one run -----------------------------------------------------------------------------------------------------------
@@ -264,9 +338,11 @@ def buffers(run: Run) -> Html:
         Bar(f"round {index + 1}", tuple((f"task {t}", float(n)) for t, n in enumerate(counts, start=1) if n))
         for index, counts in found
     ]
+    tasks = max(run.log.start.tasks if run.log.start else 1, *(len(counts) for _, counts in found))
     some = run.log.buffers_of
     whose = f"The first {some[0]:,} of {some[1]:,} clients together." if some else "All clients together."
-    return charts.figure(title, charts.bars(rows, numbers.count, "samples"), whose)
+    drawing = charts.bars(rows, numbers.count, "samples", lambda task: charts.task_colour(int(task[5:]), tasks))
+    return charts.figure(title, drawing, whose)
 
 
 def pictures(run: Run) -> Html:
@@ -276,7 +352,7 @@ def pictures(run: Run) -> Html:
         return NOTHING
     shown = [_picture(path) for path in files]
     about = "White: the true boxes. Colours: the trained model's, by class."
-    return charts.figure("Test samples", tag("div", *shown, class_="two"), about, "figure-pictures")
+    return charts.figure("Test samples", tag("div", *shown, class_="two"), about, "pictures")
 
 
 def _picture(path: Path) -> Html:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
 from everfed import __version__
 from everfed.report import attendance, figures, numbers, rerun, tables
+from everfed.report.charts import Pieces
 from everfed.report.colours import variables
-from everfed.report.groups import Group, Grouping, grouped
+from everfed.report.groups import Group, StreamRuns, by_stream
 from everfed.report.markup import Html, join, tag
 from everfed.report.read import Run
 from everfed.report.tables import Table
+from everfed.scores import score_of
 
 # Nothing may be fetched; scripts and styles are those of this file.
 POLICY = (
@@ -27,10 +30,10 @@ def asset(name: str) -> str:
     return resources.files("everfed.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def render(runs: Sequence[Run]) -> str:
-    """The whole page."""
-    grouping = grouped(runs)
-    title = f"everfed report: {_subject(grouping.groups)}"
+def render(runs: Sequence[Run], title: str = "") -> str:
+    """The whole page. title: of the user's choice."""
+    streams = by_stream(runs)
+    title = title or _subject(streams)
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -39,59 +42,113 @@ def render(runs: Sequence[Run]) -> str:
         tag("title", title),
         tag("style", Html(variables() + asset("page.css"))),
     )
+    parts = _parts(runs, streams)
     body = tag(
         "body",
         tag("a", "Skip to the report", href="#main", class_="skip"),
-        _header(runs, grouping),
-        tag("main", *_sections(runs, grouping), id="main"),
+        _header(title, runs, streams),
+        _contents(parts),
+        tag("main", *(part.html(str(i)) for i, part in enumerate(parts, start=1)), id="main"),
         tag("script", Html(asset("charts.js"))),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def the_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
-    """All tables of a report, in their order."""
+    """All tables about the runs of one stream, in their order."""
     several = [tables.comparison(groups), tables.cost(groups), tables.bytes_by_part(groups)]
     return [*several, tables.accuracy_matrices(groups), tables.runs(runs)]
 
 
-def _subject(groups: Sequence[Group]) -> str:
-    labels = [group.label for group in groups]
-    return ", ".join(labels) if len(labels) <= 4 else f"{', '.join(labels[:3])} and {len(labels) - 3} more"
+@dataclass(frozen=True)
+class Part:
+    """A section of the page with its sections."""
+
+    title: str
+    body: Sequence[Html] = ()
+    parts: Sequence[Part] = ()
+
+    def html(self, number: str, level: int = 2) -> Html:
+        """number: of its anchor, "2" or "2-1"."""
+        inner = (part.html(f"{number}-{i}", level + 1) for i, part in enumerate(self.parts, start=1))
+        return tag("section", tag(f"h{level}", self.title, id=f"part-{number}"), *self.body, *inner)
+
+    def entry(self, number: str) -> Html:
+        """Its line in the contents."""
+        link = tag("a", self.title, href=f"#part-{number}")
+        inner = [part.entry(f"{number}-{i}") for i, part in enumerate(self.parts, start=1)]
+        return tag("li", link, tag("ol", *inner) if inner else None)
 
 
-def _header(runs: Sequence[Run], grouping: Grouping) -> Html:
+def _contents(parts: Sequence[Part]) -> Html:
+    entries = [part.entry(str(i)) for i, part in enumerate(parts, start=1)]
+    return tag("nav", tag("ol", *entries), class_="contents", aria_label="Contents")
+
+
+def _subject(streams: Sequence[StreamRuns]) -> str:
+    """As "der and fedavg on digits"."""
+    methods = list(dict.fromkeys(run.method for stream in streams for run in stream.runs))
+    return f"{numbers.listed(methods)} on {numbers.listed([stream.name for stream in streams])}"
+
+
+def _header(title: str, runs: Sequence[Run], streams: Sequence[StreamRuns]) -> Html:
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
     unfinished = sum(run.result is None for run in runs)
-    facts = (
+    count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
+    known = (
         f"{count}{f', {unfinished} of them unfinished' if unfinished else ''} · made {made} by everfed {__version__}"
     )
     button = tag("button", "Light or dark", type="button", id="theme", class_="theme")
-    notes = [tag("p", note, class_="warning") for note in grouping.notes]
-    return tag("header", button, tag("h1", _subject(grouping.groups)), tag("p", facts, class_="note"), *notes)
+    notes = [tag("p", note, class_="warning") for stream in streams for note in stream.grouping.notes]
+    if len(streams) > 1:
+        notes.append(
+            tag("p", "Scores on different streams do not compare: each has a chapter of its own.", class_="note")
+        )
+    overview = tables.to_html(tables.overview(streams))
+    lead = tag("p", tables.sentence(streams), class_="lead")
+    return tag("header", button, tag("h1", title), lead, tag("p", known, class_="note"), overview, *notes)
 
 
-def _sections(runs: Sequence[Run], grouping: Grouping) -> list[Html]:
-    groups = grouping.groups
-    comparison, cost, by_part, _, of_runs = the_tables(runs, groups)
-    two = tag("div", figures.curve("acc_t", groups), figures.curve("forgetting", groups), class_="two")
-    by_round = tag("div", figures.curve("acc", groups), figures.curve("loss", groups), class_="two")
-    matrices = tag("div", *(figures.accuracy_matrix(group) for group in groups), class_="two")
+def _parts(runs: Sequence[Run], streams: Sequence[StreamRuns]) -> list[Part]:
+    """The chapters: of one stream its sections, of several one chapter each; then all runs one by one."""
+    pieces = Pieces()
+    chapters = [(stream.name, _stream_parts(stream, pieces)) for stream in streams]
+    single = len(chapters) == 1
+    parts = chapters[0][1] if single else [Part(name, parts=inner) for name, inner in chapters]
+    return [*parts, Part("Runs", [tables.to_html(tables.runs(runs), titled=False), *_run_details(runs)])]
+
+
+def _stream_parts(stream: StreamRuns, pieces: Pieces) -> list[Part]:
+    groups = stream.groups
+    comparison, cost, by_part, *_ = the_tables(stream.runs, groups)
+    # a plot by round would repeat the plot by task where scores were measured at the ends of tasks alone
+    by_round = [] if figures.only_task_ends(groups) else [figures.curve("acc", groups)]
     measured = figures.measured(groups)
-    costs = tag("div", figures.traffic(groups), figures.time(groups), figures.memory(groups), class_="two")
+    costs = [figures.traffic(groups, pieces), figures.time(groups, pieces), figures.memory(groups, pieces)]
     return [
-        _section("Results", tables.to_html(comparison), two),
-        _section("Learning", by_round),
-        _section("Scores by task", matrices),
-        *([_section("What parts measured", tag("div", *measured, class_="two"))] if measured else []),
-        _section("Cost", tables.to_html(cost), costs, _folded("Bytes by part as a table", tables.to_html(by_part))),
-        _section("Runs", tables.to_html(of_runs), *_run_details(runs)),
+        Part(
+            "Results",
+            [
+                tables.to_html(comparison, titled=False),
+                _two(figures.curve("acc_t", groups), figures.curve("forgetting", groups)),
+            ],
+        ),
+        Part("Learning", [_two(*by_round, figures.curve("loss", groups))]),
+        Part("Scores by task", [_two(*(figures.accuracy_matrix(group) for group in groups))]),
+        *([Part("What parts measured", [_two(*measured)])] if measured else []),
+        Part(
+            "Cost",
+            [
+                tables.to_html(cost, titled=False),
+                _two(*costs),
+                _folded("Bytes by part as a table", tables.to_html(by_part, titled=False)),
+            ],
+        ),
     ]
 
 
-def _section(title: str, *children: Html) -> Html:
-    return tag("section", tag("h2", title), *children)
+def _two(*figures: Html) -> Html:
+    return tag("div", *figures, class_="two")
 
 
 def _folded(title: str, *children: Html, opened: bool = False) -> Html:
@@ -129,18 +186,40 @@ def _once(figure: Html, run: str, seen: dict[str, str]) -> Html:
     return tag("p", Html(title), f": the same as in {first}.", class_="note")
 
 
-def facts(run: Run) -> Html:
-    """State, place and environment."""
+def facts(run: Run, left: float | None = None) -> Html:
+    """State, place and environment. left: seconds until a run that goes on is finished."""
     result = run.result
-    known: dict[str, str] = {"state": tables.state(run), "folder": str(run.folder)}
+    known: dict[str, str] = {"state": tables.state(run)}
+    if result is None:
+        known |= _now(run, left)
+    known["folder"] = str(run.folder)
     if run.log.first_time is not None and run.log.last_time is not None:
         known["from"], known["to"] = numbers.moment(run.log.first_time), numbers.moment(run.log.last_time)
+    known |= {"took": numbers.duration(run.seconds)} if result is not None and run.seconds else {}
     if result is not None:
         known |= {"scored": f"{result.evaluated} model, {result.split} split, logits {result.logits}"}
         known |= {name: _summary(facts) for name, facts in result.parts.items()}
         known |= {"everfed": result.everfed, **{key: str(value) for key, value in result.environment.items()}}
     pairs = [tag("div", tag("dt", key), tag("dd", value)) for key, value in known.items()]
     return tag("dl", *pairs, class_="facts")
+
+
+def _now(run: Run, left: float | None) -> dict[str, str]:
+    """What is known of a run that is not finished."""
+    log, found = run.log, {}
+    if log.phases:
+        task = max(line.task for line in log.phases.values()) + 1
+        found["task"] = f"{task} of {log.start.tasks}" if log.start else f"{task}"
+    latest = max(log.evaluations, default=None)
+    if latest is not None and (value := log.evaluations[latest].score) is not None:
+        found["score now"] = f"{score_of(run.score).text(value)} (round {latest + 1})"
+    if log.loss is not None:
+        found["loss now"] = numbers.plain(log.loss)
+    if run.seconds is not None:
+        found["so far"] = numbers.duration(run.seconds)
+    if left is not None:
+        found["time left"] = f"about {numbers.duration(left)}"
+    return found
 
 
 def _summary(facts: dict[str, Any]) -> str:

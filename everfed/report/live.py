@@ -1,24 +1,29 @@
 """Follows a folder of runs while they are written: new runs, changed ones, removed ones.
 
-It only reads, and only inside the folder: run ids are keys of a table of folders that were found, never parts of a
-path, and a link that leads outside is not followed. Events are read from the byte where reading stopped last time.
+It reads only inside the folder, and writes nothing but the readers' notes on runs (`NOTES`): run ids are keys of a
+table of folders that were found, never parts of a path, and a link that leads outside is not followed. Events are read
+from the byte where reading stopped last time.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from everfed.errors import UserError
 from everfed.report import series
 from everfed.report.log import Tail
 from everfed.report.read import DEPTH, Result, Run, read_recipe, read_result, read_settings
 from everfed.scores import PERCENT, score_of
+from everfed.store.files import write_atomic
 from everfed.store.run import EVENTS, RECIPE, RESULT, RunError
 
 SLICE = 4 << 20  # bytes of one run's events that are read in one poll
@@ -129,6 +134,7 @@ def summary(watched: Watched, now: float) -> dict[str, Any]:
     facts = stream if isinstance(stream, dict) else {}
     return {
         "id": watched.name,
+        "folder": watched.name.rpartition("/")[0] or ".",
         "method": run.method,
         "recipe": str(run.recipe.get("name", "")),
         "dataset": str(facts.get("dataset", "")),
@@ -147,6 +153,8 @@ def summary(watched: Watched, now: float) -> dict[str, Any]:
         "skipped": log.skipped,
         "unreadable_lines": log.unreadable,
         "sent": log.bytes_up + log.bytes_down,
+        "duration": run.seconds,
+        "left": run.seconds_left if status(watched, now) == "running" else None,
         "started": log.first_time,
         "updated": log.last_time,
     }
@@ -172,6 +180,26 @@ def _last_forgetting(run: Run) -> float | None:
     return found[max(found)] if found else None
 
 
+NOTES = "dashboard.json"  # beside the runs: {run: {"name": ..., "tags": [...], "hidden": true}}
+LONGEST_NAME, MOST_TAGS, LONGEST_TAG = 120, 12, 40
+
+
+Tag = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=LONGEST_TAG)]
+
+
+class Note(BaseModel):
+    """What a reader says of a run: a name, tags, and whether it is hidden."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, StringConstraints(strip_whitespace=True, max_length=LONGEST_NAME)] = ""
+    tags: Annotated[list[Tag], Field(max_length=MOST_TAGS)] = []
+    hidden: bool = False
+
+
+_NOTES = TypeAdapter(dict[str, Note])
+
+
 class Index:
     """All runs below a folder. `lock` must be held to read or draw a run's log."""
 
@@ -180,15 +208,35 @@ class Index:
         self.lock = threading.Lock()
         self.runs: dict[str, Watched] = {}
         self.problems: tuple[str, ...] = ()
+        self.notes: dict[str, Note] = {}
         self.version = 0
+
+    def annotate(self, name: str, note: Note) -> None:
+        """Keep a note on a run in the file beside the runs. Raises KeyError for an unknown run."""
+        self.chosen([name])
+        with self.lock:
+            notes = {**self._read_notes([]), name: note}
+            kept = {key: found.model_dump(exclude_defaults=True) for key, found in sorted(notes.items())}
+            text = json.dumps({key: value for key, value in kept.items() if value}, indent=1)
+            write_atomic(self.guard.root / NOTES, f"{text}\n".encode(), shared=True)
+
+    def _read_notes(self, problems: list[str]) -> dict[str, Note]:
+        try:
+            with self.guard.open(self.guard.root / NOTES) as file:
+                return _NOTES.validate_json(file.read())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RunError) as error:
+            problems.append(f"{NOTES} cannot be read, so names and tags are not shown: {str(error).splitlines()[0]}")
+            return {}
 
     def poll(self) -> bool:
         """Read everything once; True when something changed. Changed runs get a higher version."""
         before, problems = self.version, list[str]()
-        found = dict(self._find(problems))
-        if tuple(problems) != self.problems or not set(self.runs) <= set(found):
+        found, notes = dict(self._find(problems)), self._read_notes(problems)
+        if tuple(problems) != self.problems or notes != self.notes or not set(self.runs) <= set(found):
             self.version += 1
-        self.problems = tuple(problems)
+        self.problems, self.notes = tuple(problems), notes
         with self.lock:
             self.runs = {name: self.runs.get(name) or Watched(name, found[name]) for name in sorted(found)}
         for watched in list(self.runs.values()):

@@ -105,6 +105,7 @@ class Log:
     lines: int = 0
     unreadable: int = 0
     first_time: float | None = None
+    started: float | None = None  # time of the last start or resume
     last_time: float | None = None
     last_kind: str = ""
     rounds_done: int = 0
@@ -150,6 +151,7 @@ class Log:
         names = ("seed", "rounds", "tasks", "clients", "round")
         numbers = [int(event.get(name, 0)) for name in names]
         self.start = Start(str(event["method"]), str(event.get("recipe", "")), *numbers)
+        self.started = _number(event.get("time"))
         # without a checkpoint a run that was killed begins anew
         self._drop_from(self.start.round + 1 if self._resumed else 0)
         self._resumed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 
@@ -39,6 +40,12 @@ def plain(value: float) -> str:
     return f"{value:.4g}"
 
 
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """As "a, b and c"; of more than `most` the first ones and how many more there are."""
+    shown = [*names] if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}" if shown else ""
+
+
 def moment(seconds: float) -> str:
     """A time since the epoch as UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -57,6 +64,19 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Logarithms of 1, 2 and 5 times powers of ten within [low, high], logarithms too; of powers of ten alone where
+    these are enough; the ends themselves where there are fewer than two."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    for factors in ((1, 2, 5), (1,)):
+        found = [p + math.log10(factor) for p in powers for factor in factors]
+        inside = [tick for tick in found if low - 1e-9 <= tick <= high + 1e-9]
+        if 2 <= len(inside) <= about:
+            return inside
+    every = -(-len(inside) // about) if inside else 1
+    return inside[::every] if len(inside) > 1 else [low, high] if high > low else [low - 0.1, high + 0.1]
 
 
 def whole_ticks(first: int, last: int, about: int = 8) -> list[int]:

@@ -108,6 +108,24 @@ class Run:
     def rounds_done(self) -> int:
         return self.result.cost.rounds if self.result else self.log.rounds_done
 
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, or has taken so far."""
+        if self.result is not None:
+            return self.result.cost.seconds
+        first, last = self.log.first_time, self.log.last_time
+        return None if first is None or last is None else last - first
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What the other rounds take if they take as long as those since the last start or resume; None where it is
+        not known, or the run is finished."""
+        log = self.log
+        if self.result is not None or log.start is None or log.started is None or log.last_time is None:
+            return None
+        done = log.rounds_done - log.start.round
+        return (log.last_time - log.started) / done * (self.rounds - log.rounds_done) if done > 0 else None
+
     def evaluations(self) -> list[Evaluation]:
         """Every evaluation in round order: from the events, or from result.json where the events are gone."""
         if self.log.evaluations or self.result is None:

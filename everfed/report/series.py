@@ -6,7 +6,7 @@ Tasks and rounds count from 1 here. Long curves are thinned by `thin`, which kee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from everfed.metrics.matrix import forgetting, over_time
@@ -84,6 +84,20 @@ def bytes_by_round(run: Run) -> Points:
     return found
 
 
+def seconds_by_round(run: Run) -> Points:
+    """Seconds of all phases from the beginning to the end of each round; evaluation is not counted."""
+    total, found = 0.0, {}
+    for (index, _, _), line in sorted(run.log.phases.items()):
+        total += line.seconds
+        found[float(index + 1)] = total
+    return found
+
+
+def last_rounds(run: Run) -> Points:
+    """The last round of each task that has ended."""
+    return {float(value.task + 1): float(value.round + 1) for value in run.evaluations() if value.task_end}
+
+
 def measure_by_round(run: Run, name: str) -> Points:
     """A measurement of a part."""
     return {index + 1: value for index, value in sorted(run.log.measures.get(name, {}).items())}
@@ -116,34 +130,75 @@ def within(points: Points, first: float, last: float) -> Points:
     return {x: y for x, y in points.items() if first <= x <= last}
 
 
+def joined(keys: Points, values: Points) -> Points:
+    """{keys[k]: values[k]} where both have k."""
+    return {keys[k]: value for k, value in values.items() if k in keys}
+
+
+def smoothed(line: Line, weight: float) -> Line:
+    """Exponential moving averages of the line and of its band: m <- weight m + (1 - weight) y, divided by
+    1 - weight^n at the n-th point, so that the first points are not drawn towards 0."""
+    if not weight:
+        return line
+    low, high = (None if band is None else _moving(band, weight) for band in (line.low, line.high))
+    return replace(line, y=_moving(line.y, weight), low=low, high=high)
+
+
+def _moving(values: Sequence[float], weight: float) -> tuple[float, ...]:
+    found, mean = [], 0.0
+    for n, value in enumerate(values, start=1):
+        mean = weight * mean + (1 - weight) * value
+        found.append(mean / (1 - weight**n))
+    return tuple(found)
+
+
 # several runs ------------------------------------------------------------------------------------------------------
-def mean_lines(groups: Sequence[Group], points: Callable[[Run], Points], limit: int = POINTS) -> list[Line]:
-    """One line per group: mean and deviation over its seeds, at the points that all seeds with this curve have."""
-    lines = (_mean_line(group, [found for run in group.runs if (found := points(run))]) for group in groups)
-    return [thinned(line, limit) for line in lines if line is not None]
+Curve = Callable[[Run], Points]
 
 
-def _mean_line(group: Group, curves: Sequence[Points]) -> Line | None:
-    common = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+def mean_lines(
+    groups: Sequence[Group], points: Curve, limit: int = POINTS, *, at: Curve | None = None, smooth: float = 0.0
+) -> list[Line]:
+    """One line per group: mean and deviation over its seeds, at the points that all seeds with this curve have.
+
+    at: {x of `points`: x to draw at}, as the seconds at which rounds ended; of several seeds their mean.
+    smooth: the weight of `smoothed`.
+    """
+    lines = (_mean_line(group, _curves(group.runs, points, at)) for group in groups)
+    return [thinned(smoothed(line, smooth), limit) for line in lines if line is not None]
+
+
+def _curves(runs: Sequence[Run], points: Curve, at: Curve | None) -> list[tuple[Points, Points]]:
+    """({x: y}, {x: where it is drawn}) of the runs that have this curve."""
+    found = ((curve, at(run) if at else {x: x for x in curve}) for run in runs if (curve := points(run)))
+    return [({x: y for x, y in curve.items() if x in places}, places) for curve, places in found]
+
+
+def _mean_line(group: Group, curves: Sequence[tuple[Points, Points]]) -> Line | None:
+    common = sorted(set.intersection(*(set(curve) for curve, _ in curves))) if curves else []
     if not common:
         return None
-    spreads = [mean_and_deviation([curve[x] for curve in curves]) for x in common]
+    x = tuple(mean_and_deviation([places[key] for _, places in curves]).mean for key in common)
+    spreads = [mean_and_deviation([curve[key] for curve, _ in curves]) for key in common]
     y = tuple(spread.mean for spread in spreads)
     if len(curves) == 1:
-        return Line(group.label, group.colour, tuple(common), y)
+        return Line(group.label, group.colour, x, y)
     low, high = (tuple(s.mean + sign * s.deviation for s in spreads) for sign in (-1, 1))
-    return Line(group.label, group.colour, tuple(common), y, low, high, len(curves))
+    return Line(group.label, group.colour, x, y, low, high, len(curves))
 
 
-def run_lines(groups: Sequence[Group], points: Callable[[Run], Points], limit: int = POINTS) -> list[Line]:
+def run_lines(
+    groups: Sequence[Group], points: Curve, limit: int = POINTS, *, at: Curve | None = None, smooth: float = 0.0
+) -> list[Line]:
     """One line per run, in the colour of its group."""
-    found = ((group, run, points(run)) for group in groups for run in group.runs)
+    found = ((group, run, _curves([run], points, at)) for group in groups for run in group.runs)
     lines = (
-        Line(f"{group.label} · seed {run.seed}", group.colour, tuple(curve), tuple(curve.values()))
-        for group, run, curve in found
+        Line(f"{group.label} · seed {run.seed}", group.colour, tuple(places[x] for x in curve), tuple(curve.values()))
+        for group, run, curves in found
+        for curve, places in curves
         if curve
     )
-    return [thinned(line, limit) for line in lines]
+    return [thinned(smoothed(line, smooth), limit) for line in lines]
 
 
 def boundaries(runs: Sequence[Run]) -> list[tuple[int, int]]:

@@ -1,10 +1,12 @@
-"""Serves the dashboard with FastAPI. It reads run folders and changes nothing.
+"""Serves the dashboard with FastAPI. It reads run folders and changes nothing but the readers' notes on runs.
 
 GET /                  the page
 GET /static/NAME       its style and scripts
 GET /api/runs          every run, in short
 GET /api/live          the same as server-sent events: everything once, then changes
-GET /api/compare       curves of several runs, drawn (run=ID..., what=, by=, first=, last=)
+GET /api/compare       curves of several runs, drawn (run=ID..., what=..., by=, x=, and others below)
+GET /api/options       the options in which runs differ
+POST /api/note         name, tag or hide a run (id=ID; JSON: name, tags, hidden)
 GET /api/run           one run in full, drawn (id=ID)
 GET /api/report        the report of several runs, as a file (run=ID...)
 """
@@ -18,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from everfed.errors import UserError
-from everfed.report import html
-from everfed.report.access import AccessControl, check_token
+from everfed.report import figures, html
+from everfed.report.access import AccessControl, Forbidden, check_own_page, check_token
 from everfed.report.dashboard import Dashboard, Feed, NoRun, assets
+from everfed.report.figures import View
+from everfed.report.live import Note
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -77,7 +81,7 @@ def _add_page(app: "FastAPI") -> None:
 
 
 def _add_runs(app: "FastAPI", dashboard: Dashboard, feed: Feed) -> None:
-    from fastapi import Query
+    from fastapi import Query, Request
     from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
     names = Annotated[list[str], Query()]
@@ -93,9 +97,28 @@ def _add_runs(app: "FastAPI", dashboard: Dashboard, feed: Feed) -> None:
 
     @app.get("/api/compare")
     def compare(
-        run: names, what: str = "acc", by: str = "method", first: float = -infinite, last: float = infinite
+        run: names,
+        what: names = list(figures.PANELS),  # noqa: B006 (FastAPI copies it)
+        by: str = "method",
+        first: float = -infinite,
+        last: float = infinite,
+        x: str = "round",
+        smooth: float = 0.0,
+        log: bool = False,
+        together: bool = False,
     ) -> HTMLResponse:
-        return HTMLResponse(dashboard.compare(run, what, by, (first, last)))
+        view = View(by, window=(first, last), along=x, smooth=smooth, log=log)
+        return HTMLResponse(dashboard.compare(run, what, view, together))
+
+    @app.get("/api/options")
+    def options() -> JSONResponse:
+        return JSONResponse(dashboard.options())
+
+    @app.post("/api/note")
+    def annotate(request: Request, id: str, note: Note) -> JSONResponse:
+        check_own_page(request.headers)
+        dashboard.annotate(id, note)
+        return JSONResponse({"id": id})
 
     @app.get("/api/run")
     def one(id: str) -> JSONResponse:
@@ -118,6 +141,10 @@ def _add_errors(app: "FastAPI") -> None:
     @app.exception_handler(NoRun)
     def no_run(request: Any, error: NoRun) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=404)
+
+    @app.exception_handler(Forbidden)
+    def forbidden(request: Any, error: Forbidden) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=403)
 
 
 def serve(root: Path, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from everfed.markdown import markdown_table
 from everfed.metrics.statistics import Spread, mean_and_deviation
 from everfed.report import figures, numbers
-from everfed.report.groups import Group
+from everfed.report.groups import Group, StreamRuns, facts
 from everfed.report.markup import Html, tag
 from everfed.report.read import Result, Run
 from everfed.report.series import mean_matrix
@@ -159,8 +159,8 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in text)
 
 
-def to_html(table: Table) -> Html:
-    """The table for a page; it scrolls by itself where it is too wide."""
+def to_html(table: Table, titled: bool = True) -> Html:
+    """The table for a page; it scrolls by itself where it is too wide. titled: False right below a heading."""
     best = [table.best(i) for i in range(len(table.columns))]
     head = tag("tr", *(tag("th", _heading(c), scope="col", class_=_kind_class(c)) for c in table.columns))
     rows = [
@@ -168,7 +168,9 @@ def to_html(table: Table) -> Html:
         for r, row in enumerate(table.rows)
     ]
     note = tag("p", table.note, class_="note") if table.note else None
-    grid = tag("table", tag("caption", table.title), tag("thead", head), tag("tbody", *rows), class_="data")
+    grid = tag(
+        "table", tag("caption", table.title) if titled else None, tag("thead", head), tag("tbody", *rows), class_="data"
+    )
     return tag("div", tag("div", grid, class_="scroll"), note, id=f"table-{table.name}")
 
 
@@ -189,6 +191,77 @@ def _heading(column: Column) -> str:
 
 # the tables --------------------------------------------------------------------------------------------------------
 _SEEDS = "Mean ± population deviation over seeds; a single seed has no deviation. Finished runs only."
+
+
+def overview(streams: Sequence[StreamRuns]) -> Table:
+    """What was run, a row for each stream."""
+    headings = ("Data", "Scenario", "Tasks", "Clients", "Rounds", "Network", "Training", "Methods", "Seeds")
+    scaled = any(_values(stream, _scale) != "1" for stream in streams)
+    rows = tuple(_overview_row(stream) + ((_values(stream, _scale),) if scaled else ()) for stream in streams)
+    columns = (*headings, "Scale") if scaled else headings
+    return Table("overview", "What was run", tuple(map(Column, columns)), rows)
+
+
+def _overview_row(stream: StreamRuns) -> tuple[str, ...]:
+    values = (_scenario, _tasks, _clients, _rounds, _network, _training)
+    methods = numbers.listed(list(dict.fromkeys(run.method for run in stream.runs)))
+    return (stream.name, *(_values(stream, value) for value in values), methods, _values(stream, lambda r: str(r.seed)))
+
+
+def sentence(streams: Sequence[StreamRuns]) -> str:
+    """What was run, in words."""
+    groups = [group for stream in streams for group in stream.groups]
+    methods = list(dict.fromkeys(run.method for group in groups for run in group.runs))
+    who = numbers.listed(methods) if len(methods) <= 4 else f"{len(methods)} methods"
+    seeds = sorted({run.seed for group in groups for run in group.runs})
+    ran = f"{'seed' if len(seeds) == 1 else 'seeds'} {numbers.listed([str(seed) for seed in seeds])}"
+    if len(streams) > 1:
+        return f"{who} on {len(streams)} streams ({numbers.listed([s.name for s in streams])}), {ran}."
+    (stream,) = streams
+    task, client, rounds, network = (_values(stream, value) for value in (_tasks, _clients, _rounds, _network))
+    what = f"{stream.name}, {_values(stream, _scenario)}"
+    return f"{who} on {what}: {task} tasks, {client} clients, {rounds} rounds, network {network}, {ran}."
+
+
+def _values(stream: StreamRuns, of: Callable[[Run], str]) -> str:
+    """What the runs of a stream have, each value once."""
+    return numbers.listed(list(dict.fromkeys(of(run) for run in stream.runs)))
+
+
+def _known(run: Run, key: str) -> str:
+    return str(facts(run).get(key, "?"))
+
+
+def _scenario(run: Run) -> str:
+    return _known(run, "stream.scenario")
+
+
+def _tasks(run: Run) -> str:
+    return str(run.log.start.tasks) if run.log.start else _known(run, "stream.tasks")
+
+
+def _clients(run: Run) -> str:
+    return f"{run.log.start.clients:,}" if run.log.start else _known(run, "stream.clients")
+
+
+def _rounds(run: Run) -> str:
+    return f"{run.rounds:,}" if run.rounds else "?"
+
+
+def _network(run: Run) -> str:
+    kind = _known(run, "model.kind")
+    return "chosen by the data" if kind == "auto" else kind
+
+
+def _training(run: Run) -> str:
+    """Local epochs, batch size, optimiser and learning rate."""
+    epochs, batch = _known(run, "train.local_epochs"), _known(run, "train.batch_size")
+    optimizer, rate = _known(run, "train.optimizer.kind"), _known(run, "train.optimizer.lr")
+    return f"{epochs} epoch{'s' if epochs != '1' else ''}, batch {batch}, {optimizer} {rate}"
+
+
+def _scale(run: Run) -> str:
+    return f"{float(run.settings.get('scale', 1.0)):g}"
 
 
 def comparison(groups: Sequence[Group]) -> Table:

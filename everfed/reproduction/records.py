@@ -20,6 +20,7 @@ from everfed.store.run import RunFolder
 
 Record = dict[str, Any]
 FOLDER = Path("results")
+LEADERBOARD = "leaderboard"  # a folder in it with records of another form (`everfed.leaderboard.records`)
 _HOW = {
     "name",
     "seed",
@@ -102,8 +103,9 @@ def read(path: Path) -> Record:
 
 
 def read_all(root: Path) -> list[Record]:
-    """Every record below `root`, in the order of their paths. Raises UserError for a file that is no record."""
-    return [read(path) for path in sorted(root.rglob("*.json"))]
+    """Every record below `root`, in the order of their paths; those of the leaderboard are no records of runs. Raises
+    UserError for a file that is no record."""
+    return [read(path) for path in sorted(root.rglob("*.json")) if LEADERBOARD not in path.relative_to(root).parts]
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,22 +17,32 @@ from everfed.core.layout import Layout, attach
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model
-from everfed.core.stream import Stream
+from everfed.core.stream import Stream, digest_of
+from everfed.data.sources import data_folder
 from everfed.errors import RecipeError, place_of
 from everfed.recipe import Recipe, share
 from everfed.store.files import digest
+
+IDENTITY = "identity"  # of [model]: digest of a network made in Python
+FROZEN = "frozen_sha256"  # of [model] in the recipe that a server sends
+
+
+class OtherWeights(RecipeError):
+    """The frozen weights on this machine are not those of the run."""
 
 
 @dataclass(frozen=True)
 class Assembly:
     """The pieces of a run, checked against each other. `build_module` makes the model with its first weights, the extra
-    parameters of the method's parts included. first: its vectors. scale: of the recipe's work."""
+    parameters of the method's parts included. first: its vectors. scale: of the recipe's work. frozen: SHA-256 of the
+    frozen parameters, which every machine must hold; "" where all train."""
 
     recipe: Recipe
     world: World
     build_module: Callable[[], nn.Module]
     first: Model
     scale: float = 1.0
+    frozen: str = ""
 
     @property
     def stream(self) -> Stream:
@@ -47,8 +57,15 @@ class Assembly:
         return {**self.first, "params": self.first["params"][: self.world.facts.layout.shared].clone()}
 
 
-def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, stream: Stream | None = None) -> Assembly:
-    """Build and check everything. Raises the user's errors: unknown keys, a method that does not fit, missing data."""
+def assemble(
+    recipe: Recipe,
+    data_dir: str | None = None,
+    scale: float = 1.0,
+    stream: Stream | None = None,
+    model: nn.Module | None = None,
+) -> Assembly:
+    """Build and check everything. Raises the user's errors: unknown keys, a method that does not fit, missing data.
+    stream, model: made in Python, instead of those that the recipe names."""
     engines.check(recipe.engine)
     method = build_method(recipe)
     if stream is None:
@@ -60,22 +77,45 @@ def assemble(recipe: Recipe, data_dir: str | None = None, scale: float = 1.0, st
     method.fit_stream(stream)
     if recipe.train.logits != "full":
         _check_masking(stream)
-    kind = recipe.model.kind
+    kind = model if model is not None else recipe.model.kind
     extra = dict(recipe.model.model_extra or {})
+    expected, folder = extra.pop(FROZEN, ""), data_folder(data_dir)
+    extra.pop(IDENTITY, None)
     channels_last = engines.memory_format(recipe.engine) == "channels-last"
 
     def bare_module() -> nn.Module:
-        return models.build(kind, stream.input_shape, stream.classes, recipe.seed, extra, channels_last)
+        return models.build(kind, stream.input_shape, stream.classes, recipe.seed, extra, channels_last, folder)
 
     module = bare_module()
+    frozen = _checked_frozen(module, expected)
     facts, options = _facts(recipe, stream, module), _train_options(recipe)
     ctx = Context(recipe.seed, facts, options, phase="init")
     layout = Layout.of(attach(module, method.parts, ctx), method.is_personal)
     first = layout.read(module)
     facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())
+    _check_groups(options.optimizer, layout)
     world = World(method, stream, facts, options, recipe.seed)
     privacy.check(world)
-    return Assembly(recipe, world, lambda: attach(bare_module(), method.parts, ctx), first, scale)
+    return Assembly(recipe, world, lambda: attach(bare_module(), method.parts, ctx), first, scale, frozen)
+
+
+def _check_groups(optimizer: Optimizer, layout: Layout) -> None:
+    """Raises RecipeError for a pattern of optimizer.groups that matches no parameter."""
+    try:
+        optimizer.scales(layout, torch.device("cpu"))
+    except ValueError as error:
+        raise RecipeError(f"train.{error}") from error
+
+
+def _checked_frozen(module: nn.Module, expected: str) -> str:
+    """The digest of the frozen parameters. Raises OtherWeights where the run has others (`expected`; "": any)."""
+    found = models.frozen_digest(module)
+    if expected not in ("", found):
+        raise OtherWeights(
+            f"model.{FROZEN}: this run's frozen weights have SHA-256 {expected[:16]}..., those built here "
+            f"{found[:16] or 'none'}...; the files that model.weights and model.kind name must be the server's"
+        )
+    return found
 
 
 def _check_masking(stream: Stream) -> None:
@@ -167,6 +207,12 @@ def _train_options(recipe: Recipe) -> TrainOptions:
     )
 
 
+def identity_of(module: nn.Module) -> str:
+    """A digest of a network's weights, for one that was made in Python."""
+    state = module.state_dict()
+    return digest_of(" ".join(state), *state.values())
+
+
 def fingerprint(assembly: Assembly) -> str:
     """Of all that decides a run's numbers, as far as it can be told: two runs that differ in it share no checkpoint.
     The engine is left out: a run may go on in another one. Defaults are, too: a later version may have more keys."""
@@ -174,5 +220,5 @@ def fingerprint(assembly: Assembly) -> str:
     left_out = {"engine", "federation", "compare", "monitor"}
     table = assembly.recipe.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
     facts = [stream.name, stream.tasks, stream.clients, stream.rounds, stream.classes, list(stream.input_shape)]
-    facts += [stream.fingerprint] if stream.fingerprint else []
+    facts += [mark for mark in (stream.fingerprint, assembly.frozen) if mark]
     return digest(json.dumps([table, facts], sort_keys=True).encode())

@@ -17,8 +17,9 @@ from everfed.core.tree import on_device
 from everfed.data.errors import DataError
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
+from everfed.session import handover
 from everfed.session.assembly import Assembly, fingerprint
-from everfed.session.outcome import save_model, save_pictures
+from everfed.session.outcome import save_pictures
 from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_fault
 from everfed.session.result import at_chance, result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
@@ -127,7 +128,7 @@ def _save_results(
     folder: RunFolder, assembly: Assembly, engine: Engine, final: RunState, summary: dict[str, Any]
 ) -> None:
     """result.json comes last: a folder that has it is finished, and has the rest."""
-    save_model(folder, assembly, final)
+    handover.save(folder, assembly, final.model)
     save_pictures(folder, assembly.stream, engine, final)
     folder.write_result(summary)
 

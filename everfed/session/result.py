@@ -56,6 +56,7 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         "curves": state.curves,
         **{f"{name}_suspected": memory["suspected"] for name, memory in state.watched.items()},
         "cost": _cost(state, state_bytes),
+        **({"frozen_sha256": assembly.frozen} if assembly.frozen else {}),
         **_summaries(assembly, state),
         "environment": {**_machine(), **environment},
     }

@@ -29,6 +29,14 @@ class RunError(UserError):
     """A folder that is not a run, belongs to another one, or cannot be written."""
 
 
+class Held(RunError):
+    """A run that another process is at."""
+
+
+class SameRun(RunError):
+    """A folder that holds this very run already, finished or not."""
+
+
 class RunFolder:
     """Paths and writers of one run."""
 
@@ -102,7 +110,7 @@ class RunFolder:
                 with self._writing(remedy):
                     stack.enter_context(locked(self.path / LOCK))
             except Locked as error:
-                raise RunError(f"{self.path} is being run by another process") from error
+                raise Held(f"{self.path} is being run by another process") from error
             self._tidy()
             yield
 
@@ -161,8 +169,8 @@ class RunFolder:
                 "Choose another --out, or use --overwrite"
             )
         if self.result.exists():
-            raise RunError(f"{self.path} is a finished run; choose another --out, or use --overwrite to run it again")
-        raise RunError(
+            raise SameRun(f"{self.path} is a finished run; choose another --out, or use --overwrite to run it again")
+        raise SameRun(
             f"{self.path} is an unfinished run of this recipe; go on with `everfed resume {self.path}`, "
             "or use --overwrite"
         )

@@ -42,6 +42,8 @@ class Periods(PlannedStream):
     test_share: of a user's utterances in a period, for numbered ones. vocabulary: at most so many word pieces.
     length: tokens of a sample. mask_rate: share of tokens to be predicted. masking: which ones is drawn anew whenever a
     sample is trained on ("dynamic", Liu et al., 2019) or once for every sample ("static"); tests have one mask always.
+    left_out: so many users are never clients, the same ones for every seed; the tokenizer is then trained on the
+    training text of all their periods, and `left_out_tokens` is there to pretrain a model on.
     `max_train` counts per client and period, `max_test` per period, and so does the scale of a quick look.
     """
 
@@ -69,12 +71,14 @@ class Periods(PlannedStream):
         mask_rate: float = 0.15,
         masking: str = "dynamic",
         min_utterances: int = 1,
+        left_out: int = 0,
     ) -> None:
         if not isinstance(source, Utterances):
             raise OptionError("scenario", "periods takes utterances; arrays fit the other scenarios")
         refuse_unused(options, _MEANINGLESS, "utterances")
         super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
         require_whole("min_utterances", min_utterances)
+        require_whole("left_out", left_out, least=0)
         require_whole("vocabulary", vocabulary, least=len(SPECIAL) + 1)
         require_whole("length", length, least=3)
         require_number("mask_rate", mask_rate, above=0.0, to=1.0)
@@ -93,8 +97,9 @@ class Periods(PlannedStream):
             "mask_rate": mask_rate,
             "masking": masking,
             "min_utterances": min_utterances,
+            **({"left_out": left_out} if left_out else {}),
         }
-        self._use_periods(division, min_utterances, vocabulary)
+        self._use_periods(division, min_utterances, vocabulary, left_out)
         self._cache = DataCache(CACHE_BYTES)
 
     # The protocol
@@ -157,16 +162,18 @@ class Periods(PlannedStream):
 
     # How data comes about
 
-    def _use_periods(self, division: Division, min_utterances: int, vocabulary: int) -> None:
+    def _use_periods(self, division: Division, min_utterances: int, vocabulary: int, left_out: int) -> None:
         """Choose the clients, train the tokenizer, and encode all texts that are used."""
         if self.tasks > len(division.starts):
             raise OptionError(
                 "tasks", f"{self.tasks} is too many; {self.utterances.name} has {len(division.starts)} periods"
             )
         self.starts = division.starts[: self.tasks]
-        self.chosen = self._choose_users(division, min_utterances)
+        self.chosen, outside = self._choose_users(division, min_utterances, left_out)
         train, test = self._split(division)
-        first = [self.utterances.texts[row] for rows in train[0].values() for row in rows]
+        self._outside = np.flatnonzero(self._trainable(division) & np.isin(self.utterances.user, outside))
+        rows = self._outside if left_out else np.concatenate([np.zeros(0, dtype=np.int64), *train[0].values()])
+        first = [self.utterances.texts[row] for row in rows]
         if not first:
             raise OptionError("clients", "the chosen users have no text in the first period to train the tokenizer on")
         self.tokenizer = Tokenizer.train(first, vocabulary)
@@ -175,15 +182,27 @@ class Periods(PlannedStream):
             raise OptionError("vocabulary", "the first period's text gives no word piece that occurs twice")
         self._tokenize(train, test)
 
-    def _choose_users(self, division: Division, least: int) -> np.ndarray:
-        training = (division.period >= 0) & (division.period < self.tasks) & ~division.testing
-        counts = np.bincount(self.utterances.user[training], minlength=len(self.utterances.users))
+    def left_out_tokens(self) -> np.ndarray:
+        """(n, length) token numbers of the training text of the users that are left out, without masks."""
+        return self.tokenizer.encode([self.utterances.texts[row] for row in self._outside], self.input_shape[0])
+
+    def _choose_users(self, division: Division, least: int, left_out: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the clients, drawn by the stream's seed; the users that are left out, whatever the seed)."""
+        counts = np.bincount(self.utterances.user[self._trainable(division)], minlength=len(self.utterances.users))
         eligible = np.flatnonzero(counts >= least)
-        if len(eligible) < self.clients:
+        if len(eligible) < self.clients + left_out:
+            more = f" beside {left_out} that are left out" if left_out else ""
             raise OptionError(
-                "clients", f"{self.clients} is too many; {len(eligible)} users have {least} training utterances or more"
+                "clients",
+                f"{self.clients}{more} is too many; {len(eligible)} users have {least} training utterances or more",
             )
-        return np.sort(generator(self.seed, "users").choice(eligible, size=self.clients, replace=False))
+        outside = generator(0, "left out").choice(eligible, size=left_out, replace=False)
+        inside = np.setdiff1d(eligible, outside)
+        return np.sort(generator(self.seed, "users").choice(inside, size=self.clients, replace=False)), outside
+
+    def _trainable(self, division: Division) -> np.ndarray:
+        """(n,) is this an utterance for training, of a period that is used?"""
+        return (division.period >= 0) & (division.period < self.tasks) & ~division.testing
 
     def _split(self, division: Division) -> tuple[list[dict[int, np.ndarray]], list[np.ndarray]]:
         """By period: the training rows of every chosen user, and the test rows of all of them."""

@@ -96,6 +96,10 @@ class PlannedStream(Stream):
             return x
         return transforms.scale(x, self._mean, self._std)
 
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """(mean, std) of `inputs`; None where a subclass has its own."""
+        return (self._mean, self._std) if type(self).inputs is PlannedStream.inputs else None
+
     def pixels(self, inputs: Tensor) -> Tensor:
         """Network inputs as uint8 images: the inverse of `inputs`, to show generated images."""
         return transforms.unscale(inputs, self._mean, self._std)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import HANG
+
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -36,6 +38,7 @@ class Watch:
     def __init__(self, browser: Any, home: str, **options: Any) -> None:
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         self.page = self.context.new_page()
+        self.page.set_default_timeout(1000 * HANG)
         self.wrong: list[str] = []
         self.requests: list[str] = []
         self.page.on("console", lambda message: self._said(message.type, message.text))

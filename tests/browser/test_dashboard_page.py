@@ -20,7 +20,7 @@ from tests.report.serving import served, until
 
 pytestmark = pytest.mark.browser
 pytest.importorskip("fastapi", reason="the dashboard needs everfed[ui]")
-PHONE = {"viewport": {"width": 375, "height": 700}, "has_touch": True, "is_mobile": True}
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 
 @pytest.fixture
@@ -73,37 +73,53 @@ def test_it_opens_everywhere(
     page = opened(watch, home, color_scheme=theme, **(PHONE if device == "phone" else {}))
     assert page.locator("#live").inner_text() == "live"
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    boxes = {name: page.locator(name).bounding_box() for name in ("#chart svg[data-frame] >> nth=0", "#what", "#table")}
+    chart, tools, table = boxes.values()
+    assert chart["y"] < table["y"] and (device == "desk" or chart["y"] < tools["y"])  # on a phone the plot comes first
     page.get_by_role("button", name="der-1", exact=True).click()
     page.locator("#sections figure").nth(5).wait_for()
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    detail, table = page.locator("#detail").bounding_box(), page.locator("#table").bounding_box()
+    if device == "desk":  # beside the table
+        assert detail["x"] >= table["x"] and detail["y"] < table["y"] + table["height"]
+    else:
+        assert detail["y"] > table["y"]
     picture(page, f"{theme}-{device}")
 
 
 REAL_RUN = """
-import sys, everfed
+import sys, time, everfed
+from pathlib import Path
 from everfed.recipe import settled
+
+def pause(event):
+    while (event["event"], event.get("round")) in PAUSES and not Path(sys.argv[2], str(event["round"])).exists():
+        time.sleep(0.01)
+
+PAUSES = [("phase", 2), ("phase", 7)]
 sets = ["train.rounds_per_task=8", "stream.tasks=2", "stream.clients=4", "eval.every=1"]
-everfed.run(settled(everfed.read_recipe("demo", method="fedavg", seed=7, sets=sets)), sys.argv[1])
+recipe = settled(everfed.read_recipe("demo", method="fedavg", seed=7, sets=sets))
+everfed.run(recipe, sys.argv[1], observers=[pause])
 """
 
 
 def test_a_run_that_starts_now_appears_and_moves(
-    runs: Path, home: str, watch: Callable[..., Any], picture: Callable[..., None]
+    runs: Path, home: str, watch: Callable[..., Any], picture: Callable[..., None], tmp_path: Path
 ) -> None:
+    """It goes on after rounds 2 and 7 when the page has shown where it is, however slow the page is."""
     page = opened(watch, home)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", REAL_RUN, str(runs / "fresh")], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", REAL_RUN, str(runs / "fresh"), str(tmp_path)], env=environment)
     try:
-        page.set_default_timeout(120_000)
         row = page.locator('#table tbody tr[data-id="fresh"]')
         row.wait_for()
         page.get_by_label("compare fresh").check()
-        seen = set()
-        while "16/16" not in seen:
-            seen.add(row.locator("td[data-name=Progress]").inner_text())
-            page.wait_for_timeout(50)
-            assert process.poll() in (None, 0)
-        assert len(seen) > 2, seen
+        progress = row.locator("td[data-name=Progress]")
+        for index in (2, 7):
+            until(lambda: progress.inner_text() == f"{index + 1}/16" or process.poll() not in (None, 0))  # noqa: B023
+            (tmp_path / str(index)).touch()
+        until(lambda: progress.inner_text() == "16/16" or process.poll() not in (None, 0))
+        page.locator("#what").select_option("acc")
         wait(page, "document.querySelector('tr[data-id=fresh] td[data-name=Status]').textContent === 'finished'")
         wait(page, "document.querySelector('#chart polyline').getAttribute('points').split(' ').length === 16")
         picture(page, "finished")
@@ -119,6 +135,7 @@ def test_runs_are_compared_on_one_plot(home: str, watch: Callable[..., Any]) -> 
     page.get_by_label("compare fedavg-1").check()
     page.get_by_label("compare der-0").check()
     wait(page, "document.querySelector('#chosen').textContent === '3 ticked runs.'")
+    page.locator("#what").select_option("acc")
     wait(page, "document.querySelectorAll('#chart polyline').length === 2")
     assert sorted(lines(page)) == ["der", "fedavg (2 seeds)"]
     page.locator("#by").select_option("run")
@@ -183,7 +200,7 @@ def test_a_report_is_downloaded_and_opens_offline(
     other = watch(file.as_uri(), offline=True)
     other.page.goto(file.as_uri())
     assert other.requests == [file.as_uri()]
-    assert other.page.locator("h1").inner_text() in ("fedavg, der", "der, fedavg")
+    assert other.page.locator("h1").inner_text() in ("fedavg and der on digits", "der and fedavg on digits")
     picture(other.page, "downloaded")
 
 
@@ -288,3 +305,91 @@ def test_the_token_is_asked_for(runs: Path, watch: Callable[..., Any]) -> None:
         one.context.close()  # before the server goes
         assert all("401" in text for text in one.wrong)
         one.wrong.clear()
+
+
+def colours(page: Any) -> dict[str, str]:
+    """{method: colour} of the lines that are drawn."""
+    found = page.evaluate(
+        "[...document.querySelectorAll('#chart g[data-line]')].map((g) => [g.dataset.line.split(' ')[0], "
+        "getComputedStyle(g.querySelector('.line')).stroke])"
+    )
+    assert len({tuple(pair) for pair in found}) == len({method for method, _ in found})
+    return dict(found)
+
+
+def test_colours_stay_whatever_is_filtered(runs: Path, home: str, watch: Callable[..., Any]) -> None:
+    page = opened(watch, home)
+    all_of_them = colours(page)
+    assert {"fedavg", "der"} <= set(all_of_them)
+    page.locator("#filter").fill("der")
+    wait(page, "document.querySelector('#chart .legend').textContent === 'der (2 seeds)'")
+    assert colours(page) == {"der": all_of_them["der"]}
+    for i, method in enumerate(("agem", "er", "fedavg", "der")):  # runs that come later, on other data, too
+        stream = {"dataset": "mnist", "scenario": "domain-incremental", "tasks": 3, "clients": 4}
+        finished(runs / f"later-{method}", method, 5 + i, **({"stream": stream} if i > 1 else {}))
+    page.locator("#filter").fill("")
+    wait(page, "document.querySelector('#chart').textContent.includes('agem')")
+    assert all_of_them.items() <= colours(page).items()
+
+
+def test_data_sets_are_drawn_apart_and_named(runs: Path, home: str, watch: Callable[..., Any]) -> None:
+    stream = {"dataset": "mnist", "scenario": "domain-incremental", "tasks": 3, "clients": 4}
+    finished(runs / "other", "fedavg", stream=stream)
+    page = opened(watch, home, 6)
+    wait(page, "document.querySelectorAll('#chart .data-set').length === 2")
+    assert sorted(page.locator(".data-name").all_inner_texts()) == [
+        "digits, domain-incremental",
+        "mnist, domain-incremental",
+    ]
+    assert page.locator(".data-set").first.locator("figure").count() == 5
+    page.locator("#together").select_option("true")
+    wait(page, "document.querySelectorAll('#chart .data-set').length === 1")
+    assert "fedavg (mnist)" in lines(page) and "fedavg (digits) (2 seeds)" in lines(page)
+
+
+def test_panels_are_smoothed_logarithmic_and_across_bytes(home: str, watch: Callable[..., Any]) -> None:
+    page = opened(watch, home)
+    assert page.locator("#chart figure h3").all_inner_texts() == [
+        *("Accuracy", "Forgetting", "Training loss", "Bytes sent", "Time")
+    ]
+    page.get_by_role("button", name="der (2 seeds)").click()  # hides the line in every panel
+    assert page.locator("#chart g[data-line=der]:not(.off)").count() == 0
+    page.locator("#x").select_option("bytes")
+    wait(page, "[...document.querySelectorAll('#chart .x-name')].every((name) => name.textContent === 'Bytes sent')")
+    page.locator("#log").check()
+    wait(page, "document.querySelector('#chart [data-figure=loss] svg[data-log]') !== null")
+    curve = page.locator("[data-figure=loss] g[data-line=fedavg] polyline")
+    before = curve.get_attribute("points")
+    page.locator("#smooth").fill("0.8")
+    until(lambda: curve.get_attribute("points") != before)
+    page.reload()
+    wait(page, "document.querySelector('#chart [data-figure=loss] svg[data-log]') !== null")
+    assert page.locator("#smooth").input_value() == "0.8" and page.locator("#x").input_value() == "bytes"
+
+
+def test_runs_are_grouped_named_tagged_and_hidden(runs: Path, home: str, watch: Callable[..., Any]) -> None:
+    for size in (5, 6):
+        finished(runs / "sweep" / f"s{size}", "der", 9, parts={"memory": {"size": size}})
+    page = opened(watch, home, 7)
+    page.locator("#group").select_option("folder")
+    assert sorted(page.locator("tr.group th").all_inner_texts()) == [". (5)", "sweep (2)"]
+    page.get_by_label("compare all of sweep").check()
+    wait(page, "document.querySelector('#chosen').textContent === '2 ticked runs.'")
+    wait(page, "document.querySelector('#chart .legend')?.textContent.includes('memory.size=5')")
+    page.locator("#columns summary").click()
+    page.locator("#columns").get_by_label("memory.size").check()
+    assert page.locator('tr[data-id="sweep/s5"] td.option').inner_text() == "5"
+    page.get_by_role("button", name="sweep/s5", exact=True).click()
+    page.locator("#note-name").fill("small memory")
+    page.locator("#note-name").press("Enter")
+    page.locator("#note-tags").fill("good, draft")
+    page.locator("#note-tags").press("Tab")
+    page.get_by_role("button", name="small memory", exact=True).wait_for()
+    assert page.locator('tr[data-id="sweep/s5"] .tag').all_inner_texts() == ["good", "draft"]
+    page.locator("#note-hidden").check()
+    wait(page, "document.querySelector('tr[data-id=\"sweep/s5\"]') === null")
+    page.reload()
+    page.locator("#table tbody tr:nth-child(7)").wait_for()
+    assert "small memory" not in page.locator("#table").inner_text()
+    page.locator("#hidden").check()
+    assert "small memory" in page.locator("#table").inner_text()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from everfed.report import write
-from tests.report.folders import finished, log, long_run
+from tests.report.folders import evaluation, finished, log, long_run, phase
 
 pytestmark = pytest.mark.browser
-PHONE = {"viewport": {"width": 375, "height": 700}, "has_touch": True, "is_mobile": True}
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_it_opens_everywhere(
     assert one.overflow() <= 0
     dark = one.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 29)"
     assert dark == (theme == "dark")
-    assert one.page.locator("figure.chart").count() == 18
+    assert one.page.locator("figure.chart").count() == 17
     picture(one.page, f"{theme}-{device}")
 
 
@@ -54,7 +54,7 @@ def test_the_theme_can_be_turned(report: Path, watch: Callable[..., Any]) -> Non
 def test_values_are_read_by_pointer_and_by_keyboard(report: Path, watch: Callable[..., Any]) -> None:
     page = watch(report.as_uri()).page
     page.goto(report.as_uri())
-    chart = page.locator("#figure-acc_t")
+    chart = page.locator("[data-figure=acc_t]")
     drawing = chart.locator("svg[data-frame]")
     drawing.hover(position={"x": 2, "y": 60})
     # task 1: fedavg (0.8 + 0.7) / 2, fedgp+der 0.9
@@ -73,7 +73,7 @@ def test_values_are_read_by_pointer_and_by_keyboard(report: Path, watch: Callabl
 def test_lines_can_be_hidden(report: Path, watch: Callable[..., Any]) -> None:
     page = watch(report.as_uri()).page
     page.goto(report.as_uri())
-    chart = page.locator("#figure-acc_t")
+    chart = page.locator("[data-figure=acc_t]")
     assert chart.locator("polyline:visible").count() == 2
     button = chart.get_by_role("button", name="fedavg (2 seeds)")
     button.click()
@@ -85,12 +85,112 @@ def test_lines_can_be_hidden(report: Path, watch: Callable[..., Any]) -> None:
 def test_it_is_complete_without_scripts(report: Path, watch: Callable[..., Any]) -> None:
     one = watch(report.as_uri(), java_script_enabled=False)
     one.page.goto(report.as_uri())
-    assert one.page.locator("polyline:visible").count() == 8
+    assert one.page.locator("polyline:visible").count() == 6
 
 
 def test_ten_thousand_rounds(tmp_path: Path, watch: Callable[..., Any], picture: Callable[..., None]) -> None:
     page = write([long_run(tmp_path / "long", 10_000).path], tmp_path / "out", figures=False)
     one = watch(page.as_uri())
     one.page.goto(page.as_uri())
-    assert one.page.locator("#figure-loss polyline").is_visible()
+    assert one.page.locator("[data-figure=loss] polyline").is_visible()
     picture(one.page, "long")
+
+
+def matrix(tasks: int) -> list[list[float | None]]:
+    """Every score from 0 to 1 that a shade can have."""
+    return [[(t * tasks + i) % 101 / 100 if i <= t else None for i in range(tasks)] for t in range(tasks)]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_numbers_can_be_read_on_every_shade(tmp_path: Path, watch: Callable[..., Any], theme: str) -> None:
+    """WCAG 2 AA asks for 4.5; measured on what the browser computed."""
+    finished(tmp_path / "a", matrix=matrix(20))
+    page = write([tmp_path], tmp_path / "out", figures=False)
+    one = watch(page.as_uri(), color_scheme=theme)
+    one.page.goto(page.as_uri())
+    found = one.page.evaluate(CONTRASTS)
+    assert len(found) > 200 and min(found) >= 4.5
+
+
+# the browser paints each colour on a canvas, which gives it as bytes
+CONTRASTS = """() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext('2d', { willReadFrequently: true });
+  const luminance = (colour) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((c) => c / 255)
+      .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  return [...document.querySelectorAll('.matrix tbody td:not(.empty)')].map((cell) => {
+    const style = getComputedStyle(cell);
+    const [high, low] = [luminance(style.color), luminance(style.backgroundColor)].sort((a, b) => b - a);
+    return (high + 0.05) / (low + 0.05);
+  });
+}"""
+
+OVERLAPS = """() => {
+  const found = [];
+  for (const names of document.querySelectorAll('.mark-names, .x-ticks, .y-ticks, .legend, .contents ol')) {
+    const all = [...names.children].map((one) => [one.textContent, one.getBoundingClientRect()]);
+    const boxes = all.filter(([, box]) => box.width);
+    boxes.forEach(([a, one], i) => boxes.slice(i + 1).forEach(([b, other]) => {
+      const across = Math.min(one.right, other.right) - Math.max(one.left, other.left);
+      const down = Math.min(one.bottom, other.bottom) - Math.max(one.top, other.top);
+      if (across > 0.5 && down > 0.5) found.push(`${names.className}: ${a} and ${b}`);
+    }));
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("tasks", [5, 10, 23])
+@pytest.mark.parametrize("device", ["desk", "phone"])
+def test_labels_do_not_collide(tmp_path: Path, watch: Callable[..., Any], tasks: int, device: str) -> None:
+    folder = finished(tmp_path / "a", matrix=matrix(tasks))
+    log(folder, [evaluation(0, 0, [0.5], end=False)])
+    finished(tmp_path / "b", "fedgp+der", matrix=matrix(tasks))
+    page = write([tmp_path], tmp_path / "out", figures=False)
+    one = watch(page.as_uri(), **(PHONE if device == "phone" else {"viewport": {"width": 1440, "height": 900}}))
+    one.page.goto(page.as_uri())
+    assert one.page.locator(".mark-names span").count() > 5
+    assert one.page.evaluate(OVERLAPS) == []
+    assert one.overflow() <= 0
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_one_colour_means_one_thing(tmp_path: Path, watch: Callable[..., Any], theme: str) -> None:
+    """Lines, chips and pieces by what they stand for: a method, a task, a part, a phase."""
+    stream = {"dataset": "mnist", "scenario": "domain-incremental", "tasks": 3, "clients": 4}
+    for method in ("fedavg", "der", "fedgp+der"):
+        folder = finished(tmp_path / method, method)
+        log(folder, [phase(0, 0, "reference"), {"event": "buffer", "round": 3, "task": 1, "by_task": [30, 10, 5]}])
+        finished(tmp_path / f"{method}-mnist", method, stream=stream, matrix=matrix(3))
+    page = write([tmp_path], tmp_path / "out", figures=False)
+    one = watch(page.as_uri(), color_scheme=theme)
+    one.page.goto(page.as_uri())
+    meanings: dict[str, set[str]] = {}
+    for colour, meaning in one.page.evaluate(MEANINGS):
+        meanings.setdefault(colour, set()).add(meaning)
+    assert {"fedavg", "der", "task 1", "train", "reference"} <= set.union(*meanings.values())
+    assert {colour: found for colour, found in meanings.items() if len(found) > 1} == {}
+
+
+MEANINGS = """() => {
+  const found = [];
+  const add = (one, property, meaning) => found.push([getComputedStyle(one)[property], meaning
+    .replace(/ \\(\\d+ seeds\\)$/, '').replace(/ [↑↓] (up|down)$/, '')]);
+  for (const line of document.querySelectorAll('g[data-line]')) {
+    add(line.querySelector('.line'), 'stroke', line.dataset.line);
+  }
+  for (const swatch of document.querySelectorAll('.legend .swatch path')) {
+    add(swatch, 'stroke', swatch.closest('li').textContent);
+  }
+  for (const chip of document.querySelectorAll('.chip')) add(chip, 'backgroundColor', chip.parentElement.textContent);
+  for (const row of document.querySelectorAll('.bars tbody tr')) {
+    const single = row.closest('table').previousElementSibling?.className !== 'legend';
+    for (const piece of row.querySelectorAll('.piece')) {
+      add(piece, 'backgroundColor', single ? row.cells[0].textContent : piece.title.split(':')[0]);
+    }
+  }
+  return found;
+}"""

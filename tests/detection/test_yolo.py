@@ -12,6 +12,7 @@ from torch.nn import functional
 from everfed import models
 from everfed.detection import YoloLoss, corners, decode, detections
 from everfed.detection.boxes import overlap
+from everfed.detection.decoding import _best
 from everfed.detection.picturing import pictures
 from everfed.detection.scoring import precision, truth_of
 
@@ -57,6 +58,15 @@ def test_of_overlapping_boxes_of_one_class_the_best_is_kept() -> None:
         outputs = saying(saying(quiet(), 1, 2, 3, 2), 1, 2, 2, label, score=1.0)
         outputs[0, 1, 0, 2, 2] = 20.0  # a neighbour at the edge of its cell: an overlap of 0.71
         assert (detections(outputs, ANCHORS)[1] > 0).sum() == kept
+
+
+def test_a_box_that_was_left_out_leaves_no_other_out() -> None:
+    """Boxes of width 0.6, each 0.15 further right: neighbours overlap by 0.45 / 0.75 = 0.6, the first and the third by
+    0.3 / 0.9. The second falls to the first, so that nothing speaks against the third."""
+    row = torch.tensor([[left, 0.0, left + 0.6, 1.0] for left in (0.0, 0.15, 0.3)])
+    labels = torch.zeros(1, 3, dtype=torch.long)
+    assert _best(row[None], labels).tolist() == [[True, False, True]]
+    assert _best(row[None], torch.tensor([[0, 1, 0]])).tolist() == [[True, True, True]]
 
 
 def test_boxes_never_leave_the_image() -> None:

@@ -72,7 +72,22 @@ def test_the_answer_is_remembered(monkeypatch: pytest.MonkeyPatch, cache: Path) 
     watch = Stopwatch(monkeypatch, 1.0)
     assert pays(clients(4)) and pays(clients(4))
     assert watch.asked == 1
-    assert list(json.loads(cache.read_text()).values()) == [True]
+    assert list(json.loads(cache.read_text()).values()) == [[1.0, 0]]
+
+
+def test_an_entry_of_another_form_is_measured_again(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    watch = Stopwatch(monkeypatch, 1.0)
+    pays(clients(4))
+    cache.write_text(json.dumps(dict.fromkeys(json.loads(cache.read_text()), True)))
+    assert pays(clients(4)) and watch.asked == 2
+
+
+def test_the_speedup_of_processes_in_closed_form() -> None:
+    """8 clients of 1 s and no bytes: 4 workers run 2 each, so 8 / (2 (1 + h)); one worker is never slower than none."""
+    one = calibration.OneClient(1.0, 0)
+    assert calibration.speedup(one, 8, 4) == pytest.approx(4 / (1 + CALL_SECONDS))
+    assert calibration.speedup(one, 3, 2) == pytest.approx(1.5 / (1 + CALL_SECONDS))
+    assert calibration.speedup(one, 8, 1) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from everfed.engines.ranks import Ranks
 from everfed.store.clients import ClientStore
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench
+from tests.support.waiting import HANG
 
 BENCH = Bench(stream=ClassToy(tasks=3, classes=6))
 
@@ -39,9 +40,9 @@ class Threads:
 
     def _all(self, value: Any) -> list[Any]:
         self._shared[self.rank] = value
-        self._barrier.wait(60)
+        self._barrier.wait(HANG)
         found = [self._shared[rank] for rank in range(self.size)]
-        self._barrier.wait(60)
+        self._barrier.wait(HANG)
         return found
 
     def gather(self, note: Any) -> list[Any]:

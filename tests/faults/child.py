@@ -22,8 +22,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import HANG
+
 KILLED = -signal.SIGKILL
-WAIT = 120.0  # seconds after which a process that should have ended is a failure
+WAIT = HANG  # seconds after which a process that should have ended is a failure
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(

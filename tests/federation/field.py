@@ -19,6 +19,7 @@ from everfed.federation.joining import Joining, children
 from everfed.federation.superlink import Settings, running
 from everfed.federation.supervisor import Child
 from everfed.recipe import Recipe, read
+from tests.support.waiting import HANG
 
 RECIPE = """\
 name = "small"
@@ -55,7 +56,7 @@ OPTIONS = {
     "stamp": [],
     "mfcl": [f"method.mfcl.{name}" for name in ("gen_steps=4", "gen_chunk=2", "gen_batch=8", "syn_batch=4", "z_dim=6")],
 }
-WAIT = 240.0
+WAIT = HANG
 
 
 def free_port() -> int:
@@ -66,7 +67,7 @@ def free_port() -> int:
 
 class Site:
     """One client: its processes, tended by a thread as `everfed join` tends them. without: some of them; env, prefix:
-    of every command."""
+    of every command; start: now, or when `start` is called."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Site:
         without: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
         prefix: tuple[str, ...] = (),
+        start: bool = True,
     ) -> None:
         self.joining, self.folder = joining, joining.folder
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,6 +86,10 @@ class Site:
         self.said: list[str] = []
         self._ended = threading.Event()
         self._tender = threading.Thread(target=self._tend, daemon=True)
+        if start:
+            self.start()
+
+    def start(self) -> None:
         self._tender.start()
 
     def _tend(self) -> None:
@@ -209,3 +215,34 @@ def until(true: Callable[[], Any], seconds: float = WAIT, what: str = "") -> Non
     while not true():
         assert time.monotonic() < end, f"waited {seconds} s {what}"
         time.sleep(0.05)
+
+
+# processes --------------------------------------------------------------------------------------------------------
+def everfed(words: list[str], folder: Path, log: str) -> subprocess.Popen[bytes]:
+    with open(folder / log, "ab") as output:
+        return subprocess.Popen([sys.executable, "-m", "everfed", *words], cwd=folder, stdout=output, stderr=output)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below this one, the eldest first."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    below = [pid]
+    for one in below:
+        below += [child for child, parent in parents.items() if parent == one]
+    return below[1:]
+
+
+def runs(pid: int, module: str) -> bool:
+    with suppress(OSError):
+        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def alive(pid: int) -> bool:
+    """And not a process that ended and was not waited for."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

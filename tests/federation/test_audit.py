@@ -107,6 +107,19 @@ def test_a_changed_log_is_kept_and_a_new_one_begins(tmp_path: Path, caplog: pyte
         verify(tmp_path / f"{AUDIT}.1")
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_log_that_is_removed_while_it_is_in_use_is_begun_anew_and_says_so(replaced: bool, tmp_path: Path) -> None:
+    log = AuditLog(tmp_path / AUDIT)
+    log.write(what="request")
+    (tmp_path / AUDIT).rename(tmp_path / "elsewhere")
+    if replaced:
+        (tmp_path / AUDIT).write_text("")
+    log.write(what="answer")
+    assert [event["what"] for event in events(tmp_path / AUDIT)] == ["replaced", "answer"]
+    assert "was removed while it was in use" in str(events(tmp_path / AUDIT)[0]["reason"])
+    assert verify(tmp_path / AUDIT).number == 2
+
+
 def test_both_ends_write_down_what_was_asked_and_answered(tmp_path: Path) -> None:
     bench = Bench("fedavg")
     loop = loop_of(bench, tmp_path)

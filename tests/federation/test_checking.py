@@ -28,6 +28,7 @@ from everfed.federation.checking import (
     Spec,
     check_reply,
     expected_reply,
+    find_other_forms,
 )
 from tests.support.toy import Bench, Norm
 from tests.support.wire import Wire
@@ -133,12 +134,47 @@ def test_a_desk_takes_each_client_once_and_keeps_account() -> None:
     assert checker.counts() == {"duplicate": 1, "wrong shape": 1}
 
 
-def test_what_is_added_up_takes_the_form_of_the_first() -> None:
-    checker = ReplyChecker(EXPECTED)
-    assert checker.check(Arrived(0, CALL, with_values({"fedavg": {"stats": torch.ones(3)}}))) is None
-    other = checker.check(Arrived(1, CALL, with_values({"fedavg": {"stats": torch.ones(2)}})))
-    assert other is not None and other.reason is Reason.WRONG_SHAPE
-    assert checker.check(Arrived(2, CALL, with_values({"pool": {"all": torch.ones(2)}}))) is None  # collected: any form
+@pytest.mark.parametrize("odd", [torch.ones(2), torch.ones(3, 1), torch.ones(3, dtype=torch.float64), 5, True])
+@pytest.mark.parametrize("liar", [0, 1, 2])
+def test_what_is_added_up_has_the_form_that_most_clients_send(liar: int, odd: Any) -> None:
+    """Whoever lies: the first client does not choose the form of all others."""
+    replies = {client: with_values({"fedavg": {"stats": torch.ones(3)}}) for client in range(3)}
+    replies[liar] = with_values({"fedavg": {"stats": odd}})
+    assert all(check_reply(Arrived(client, CALL, reply), EXPECTED) is None for client, reply in replies.items())
+    [(client, refusal)] = find_other_forms(EXPECTED, replies).items()
+    assert client == liar and refusal.reason is Reason.WRONG_SHAPE
+    assert str(refusal).endswith(f"of client {liar} and torch.float32 (3,) of most")
+
+
+SPARSE = {"size": 9, "0": torch.ones(2), "indices": torch.tensor([1, 2])}
+
+
+@pytest.mark.parametrize("liar", [0, 1, 2])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.ones(2),
+        5,
+        "text",
+        {},
+        {**SPARSE, "0": 3.0},
+        {**SPARSE, "0": torch.ones(2, 1)},
+        {**SPARSE, "indices": torch.ones(2)},
+        {**SPARSE, "more": 1},
+    ],
+)
+def test_what_is_collected_has_the_structure_that_most_clients_send(liar: int, odd: Any) -> None:
+    """Other clients may receive it: what one cannot read would end the run for all of them."""
+    replies = {client: with_values({"pool": {"all": SPARSE}}) for client in range(3)}
+    replies[liar] = with_values({"pool": {"all": odd}})
+    [(client, refusal)] = find_other_forms(EXPECTED, replies).items()
+    assert client == liar and refusal.reason is Reason.WRONG_SHAPE
+
+
+def test_sizes_and_numbered_names_of_collected_values_may_differ_and_values_may_be_absent() -> None:
+    few = {"size": 7, "0": torch.ones(5), "3": torch.ones(1), "indices": torch.tensor([1])}
+    replies = {0: with_values({"pool": {"all": SPARSE}}), 1: with_values({"pool": {"all": few}})}
+    assert find_other_forms(EXPECTED, {**replies, 2: with_values({"fedavg": {"stats": None}})}) == {}
 
 
 # what a run really sends ---------------------------------------------------------------------------------------------
@@ -150,7 +186,9 @@ class Checked(Wire):
 
     def exchange(self, phase, clients, message, moment):  # type: ignore[no-untyped-def]
         checker = ReplyChecker(expected_reply(self.runner.world, phase, moment, self.runner.state.model, "r"))
-        for client, reply in super().exchange(phase, clients, message, moment):
+        replies = dict(super().exchange(phase, clients, message, moment))
+        assert find_other_forms(checker.expected, replies) == {}
+        for client, reply in replies.items():
             assert checker.check(Arrived(client, Call("r", moment.round, phase.name, moment.repeat), reply)) is None
             self.seen += 1
             yield client, reply

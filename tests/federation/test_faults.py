@@ -21,7 +21,7 @@ from everfed.federation.packet import PROTOCOL, Packet
 from tests.federation.field import Field, Site, events, expected, field, outcome, until
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
-pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow]
 
 METHOD = "fedgp+der"  # phases `train` and `reference` in every round
 

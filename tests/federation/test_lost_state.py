@@ -7,17 +7,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
-from everfed.federation.local import socket_path
+from everfed.federation.joining import END, RESTART, Joining, join
+from everfed.federation.local import answers, call_worker, control_socket, socket_path
+from everfed.federation.packet import PROTOCOL, Packet
+from everfed.federation.request import HELLO
+from everfed.federation.superlink import Settings, running
 from everfed.federation.watch import FolderWatch, StateLost
 from tests.federation.field import free_port, until
+from tests.support.waiting import HANG
 
 
 @contextmanager
@@ -27,21 +34,20 @@ def joined(folder: Path, output: Path, *options: str) -> Iterator[subprocess.Pop
     with open(output, "wb") as log:
         process = subprocess.Popen([*command, "--folder", str(folder), "--name", "a", *options], stdout=log, stderr=log)
     try:
-        until(lambda: socket_path(folder).exists(), 120.0, "for the worker")
+        until(lambda: socket_path(folder).exists(), what="for the worker")
         yield process
     finally:
         if process.poll() is None:
             os.kill(process.pid, signal.SIGTERM)
-        process.wait(60)
+        process.wait(HANG)
 
 
 @pytest.mark.federation
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", ["folder", "contents"])
+@pytest.mark.parametrize("what", ["folder", pytest.param("contents", marks=pytest.mark.slow)])
 def test_a_client_whose_folder_is_removed_starts_again(tmp_path: Path, what: str) -> None:
     folder, output = tmp_path / "state", tmp_path / "output"
     with joined(folder, output) as process:
-        until((folder / "privacy.jsonl").exists, 60.0, "for the ledger")
+        until((folder / "privacy.jsonl").exists, what="for the ledger")
         first = socket_path(folder).stat().st_ino
         if what == "folder":
             shutil.rmtree(folder)
@@ -49,22 +55,48 @@ def test_a_client_whose_folder_is_removed_starts_again(tmp_path: Path, what: str
             for path in folder.iterdir():
                 if not path.name.startswith("."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        until(lambda: "starting again without it" in output.read_text(), 60.0, "for the report")
-        until(
-            lambda: socket_path(folder).exists() and socket_path(folder).stat().st_ino != first, 120.0, "for a worker"
-        )
+        until(lambda: "starting again without it" in output.read_text(), what="for the report")
+        until(lambda: socket_path(folder).exists() and socket_path(folder).stat().st_ino != first, what="for a worker")
         assert process.poll() is None
     assert "was removed or replaced while this client was running: its state is lost" in output.read_text()
 
 
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ({}, True),
+        ({"lost_state": END}, False),
+        ({"budget": 8.0}, False),
+        ({"lost_state": RESTART, "budget": 8.0}, False),
+    ],
+)
+def test_only_a_client_without_a_budget_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], again: bool
+) -> None:
+    """In this process, with children that do nothing: the account of what was spent is gone with the folder."""
+    folder, begun, said = tmp_path / "state", [], list[str]()
+
+    def supervise(children: Any, say: Any, watch: Any) -> None:
+        begun.append(children)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        shutil.rmtree(folder)
+        watch()
+
+    monkeypatch.setattr("everfed.federation.joining.supervise", supervise)
+    with pytest.raises(KeyboardInterrupt if again else StateLost):
+        join(Joining("127.0.0.1:1", folder, "a", **options), said.append)
+    assert len(begun) == (2 if again else 1)
+    assert any("starting again without it" in line for line in said) is again
+
+
 @pytest.mark.federation
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("options", [["--lost-state", "end"], ["--budget", "8"]])
+@pytest.mark.parametrize("options", [pytest.param(["--lost-state", "end"], marks=pytest.mark.slow), ["--budget", "8"]])
 def test_a_client_whose_folder_is_removed_ends_by_its_policy(tmp_path: Path, options: list[str]) -> None:
     folder, output = tmp_path / "state", tmp_path / "output"
     with joined(folder, output, *options) as process:
         shutil.rmtree(folder)
-        assert process.wait(60) != 0
+        assert process.wait(HANG) != 0
     text = output.read_text()
     assert "its state is lost" in text.replace("\n", " ") and "Traceback" not in text
     assert not folder.exists()
@@ -74,10 +106,40 @@ def test_a_worker_of_its_own_ends_with_a_code_that_says_so(tmp_path: Path) -> No
     folder = tmp_path / "state"
     command = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", "a"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    until(lambda: socket_path(folder).exists(), 120.0, "for the worker")
+    until(lambda: socket_path(folder).exists(), what="for the worker")
     shutil.rmtree(folder)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=HANG)
     assert process.returncode == 3 and b"its state is lost" in said
+
+
+def test_a_worker_whose_socket_is_removed_listens_again(tmp_path: Path) -> None:
+    """As by a program that cleans up a folder of temporary files; before, the client failed until it was restarted."""
+    folder = tmp_path / "state"
+    command = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", "a"]
+    process = subprocess.Popen(command)
+    try:
+        until(lambda: socket_path(folder).exists(), 120.0, "for the worker")
+        socket_path(folder).unlink()
+        hello = Packet({"protocol": PROTOCOL, "kind": HELLO})
+        assert call_worker(str(socket_path(folder)), hello, patience=60.0).text("name") == "a"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.federation
+@pytest.mark.timeout(300)
+def test_a_superlink_whose_socket_is_removed_is_restarted(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = Settings("127.0.0.1", free_port(), tmp_path / "link")
+    with running(settings, said.append):
+        first = (tmp_path / "link" / "superlink.pid").read_text()
+        until(lambda: control_socket(settings.port).exists())
+        threading.Event().wait(1.0)  # until it was seen there
+        control_socket(settings.port).unlink()
+        until(lambda: answers(control_socket(settings.port)))
+        assert (tmp_path / "link" / "superlink.pid").read_text() != first
+    assert any("was removed; the SuperLink is restarted" in line for line in said)
 
 
 def test_a_watch_sees_what_is_removed_or_replaced_and_nothing_else(tmp_path: Path) -> None:

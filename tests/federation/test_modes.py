@@ -63,7 +63,6 @@ def test_nothing_that_a_client_writes_can_be_read_by_others(tmp_path: Path) -> N
 
 @pytest.mark.federation
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_nothing_that_real_processes_write_can_be_read_by_others(tmp_path: Path) -> None:
     with field(tmp_path, 1) as one:
         out = one.serve(one.recipe(), "run")

@@ -29,7 +29,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", ["fedavg", "fedgp+der", "fedssi", "coordinated", "stamp", "mfcl"])
 def test_three_clients_equal_a_simulation(three: Field, method: str) -> None:
     """One federation serves all of them, one after the other."""

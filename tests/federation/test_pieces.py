@@ -30,6 +30,7 @@ from everfed.federation.roster import Roster
 from everfed.federation.serving import next_epoch
 from everfed.federation.supervisor import Child, environment
 from everfed.store.lock import locked
+from tests.support.waiting import HANG
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "federation"
 VALUES = st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False)
@@ -147,7 +148,7 @@ def test_a_child_that_ends_is_started_again_after_a_while(tmp_path: Path, monkey
     monkeypatch.setattr("everfed.federation.supervisor.FIRST", 0.05)
     said: list[str] = []
     child = Child("it", [sys.executable, "-S", "-c", "print(1)"], tmp_path / "log", environment(tmp_path))
-    end = time.monotonic() + 60
+    end = time.monotonic() + HANG
     while len(said) < 2 and time.monotonic() < end:
         child.check(said.append)
         time.sleep(0.02)
@@ -161,7 +162,7 @@ def test_a_child_s_lines_are_said_once_and_whole(tmp_path: Path) -> None:
     code = "import time; print('one', flush=True); print('two\\nthr', end='', flush=True); time.sleep(0.5); print('ee')"
     said: list[str] = []
     child = Child("it", [sys.executable, "-S", "-c", code], tmp_path / "log", environment(tmp_path), relays=True)
-    end = time.monotonic() + 60
+    end = time.monotonic() + HANG
     while not any("ended" in line for line in said) and time.monotonic() < end:
         child.check(said.append)
         time.sleep(0.02)

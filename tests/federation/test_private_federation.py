@@ -13,9 +13,10 @@ import pytest
 from everfed.privacy.secure_engine import TooFewClients
 from everfed.recipe import Recipe, to_toml
 from tests.federation.field import Field, Site, events, field, outcome, simulated
+from tests.support.waiting import HANG
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
-pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def serve_until_a_sum_is_opened(four: Field, recipe: Recipe, out: Path) -> None:
     path = four.folder / "killed.toml"
     path.write_text(to_toml(recipe))
     command = [sys.executable, "-c", SERVER, str(path), str(out), str(four.port)]
-    assert subprocess.run(command, timeout=240).returncode == -signal.SIGKILL
+    assert subprocess.run(command, timeout=HANG).returncode == -signal.SIGKILL
 
 
 def test_a_server_killed_after_it_opened_a_sum_resumes_with_the_same_clients_only(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,35 +19,24 @@ import pytest
 
 from everfed.federation.certificates import CA, SECRETS, make_authority, make_client, make_server
 from everfed.federation.joining import KEY_REFUSED
-from tests.federation.field import events, expected, free_port, outcome, small_recipe, until
+from tests.federation.field import (
+    alive,
+    descendants,
+    events,
+    everfed,
+    expected,
+    free_port,
+    outcome,
+    runs,
+    small_recipe,
+    until,
+)
+from tests.support.waiting import HANG
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
-pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow]
 
 METHOD = "fedgp+der"  # phases `train` and `reference` in every round
-
-
-def everfed(words: list[str], folder: Path, log: str) -> subprocess.Popen[bytes]:
-    with open(folder / log, "ab") as output:
-        return subprocess.Popen([sys.executable, "-m", "everfed", *words], cwd=folder, stdout=output, stderr=output)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below this one, the eldest first."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    below = [pid]
-    for one in below:
-        below += [child for child, parent in parents.items() if parent == one]
-    return below[1:]
-
-
-def runs(pid: int, module: str) -> bool:
-    with suppress(OSError):
-        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 class Party:
@@ -91,7 +79,7 @@ class Party:
         for one in [self.server, *self.clients]:
             one.terminate()
         for one in [self.server, *self.clients]:
-            one.wait(30)
+            one.wait(HANG)
 
 
 @contextmanager
@@ -110,7 +98,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def ended(two: Party, reference: dict[str, Any]) -> None:
     """The run is over, with the bits that it must have, and client 1 was there twice under the same name."""
-    assert two.server.wait(400) == 0, two.said("serve.log")[-3000:]
+    assert two.server.wait(HANG) == 0, two.said("serve.log")[-3000:]
     assert outcome(two.out) == reference
     told = [event for event in events(two.out, "client") if event["client"] == 1]
     assert [event["reason"] for event in told if event["kind"] == "connected"] == ["site-1", "site-1"]
@@ -142,16 +130,9 @@ def test_a_whole_client_killed_and_started_anew(gently: bool, tmp_path: Path, re
             os.kill(pid, signal.SIGKILL)
         supervisor.kill()
         supervisor.wait()
-        until(lambda: not any(alive(pid) for pid in below), 30, "for the processes of a supervisor that was killed")
+        until(lambda: not any(alive(pid) for pid in below), what="for the processes of a supervisor that was killed")
         two.clients[1] = two.join(1)
         ended(two, reference)
-
-
-def alive(pid: int) -> bool:
-    """And not a process that ended and was not waited for."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def test_a_key_that_nobody_enrolled_is_told_why(tmp_path: Path) -> None:
@@ -164,8 +145,8 @@ def test_a_key_that_nobody_enrolled_is_told_why(tmp_path: Path) -> None:
         try:
             until(lambda: two.said("stranger.log").count(KEY_REFUSED) >= 2)
             assert stranger.poll() is None
-            assert two.server.wait(400) == 0, two.said("serve.log")[-3000:]
+            assert two.server.wait(HANG) == 0, two.said("serve.log")[-3000:]
         finally:
             stranger.terminate()
-            stranger.wait(30)
+            stranger.wait(HANG)
         assert {event["reason"] for event in events(two.out, "client")} == {"site-0", "site-1"}

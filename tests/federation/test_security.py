@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from everfed.federation import certificates
-from tests.federation.secured import ask, flower, free_port, listens, needs_nginx, process, proxied, wait
+from tests.federation.secured import Signing, ask, flower, free_port, listens, needs_nginx, process, proxied, wait
 
 pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 pytestmark = [pytest.mark.slow, pytest.mark.federation, needs_nginx]
@@ -52,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     (base / "link").mkdir()
     command = Settings(HOST, port, base / "link", files).command()
     with process(command, base / "superlink.log", environment(base / "flwr")):
-        wait(lambda: listens(port), 120, (base / "superlink.log").read_text())
+        wait(lambda: listens(port), (base / "superlink.log").read_text())
         register(pki, port, "site-a")
         with proxied(base / "nginx", pki, port) as outside:
             yield Site(pki, port, outside, base / "superlink.log")
@@ -108,7 +108,7 @@ def trusting(site: Site) -> list[str]:
 
 def test_an_enrolled_client_joins_through_the_proxy(site: Site, tmp_path: Path) -> None:
     with supernode(site, tmp_path / "a.log", *key(site, "site-a")):
-        wait(lambda: online(site) == 1, 120, (tmp_path / "a.log").read_text())
+        wait(lambda: online(site) == 1, (tmp_path / "a.log").read_text())
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_an_enrolled_client_joins_through_the_proxy(site: Site, tmp_path: Path) 
 def test_others_are_refused_and_the_refusal_is_logged(site: Site, tmp_path: Path, who: str) -> None:
     before, log = site.log.stat().st_size, tmp_path / "b.log"
     with supernode(site, log, *(key(site, who) if who else trusting(site))) as child:
-        wait(lambda: refused(child, log), 120, log.read_text())
+        wait(lambda: refused(child, log), log.read_text())
     said = site.log.read_bytes()[before:].decode(errors="replace")
     assert re.search(r"POST /v1/fleet/(activate|register)-node HTTP/1.1\" 412", said), said
     assert "/v1/fleet/pull-messages" not in said
@@ -141,7 +141,7 @@ def test_an_expired_certificate_is_refused(site: Site, tmp_path: Path) -> None:
     with proxied(tmp_path / "nginx", expired, site.inside) as port:
         log = tmp_path / "c.log"
         with supernode(site, log, *key(site, "site-a"), port=port) as child:
-            wait(lambda: refused(child, log), 120, log.read_text())
+            wait(lambda: refused(child, log), log.read_text())
         assert "certificate has expired" in log.read_text()
 
 
@@ -170,31 +170,6 @@ def test_the_fleet_answers_no_call_without_a_signature(site: Site, signed: dict[
     for call in ("pull-messages", "push-messages", "activate-node", "get-run", "pull-object"):
         status, _ = ask(site.outside, f"/v1/fleet/{call}", site.pki / certificates.CA, headers=headers)
         assert status == 401, call
-
-
-@dataclass(frozen=True)
-class Signing:
-    """Signs calls as a SuperNode does, with a clock that is `age` seconds behind. Flower signs the time alone."""
-
-    secret: Path
-    age: float = 0.0
-
-    def intercept(self, context: Any, call_next: Any) -> Any:
-        from base64 import b64encode
-
-        from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-        from flwr.supercore.interceptors.http.utils import add_headers
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
-
-        private: Any = load_ssh_private_key(self.secret.read_bytes(), None)
-        moment = (datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=self.age)).isoformat()
-        signed = {
-            "flwr-public-key": b64encode(public_key_to_bytes(private.public_key())).decode(),
-            "flwr-timestamp": moment,
-            "flwr-signature": b64encode(sign_message(private, moment.encode())).decode(),
-        }
-        add_headers(context.request, signed)
-        return call_next(context)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from everfed.recipe import from_table, read
 from tests.federation.field import Field, Site, events, free_port, outcome, simulated, small_recipe, until
 
 flwr = pytest.importorskip("flwr", reason="the extra `flower` is not installed")
-pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "federation"
 MODULE = """\

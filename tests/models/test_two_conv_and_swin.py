@@ -37,3 +37,17 @@ def test_swin_from_random_weights() -> None:
     assert module.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
     other = layout.read(models.build("swin-t", (3, 224, 224), 1000, 0))["params"]
     assert torch.equal(layout.read(module)["params"], other)
+
+
+def test_conv_4_has_the_parameters_of_its_layers() -> None:
+    """3 x 64 x 9 + 64, three times 64 x 64 x 9 + 64, four BatchNorms of 128, and 4 x 64 features to 100 classes."""
+    module = models.build("conv-4", (3, 32, 32), 100, seed=0)
+    assert sum(p.numel() for p in module.parameters()) == 1_792 + 3 * 36_928 + 4 * 128 + 256 * 100 + 100 == 138_788
+    assert module(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+    narrow = models.build("conv-4", (1, 16, 16), 10, seed=0, options={"width": 8})
+    assert narrow(torch.zeros(2, 1, 16, 16)).shape == (2, 10)
+
+
+def test_conv_4_refuses_images_that_cannot_be_halved_four_times() -> None:
+    with pytest.raises(models.ModelError, match="at least 16 pixels a side, not 8"):
+        models.build("conv-4", (1, 8, 8), 10, seed=0)

@@ -17,7 +17,7 @@ from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.engines.processes import Processes
 from everfed.store.clients import ClientStore
-from tests.support.presets import each_preset
+from tests.support.presets import each_kind
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 
 
@@ -39,7 +39,7 @@ def bench(method: str, **changes: object) -> Bench:
     return Bench(method, stream=stream, module=Norm).change(**changes)
 
 
-@pytest.mark.parametrize("method", each_preset())
+@pytest.mark.parametrize("method", each_kind())
 def test_processes_equal_eager(method: str) -> None:
     case = bench(method)
     eager, result = case.run(), on_processes(case)

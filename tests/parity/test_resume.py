@@ -9,7 +9,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.runner import RunState
 from everfed.store.clients import ClientStore
-from tests.support.presets import each_preset
+from tests.support.presets import each_kind
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 from tests.support.wire import crossed
 
@@ -32,7 +32,7 @@ def assert_resumes(bench: Bench, rounds: int) -> None:
     assert all(tree.equal(whole.clients[c], resumed.clients[c]) for c in whole.clients)
 
 
-@pytest.mark.parametrize("name", each_preset())
+@pytest.mark.parametrize("name", each_kind())
 def test_four_rounds_are_two_and_two(name: str) -> None:
     assert_resumes(Bench(name), 2)
 

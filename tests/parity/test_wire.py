@@ -23,7 +23,7 @@ from everfed.core.step import Step
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, TreeError
 from everfed.parts.aggregate.average import FedAvg
-from tests.support.presets import each_preset
+from tests.support.presets import each_kind, each_preset
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 from tests.support.wire import crossed, run_over_wire
 
@@ -35,7 +35,7 @@ def assert_same(a: Outcome, b: Outcome) -> None:
     assert all(tree.equal(a.clients[client], b.clients[client]) for client in a.clients)
 
 
-@pytest.mark.parametrize("name", each_preset())
+@pytest.mark.parametrize("name", each_kind())
 def test_every_preset_equals_eager_bit_for_bit(name: str) -> None:
     bench = Bench(name)
     assert_same(bench.run(), run_over_wire(bench))

@@ -59,6 +59,13 @@ def test_strength_above_zero_is_not(name: str) -> None:
 
 SMALL: dict[str, Any] = {"clients": 2, "rounds_per_task": 1}
 STREAMS = {
+    # one class, one sample, an empty task, a batch and one sample: a client for each
+    "all at once": Toy(
+        clients=4, rounds_per_task=1, samples=6, only={0: (2,)}, sizes={(1, 0): 1, (1, 1): 1, (2, 0): 0, (3, 1): 0}
+    ),
+    "one client in one round": Toy(clients=1, tasks=1, rounds_per_task=1),
+}
+ONE_BY_ONE = {
     "one client": Toy(clients=1, rounds_per_task=1),
     "one class": Toy(**SMALL, only={0: (2,), 1: (2,)}),
     "one sample": Toy(**SMALL, samples=1),
@@ -71,6 +78,17 @@ STREAMS = {
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
 @pytest.mark.parametrize("name", each_preset())
 def test_every_method_runs_on_small_streams(name: str, stream: Toy) -> None:
+    check_run(name, stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", ONE_BY_ONE.values(), ids=ONE_BY_ONE)
+@pytest.mark.parametrize("name", each_preset())
+def test_every_method_runs_on_every_kind_of_small_stream(name: str, stream: Toy) -> None:
+    check_run(name, stream)
+
+
+def check_run(name: str, stream: Toy) -> None:
     """Who has data trains, the model moves, every task is scored on all of its tests, and everything that is kept is
     finite and survives the wire."""
     options = small_memory(name)

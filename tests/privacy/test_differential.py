@@ -248,7 +248,8 @@ def test_statistics_and_equalised_traffic_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [{"kind": "x"}, {"noise": 0.0}, {"clip": -1.0}, {"delta": 1.0}, {"budget": -1.0}])
 def test_options_validate_themselves(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
         DifferentialPrivacy(**options)
 
 

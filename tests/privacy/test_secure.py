@@ -94,7 +94,13 @@ SMALL = Bench("fedgp", stream=Toy(tasks=1, rounds_per_task=2, clients=CLIENTS, s
 TOLERATED = CLIENTS - needed(CLIENTS, 0.6)
 
 
-@pytest.mark.parametrize("gone", [c for size in (1, 2) for c in combinations(range(CLIENTS), size)])
+ALL_SETS = [c for size in (1, 2) for c in combinations(range(CLIENTS), size)]
+FEW = [(0,), (4,), (0, 1), (1, 3), (3, 4)]  # the first, the last, neighbours and others
+
+
+@pytest.mark.parametrize(
+    "gone", [c if c in FEW else pytest.param(c, marks=pytest.mark.slow) for c in ALL_SETS], ids=str
+)
 def test_any_clients_up_to_the_threshold_may_go_after_they_shared_keys(gone: tuple[int, ...]) -> None:
     assert TOLERATED == 2
     secure = secure_run(SMALL, {MASK: gone}, threshold=0.6)

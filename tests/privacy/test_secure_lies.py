@@ -17,17 +17,16 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment, World
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
-from everfed.core.tree import map_tensors
 from everfed.privacy import secure, shamir
-from everfed.privacy.secure import AGREE, MASK, NAME, RECOVER, SHARE, UNMASK
+from everfed.privacy.secure import AGREE, MASK, NAME, RECOVER, SHARE
 from everfed.privacy.secure_engine import Secured, TooFewClients
 from everfed.store.clients import ClientStore
 from tests.support.flaky import STEP, Flaky, Lost, plain_run, protected
+from tests.support.secure_lies import IGNORED, LEFT_OUT, OFF_CURVE, Lie, changed, key
 from tests.support.toy import Bench, Outcome, Toy
 
 LIAR = 0
 BENCH = Bench("fedavg", stream=Toy(tasks=1, rounds_per_task=1, clients=5))
-Lie = Callable[[dict[str, Any]], Any]
 
 
 @dataclass
@@ -71,54 +70,11 @@ def near(outcome: Outcome, expected: Tensor) -> bool:
     return torch.allclose(outcome.params, expected, rtol=0, atol=STEP)
 
 
-def changed(tree: Any) -> Any:
-    """Every tensor with its lowest bits flipped."""
-    return map_tensors(lambda tensor: tensor ^ 1, tree) if isinstance(tree, dict) else tree ^ 1
-
-
-def key(name: str, value: Any) -> Lie:
-    return lambda reply: {**reply, name: value(reply[name]) if callable(value) else value}
-
-
-OFF_CURVE = torch.full((66,), 255, dtype=torch.uint8)
-LEFT_OUT: dict[str, tuple[str, Lie]] = {
-    "keys that are no points on the curve": ("train", key("keys", OFF_CURVE)),
-    "keys of zeros": ("train", key("keys", torch.zeros(66, dtype=torch.uint8))),
-    "keys of another type": ("train", key("keys", "keys")),
-    "a form of another type": ("train", key("form", 5)),
-    "letters that cannot be opened": (SHARE, key("letters", changed)),
-    "letters of another size": (SHARE, key("letters", lambda tree: map_tensors(lambda t: t[:-1], tree))),
-    "letters to strangers": (SHARE, key("letters", lambda tree: {str(int(k) + 7): v for k, v in tree.items()})),
-    "letters under odd names": (SHARE, key("letters", lambda tree: {f"{k}x": v for k, v in tree.items()})),
-    "commitments to other shares": (SHARE, key("commitments", changed)),
-    "commitments that are too few": (SHARE, key("commitments", lambda t: t[:-1])),
-    "a proof of something else": (SHARE, key("proof", changed)),
-    "a proof of another degree": (SHARE, key("proof", lambda t: t.repeat(2))),
-    "nothing to share": (SHARE, lambda reply: {}),
-    "complaints about everyone": (MASK, lambda reply: {"complaints": torch.tensor([1, 2, 3, 4])}),
-    "complaints in an odd form": (MASK, lambda reply: {"complaints": torch.zeros(2, 2)}),
-    "a vector of another size": (MASK, key("narrow", torch.zeros(3, dtype=torch.int32))),
-    "a vector of another type": (MASK, key("wide", lambda t: t.double())),
-    "no vector": (MASK, lambda reply: {}),
-}
-
-
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_a_client_that_lies_before_the_sum_is_opened_is_named_and_left_out(name: str) -> None:
     outcome, _ = run(*LEFT_OUT[name])
     assert set(absences(outcome)) == {str(LIAR)} and absences(outcome)[str(LIAR)].startswith("rejected: ")
     assert near(outcome, without(LIAR))
-
-
-IGNORED: dict[str, tuple[str, Lie]] = {
-    "votes for something else": (AGREE, key("votes", changed)),
-    "no votes": (AGREE, lambda reply: {}),
-    "votes of another type": (AGREE, key("votes", 3)),
-    "false shares of seeds": (UNMASK, key("seeds", changed)),
-    "shares of another size": (UNMASK, key("seeds", lambda tree: map_tensors(lambda t: t[:5], tree))),
-    "another client's share": (UNMASK, key("seeds", lambda tree: {**tree, "1": tree["2"]})),
-    "no shares": (UNMASK, lambda reply: {}),
-}
 
 
 @pytest.mark.parametrize("name", IGNORED)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.report.server import create_app
+from tests.support.waiting import HANG
 
 
 @contextlib.contextmanager
@@ -29,10 +30,10 @@ def served(root: Path, token: str | None = None, every: float = 0.05) -> Iterato
     finally:
         app.state.feed.closed = True
         server.should_exit = True
-        thread.join(20)
+        thread.join(HANG)
 
 
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = HANG) -> Any:
     """Wait for a condition that must come true; its value."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -47,7 +48,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 def get(port: int, path: str, method: str = "GET", **headers: str) -> Answer:
     """(status, headers, body); the path goes out as it is, dots and all."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     body = answer.read()
@@ -57,7 +58,7 @@ def get(port: int, path: str, method: str = "GET", **headers: str) -> Answer:
 
 def events(port: int, path: str = "/api/live", **headers: str) -> Iterator[dict[str, Any]]:
     """Server-sent events as they come."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     assert answer.status == 200 and answer.getheader("content-type", "").startswith("text/event-stream")

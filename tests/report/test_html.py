@@ -55,13 +55,55 @@ def test_nothing_is_asked_for_from_anywhere(page: str) -> None:
 
 def test_every_figure_is_there(page: str) -> None:
     titles = re.findall(r"<h3>(.*?)</h3>", page)
-    assert titles[:8] == [
-        *("Accuracy over the tasks learned", "Forgetting", "Accuracy by round", "Training loss by round"),
+    assert titles[:7] == [
+        *("Accuracy over the tasks learned", "Forgetting", "Training loss by round"),
         *("Accuracy by task: fedavg", "Accuracy by task: der", "Bytes by part and direction", "Time by phase"),
     ]
     assert {"Memory", "Who saw what when", "Who holds which classes", "Buffer composition by task"} <= set(titles)
-    assert page.count('class="band"') == 4  # acc_t, forgetting, acc and loss of the method with two seeds
+    assert page.count('class="band"') == 3  # acc_t, forgetting and loss of the method with two seeds
     assert re.findall(r'class="mark-names"[^>]*>(.*?)</div>', page)[2].count("<span") == 3
+
+
+def test_a_plot_that_repeats_another_is_left_out(tmp_path: Path) -> None:
+    """Scores at the ends of tasks are drawn by task; scores in between are drawn by round, too."""
+    folder = finished(tmp_path / "a")
+    assert "Accuracy by round" not in render(read_runs([tmp_path]))
+    log(folder, [evaluation(0, 0, [0.4], end=False)])
+    assert "Accuracy by round" in render(read_runs([tmp_path]))
+
+
+def test_it_begins_with_what_was_run(page: str) -> None:
+    text = re.sub(r"<[^>]*>", " ", page.partition("<header>")[2].partition("</header>")[0])
+    assert "fedavg and der on digits" in page.partition("<h1>")[2].partition("</h1>")[0]
+    sizes = "3 tasks, 4 clients, 6 rounds, network chosen by the data, seeds 0 and 1."
+    assert f"fedavg and der on digits, domain-incremental: {sizes}" in text
+    for word in ("What was run", "Scenario", "Network", "Training", "Methods", "Seeds"):
+        assert word in text
+
+
+def test_the_title_and_the_contents(tmp_path: Path) -> None:
+    finished(tmp_path / "a")
+    page = render(read_runs([tmp_path]), "My <digits>")
+    assert "<title>My &lt;digits&gt;</title>" in page and "<h1>My &lt;digits&gt;</h1>" in page
+    contents = page.partition("<nav")[2].partition("</nav>")[0]
+    links = re.findall(r'href="#(.*?)">(.*?)<', contents)
+    assert [title for _, title in links] == ["Results", "Learning", "Scores by task", "Cost", "Runs"]
+    assert all(f'id="{anchor}"' in page for anchor, _ in links)
+
+
+def test_mixed_runs_are_grouped_by_stream(tmp_path: Path) -> None:
+    """Each stream has a chapter with its own table, so that the best value is the best on its own data."""
+    stream = {"dataset": "mnist", "scenario": "domain-incremental", "tasks": 3, "clients": 4}
+    finished(tmp_path / "a", "fedavg")
+    finished(tmp_path / "b", "fedavg", stream=stream)
+    finished(tmp_path / "c", "der", stream=stream, matrix=[[0.9, None, None], [0.9, 0.9, None], [0.8, 0.9, 0.9]])
+    page = render(read_runs([tmp_path]))
+    Tags(page)
+    assert re.findall(r'<h2 id="part-\d">(.*?)</h2>', page) == ["digits", "mnist", "Runs"]
+    assert page.count('id="table-comparison"') == 2 and 'data-figure="acc_t"' in page
+    assert "on 2 streams (digits and mnist)" in page and "fedavg (mnist)" not in page
+    chapter = page.partition(">mnist</h2>")[2].partition('id="part-3"')[0]
+    assert "<strong>86.67</strong>" in chapter and "66.67" in chapter
 
 
 def test_drawn_points_are_where_the_numbers_are(tmp_path: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from everfed.errors import UserError
 from everfed.report.dashboard import Dashboard, NoRun
+from everfed.report.figures import View
 from everfed.report.live import QUIET_AFTER, Index
 from everfed.store.run import RunError
 from tests.report.folders import create, evaluation, finished, log, phase, start
@@ -133,14 +138,14 @@ def test_only_runs_that_were_found_can_be_asked_for(tmp_path: Path) -> None:
         for asked in (
             dashboard.run,
             lambda n: dashboard.report([n]),
-            lambda n: dashboard.compare([n], "acc", "run", ALL),
+            lambda n: dashboard.compare([n], ["acc"], EVERY_RUN),
         ):
             with pytest.raises(NoRun):
                 asked(name)
     assert dashboard.run("a")["summary"]["id"] == "a"
 
 
-ALL = (float("-inf"), float("inf"))
+EVERY_RUN = View("run", along="round")
 
 
 def test_a_run_that_is_deleted_between_two_looks(tmp_path: Path) -> None:
@@ -160,11 +165,100 @@ def test_comparisons_can_be_windowed_and_drawn_by_run(tmp_path: Path) -> None:
     finished(tmp_path / "b", "fedavg", 1)
     dashboard = Dashboard(tmp_path)
     dashboard.index.poll()
-    both = dashboard.compare(["a", "b"], "loss", "run", ALL)
+    both = dashboard.compare(["a", "b"], ["loss"], EVERY_RUN)
     assert both.count("<polyline") == 2 and "fedavg · seed 1" in both
-    mean = dashboard.compare(["a", "b"], "loss", "method", (3, 5))
+    mean = dashboard.compare(["a", "b"], ["loss"], View(along="round", window=(3, 5)))
     assert mean.count("<polyline") == 1 and 'data-frame="3 5 ' in mean
-    assert "No run has measured this yet." in dashboard.compare(["a"], "loss", "method", (100, 200))
+    nowhere = View(along="round", window=(100, 200))
+    assert "No run has measured this yet." in dashboard.compare(["a"], ["loss"], nowhere)
+
+
+def other_data(folder: Path, method: str = "fedavg", **options: Any) -> None:
+    stream = {"dataset": "mnist", "scenario": "domain-incremental", "tasks": 3, "clients": 4}
+    finished(folder, method, stream=stream, **options)
+
+
+def test_data_sets_share_an_axis_only_when_they_are_asked_to(tmp_path: Path) -> None:
+    finished(tmp_path / "a")
+    other_data(tmp_path / "b")
+    dashboard = Dashboard(tmp_path)
+    dashboard.index.poll()
+    apart = dashboard.compare(["a", "b"], ["acc", "loss"], View(along="round"))
+    assert apart.count('<svg viewBox="0 0 1000') == 4 and apart.count("<polyline") == 4
+    assert re.findall(r'class="data-name">(.*?)<', apart) == [
+        "digits, domain-incremental",
+        "mnist, domain-incremental",
+    ]
+    assert set(re.findall(r'<g data-line="(.*?)"', apart)) == {"fedavg"}
+    together = dashboard.compare(["a", "b"], ["acc", "loss"], View(along="round"), together=True)
+    assert together.count('<svg viewBox="0 0 1000') == 2 and together.count("<polyline") == 4
+    assert set(re.findall(r'<g data-line="(.*?)"', together)) == {"fedavg (digits)", "fedavg (mnist)"}
+
+
+def test_a_colour_belongs_to_a_method_whatever_is_shown(tmp_path: Path) -> None:
+    """Each choice of runs, in any order of appearance, draws a method in one colour."""
+    finished(tmp_path / "a", "fedavg")
+    finished(tmp_path / "b", "fedavg", parts={"weighting": "samples"})
+    other_data(tmp_path / "c", "fedavg")
+    finished(tmp_path / "d", "der")
+    dashboard = Dashboard(tmp_path)
+    dashboard.index.poll()
+    found: dict[str, set[str]] = {}
+    for chosen in (["a"], ["b"], ["c"], ["d"], ["a", "d"], ["b", "d"], ["a", "b", "c", "d"]):
+        for method, colour in lines(dashboard.compare(chosen, ["loss"], View(along="round"), together=True)):
+            found.setdefault(method, set()).add(colour)
+        finished(tmp_path / f"new-{len(chosen)}-{chosen[0]}", "er", len(found))  # runs that come meanwhile
+        dashboard.index.poll()
+    assert {method: len(colours) for method, colours in found.items()} == {"fedavg": 1, "der": 1}
+    assert not found["fedavg"] & found["der"]
+
+
+def lines(drawn: str) -> list[tuple[str, str]]:
+    """(method, colour) of every line."""
+    found = re.findall(r'<g data-line="(.*?)" style="--c:(.*?)"', drawn)
+    return [(label.partition(" ")[0], colour) for label, colour in found]
+
+
+def test_curves_across_time_and_bytes_smoothed_and_logarithmic(tmp_path: Path) -> None:
+    """Six rounds of half a second and 300 bytes; the losses are 1, 1/2, 1/3, ..."""
+    finished(tmp_path / "a")
+    dashboard = Dashboard(tmp_path)
+    dashboard.index.poll()
+
+    def frame(view: View) -> list[float]:
+        drawn = dashboard.compare(["a"], ["loss"], view)
+        return [float(value) for value in re.search(r'data-frame="(.*?)"', drawn).group(1).split()]
+
+    assert frame(View(along="time"))[:2] == [0.5, 3.0]
+    assert frame(View(along="bytes"))[:2] == [300, 1800]
+    assert frame(View(along="round", log=True))[2:] == pytest.approx([math.log10(1 / 6), 0.0])
+    forgetting = dashboard.compare(["a"], ["forgetting"], View(along="round"))
+    assert 'data-frame="4 6 ' in forgetting  # tasks 2 and 3 end with rounds 4 and 6
+    with pytest.raises(UserError, match="smooth is at least 0 and below 1; got 1"):
+        dashboard.compare(["a"], ["loss"], View(along="round", smooth=1))
+
+
+def test_a_run_that_goes_on_shows_what_is_known_and_how_long_it_still_takes(tmp_path: Path) -> None:
+    """Two of six rounds in four seconds: eight seconds are left."""
+    log(create(tmp_path / "a"), [start(), phase(0), phase(1), phase(1), evaluation(1, 0, [0.5])], clock=1000.0)
+    index = Index(tmp_path, clock=lambda: 1005.0)
+    index.poll()
+    assert (index.runs["a"].summary["left"], index.runs["a"].summary["duration"]) == (8.0, 4.0)
+    dashboard = Dashboard(tmp_path)
+    dashboard.index.clock = lambda: 1005.0
+    dashboard.index.poll()
+    sections = dashboard.run("a")["sections"]
+    for text in (
+        "<dt>task</dt><dd>1 of 3",
+        "<dt>score now</dt><dd>50.00 % (round 2)",
+        "<dt>time left</dt><dd>about 8.0 s",
+    ):
+        assert text in sections["facts"]
+    assert "Time by phase, so far" in sections["time"] and "Bytes by direction, so far" in sections["traffic"]
+    assert not [name for name, text in sections.items() if 'class="missing"' in text]
+    index.clock = lambda: 9000.0
+    index.poll()
+    assert index.runs["a"].summary["left"] is None  # silent
 
 
 def test_nothing_is_written_to_the_runs(tmp_path: Path) -> None:
@@ -173,5 +267,5 @@ def test_nothing_is_written_to_the_runs(tmp_path: Path) -> None:
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
     dashboard = Dashboard(tmp_path)
     dashboard.index.poll()
-    dashboard.run("a"), dashboard.report(["a", "b"]), dashboard.compare(["a", "b"], "acc", "run", ALL)
+    dashboard.run("a"), dashboard.report(["a", "b"]), dashboard.compare(["a", "b"], ["acc"], EVERY_RUN)
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before

@@ -43,3 +43,19 @@ def test_ticks_enclose_what_they_are_for(a: float, b: float) -> None:
     slack = 1e-6 * (high - low)
     assert found == sorted(set(found)) and 2 <= len(found) <= 13
     assert found[0] <= low + slack and found[-1] >= high - slack
+
+
+def test_marks_of_a_logarithmic_axis() -> None:
+    assert [round(10**tick, 6) for tick in numbers.log_ticks(-1, 1)] == [0.1, 1, 10]
+    assert [round(10**tick, 6) for tick in numbers.log_ticks(0, 0.8)] == [1, 2, 5]
+    assert numbers.log_ticks(0.31, 0.32) == [0.31, 0.32] and len(numbers.log_ticks(-9, 9)) <= 10
+
+
+def test_names_in_a_sentence() -> None:
+    assert [numbers.listed(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == [
+        "",
+        "a",
+        "a and b",
+        "a, b and c",
+    ]
+    assert numbers.listed(list("abcdefgh"), 3) == "a, b and 6 more"

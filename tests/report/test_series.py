@@ -142,3 +142,11 @@ def test_costs_are_means_over_finished_seeds(tmp_path: Path) -> None:
     assert series.mean_cost(group, "seconds") == 6.0
     # six rounds of half a second in both, the rest is something else: 1 and 5 seconds
     assert series.seconds_by_phase(group) == {"train": 3.0, "other": 3.0}
+
+
+def test_smoothing_is_a_moving_average_without_a_pull_to_zero() -> None:
+    """Weight 1/2: 4; (4/4 + 2/2) / (3/4) = 8/3; the same for the band."""
+    line = series.Line("a", 0, (1, 2), (4.0, 2.0), (2.0, 2.0), (6.0, 2.0), 2)
+    drawn = series.smoothed(line, 0.5)
+    assert drawn.y == pytest.approx((4.0, 8 / 3)) and drawn.low == pytest.approx((2.0, 2.0))
+    assert drawn.high == pytest.approx((6.0, 10 / 3)) and series.smoothed(line, 0.0) is line

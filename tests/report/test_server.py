@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from everfed.report.access import check_token, is_loopback
 from everfed.report.server import create_app, serve
 from tests.report.folders import create, evaluation, finished, log, phase, start
 from tests.report.serving import events, get, served, until
+from tests.support.waiting import HANG
 
 pytest.importorskip("fastapi", reason="the dashboard needs everfed[ui]")
 
@@ -47,7 +49,7 @@ def test_the_page_and_its_files_come_from_here(tmp_path: Path) -> None:
 def test_runs_appear_move_and_go_live(tmp_path: Path) -> None:
     with served(tmp_path) as port:
         stream = events(port)
-        assert next(stream) == {"runs": [], "gone": [], "problems": []}
+        assert next(stream) == {"runs": [], "gone": [], "problems": [], "notes": {}}
         folder = create(tmp_path / "a")
         assert next(stream)["runs"][0]["status"] == "waiting"
         # a look may fall between two lines, hence the waiting
@@ -97,6 +99,8 @@ def test_comparison_run_and_report(tmp_path: Path) -> None:
     [
         ("/api/compare?run=a&what=nonsense", 422),
         ("/api/compare?run=a&by=nonsense", 422),
+        ("/api/compare?run=a&x=nonsense", 422),
+        ("/api/compare?run=a&smooth=1", 422),
         ("/api/compare", 422),
         ("/api/compare?run=a&first=x", 422),
         ("/api/compare?run=nobody", 404),
@@ -120,6 +124,62 @@ def test_there_is_nothing_to_change(tmp_path: Path, method: str) -> None:
     with served(tmp_path) as port:
         for path in ("/", "/api/runs", "/api/run?id=a", "/api/report?run=a"):
             assert get(port, path, method)[0] == 405
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def post(port: int, path: str, body: Any, **headers: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", path, json.dumps(body), headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_runs_are_named_tagged_and_hidden_in_a_file_beside_them(tmp_path: Path) -> None:
+    finished(tmp_path / "deep" / "a")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "deep").rglob("*")}
+    with served(tmp_path) as port:
+        until(lambda: names(port))
+        note = {"name": " the best ", "tags": ["good"], "hidden": True}
+        assert post(port, "/api/note?id=deep/a", note, **JSON) == 200
+        kept = {"deep/a": {"name": "the best", "tags": ["good"], "hidden": True}}
+        assert json.loads((tmp_path / "dashboard.json").read_text()) == kept
+        until(lambda: json.loads(get(port, "/api/runs")[2])["notes"] == kept)
+        assert post(port, "/api/note?id=deep/a", {}, **JSON) == 200
+        assert json.loads((tmp_path / "dashboard.json").read_text()) == {}
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "deep").rglob("*")} == before
+
+
+def test_notes_come_from_the_own_page_about_known_runs_only(tmp_path: Path) -> None:
+    finished(tmp_path / "a")
+    with served(tmp_path) as port:
+        until(lambda: names(port))
+        own = f"http://127.0.0.1:{port}"
+        assert post(port, "/api/note?id=a", {"name": "x"}, **{"Content-Type": "text/plain"}) in (403, 422)
+        assert post(port, "/api/note?id=a", {"name": "x"}, **JSON, Origin="http://elsewhere.example") == 403
+        assert post(port, "/api/note?id=../a", {"name": "x"}, **JSON, Origin=own) == 404
+        assert post(port, "/api/note?id=a", {"name": "x" * 121}, **JSON, Origin=own) == 422
+        assert post(port, "/api/note?id=a", {"colour": "red"}, **JSON, Origin=own) == 422
+        assert not (tmp_path / "dashboard.json").exists()
+        assert post(port, "/api/note?id=a", {"name": "x"}, **JSON, Origin=own) == 200
+
+
+def test_a_damaged_file_of_notes_is_named_and_harms_nothing(tmp_path: Path) -> None:
+    finished(tmp_path / "a")
+    (tmp_path / "dashboard.json").write_text('{"a": {"name": 3}}')
+    with served(tmp_path) as port:
+        found = until(lambda: json.loads(get(port, "/api/runs")[2])["problems"])
+        assert names(port) == ["a"] and found[0].startswith("dashboard.json cannot be read")
+
+
+def test_the_options_in_which_runs_differ(tmp_path: Path) -> None:
+    for size in (100, 200):
+        finished(tmp_path / str(size), "der", parts={"memory": {"size": size}})
+    with served(tmp_path) as port:
+        until(lambda: len(names(port)) == 2)
+        assert json.loads(get(port, "/api/options")[2]) == {"memory.size": {"100": 100, "200": 200}}
 
 
 TRAVERSALS = [
@@ -248,7 +308,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         stream = events(port)
         until(lambda: next(stream)["runs"])
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=HANG)
         assert (process.returncode, errors) == (0, "")
     finally:
         process.kill()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 
+from everfed.store.appended import Lost
 from everfed.store.ledger import Conflict, Ledger, LedgerError
 
 
@@ -57,3 +60,33 @@ def test_a_damaged_ledger_is_not_taken_for_an_empty_one(line: str, tmp_path: Pat
     path.write_text(f'["a", "1"]\n{line}\n')
     with pytest.raises(LedgerError, match=r"ledger\.jsonl, line 2"):
         Ledger(path)
+
+
+def test_a_record_that_the_disk_took_half_of_leaves_the_ledger_whole(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "l")
+    ledger.record("a", "1")
+    try:
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (15, resource.RLIM_INFINITY))  # of 22 bytes
+        with pytest.raises(OSError):
+            ledger.record("b", "2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, before)
+    assert ledger.find("b") is None
+    ledger.record("b", "3")
+    assert Ledger(tmp_path / "l").find("b") == "3"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_ledger_that_is_removed_while_it_is_in_use_records_nothing_more(replaced: bool, tmp_path: Path) -> None:
+    """In a new file the earlier records would be forgotten."""
+    path = tmp_path / "l"
+    ledger = Ledger(path)
+    ledger.record("a", "1")
+    path.rename(tmp_path / "old")
+    if replaced:
+        path.write_bytes(b"")
+    with pytest.raises(Lost, match="was removed while it was in use"):
+        ledger.record("b", "2")
+    assert ledger.find("b") is None and path.exists() == replaced

@@ -20,7 +20,7 @@ from everfed.streams import clocks
 from everfed.streams.options import OptionError
 from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes
-from tests.support.presets import each_preset
+from tests.support.presets import each_kind
 from tests.support.small_stream import small_stream
 from tests.support.toy import Bench, comparable
 from tests.support.wire import run_over_wire
@@ -188,7 +188,7 @@ def test_events_tell_the_task_of_every_client() -> None:
 
 
 # methods -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", each_preset())
+@pytest.mark.parametrize("name", each_kind())
 def test_every_method_runs_or_is_refused_with_the_reason(name: str) -> None:
     bench = Bench(name, stream=small_stream(asynchronous=JITTER), train=TrainOptions(1, 12, Optimizer(lr=0.05)))
     if bench.build_method().needs(TOGETHER):

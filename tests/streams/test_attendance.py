@@ -20,7 +20,7 @@ from everfed.streams.attendance import Attendance, by_chance, make
 from everfed.streams.options import OptionError
 from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes
-from tests.support.presets import each_preset
+from tests.support.presets import each_kind
 from tests.support.small_stream import small_stream
 from tests.support.toy import Bench, comparable
 
@@ -79,7 +79,7 @@ def test_a_round_in_which_nobody_is_there_changes_nothing() -> None:
     assert tree.equal(dict(short.run(rounds=4).state.model), dict(short.run(rounds=8).state.model))
 
 
-@pytest.mark.parametrize("name", each_preset())
+@pytest.mark.parametrize("name", each_kind())
 def test_every_method_goes_on_when_clients_come_and_go(name: str) -> None:
     stream = small_stream(availability=COMING_AND_GOING, without={"0": [1]})
     outcome = Bench(name, stream=stream, train=TRAIN).run()

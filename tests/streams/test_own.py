@@ -26,7 +26,7 @@ from everfed.errors import is_user_error
 from everfed.streams import OptionError, build, from_function
 from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes
-from tests.support.presets import each_preset
+from tests.support.presets import each_kind
 from tests.support.toy import Bench, comparable
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -80,7 +80,7 @@ def test_a_server_without_data_needs_the_form_of_a_sample_only() -> None:
     assert stream(input_shape=[7], dtype="int64").test(0).x.dtype == torch.int64
 
 
-@pytest.mark.parametrize("name", each_preset())
+@pytest.mark.parametrize("name", each_kind())
 def test_every_method_runs_while_classes_appear_and_streams_end(name: str) -> None:
     outcome = Bench(name, stream=stream(), train=TRAIN).run()
     counts = [row for row in outcome.state.rows[3] if row is not None]

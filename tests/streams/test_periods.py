@@ -367,3 +367,29 @@ def test_without_zero_shot_earlier_models_were_not_scored_on_all_periods(file: P
 def test_herding_needs_classes(file: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="memory.policy = 'herding' needs classes, which this stream has not"):
         everfed.run(recipe(file, "herding"), tmp_path / "run")
+
+
+def test_users_left_out_are_no_clients_of_any_seed_and_give_the_tokenizer(tmp_path: Path) -> None:
+    """Six users, of whom one third says other words: the vocabulary is that of the two who are left out."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {"user": f"u{user}", "time": period, "text": f"word{user} word{user} {said(rng)}"}
+        for period in range(3)
+        for user in range(6)
+        for _ in range(5)
+    ]
+    path = write(tmp_path / "numbered.jsonl", rows)
+    made = [build(path, seed=seed, clients=3, left_out=2) for seed in range(4)]
+    outside = {user for one in made for user in range(6)} - {int(user) for one in made for user in one.chosen}
+    assert len(outside) == 2, "over four seeds every other user is drawn"
+    assert {one.tokenizer.text for one in made} == {made[0].tokenizer.text}
+    assert made[0].left_out_tokens().shape == (2 * 3 * 4, 12), "four of five utterances a period are for training"
+    known = json.loads(made[0].tokenizer.text)["model"]["vocab"]
+    assert {f"Ġword{user}" in known for user in outside} == {True}
+    assert not any(f"Ġword{user}" in known for user in set(range(6)) - outside)
+    assert build(path, clients=3).describe().get("left_out") is None and made[0].describe()["left_out"] == 2
+
+
+def test_too_many_users_left_out_are_refused(file: Path) -> None:
+    with pytest.raises(OptionError, match="4 beside 1 that are left out is too many; 4 users"):
+        build(file, left_out=1)

@@ -29,6 +29,8 @@ from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
+from everfed.models.vit import ViT
+from everfed.parts.pretrained.piecewise import Piecewise
 from everfed.store.clients import ClientStore
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -167,6 +169,11 @@ class Linear(nn.Module):
         return self.map(x.flatten(1))  # type: ignore[no-any-return]
 
 
+def tiny_vit(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A Vision Transformer of two blocks, for methods that adapt one."""
+    return ViT(input_shape, classes, patch=2, width=8, depth=2, heads=2)
+
+
 def mean_square(outputs: Tensor, y: Tensor) -> Tensor:
     """Half the mean squared error of a single output."""
     return 0.5 * (outputs.squeeze(1) - y).square().mean()
@@ -178,7 +185,9 @@ SMALL_SYNTHESIS = {
 # options of parts whose defaults are made for real data, {part: {option: value}}
 SMALL: dict[str, dict[str, Any]] = {
     "af-fcl": {"hidden": 6},
+    "fedl2p": {"epochs": 2, "outer_epochs": 1, "terms": 2, "hidden": 5},
     "fedcil": {"server_steps": 3, "server_chunk": 2, "server_batch": 4, "noise": 3, "width": 4},
+    "ranpac": {"width": 16},
     "mfcl": {"gen_steps": 5, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 6, "gen_light": True},
     "target": {"syn_round": 3, "warmup": 1, **SMALL_SYNTHESIS},
     "lander": {"syn_round": 3, "warmup": 1, "width": 5, "group": 3, **SMALL_SYNTHESIS},
@@ -213,7 +222,8 @@ class Bench:
     """Stream, method, network and options of a toy run. Everything it hands out is freshly built.
 
     method: a preset's name, or a function that composes a method. options: of the preset's parts; by default a buffer
-    of 8 samples. module: (input_shape, classes) -> network; by default an MLP with one hidden layer of 8.
+    of 8 samples. module: (input_shape, classes) -> network; by default an MLP with one hidden layer of 8, and for
+    methods of pretrained networks, in place of `Norm` too, a Vision Transformer.
     """
 
     method: str | Callable[[], Method] = "fedavg"
@@ -241,6 +251,8 @@ class Bench:
 
     def bare_module(self) -> nn.Module:
         shape, classes = self.stream.input_shape, self.stream.classes
+        if self.module in (None, Norm) and any(isinstance(part, Piecewise) for part in self.build_method().parts):
+            return self.change(module=tiny_vit).bare_module()
         if self.module is None:
             return models.build("mlp", shape, classes, self.seed, {"hidden": [8]})
         with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,8 @@
 """The names outside Flower's public interface that everfed uses, and the check that the installed version has them.
 
 Flower may change these between two versions without notice. A version on which a name is missing, or takes other
-parameters, is refused with the list of what does not fit. `internals` imports the names; no other module does.
+parameters, is refused with the list of what does not fit. Only the modules of this folder import them, most of them
+through `internals`.
 """
 
 from __future__ import annotations

@@ -56,15 +56,25 @@ class FedAvg(Part):
         return {"params": mean, "stats": mean, "counters": mean}
 
     def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
-        sent: Tree = dict(model) if ctx.options.batchnorm != "local" else {"params": model["params"]}
+        values = sent(model, ctx)
         if self.reducer in _OF_UPDATES:
-            params = sent.pop("params")
-            sent["update"] = params - message[MODEL]["params"].to(params.device)
-        return sent
+            params = values.pop("params")
+            values["update"] = params - message[MODEL]["params"].to(params.device)
+        return values
 
     def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
         """The mean of what arrived; what no client sent stays as it was."""
         model = server[MODEL]
         if reduced.get("update") is not None:
             reduced = {**reduced, "params": model["params"].to(reduced["update"].device) + reduced["update"]}
-        return {name: value if reduced.get(name) is None else reduced[name] for name, value in model.items()}
+        return replaced(model, reduced)
+
+
+def sent(model: Model, ctx: Context) -> Tree:
+    """What of a client's model is averaged: without the statistics that stay with it."""
+    return dict(model) if ctx.options.batchnorm != "local" else {"params": model["params"]}
+
+
+def replaced(model: Model, reduced: Tree) -> Model:
+    """The model with what arrived; what no client sent stays as it was."""
+    return {name: value if reduced.get(name) is None else reduced[name] for name, value in model.items()}

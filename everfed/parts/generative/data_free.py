@@ -24,7 +24,7 @@ from everfed.parts.generative.inversion import (
     roughness,
     smoothing,
 )
-from everfed.parts.shared.layers import in_precision
+from everfed.parts.shared.layers import constant, in_precision
 
 TERMS = ("content", "diversity", "statistics", "prior")
 
@@ -101,7 +101,8 @@ class GeneratorTraining:
         module = self.trainer.replica.module
         with in_precision(self.trainer), batch_statistics(module) as statistics:
             images = self.generator.module(noise)
-            outputs = module(images).float()
+            with constant(module):
+                outputs = module(images).float()
         outputs = only(outputs, self.seen)
         return (
             content(outputs, self._labels(outputs, noise), self.how.temperature),

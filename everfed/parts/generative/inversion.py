@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from everfed.models.fused import channel_moments
+
 VARIANCE_EPS = 1e-8  # added to variances before they are compared
 REACH = 2  # pixels on each side that the image prior averages over
 SPREAD = 2.0  # of its weights exp(-(d / SPREAD)^2): a Gaussian with a standard deviation of sqrt(2)
@@ -81,10 +83,8 @@ class Statistics:
         return torch.stack(terms).mean()
 
     def _note(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x = args[0].float()  # (n, channels, ...)
-        variance, mean = torch.var_mean(x, dim=[0, *range(2, x.dim())], correction=0)
         self.layers.append(layer)  # type: ignore[arg-type] # hooks are put on BatchNorm layers only
-        self.seen.append((mean, variance))
+        self.seen.append(channel_moments(args[0]))
 
 
 @contextmanager

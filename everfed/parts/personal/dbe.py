@@ -144,4 +144,5 @@ class DBE(Part):
 
 
 def _plain_sgd(optimizer: Optimizer) -> bool:
-    return optimizer.kind == "sgd" and not optimizer.momentum and not optimizer.weight_decay
+    further = (optimizer.momentum, optimizer.weight_decay, optimizer.clip, optimizer.groups)
+    return optimizer.kind == "sgd" and optimizer.by == "round" and not any(further)

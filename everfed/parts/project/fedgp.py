@@ -35,6 +35,7 @@ from everfed import (
     overrides,
     refuse_personal,
 )
+from everfed.core.pieces import only_trained
 from everfed.parts.memory import buffer as memory
 from everfed.parts.project.projection import check_finite, project, squared_norm
 
@@ -61,7 +62,7 @@ class FedGP(Part):
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]
         if later:
             raise CompositionError(f"fedgp must be the last gradient rule; move {', '.join(later)} before it")
-        changed = [name for name in ("momentum", "weight_decay") if getattr(optimizer, name)]
+        changed = [name for name in ("momentum", "weight_decay", "groups") if getattr(optimizer, name)]
         if optimizer.kind != "sgd" or changed:
             what = optimizer.kind if optimizer.kind != "sgd" else " and ".join(changed)
             return (f"fedgp with {what}: the update, unlike the gradient, may oppose the reference",)
@@ -81,7 +82,8 @@ class FedGP(Part):
         chosen = ctx.rng("reference").permutation(filled)[: self.samples or filled]
         rows = torch.from_numpy(chosen).to(own["x"].device)
         x, y = own["x"].index_select(0, rows), own["y"].index_select(0, rows)
-        return None, {"gradient": ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")}
+        gradient = ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")
+        return None, {"gradient": only_trained(gradient, message)}
 
     def _keep(self, server: State, reduced: Tree, ctx: Context) -> Tree:
         """The reference of the next round; none when all buffers were empty."""

@@ -108,7 +108,7 @@ class OGD(Part):
     def on_update(self, optimizer: Optimizer) -> bool:
         """Is the optimiser's step projected, rather than the gradient?"""
         if self.project == "auto":
-            return optimizer.kind != "sgd" or optimizer.weight_decay > 0
+            return optimizer.kind != "sgd" or optimizer.weight_decay > 0 or bool(optimizer.groups)
         return self.project == "update"
 
     def plan(

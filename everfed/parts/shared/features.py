@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from everfed import Entry, Layout, Model, Trainer
+from everfed import CompositionError, Entry, Layout, Model, Step, Trainer
 from everfed.core.layout import EXTRAS
 from everfed.parts.shared.layers import in_precision
 
@@ -28,10 +28,21 @@ def head_weight(layout: Layout) -> Entry:
     return matrices[-1]
 
 
+def head_entries(layout: Layout) -> list[Entry]:
+    """The head's weight (classes, features), and its bias (classes,) where it has one."""
+    weight = head_weight(layout)
+    owner = weight.name.rpartition(".")[0]
+    return [weight, *(entry for entry in network(layout) if entry.name == f"{owner}.bias")]
+
+
 def head(module: nn.Module) -> nn.Module:
     """The head itself."""
-    names = [n for n, p in module.named_parameters() if p.dim() == 2 and not n.startswith(EXTRAS)]
-    return module.get_submodule(names[-1].rpartition(".")[0])
+    return module.get_submodule(head_name(module).rpartition(".")[0])
+
+
+def head_name(module: nn.Module) -> str:
+    """The name of the head's weight, trainable or not."""
+    return [n for n, p in module.named_parameters() if p.dim() == 2 and not n.startswith(EXTRAS)][-1]
 
 
 def through_head(
@@ -60,6 +71,24 @@ def head_inputs(
         yield seen
     finally:
         handle.remove()
+
+
+def keep_features(step: Step, key: str) -> None:
+    """Keep the head's inputs in the step's next forward pass with gradients; call it in `batches`."""
+    if step.ctx.train.network is not step.replica.module:
+        raise CompositionError(f"part {key!r} reads the features of every step; leave engine.compile out")
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():  # not in a teacher's pass through the same module
+            handle.remove()
+            step.handed[key] = args[0]
+
+    handle = head(step.replica.module).register_forward_pre_hook(keep)
+
+
+def kept_features(step: Step, key: str) -> Tensor:
+    """(n, F) of the real minibatch, which comes first in a forward pass."""
+    return step.handed[key][: len(step.x)].float()
 
 
 def features(trainer: Trainer, model: Model, x: Tensor) -> Tensor:

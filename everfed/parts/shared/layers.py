@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from everfed import Entry, Layout, Trainer
 from everfed.core.layout import EXTRAS
@@ -27,6 +29,19 @@ def hidden_weights(layout: Layout) -> list[Entry]:
 def fan_in(entry: Entry) -> int:
     """m: inputs per output of a layer."""
     return entry.size // entry.shape[0]
+
+
+@contextmanager
+def constant(module: nn.Module) -> Iterator[None]:
+    """Inside, forward passes record no gradients for the module's own parameters, only for its inputs."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def in_precision(trainer: Trainer) -> torch.autocast:

@@ -11,17 +11,25 @@
     return `${value.toFixed(i ? 1 : 0)} ${units[i]}`;
   }
 
-  const text = (value, unit) => unit === "B" ? bytes(value) : `${NUMBER.format(value)}${unit ? " " + unit : ""}`;
+  function duration(seconds) {
+    if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+    const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+    const two = (value) => String(value).padStart(2, "0");
+    return hours ? `${hours}:${two(minutes)}:${two(whole % 60)} h` : `${minutes}:${two(whole % 60)} min`;
+  }
+
+  const text = (value, unit) => unit === "s" ? duration(value) : unit === "B" ? bytes(value) : `${NUMBER.format(value)}${unit ? " " + unit : ""}`;
 
   // The lines of a drawing in data coordinates, read back from what is drawn.
   function read(svg) {
     const [x0, x1, y0, y1] = svg.dataset.frame.split(" ").map(Number);
     return [...svg.querySelectorAll("g[data-line]:not(.off)")].map((group) => ({
-      label: group.dataset.label,
+      label: group.dataset.line,
       colour: group.getAttribute("style"),
       points: group.querySelector("polyline").getAttribute("points").split(" ").map((pair) => {
         const [u, v] = pair.split(",").map(Number);
-        return { u, x: x0 + (x1 - x0) * u / 1000, y: y1 - (y1 - y0) * v / 1000 };
+        const y = y1 - (y1 - y0) * v / 1000;
+        return { u, x: x0 + (x1 - x0) * u / 1000, y: svg.dataset.log === undefined ? y : 10 ** y };
       }),
     }));
   }
@@ -34,10 +42,11 @@
     if (!all.length) return;
     const at = nearest(all, u), output = svg.parentElement.querySelector(".reading");
     svg.querySelector(".cursor").setAttribute("d", `M${at.u} 0V1000`);
-    output.replaceChildren(row(`${svg.dataset.x} ${text(Math.round(at.x), "")}`, "", ""));
+    const unit = svg.dataset.xUnit, place = (x) => unit ? text(x, unit) : text(Math.round(x), "");
+    output.replaceChildren(row(`${svg.dataset.x} ${place(at.x)}`, "", ""));
     for (const line of lines) {
       const point = nearest(line.points, at.u);
-      const own = Math.abs(point.x - at.x) < 0.5 ? "" : ` (${svg.dataset.x.toLowerCase()} ${Math.round(point.x)})`;
+      const own = Math.abs(point.u - at.u) < 0.5 ? "" : ` (${svg.dataset.x.toLowerCase()} ${place(point.x)})`;
       output.append(row(line.label + own, text(point.y, svg.dataset.unit), line.colour));
     }
     output.style.left = at.u < 500 ? "auto" : "5rem";
@@ -96,7 +105,10 @@
     if (button) {
       const shown = button.getAttribute("aria-pressed") !== "true";
       button.setAttribute("aria-pressed", String(shown));
-      button.closest("figure").querySelector(`g[data-line="${button.dataset.line}"]`).classList.toggle("off", !shown);
+      const drawings = button.closest("[data-lines]") ?? button.closest("figure");
+      for (const group of drawings.querySelectorAll("g[data-line]")) {
+        if (group.dataset.line === button.dataset.line) group.classList.toggle("off", !shown);
+      }
     }
     if (event.target.id === "theme") turn();
   });

@@ -5,6 +5,11 @@
   const $ = (id) => document.getElementById(id);
   const runs = new Map(), rows = new Map(), ticked = new Set();
   let opened = "", sortBy = "started", ascending = false;
+  let notes = {}, known = {}; // {run: {name, tags, hidden}}; {option: {run: value}}
+  const columns = new Set(); // options that have a column
+  const PANELS = ["acc", "forgetting", "loss", "bytes", "time"];
+  const CHOICES = ["what", "by", "x", "together", "smooth", "first", "last"]; // of the comparison
+  const narrow = matchMedia("(max-width: 48rem)").matches;
   const AT_FIRST = 12; // runs that are compared while none is ticked
   const MOST = 100; // runs in a report
 
@@ -20,6 +25,15 @@
   };
   const moment = (seconds) => seconds == null ? dash : new Date(1000 * seconds).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
 
+  const duration = (seconds) => {
+    if (seconds == null) return dash;
+    if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+    const whole = Math.round(seconds), hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+    const two = (value) => String(value).padStart(2, "0");
+    return hours ? `${hours}:${two(minutes)} h` : `${minutes}:${two(whole % 60)} min`;
+  };
+
+  // sparse: shown only where a run has a value
   const COLUMNS = [
     { key: "id", name: "Run" },
     { key: "method", name: "Method", text: (run) => run.method },
@@ -30,9 +44,11 @@
     { key: "acc", name: "Score", text: (run) => scored(run, run.acc), title: (run) => run.heading, number: true },
     { key: "forgetting", name: "Forgetting", text: (run) => scored(run, run.forgetting), number: true },
     { key: "loss", name: "Loss", text: (run) => plain(run.loss), number: true },
-    { key: "faults", name: "Faults", text: (run) => String(run.faults), style: (run) => run.faults ? "bad" : "", number: true },
-    { key: "skipped", name: "Skipped", text: (run) => run.skipped.toLocaleString("en"), style: (run) => run.skipped ? "bad" : "", number: true },
+    { key: "faults", name: "Faults", text: (run) => String(run.faults), style: (run) => run.faults ? "bad" : "", number: true, sparse: true },
+    { key: "skipped", name: "Skipped", text: (run) => run.skipped.toLocaleString("en"), style: (run) => run.skipped ? "bad" : "", number: true, sparse: true },
     { key: "sent", name: "Sent", text: (run) => size(run.sent), number: true },
+    { key: "duration", name: "Duration", text: (run) => duration(run.duration), number: true },
+    { key: "left", name: "Left", text: (run) => duration(run.left), number: true, sparse: true },
     { key: "started", name: "Started", text: (run) => moment(run.started) },
   ];
 
@@ -65,6 +81,8 @@
     remember();
   }
 
+  const cellOf = (row, key) => row.querySelector(`td[data-key="${key}"]`);
+
   function makeRow(run) {
     const row = element("tr", { tabIndex: -1 });
     const tick = element("input", { type: "checkbox", checked: ticked.has(run.id), ariaLabel: `compare ${run.id}` });
@@ -73,28 +91,101 @@
     row.dataset.id = run.id;
     for (const column of COLUMNS) {
       const cell = element("td", { className: column.number ? "number" : "" });
-      cell.dataset.name = column.name;
+      [cell.dataset.name, cell.dataset.key] = [column.name, column.key];
       row.append(cell);
     }
     const open = element("button", { type: "button", textContent: run.id });
     open.addEventListener("click", () => openRun(run.id));
-    row.cells[1].className = "name";
-    row.cells[1].append(open);
-    row.cells[6].append(element("span", { className: "progress" }, element("i")), element("span"));
+    cellOf(row, "id").className = "name";
+    cellOf(row, "id").append(open, element("span", { className: "tags" }));
+    cellOf(row, "done").append(element("span", { className: "progress" }, element("i")), element("span"));
     return row;
   }
 
   function fillRow(row, run) {
-    COLUMNS.forEach((column, i) => {
-      const cell = row.cells[i + 1];
+    for (const column of COLUMNS) {
+      const cell = cellOf(row, column.key);
       if (column.text && cell.textContent !== column.text(run)) cell.textContent = column.text(run);
       if (column.title) cell.title = column.title(run);
       if (column.style) cell.className = `${column.number ? "number" : ""} ${column.style(run)}`;
-    });
-    const share = run.rounds ? 100 * run.done / run.rounds : 0;
-    row.cells[6].querySelector("i").style.width = `${share}%`;
-    row.cells[6].lastChild.textContent = `${run.done.toLocaleString("en")}/${run.rounds ? run.rounds.toLocaleString("en") : "?"}`;
-    row.cells[5].title = run.problem;
+    }
+    const share = run.rounds ? 100 * run.done / run.rounds : 0, done = cellOf(row, "done");
+    done.querySelector("i").style.width = `${share}%`;
+    done.lastChild.textContent = `${run.done.toLocaleString("en")}/${run.rounds ? run.rounds.toLocaleString("en") : "?"}`;
+    cellOf(row, "status").title = run.problem;
+    nameRow(row, run.id);
+    fillOptions(row, run.id);
+  }
+
+  const noteOf = (id) => ({ name: "", tags: [], hidden: false, ...notes[id] });
+
+  function nameRow(row, id) {
+    const { name, tags } = noteOf(id), cell = cellOf(row, "id");
+    cell.querySelector("button").textContent = name || id;
+    cell.title = name ? id : "";
+    cell.querySelector(".tags").replaceChildren(...tags.map((tag) => element("span", { className: "tag", textContent: tag })));
+  }
+
+  // options of the recipe as columns -------------------------------------------------------------------------------
+  const shownValue = (value) => value == null ? dash : typeof value === "string" ? value : JSON.stringify(value);
+
+  function fillOptions(row, id) {
+    for (const cell of row.querySelectorAll("td.option")) cell.remove();
+    for (const key of columns) {
+      const cell = element("td", { className: "option", textContent: shownValue(known[key]?.[id]) });
+      cell.dataset.name = key;
+      row.append(cell);
+    }
+  }
+
+  function arrangeColumns() {
+    const head = $("table").tHead.rows[0];
+    for (const cell of head.querySelectorAll("th.option")) cell.remove();
+    for (const key of columns) head.append(element("th", { scope: "col", className: "option", textContent: key }));
+    for (const [id, row] of rows) fillOptions(row, id);
+    const box = $("columns").lastElementChild, wanted = Object.keys(known).join("\n");
+    if (box.dataset.keys === wanted) return;
+    box.dataset.keys = wanted;
+    box.replaceChildren(...Object.keys(known).map((key) => {
+      const tick = element("input", { type: "checkbox", checked: columns.has(key) });
+      tick.addEventListener("change", () => { if (tick.checked) columns.add(key); else columns.delete(key); arrangeColumns(); remember(); });
+      return element("label", { className: "check" }, tick, ` ${key}`);
+    }));
+    if (!wanted) box.textContent = "The runs do not differ in any option.";
+  }
+
+  const loadOptions = throttled(async () => {
+    try { known = await (await fetched("/api/options")).json(); arrangeColumns(); } catch { /* the next run that comes asks again */ }
+  }, 2000);
+
+  // notes ----------------------------------------------------------------------------------------------------------
+  function fillNote() {
+    const note = noteOf(opened);
+    if (document.activeElement?.closest?.("#note")) return; // do not overwrite what is being typed
+    $("note-name").value = note.name;
+    $("note-tags").value = note.tags.join(", ");
+    $("note-hidden").checked = note.hidden;
+  }
+
+  async function saveNote() {
+    const tags = [...new Set($("note-tags").value.split(",").map((tag) => tag.trim()).filter(Boolean))];
+    const note = { name: $("note-name").value.trim(), tags, hidden: $("note-hidden").checked };
+    const body = JSON.stringify(note), headers = { "Content-Type": "application/json" };
+    try {
+      await fetched(`/api/note?${new URLSearchParams({ id: opened })}`, { method: "POST", body, headers });
+      takeNotes({ ...notes, [opened]: note });
+      $("note-problem").textContent = "";
+    } catch (error) {
+      $("note-problem").textContent = `Not kept: ${error.message}`;
+    }
+  }
+
+  function takeNotes(fresh) {
+    if (JSON.stringify(fresh) === JSON.stringify(notes)) return;
+    notes = fresh;
+    for (const [id, row] of rows) nameRow(row, id);
+    if (opened) { $("detail-title").textContent = noteOf(opened).name || opened; fillNote(); }
+    arrange();
   }
 
   const words = () => $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -102,7 +193,8 @@
   function matching() {
     const wanted = words(), status = $("status").value, method = $("method").value;
     return [...runs.values()].filter((run) => {
-      const text = `${run.id} ${run.method} ${run.recipe} ${run.dataset} ${run.scenario} seed ${run.seed} ${run.status}`.toLowerCase();
+      const text = `${run.id} ${run.method} ${run.recipe} ${run.dataset} ${run.scenario} seed ${run.seed} ${run.status} ${noteOf(run.id).name} ${noteOf(run.id).tags.join(" ")}`.toLowerCase();
+      if (noteOf(run.id).hidden && !$("hidden").checked) return false;
       return (!status || run.status === status) && (!method || run.method === method) && wanted.every((word) => text.includes(word));
     });
   }
@@ -115,13 +207,39 @@
   }
 
   let shown = [];
+  const heads = new Map(); // group -> its row
+
+  // Rows in order, with a heading before each group.
+  function inGroups(found) {
+    const by = $("group").value;
+    if (!by) return found.map((run) => rows.get(run.id));
+    const groups = Map.groupBy(found, (run) => run[by] || dash);
+    return [...groups].flatMap(([name, own]) => [groupHead(name, own), ...own.map((run) => rows.get(run.id))]);
+  }
+
+  function groupHead(name, own) {
+    if (!heads.has(name)) {
+      const tick = element("input", { type: "checkbox", ariaLabel: `compare all of ${name}` });
+      tick.addEventListener("change", () => { for (const id of heads.get(name).ids) choose(id, tick.checked); });
+      const cells = [element("td", { className: "tick" }, tick), element("th", { colSpan: 99, scope: "rowgroup" })];
+      heads.set(name, element("tr", { className: "group" }, ...cells));
+    }
+    const row = heads.get(name);
+    row.ids = own.map((run) => run.id);
+    row.querySelector("input").checked = row.ids.every((id) => ticked.has(id));
+    row.cells[1].textContent = `${name} (${own.length})`;
+    return row;
+  }
 
   // Filter and sort; rows are moved only where the order changed, so that focus and selection stay.
   function arrange() {
-    shown = matching().sort(compareBy).map((run) => run.id);
-    const body = $("table").tBodies[0];
-    shown.forEach((id, i) => { if (body.rows[i] !== rows.get(id)) body.insertBefore(rows.get(id), body.rows[i] ?? null); });
-    while (body.rows.length > shown.length) body.lastElementChild.remove();
+    const body = $("table").tBodies[0], wanted = inGroups(matching().sort(compareBy));
+    shown = wanted.filter((row) => row.dataset.id).map((row) => row.dataset.id);
+    wanted.forEach((row, i) => { if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] ?? null); });
+    while (body.rows.length > wanted.length) body.lastElementChild.remove();
+    for (const { key, sparse } of COLUMNS) {
+      if (sparse) $("table").classList.toggle(`without-${key}`, ![...runs.values()].some((run) => run[key]));
+    }
     for (const cell of $("table").tHead.rows[0].cells) {
       cell.ariaSort = cell.dataset.key === sortBy ? (ascending ? "ascending" : "descending") : null;
     }
@@ -140,7 +258,9 @@
     select.value = wanted.includes(now) ? now : "";
   }
 
-  function take({ runs: fresh, gone, problems }) {
+  function take({ runs: fresh, gone, problems, notes: said }) {
+    takeNotes(said ?? notes);
+    if (gone.length || fresh.some((run) => !runs.has(run.id))) loadOptions();
     for (const run of fresh) {
       runs.set(run.id, run);
       if (!rows.has(run.id)) rows.set(run.id, makeRow(run));
@@ -186,8 +306,8 @@
     return () => { if (waiting || busy) again = true; else go(); };
   }
 
-  async function fetched(address) {
-    const answer = await fetch(address);
+  async function fetched(address, options) {
+    const answer = await fetch(address, options);
     if (answer.ok) return answer;
     const failure = await answer.json().catch(() => ({ detail: answer.statusText }));
     throw new Error(typeof failure.detail === "string" ? failure.detail : JSON.stringify(failure.detail));
@@ -200,15 +320,23 @@
     return shown.length > ids.length ? `The first ${ids.length} of ${shown.length} runs below; tick runs to choose.` : "All runs below; tick runs to choose.";
   }
 
+  // The address of the comparison that is chosen.
+  function comparison(ids) {
+    const what = $("what").value === "panels" ? PANELS : [$("what").value];
+    const query = new URLSearchParams([...ids.map((id) => ["run", id]), ...what.map((kind) => ["what", kind])]);
+    for (const name of CHOICES.slice(1)) if ($(name).value) query.set(name, $(name).value);
+    if ($("log").checked) query.set("log", "true");
+    return query.toString();
+  }
+
   let last = "";
   async function drawCompare() {
     const ids = compared();
     $("chosen").textContent = ids.length ? selectionText(ids) : "";
     $("report").disabled = !ids.length;
     if (!ids.length) return swap($("chart"), "");
-    const query = new URLSearchParams([...ids.map((id) => ["run", id]), ["what", $("what").value], ["by", $("by").value]]);
-    for (const name of ["first", "last"]) if ($(name).value) query.set(name, $(name).value);
-    last = query.toString();
+    const query = comparison(ids);
+    last = query;
     try {
       swap($("chart"), await (await fetched(`/api/compare?${query}`)).text());
     } catch (error) {
@@ -217,9 +345,7 @@
   }
   const redraw = throttled(drawCompare, 900);
   function scheduleCompare(moved = false) {
-    const query = new URLSearchParams([...compared().map((id) => ["run", id]), ["what", $("what").value], ["by", $("by").value]]);
-    for (const name of ["first", "last"]) if ($(name).value) query.set(name, $(name).value);
-    if (moved || query.toString() !== last) redraw();
+    if (moved || comparison(compared()) !== last) redraw();
   }
 
   async function drawDetail() {
@@ -250,11 +376,13 @@
     opened = id;
     rows.get(id)?.classList.add("open");
     $("detail").hidden = !id;
-    $("detail-title").textContent = id;
+    $("detail-title").textContent = noteOf(id).name || id;
+    document.body.classList.toggle("reading-run", Boolean(id));
     if (id) {
+      fillNote();
       $("sections").replaceChildren();
       scheduleDetail();
-      if (focus) { $("detail-title").focus(); $("detail").scrollIntoView({ block: "start" }); }
+      if (focus) { $("detail-title").focus(); $("detail").scrollIntoView({ block: "nearest" }); }
     }
     remember();
   }
@@ -275,7 +403,9 @@
   // the address --------------------------------------------------------------------------------------------------
   function remember() {
     const kept = new URLSearchParams([...ticked].map((id) => ["run", id]));
-    for (const name of ["what", "by", "first", "last", "filter", "status", "method"]) if ($(name).value) kept.set(name, $(name).value);
+    for (const name of [...CHOICES, "filter", "status", "method", "group"]) if ($(name).value) kept.set(name, $(name).value);
+    for (const name of ["log", "hidden"]) if ($(name).checked) kept.set(name, "true");
+    for (const key of columns) kept.append("column", key);
     kept.set("sort", `${sortBy} ${ascending}`);
     if (opened) kept.set("open", opened);
     history.replaceState(null, "", `#${kept}`);
@@ -284,7 +414,10 @@
   function recall() {
     const kept = new URLSearchParams(location.hash.slice(1));
     for (const id of kept.getAll("run")) ticked.add(id);
-    for (const name of ["what", "by", "first", "last", "filter"]) if (kept.has(name)) $(name).value = kept.get(name);
+    if (narrow) $("what").value = "acc"; // a phone begins with one plot
+    for (const name of [...CHOICES, "filter", "group"]) if (kept.has(name)) $(name).value = kept.get(name);
+    for (const name of ["log", "hidden"]) $(name).checked = kept.get(name) === "true";
+    for (const key of kept.getAll("column")) columns.add(key);
     for (const name of ["status", "method"]) {
       if (kept.get(name)) $(name).append(element("option", { value: kept.get(name), textContent: kept.get(name), selected: true }));
     }
@@ -295,13 +428,14 @@
   // keys and events ----------------------------------------------------------------------------------------------
   function move(step) {
     const body = $("table").tBodies[0], now = document.activeElement.closest?.("#table tbody tr");
-    const next = now ? body.rows[now.sectionRowIndex + step] : body.rows[step > 0 ? 0 : body.rows.length - 1];
+    let next = now ? body.rows[now.sectionRowIndex + step] : body.rows[step > 0 ? 0 : body.rows.length - 1];
+    while (next && !next.dataset.id) next = body.rows[next.sectionRowIndex + step];
     next?.focus();
     next?.scrollIntoView({ block: "nearest" });
   }
 
   document.addEventListener("keydown", (event) => {
-    const row = event.target.closest?.("#table tbody tr"), typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";
+    const row = event.target.closest?.("#table tr[data-id]"), typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && !["checkbox", "range"].includes(event.target.type);
     const onDrawing = event.target.closest?.("svg");
     if (event.key === "Escape" && !onDrawing) { if (typing) event.target.blur(); else if (opened) closeRun(); return; }
     if (typing || onDrawing || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -310,10 +444,12 @@
     else if (event.key === " " && row && event.target === row) { event.preventDefault(); choose(row.dataset.id, !ticked.has(row.dataset.id)); }
     else if (event.key === "Enter" && row && event.target === row) openRun(row.dataset.id);
   });
-  for (const name of ["filter", "status", "method"]) $(name).addEventListener("input", () => { arrange(); remember(); });
-  for (const name of ["what", "by", "first", "last"]) $(name).addEventListener("input", () => { scheduleCompare(); remember(); });
+  for (const name of ["filter", "status", "method", "group", "hidden"]) $(name).addEventListener("input", () => { arrange(); remember(); });
+  for (const name of [...CHOICES, "log"]) $(name).addEventListener("input", () => { scheduleCompare(); remember(); });
   $("clear").addEventListener("click", () => { for (const id of [...ticked]) { ticked.delete(id); const row = rows.get(id); if (row) row.querySelector("input").checked = false; } scheduleCompare(); remember(); });
   $("close").addEventListener("click", closeRun);
+  $("note").addEventListener("change", saveNote);
+  $("note").addEventListener("submit", (event) => event.preventDefault());
   $("report").addEventListener("click", () => {
     const ids = compared().slice(0, MOST);
     if (compared().length > MOST) $("chosen").textContent = `A report holds at most ${MOST} runs: the first ${MOST} are in it.`;

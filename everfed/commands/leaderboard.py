@@ -1,0 +1,199 @@
+"""`everfed leaderboard`: every method on the same streams, tuned with the same number of tries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from everfed.commands import options
+from everfed.errors import RecipeError
+
+if TYPE_CHECKING:
+    from everfed.comparison.cells import Cell, Outcome
+    from everfed.leaderboard.records import Record
+
+RECORDS = Path("results") / "leaderboard"
+TUNING_SEED = 100  # of the tries; tests have the seeds 0, 1, 2, ...
+
+
+def leaderboard(
+    streams: Annotated[str | None, typer.Option(metavar="S,S,...", help="Only these streams (default: all).")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="M,M,...", help="Only these methods (default: all).")] = None,
+    tries: Annotated[int, typer.Option(metavar="N", min=1, max=5, help="Tries of every method.")] = 5,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Seeds of the test.")] = 3,
+    device: Annotated[str | None, typer.Option(metavar="D", help="cpu, cuda or cuda:N, not the recipe's.")] = None,
+    jobs: options.Jobs = 0,
+    limit: Annotated[
+        float, typer.Option(metavar="S", min=0.0, help="Give a run up after so many seconds; 0: never.")
+    ] = 0.0,
+    data: options.Data = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run folders.")] = Path("runs/leaderboard"),
+    records: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the records.")] = RECORDS,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Renew the tables of this Markdown page.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the sortable report.")] = None,
+    only_page: Annotated[bool, typer.Option("--only-page", help="Run nothing: use the records there are.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Compare all methods on three streams, each tuned with the same number of tries, and write the page.
+
+    A try is a pair of learning rate and main weight, scored on validation data
+    with a seed of its own; the best one is tested on the test data of other
+    seeds. Every finished run is kept as data below DIR of --records: when the
+    command is repeated, or several processes run it on one folder, only what
+    is missing is run. Methods that fail are listed with the reason.
+
+    \b
+    Examples:
+      everfed leaderboard --streams rotated-digits --methods fedavg,er
+      everfed leaderboard --streams cifar100 --device cuda --jobs 12 --data ~/data
+      everfed leaderboard --only-page --page docs/leaderboard.md --html leaderboard.html
+    """
+    from everfed.commands.cells import Terminal
+    from everfed.comparison import cells
+    from everfed.leaderboard import tuning
+
+    chosen = _named("--streams", streams, tuning.streams()), _named("--methods", methods, tuning.compared())
+    board = Board(out, records, tries, range(seeds), device)
+    if not only_page:
+        places = [(stream, method) for stream in chosen[0] for method in tuning.slowest_first(chosen[1])]
+        settings = cells.Settings(
+            options.absolute(data), 1.0, 1e9 if limit else 30.0, as_json, jobs=jobs, keep_going=True, limit=limit
+        )
+        cells.run(list(board.first_cells(places)), settings, board.then, Terminal(as_json))
+    _write_pages(records, page, html)
+    _print_summary(records, as_json)
+
+
+@dataclass(frozen=True)
+class Board:
+    """What is run: tries, then tests, of methods on streams."""
+
+    out: Path
+    records: Path
+    tries: int
+    seeds: Sequence[int]
+    device: str | None
+
+    def first_cells(self, places: Iterable[tuple[str, str]]) -> Iterator[Cell]:
+        """Every try that has no record, and the tests of methods whose tries all have one."""
+        for stream, method in places:
+            record = self._record(stream, method)
+            missing = [number for number in range(self.tries) if not _has(record["tries"], "number", number)]
+            yield from (self._try(stream, method, number) for number in missing)
+            if not missing:
+                yield from self._tests(record)
+
+    def then(self, outcome: Outcome) -> list[Cell]:
+        """Keep a finished run; after the last try of a method come its tests."""
+        from everfed.leaderboard import records
+
+        stream, method, kind, number = outcome.cell.row.split(" ")
+        known = self._hash(stream)
+        entry = records.measured(outcome.result, outcome.problem, _kept_samples(outcome))
+        if kind == "test":
+            records.add(self.records, known, stream, method, "tests", {"seed": int(number), **entry})
+            return []
+        about = {"number": int(number), "seed": TUNING_SEED, "sets": list(self._sets(stream, method, int(number)))}
+        record = records.add(self.records, known, stream, method, "tries", {**about, **entry})
+        whole = all(_has(record["tries"], "number", one) for one in range(self.tries))
+        return list(self._tests(record)) if whole else []
+
+    def _record(self, stream: str, method: str) -> Record:
+        from everfed.leaderboard import records
+
+        return records.opened(self.records, stream, method, self._hash(stream))
+
+    def _hash(self, stream: str) -> str:
+        """Of the stream's recipe, as it is without a method's settings."""
+        from everfed.recipe import read
+        from everfed.reproduction.records import recipe_hash, settings_of
+
+        return recipe_hash(settings_of(read(_recipe(stream))))[:16]
+
+    def _sets(self, stream: str, method: str, number: int) -> tuple[str, ...]:
+        from everfed.leaderboard import tuning
+
+        return tuning.tries(method, stream, number + 1)[number]
+
+    def _try(self, stream: str, method: str, number: int) -> Cell:
+        sets = ["eval.split=validation", *self._sets(stream, method, number)]
+        return self._cell(stream, method, f"try {number}", TUNING_SEED, sets)
+
+    def _tests(self, record: Record) -> Iterator[Cell]:
+        """The tests that have no record, with the best of the tries; none where no try finished."""
+        from everfed.leaderboard.records import best_try
+
+        best = best_try({**record, "tries": [one for one in record["tries"] if one["number"] < self.tries]})
+        if best is None:
+            return
+        for seed in self.seeds:
+            if not _has(record["tests"], "seed", seed):
+                yield self._cell(record["stream"], record["method"], f"test {seed}", seed, best["sets"])
+
+    def _cell(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> Cell:
+        from everfed.comparison.cells import new_cell
+
+        where = [f"engine.device={self.device}", "engine.kind=auto"] if self.device else []
+        folder = self.out / stream / method / name.replace(" ", "-")
+        row = f"{stream} {method} {name}"
+        return new_cell(row, _recipe(stream), folder, method=method, seed=seed, sets=[*where, *sets])
+
+
+def _recipe(stream: str) -> str:
+    from everfed.leaderboard.tuning import RECIPES
+
+    return f"{RECIPES}{stream}"
+
+
+def _has(entries: Iterable[Mapping[str, Any]], key: str, value: int) -> bool:
+    return any(entry[key] == value for entry in entries)
+
+
+def _named(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
+    if text is None:
+        return list(allowed)
+    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    for name in wanted:
+        if name not in allowed:
+            raise RecipeError(f"{option} {name}: use some of {', '.join(allowed)}")
+    return [name for name in allowed if name in wanted]
+
+
+def _kept_samples(outcome: Outcome) -> float | None:
+    """Samples in a client's buffer at the end, on average; None where the method has no buffer."""
+    from everfed.store.run import RunFolder
+
+    log = RunFolder(outcome.cell.folder).events
+    if outcome.result is None or not log.exists():
+        return None
+    events = [json.loads(line) for line in log.read_text().splitlines() if '"buffer"' in line]
+    found = [event for event in events if event["event"] == "buffer"]
+    return sum(found[-1]["by_task"]) / outcome.result["stream"]["clients"] if found else None
+
+
+def _write_pages(records: Path, page: Path | None, html: Path | None) -> None:
+    if page is None and html is None:
+        return
+    from everfed.leaderboard import page as pages
+
+    for path in pages.write(records, page, html):
+        typer.echo(str(path))
+
+
+def _print_summary(records: Path, as_json: bool) -> None:
+    from everfed.leaderboard.records import finished_tests, problem, read_all
+
+    found = read_all(records)
+    tested = sum(bool(finished_tests(record)) for record in found)
+    failed = {f"{record['stream']} {record['method']}": problem(record) for record in found if problem(record)}
+    if as_json:
+        typer.echo(json.dumps({"event": "leaderboard", "records": len(found), "tested": tested, "failed": failed}))
+        return
+    typer.echo(f"{tested} of {len(found)} records in {records} have test numbers")
+    for name, reason in failed.items():
+        typer.echo(f"no number: {name}: {reason}")

@@ -1,0 +1,262 @@
+"""The leaderboard's pages, from the records alone: a table and two pictures for every stream, as Markdown between the
+marks of a page and as one HTML file whose tables can be sorted.
+
+<!-- leaderboard: rotated-digits -->
+...
+<!-- leaderboard: end -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from everfed import methods
+from everfed.core.part import BOUNDARIES, Part
+from everfed.errors import UserError
+from everfed.leaderboard import pareto, records, tuning
+from everfed.leaderboard.records import Record
+from everfed.markdown import markdown_table
+from everfed.progress import size
+from everfed.recipe import read, settled
+from everfed.report.colours import variables
+from everfed.report.html import POLICY, asset
+from everfed.report.markup import Html, tag
+from everfed.store.files import make_folder, write_atomic
+
+_MARKED = re.compile(r"(<!-- leaderboard: (?!end)(\S+) -->\n)(.*?)(<!-- leaderboard: end -->)", re.DOTALL)
+PERSONAL = "†"
+NOTE = (
+    "Mean ± population deviation over the seeds of the test; accuracy, forgetting and learning accuracy in per cent. "
+    "Bytes of a whole run, all clients together; kept: by one client at the end. Time: seconds of a run over those of "
+    "fedavg, with runs side by side on one machine, so that small differences mean nothing. "
+    f"{PERSONAL}: every client is scored with a model of its own."
+)
+COLUMNS = (
+    "method", "accuracy", "forgetting", "learning accuracy", "bytes up", "bytes down", "time", "kept by a client",
+    "stored samples", "the server sees", "secure aggregation", "boundaries",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """text: as it is shown. value: what the column is sorted by."""
+
+    text: str
+    value: float | str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a method needs and shows, whatever the numbers. sees: what the server sees of single clients."""
+
+    sees: str
+    boundaries: bool
+    keeps_all: bool
+
+    @property
+    def secure(self) -> bool:
+        return not self.sees
+
+
+def write(root: Path, page: Path | None, html: Path | None) -> list[Path]:
+    """Write the pages that are named and the pictures of the Markdown one; returns the files."""
+    found = records.read_all(root)
+    written: list[Path] = []
+    if page is not None:
+        folder = page.parent / page.stem
+        for name, drawing in _pictures(found).items():
+            written.append(_save(folder / f"{name}.svg", drawing))
+        written.append(_save(page, renewed(page.read_text(encoding="utf-8"), found, page.stem)))
+    if html is not None:
+        written.append(_save(html, report(found)))
+    return written
+
+
+def renewed(text: str, found: Sequence[Record], pictures: str) -> str:
+    """A Markdown page with every marked part written anew. pictures: the folder of the pictures beside the page."""
+    if not _MARKED.search(text):
+        raise UserError("the page has no place for the leaderboard; mark it with <!-- leaderboard: STREAM -->")
+    return _MARKED.sub(lambda mark: f"{mark[1]}{_section(mark[2], found, pictures)}\n{mark[4]}", text)
+
+
+def report(found: Sequence[Record]) -> str:
+    """The whole HTML page."""
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", "everfed leaderboard"),
+        tag("style", Html(variables() + asset("page.css") + _file("leaderboard.css"))),
+    )
+    shown = [stream for stream in tuning.streams() if _of(found, stream)]
+    body = tag(
+        "body",
+        tag("header", tag("h1", "everfed leaderboard"), tag("p", NOTE), tag("p", "A click on a heading sorts.")),
+        tag("main", *(_html_section(stream, _of(found, stream)) for stream in shown)),
+        tag("script", Html(_file("sort.js"))),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+# tables ----------------------------------------------------------------------------------------------------------
+
+
+def rows(found: Sequence[Record]) -> list[list[Cell]]:
+    """A row for every method of one stream that has test numbers, the most accurate first."""
+    tested = [record for record in found if records.finished_tests(record)]
+    base = next((records.mean(record, "seconds") for record in tested if record["method"] == "fedavg"), None)
+    lines = [_row(record, base) for record in tested]
+    return sorted(lines, key=lambda line: line[1].value, reverse=True)
+
+
+def _row(record: Record, fedavg_seconds: float | None) -> list[Cell]:
+    facts = facts_of(record["stream"], record["method"])
+    personal = records.finished_tests(record)[0]["evaluated"] == "personalised"
+    seconds = records.mean(record, "seconds")
+    ratio = seconds / fedavg_seconds if seconds and fedavg_seconds else 0.0
+    kept = records.mean(record, "kept_bytes") or 0.0
+    samples = stored_samples(record)
+    return [
+        Cell(record["method"] + (f" {PERSONAL}" if personal else ""), record["method"]),
+        *(_percent(record, key) for key in records.SCORES),
+        *(_bytes(records.mean(record, key) or 0.0) for key in ("bytes_up", "bytes_down")),
+        Cell(f"{ratio:.2f}" if ratio else "-", ratio),
+        Cell("all data", float("inf")) if facts.keeps_all else _bytes(kept),
+        Cell("all", float("inf")) if facts.keeps_all else Cell(f"{samples:.0f}", samples),
+        Cell(facts.sees or "sums only", facts.sees),
+        Cell("yes" if facts.secure else "no", "yes" if facts.secure else "no"),
+        Cell("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
+    ]
+
+
+def facts_of(stream: str, method: str) -> Facts:
+    """From the method itself, with the options that the stream's recipe sets."""
+    section = settled(read(f"{tuning.RECIPES}{stream}", method=method)).method
+    built = methods.build(section.name, section.model_extra)
+    single = [
+        f"{part}/{key}"
+        for phase in built.scheduled_phases()
+        for part, keys in built.reducers(phase).items()
+        for key, reducer in keys.items()
+        if not reducer.secure
+    ]
+    sees = f"every client's {', '.join(dict.fromkeys(single))}" if single else ""
+    return Facts(sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs for part in built.parts))
+
+
+def stored_samples(record: Record) -> float:
+    """Samples that a client keeps; 0 for methods without a buffer."""
+    return records.mean(record, "kept_samples") or 0.0
+
+
+def failures(found: Sequence[Record]) -> list[tuple[str, str]]:
+    """(method, reason) of methods without a number on a stream."""
+    return [(record["method"], reason) for record in found if (reason := records.problem(record))]
+
+
+def _needs_boundaries(part: Part) -> bool:
+    return BOUNDARIES in part.needs or any(phase.needs_boundaries for phase in part.phases())
+
+
+def _percent(record: Record, key: str) -> Cell:
+    value = records.mean(record, key)
+    if value is None:
+        return Cell("-", float("-inf"))
+    deviation = records.deviation(record, key)
+    count = len(records.finished_tests(record))
+    return Cell(f"{100 * value:.1f}" + (f" ± {100 * deviation:.1f}" if count > 1 else ""), value)
+
+
+def _bytes(count: float) -> Cell:
+    return Cell(size(round(count)), count)
+
+
+# Markdown --------------------------------------------------------------------------------------------------------
+
+
+def _section(stream: str, found: Sequence[Record], pictures: str) -> str:
+    own = _of(found, stream)
+    if not any(map(records.finished_tests, own)):
+        return "No records."
+    table = markdown_table(COLUMNS, [[cell.text for cell in row] for row in rows(own)])
+    failed = [f"* `{method}`: {reason}" for method, reason in failures(own)]
+    images = [f"![{about}]({pictures}/{stream}-{kind}.svg)" for kind, about in pareto.KINDS.items()]
+    listed = ["Methods without a number here:", "\n".join(failed)] if failed else []
+    return "\n\n".join([table, f"{_conditions(own)} {NOTE}", *listed, *images])
+
+
+def _conditions(own: Sequence[Record]) -> str:
+    """How the numbers were made: tries, seeds, machine."""
+    tries = {len(record["tries"]) for record in own}
+    seeds = {len(record["tests"]) for record in own if record["tests"]}
+    machines = {_machine(test["environment"]) for record in own for test in records.finished_tests(record)}
+    several = [f"{', '.join(map(str, sorted(counts)))} {word}" for counts, word in ((tries, "tries"), (seeds, "seeds"))]
+    return f"{' and '.join(several)} for every method; {'; '.join(sorted(machines))}."
+
+
+def _machine(environment: dict[str, object]) -> str:
+    device = environment.get("device_name") or f"{environment.get('machine')} CPU, a core for every run"
+    precision = environment.get("precision", "fp32")
+    return f"{device}, {environment.get('engine')}, {precision}, torch {environment.get('torch')}"
+
+
+# HTML and pictures -----------------------------------------------------------------------------------------------
+
+
+def _html_section(stream: str, own: Sequence[Record]) -> Html:
+    head = tag("tr", *(tag("th", tag("button", name, type="button"), scope="col") for name in COLUMNS))
+    body = [tag("tr", *(tag("td", cell.text, data_value=str(cell.value)) for cell in row)) for row in rows(own)]
+    failed = [tag("li", tag("b", method), f": {reason}") for method, reason in failures(own)]
+    drawings = [Html(pareto.drawing(points(own, kind), about)) for kind, about in pareto.KINDS.items()]
+    return tag(
+        "section",
+        tag("h2", stream),
+        tag("p", _conditions(own)),
+        tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_="sortable"), class_="wide"),
+        tag("h3", "Methods without a number") if failed else None,
+        tag("ul", *failed) if failed else None,
+        *drawings,
+    )
+
+
+def points(own: Iterable[Record], kind: str) -> list[pareto.Point]:
+    """Accuracy of every tested method against its bytes, or against the samples that a client keeps."""
+    found = []
+    for record in own:
+        accuracy = records.mean(record, "acc")
+        unbounded = kind == pareto.SAMPLES and facts_of(record["stream"], record["method"]).keeps_all
+        if accuracy is None or unbounded:
+            continue
+        traffic = sum(records.mean(record, key) or 0.0 for key in ("bytes_up", "bytes_down"))
+        cost = traffic if kind == pareto.BYTES else stored_samples(record)
+        found.append(pareto.Point(record["method"], cost, accuracy))
+    return found
+
+
+def _pictures(found: Sequence[Record]) -> dict[str, str]:
+    """{file name: SVG} of all streams with test numbers."""
+    return {
+        f"{stream}-{kind}": pareto.drawing(points(own, kind), about, alone=True)
+        for stream in tuning.streams()
+        if any(map(records.finished_tests, own := _of(found, stream)))
+        for kind, about in pareto.KINDS.items()
+    }
+
+
+def _of(found: Sequence[Record], stream: str) -> list[Record]:
+    return [record for record in found if record["stream"] == stream]
+
+
+def _file(name: str) -> str:
+    return resources.files("everfed.leaderboard").joinpath(name).read_text(encoding="utf-8")
+
+
+def _save(path: Path, text: str) -> Path:
+    make_folder(path.parent)
+    write_atomic(path, text.encode(), shared=True)
+    return path

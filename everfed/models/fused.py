@@ -1,0 +1,157 @@
+"""BatchNorm, an optional residual sum and (leaky) ReLU as one operation, with Triton kernels on a GPU.
+
+    y = act(BatchNorm(x) + residual),   act(v) = v for v > 0, slope * v otherwise (slope 0: ReLU, 1: no activation)
+
+PyTorch reads and writes the activations once for each of them, forward and backward; for small networks that is a third
+of a training step. The kernels are used for channels-last tensors on CUDA; everything else (CPUs, no Triton, gradients
+of the layer's parameters in evaluation mode, `torch.compile`) takes PyTorch's own operations. Sums are taken in a fixed
+order, so results repeat bit for bit; they differ from PyTorch's by rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+try:
+    from everfed.models import batchnorm_kernels as kernels
+except ImportError:  # Triton comes with PyTorch's CUDA builds only
+    kernels = None  # type: ignore[assignment]
+
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def batch_norm_act(x: Tensor, norm: nn.Module, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
+    """act(norm(x) + residual)."""
+    if not (isinstance(norm, nn.BatchNorm2d) and _fusable(x, norm, residual)):  # a frozen one is a layer of its own
+        return _composed(norm(x), residual, slope)
+    for hook in norm._forward_pre_hooks.values():  # as a call of the layer would
+        changed = hook(norm, (x,))
+        x = x if changed is None else changed[0] if isinstance(changed, tuple) else changed
+    y: Tensor
+    if norm.training:
+        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        y = _Trained.apply(x, residual, norm.weight, norm.bias, running, norm.momentum, norm.eps, slope)
+    else:
+        assert norm.running_mean is not None and norm.running_var is not None
+        scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+        y = _Mapped.apply(x, residual, scale, norm.bias - norm.running_mean * scale, slope)
+    return y
+
+
+def _composed(x: Tensor, residual: Tensor | None, slope: float) -> Tensor:
+    out = x if residual is None else x + residual
+    if slope == 1.0:
+        return out
+    return functional.leaky_relu(out, slope) if slope else functional.relu(out)
+
+
+def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
+    """Is this a case for the kernels? In evaluation they have no gradient for the layer's own parameters."""
+    return (
+        kernels is not None
+        and x.is_cuda
+        and norm.affine
+        and norm.track_running_stats
+        and norm.momentum is not None
+        and (norm.training or not (torch.is_grad_enabled() and norm.weight.requires_grad))
+        and not (norm._forward_hooks or norm._forward_pre_hooks_with_kwargs)
+        and not torch.compiler.is_compiling()
+        and _plain(x)
+        and (residual is None or (_plain(residual) and residual.shape == x.shape and residual.dtype == x.dtype))
+    )
+
+
+def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, biased variance) per channel of activations (n, C, ...), in float32, with gradients."""
+    if kernels is not None and x.is_cuda and _plain(x) and not torch.compiler.is_compiling():
+        found: tuple[Tensor, Tensor] = _Moments.apply(x)
+        return found
+    variance, mean = torch.var_mean(x.float(), dim=[0, *range(2, x.dim())], correction=0)
+    return mean, variance
+
+
+def _plain(x: Tensor) -> bool:
+    return (
+        x.dim() == 4
+        and x.dtype in _TYPES
+        and x.shape[1] % 16 == 0
+        and 0 < x.numel() < 2**31
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+class _Trained(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        running: tuple[Tensor, Tensor, Tensor],
+        momentum: float,
+        eps: float,
+        slope: float,
+    ) -> Tensor:
+        y, mean, rstd = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope)
+        ctx.save_for_backward(x, residual, y if residual is not None else None, weight, bias, mean, rstd)
+        ctx.eps, ctx.slope = eps, slope
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, residual, y, weight, bias, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            grads = _differentiable(dy, x, residual, weight, bias, ctx.eps, ctx.slope)
+        else:
+            grads = kernels.backward(dy, x, y, weight, bias, mean, rstd, ctx.slope)
+        return (*grads, None, None, None, None)
+
+
+def _differentiable(
+    dy: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, slope: float
+) -> tuple[Tensor | None, ...]:
+    """(dx, dresidual, dweight, dbias) by PyTorch's operations, which can be differentiated again."""
+    normed = functional.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+    wanted = [t for t in (x, residual, weight, bias) if t is not None]
+    found = torch.autograd.grad(_composed(normed, residual, slope), wanted, dy, create_graph=True)
+    dx, *rest = found
+    return (dx, *rest) if residual is not None else (dx, None, *rest)
+
+
+class _Mapped(torch.autograd.Function):
+    """act(scale x + shift + residual), scale and shift constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, scale: Tensor, shift: Tensor, slope: float) -> Tensor:
+        y = kernels.mapped(x, residual, scale, shift, slope)
+        ctx.save_for_backward(y, scale)
+        ctx.residual, ctx.slope = residual is not None, slope
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, scale = ctx.saved_tensors
+        dx, dresidual = kernels.mapped_backward(dy, y, scale, ctx.residual, ctx.slope)
+        return dx, dresidual, None, None, None
+
+
+class _Moments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, variance = kernels.moments(x)
+        ctx.save_for_backward(x, mean)
+        return mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dmean: Tensor, dvariance: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        return kernels.moments_backward(x, mean, dmean, dvariance)

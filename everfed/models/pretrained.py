@@ -1,0 +1,243 @@
+"""Networks of other libraries by name, weights from a local file, and which parameters train.
+
+Only tensors that require gradients lie in the model's vector, so frozen parameters are neither sent nor kept per client
+nor checkpointed; instead every machine must hold the same ones, which `frozen_digest` identifies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from everfed.errors import SettingError
+
+TIMM, HF = "timm:", "hf:"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+# what the last layer of a network is called in timm, torchvision, transformers and here
+HEADS = ("head", "heads", "classifier", "fc", "score", "pre_logits", "pooler")
+
+
+class ModelError(SettingError):
+    """A model that cannot be built; the message names the key and what is allowed."""
+
+
+# networks by name -----------------------------------------------------------------------------------------------------
+class HuggingFace(nn.Module):
+    """A classifier of transformers whose output is the logits: of images (channels, side, side), or of token ids."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = {"input_ids": x} if x.dtype == torch.int64 else {"pixel_values": x}
+        logits: Tensor = self.base(**inputs).logits
+        return logits
+
+    def rebuilding(self) -> dict[str, Any]:
+        """What this network is built from, without the folder it came from."""
+        config: dict[str, Any] = self.base.config.to_dict()
+        return {"config": config}
+
+
+@runtime_checkable
+class Rebuilds(Protocol):
+    """A network that was built from files: it can be built again from what it keeps of them."""
+
+    def rebuilding(self) -> dict[str, Any]:
+        """Keyword arguments of `models.build`'s `rebuilding`, in JSON's types."""
+
+
+@runtime_checkable
+class ConvertsWeights(Protocol):
+    """A network that reads weight files with other names than its own."""
+
+    def converted(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a file under this network's names; config: the content of a config.json beside it, or {}."""
+
+
+def build_timm(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+    """timm's network `name` with random weights; options go to timm.create_model. Nothing is downloaded."""
+    try:
+        import timm
+    except ImportError as missing:
+        raise ModelError(
+            f"model.kind = '{TIMM}{name}' needs the packages timm and torchvision ({missing})"
+        ) from missing
+    usual: dict[str, Any] = {"pretrained": False, "num_classes": classes, "in_chans": input_shape[0]}
+    found = timm.models.get_pretrained_cfg(name)
+    if found is not None and found.fixed_input_size:  # a ViT's positions belong to one size
+        usual["img_size"] = input_shape[1]
+    module: nn.Module = timm.create_model(name, **{**usual, **options})
+    return module
+
+
+def build_hf(
+    name: str,
+    data_folder: Path | None,
+    config: Mapping[str, Any] | None,
+    input_shape: tuple[int, ...],
+    classes: int,
+) -> nn.Module:
+    """The classifier that a Hugging Face folder describes, with its weights where it has model.safetensors, else with
+    random ones. config: instead of the folder, the content of its config.json."""
+    try:
+        import transformers
+    except ImportError as missing:
+        raise ModelError(
+            f"model.kind = '{HF}{name}' needs the package transformers; install it with: pip install 'everfed[text]'"
+        ) from missing
+    auto: Any = transformers.AutoModelForImageClassification
+    if len(input_shape) != 3:
+        auto = transformers.AutoModelForSequenceClassification
+    if config is not None:
+        made = transformers.AutoConfig.for_model(**config)
+        return HuggingFace(auto.from_config(made))
+    folder = find(name, data_folder, "model.kind", CONFIG)
+    described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if described.num_labels != classes:  # else the names of its classes are kept
+        described.num_labels = classes
+    if not (folder / WEIGHTS).is_file():
+        return HuggingFace(auto.from_config(described))
+    base, report = auto.from_pretrained(
+        folder,
+        config=described,
+        local_files_only=True,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        dtype=torch.float32,
+    )
+    mismatched = [entry[0] for entry in report["mismatched_keys"]]
+    _refuse_all_but_heads("model.kind", folder, [*report["missing_keys"], *mismatched], report["unexpected_keys"])
+    return HuggingFace(base)
+
+
+# weights --------------------------------------------------------------------------------------------------------------
+def find(name: str, data_folder: Path | None, key: str, inside: str = WEIGHTS) -> Path:
+    """The file or folder `name`: absolute, below the current folder, or below the data folder. A folder must hold the
+    file `inside`. Raises ModelError with the places searched."""
+    places = [Path(name).expanduser()]
+    if data_folder is not None and not places[0].is_absolute():
+        places.append(data_folder / name)
+    for place in places:
+        if place.is_file() or (place / inside).is_file():
+            return place
+    raise ModelError(
+        f"{key} = {name!r} was not found; looked for a file, or a folder with {inside}, at: "
+        f"{', '.join(map(str, places))}. Nothing is downloaded: get it from its publisher (for weights of the Hugging "
+        f"Face hub: https://huggingface.co/{name.strip('/')}), and name the file or the folder"
+    )
+
+
+def load_weights(module: nn.Module, name: str, data_folder: Path | None) -> None:
+    """Load a safetensors file into `module`, all but a head of other classes. Raises ModelError with the names of
+    tensors that do not fit."""
+    place = find(name, data_folder, "model.weights")
+    file, config = (place / WEIGHTS, place / CONFIG) if place.is_dir() else (place, place.with_name(CONFIG))
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as problem:
+        raise ModelError(f"model.weights: {file} is not a safetensors file ({problem}); pickles are not read") from None
+    if isinstance(module, ConvertsWeights):
+        described = json.loads(config.read_text()) if config.is_file() else {}
+        tensors = module.converted(tensors, described)
+    own = module.state_dict()
+    usable = {key: value for key, value in tensors.items() if key in own and own[key].shape == value.shape}
+    missing = [key for key in own if key not in usable and not key.endswith("num_batches_tracked")]
+    _refuse_all_but_heads("model.weights", file, missing, [key for key in tensors if key not in own])
+    module.load_state_dict(usable, strict=False)
+
+
+def _refuse_all_but_heads(key: str, file: Path, missing: Sequence[str], unused: Sequence[str]) -> None:
+    for what, names in (("gives no tensor of this shape for", missing), ("has tensors that the network lacks", unused)):
+        wrong = [name for name in names if not _of_head(name)]
+        if wrong:
+            shown = ", ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+            raise ModelError(f"{key}: {file} {what}: {shown}; it belongs to another network")
+
+
+def _of_head(name: str) -> bool:
+    """Is it a tensor of the last layer? A word such as fc inside of a numbered block is not."""
+    words = name.split(".")
+    before = next((i for i, word in enumerate(words) if word.isdecimal()), len(words))
+    return any(word in HEADS for word in words[:before])
+
+
+# what trains ----------------------------------------------------------------------------------------------------------
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Let only the parameters train whose name matches a pattern (`head.*`). Raises ModelError for a pattern that
+    matches none."""
+    names = [name for name, _ in module.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ModelError(f"model.trainable: {pattern!r} matches no parameter; they are: {', '.join(names)}")
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(matches(name, patterns))
+
+
+class FrozenBatchNorm(nn.Module):
+    """BatchNorm whose scale, shift and statistics are constants, in training too: a frozen backbone's features do not
+    depend on the batch, and nothing of it travels."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, trained: _BatchNorm) -> None:
+        super().__init__()
+        self.eps = trained.eps
+        width = trained.num_features
+        given = {
+            "weight": torch.ones(width) if trained.weight is None else trained.weight,
+            "bias": torch.zeros(width) if trained.bias is None else trained.bias,
+            "running_mean": trained.running_mean,
+            "running_var": trained.running_var,
+        }
+        for name, value in given.items():
+            assert value is not None  # `constant_norms` has asked
+            # frozen parameters, not buffers: float buffers are statistics, which clients send
+            self.register_parameter(name, nn.Parameter(value.detach().clone(), requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+
+def constant_norms(module: nn.Module, patterns: Sequence[str] | None = None) -> None:
+    """Replace every BatchNorm that does not train by a `FrozenBatchNorm`: one whose parameters are frozen, or, where
+    patterns say what trains, one whose `weight` matches none of them."""
+    for path, parent in list(module.named_modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _BatchNorm) and child.running_mean is not None:
+                full = f"{path}.{name}.weight" if path else f"{name}.weight"
+                own = list(child.parameters(recurse=False))
+                asleep = bool(own) and not any(p.requires_grad for p in own)
+                if asleep or (patterns is not None and not matches(full, patterns)):
+                    setattr(parent, name, FrozenBatchNorm(child))
+
+
+def frozen_digest(module: nn.Module) -> str:
+    """SHA-256 of all frozen parameters with their names and shapes; "" where all train."""
+    found = hashlib.sha256()
+    frozen = sorted((n, p) for n, p in module.named_parameters() if not p.requires_grad)
+    for name, value in frozen:
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest() if frozen else ""

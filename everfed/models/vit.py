@@ -1,0 +1,188 @@
+"""Vision Transformer (Dosovitskiy et al., 2021): pre-norm blocks, exact GELU, learned positions, a class token.
+
+Parameters have timm's names: `patch_embed.proj`, `cls_token`, `pos_embed`, `norm`, `head`, and in every block
+`blocks.i.{norm1,attn.qkv,attn.proj,norm2,mlp.fc1,mlp.fc2}`, so that a file of timm's ViT fits one of the same size.
+
+A forward pass in pieces, for methods that change it (prompts): `embed`, then `run_blocks`, then `norm` and `head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Prefix = tuple[Tensor, Tensor]  # keys and values (n, length, width) that attention sees before those of the tokens
+EPS = 1e-6  # of layer norms, as in timm
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; a prefix adds keys and values, but no queries, so the sequence keeps its length."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, prefix: Prefix | None = None) -> Tensor:
+        queries, keys, values = self.qkv(x).chunk(3, dim=-1)
+        if prefix is not None:
+            keys, values = (torch.cat([p.to(t.dtype), t], 1) for p, t in zip(prefix, (keys, values), strict=True))
+        mixed = functional.scaled_dot_product_attention(self._split(queries), self._split(keys), self._split(values))
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(n, length, width) -> (n, heads, length, width / heads)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(functional.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward network, each with a layer norm before it and a residual around it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=EPS)
+        self.attn = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=EPS)
+        self.mlp = FeedForward(width, 4 * width)
+
+    def forward(self, x: Tensor, prefix: Prefix | None = None) -> Tensor:
+        x = x + self.attn(self.norm1(x), prefix)
+        return x + self.mlp(self.norm2(x))
+
+
+class Patches(nn.Module):
+    """(n, channels, side, side) -> (n, patches, width)."""
+
+    def __init__(self, channels: int, patch: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(channels, width, patch, stride=patch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class ViT(nn.Module):
+    """patch: pixels a side. width, depth, heads: of the blocks. image: pixels a side to which images are resized inside
+    the network (bilinear), 0 for the size they have.
+
+    The defaults, on 32x32 colour images, have 2,710,948 parameters with 100 classes. Features, the head's input, are
+    the class token after the last layer norm.
+    """
+
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        classes: int,
+        patch: int = 4,
+        width: int = 192,
+        depth: int = 6,
+        heads: int = 3,
+        image: int = 0,
+    ) -> None:
+        super().__init__()
+        self.image = _side(input_shape, patch, image)
+        if width % heads:
+            raise ValueError(f"width must be a multiple of heads; got width = {width}, heads = {heads}")
+        self.width = width
+        self.patch_embed = Patches(input_shape[0], patch, width)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, (self.image // patch) ** 2 + 1, width))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=EPS)
+        self.head = nn.Linear(width, classes)
+        self._draw()
+
+    def _draw(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.normal_(self.cls_token, std=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """(n, width): the class token after the last layer norm."""
+        return self.norm(self.run_blocks(self.embed(x)))[:, 0]
+
+    def embed(self, x: Tensor) -> Tensor:
+        """(n, channels, side, side) -> (n, 1 + patches, width): class token and patches, with their positions."""
+        if x.shape[-1] != self.image:
+            x = functional.interpolate(x, size=(self.image, self.image), mode="bilinear")
+        tokens = self.patch_embed(x)
+        return torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], 1) + self.pos_embed
+
+    def run_blocks(self, tokens: Tensor, prefixes: Mapping[int, Prefix] | None = None) -> Tensor:
+        """The tokens after all blocks; block i attends to prefixes[i], too."""
+        for index, block in enumerate(self.blocks):
+            tokens = block(tokens, (prefixes or {}).get(index))
+        return tokens
+
+
+def _side(input_shape: tuple[int, ...], patch: int, image: int) -> int:
+    """Pixels a side that the network works on; raises ValueError where they do not divide into patches."""
+    if len(input_shape) != 3 or input_shape[1] != input_shape[2]:
+        raise ValueError(f"vit needs square images (channels, side, side); got {input_shape}")
+    side = image or input_shape[1]
+    if side % patch:
+        raise ValueError(f"image must be a multiple of patch; got {side} pixels a side, patch = {patch}")
+    return side
+
+
+# weights of other sources --------------------------------------------------------------------------------------------
+_HUGGING_FACE = {
+    "embeddings.cls_token": "cls_token",
+    "embeddings.position_embeddings": "pos_embed",
+    "embeddings.patch_embeddings.projection": "patch_embed.proj",
+    "layernorm": "norm",
+    "classifier": "head",
+    "layernorm_before": "norm1",
+    "attention.output.dense": "attn.proj",
+    "layernorm_after": "norm2",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+}
+_QKV = tuple(f"attention.attention.{which}" for which in ("query", "key", "value"))
+
+
+def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a ViT's weight file under the names of `ViT`; timm's names are the same. Of a Hugging Face ViT,
+    queries, keys and values become one matrix in this order, and the pooler, which `ViT` has not, is left out."""
+    plain = {name.removeprefix("vit."): tensor for name, tensor in tensors.items()}
+    if "embeddings.cls_token" not in plain:
+        return dict(tensors)
+    renamed = {}
+    for name, tensor in plain.items():
+        where, owner, leaf = _split_name(name)
+        if owner == _QKV[0]:
+            rows = [plain[name.replace(_QKV[0], which)] for which in _QKV]
+            renamed[f"{where}attn.qkv.{leaf}"] = torch.cat(rows)
+        elif owner not in _QKV and not name.startswith("pooler."):
+            renamed[f"{where}{_HUGGING_FACE.get(owner, owner)}{leaf and '.'}{leaf}"] = tensor
+    return renamed
+
+
+def _split_name(name: str) -> tuple[str, str, str]:
+    """(block, layer, "weight" or "bias") of a Hugging Face name; the last is empty for a tensor without a layer."""
+    where = ""
+    if name.startswith("encoder.layer."):
+        _, _, index, name = name.split(".", 3)
+        where = f"blocks.{index}."
+    owner, _, leaf = name.rpartition(".")
+    return (where, owner, leaf) if leaf in ("weight", "bias") else (where, name, "")

@@ -1,0 +1,1 @@
+"""Methods on features: closed forms on frozen ones, prototypes, and heads re-trained on virtual ones."""

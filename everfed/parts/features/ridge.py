@@ -1,0 +1,322 @@
+"""Analytic learning: the head is the ridge regression of one-hot labels on frozen features (AFL: He et al., 2025; AFCL:
+Tang et al., 2025; ACIL: Zhuang et al., 2022), after a random layer in RanPAC (McDonnell et al., 2023).
+
+With h the features of a sample and y its one-hot label, clients send sums over samples not yet counted, once a task:
+
+    G = sum h h^T,   Q = sum h y^T,   W = (G + penalty I)^-1 Q
+
+The server adds up the sums of all clients and tasks, so W is that of all data in one place, whatever the partition, the
+order of tasks and who takes part in which round. No gradient step is taken. Sums are whole numbers (`statistics.py`),
+so secure aggregation adds them exactly.
+
+The penalty is chosen from sums, too: a fifth of the samples have sums G_v, Q_v of their own, and
+
+    |H_v W - Y_v|^2 = n_v - 2 <W, Q_v> + <W, G_v W>
+
+is the squared error on them of any W. The head is then solved for on all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from everfed import (
+    ALWAYS,
+    END,
+    Cohort,
+    CompositionError,
+    Context,
+    Data,
+    Entry,
+    Layout,
+    Mean,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Phase,
+    Slots,
+    State,
+    Sum,
+    Tree,
+    overrides,
+)
+from everfed.core import random
+from everfed.core.layout import Extras, KeepsLayers, KeepsParameters, registered
+from everfed.parts.features.statistics import (
+    MOST_SAMPLES,
+    check_classifier,
+    check_head,
+    feature_rows,
+    held_out,
+    rounded,
+    symmetric,
+    triangle,
+)
+from everfed.parts.shared.checks import at_least, one_of, positive
+from everfed.parts.shared.features import head_weight, through_head
+
+GRID = tuple(10.0**exponent for exponent in range(-8, 9))
+_STEP_HOOKS = ("batches", "objective", "loss", "gradient", "after")
+_FINE = 8  # bits of the random layer's weights after the point
+
+
+@dataclass(frozen=True)
+class Ridge(Part):
+    """penalty: of the squared weights; by default the one of 10^-8 ... 10^8 with the least error on the held-out fifth.
+    classifier: "ridge", or "means": the nearest class mean by cosine, from the same sums.
+
+    exchange: sums are sent once at the end of a "task", or every "round" in which a client has new samples; the latter
+    needs no boundaries. adapt: in the first task the network is trained as the other parts say, and frozen at its end.
+    sums: "fixed", whole numbers, or "float". bits: of a feature after the point."""
+
+    penalty: float | None = None
+    classifier: str = "ridge"
+    exchange: str = "task"
+    adapt: bool = False
+    sums: str = "fixed"
+    bits: int = 10
+
+    name = "ridge"
+
+    def __post_init__(self) -> None:
+        positive(self, "penalty")
+        at_least(self, 0, "bits")
+        one_of(self, classifier=("ridge", "means"), exchange=("task", "round"), sums=("fixed", "float"))
+        if self.adapt and self.exchange == "round":
+            raise ValueError("adapt must be false with exchange = 'round': features that still change cannot be summed")
+
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        after = parts[parts.index(self) + 1 :]
+        for part in parts:
+            if isinstance(part, KeepsParameters | KeepsLayers) or overrides(part, "personalise"):
+                raise CompositionError(
+                    f"part {self.name!r} needs the same features on every client; {part.name!r} personalises the model"
+                )
+            if not self.adapt and any(overrides(part, hook) for hook in (*_STEP_HOOKS, "update_model")):
+                raise CompositionError(
+                    f"part {part.name!r} changes training, but {self.name!r} trains nothing; leave it out, or let the "
+                    f"first task be trained with method.{self.name}.adapt = true"
+                )
+            if part in after and overrides(part, "dataset"):
+                raise CompositionError(f"part {part.name!r} adds samples to train on: it belongs before {self.name!r}")
+        return ()
+
+    def server_slots(self, ctx: Context) -> Tree:
+        check_classifier(self, ctx)
+        if self.adapt and ctx.options.batchnorm == "local":
+            raise CompositionError(f"part {self.name!r} needs the same features on every client: batchnorm = 'mean'")
+        return {}
+
+    # no training -----------------------------------------------------------------------------------------------------
+    def dataset(self, client: State, data: Data, ctx: Context) -> Data:
+        """Nothing to train on, but in a first task that adapts the network."""
+        return data if self.adapt and not ctx.current_task else data.take(np.zeros(0, dtype=np.int64))
+
+    # the sums --------------------------------------------------------------------------------------------------------
+    def phases(self) -> tuple[Phase, ...]:
+        """Clients whose task ends (exchange = "task"), or all that are there."""
+        whole = {"gram": Sum(), "products": Sum(), "counts": Sum(), "classes": Mean(), "clipped": Sum()}
+        who, when = (Cohort.BOUNDARY, END) if self.exchange == "task" else (Cohort.ALL, ALWAYS)
+        sums = Phase(
+            "statistics", who, when, reduce=whole, run=self._sums, update=self._add, update_model=self._new_head
+        )
+        return (sums,)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs (G, Q) are sent: one, or one to fit and one to choose the penalty."""
+        return 2 if self.penalty is None and self.classifier == "ridge" else 1
+
+    def _sums(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+        """Sums over the samples that were not counted before, by id."""
+        counted = client.get(self.name, {}).get("host", {}).get("counted", torch.zeros(0, dtype=torch.int64)).numpy()
+        data = data.take(np.flatnonzero(~np.isin(data.ids, counted)))
+        if len(data) == 0:
+            return None, {}
+        check_head(ctx)
+        ids = torch.from_numpy(np.concatenate([counted, data.ids]))
+        return {"host": {"counted": ids}}, self._reply(client, message, data, ctx)
+
+    def _reply(self, client: State, message: Message, data: Data, ctx: Context) -> Tree:
+        classes = self._classes(ctx)
+        columns = torch.full((ctx.facts.classes,), len(classes)).scatter(0, classes, torch.arange(len(classes)))
+        group = held_out(data.x) if self.pairs == 2 else torch.zeros(len(data), dtype=torch.bool)
+        gram: Tensor | None = None
+        clipped, start = 0, 0
+        for features, y in feature_rows(client, message, data, ctx):
+            h, over = self.hidden(features)
+            labels = functional.one_hot(columns.to(y.device)[y], len(classes)).double()
+            if gram is None:
+                gram = h.new_zeros(self.pairs, h.shape[1], h.shape[1])
+                products, counts = (
+                    h.new_zeros(self.pairs, h.shape[1], len(classes)),
+                    h.new_zeros(self.pairs, len(classes)),
+                )
+            for pair, rows in enumerate(self._split(group[start : start + len(y)].to(y.device))):
+                gram[pair].addmm_(h[rows].T, h[rows])
+                products[pair].addmm_(h[rows].T, labels[rows])
+                counts[pair] += labels[rows].sum(0)
+            clipped, start = clipped + int(over), start + len(y)
+        assert gram is not None  # there are samples
+        kind = torch.int64 if self.sums == "fixed" else torch.float64
+        sent = {"gram": triangle(gram), "products": products, "counts": counts, "classes": classes}
+        return {**{key: value.cpu().to(kind) for key, value in sent.items()}, "clipped": clipped}
+
+    def _split(self, group: Tensor) -> list[Tensor]:
+        return [~group, group] if self.pairs == 2 else [~group]
+
+    def _classes(self, ctx: Context) -> Tensor:
+        """The classes whose columns of Q are sent, the same for all clients: those of the task that ends, or all."""
+        stream = ctx.train.stream
+        if self.exchange == "task" and not stream.asynchronous:
+            return torch.tensor(stream.labels(ctx.current_task))
+        return torch.arange(ctx.facts.classes)
+
+    def hidden(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(h (n, M) in float64, in whole steps of 2^-bits where sums are fixed; how many were clipped)."""
+        if self.sums == "fixed":
+            return rounded(features, self.bits)
+        return features.double(), torch.zeros((), dtype=torch.int64)
+
+    # the head --------------------------------------------------------------------------------------------------------
+    def _add(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        """G and Q of all clients and tasks so far, and the head that they give."""
+        if reduced.get("gram") is None:
+            return None
+        held, classes = server.get(self.name, {}), reduced["classes"].long()
+        size, kind = reduced["products"].shape[1], reduced["gram"].dtype
+        products = torch.zeros(self.pairs, size, ctx.facts.classes, dtype=kind)
+        counts = torch.zeros(self.pairs, ctx.facts.classes, dtype=kind)
+        products[..., classes], counts[..., classes] = reduced["products"], reduced["counts"]
+        total = {"gram": reduced["gram"], "products": products, "counts": counts}
+        total = {key: value + held[key] if key in held else value for key, value in total.items()}
+        if total["counts"].sum() >= MOST_SAMPLES:
+            raise ValueError(f"{self.name}: sums of {MOST_SAMPLES:,} samples or more are no longer exact")
+        weights, penalty = self.solve(total)
+        penalties = {**held.get("penalties", {}), str(ctx.round): penalty}
+        clipped = int(reduced["clipped"]) + held.get("clipped", 0)
+        return {**total, "weights": weights, "penalties": penalties, "clipped": clipped}
+
+    def solve(self, total: Tree) -> tuple[Tensor, float]:
+        """(W (M, C) in float64, the penalty)."""
+        gram, products, counts = (total[key].double() for key in ("gram", "products", "counts"))
+        step = 2.0**-self.bits if self.sums == "fixed" else 1.0
+        grams, products = symmetric(gram, products.shape[1]) * step**2, products * step
+        if self.classifier == "means":
+            return functional.normalize(products.sum(0), dim=0), 0.0
+        penalty = self.penalty or best_penalty(grams, products, float(counts[-1].sum()))
+        return solve_ridge(grams.sum(0), products.sum(0), penalty), penalty
+
+    def _new_head(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
+        own = server.get(self.name, {})
+        if "weights" not in own:
+            return None, model
+        params = self.write(model["params"].clone(), own["weights"].float().T, ctx.facts.layout)
+        return {key: value for key, value in own.items() if key != "weights"}, {**model, "params": params}
+
+    def write(self, params: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+        """The parameters with the head's weight (C, M) replaced and its bias 0."""
+        own, bias = head_entries(layout)
+        own.view(params).copy_(weight)
+        if bias is not None:
+            bias.view(params).zero_()
+        return params
+
+    def summary(self, server: State) -> dict[str, Any]:
+        """For result.json: the penalties and how they were chosen, the samples, the features that were clipped."""
+        own = server.get(self.name)
+        if not own:
+            return {}
+        chosen = {"penalty_from": "sums" if self.pairs == 2 else "recipe"} if self.classifier == "ridge" else {}
+        samples = int(own["counts"].sum())
+        return {"penalties": own["penalties"], **chosen, "samples": samples, "clipped": own["clipped"]}
+
+
+@dataclass(frozen=True)
+class RanPAC(Ridge):
+    """width: M, random features h = relu(f P), with P drawn from N(0, 1) by `seed` on every client and never sent."""
+
+    bits: int = 5
+    width: int = 10_000
+    seed: int = 0
+
+    name = "ranpac"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "width")
+
+    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
+        """The head on the random features. That of the network itself is 0 as soon as there is one."""
+        return {"head": torch.zeros(ctx.facts.classes, self.width)}
+
+    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
+        outputs, features = through_head(module, x)
+        head = cast(Extras, module.extras)[self.name]["head"].detach()
+        matrix = projection(self.seed, features.shape[1], self.width, features.device).to(features.dtype)
+        return outputs + (features.detach() @ matrix).relu() @ head.T.to(features.dtype)
+
+    def hidden(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Products of whole numbers, so that h is the same wherever f, rounded to 10 bits, is."""
+        matrix = projection(self.seed, features.shape[1], self.width, features.device).double()
+        if self.sums != "fixed":
+            return (features.double() @ matrix).relu(), torch.zeros((), dtype=torch.int64)
+        whole, over = rounded(features, Ridge.bits)
+        h, more = rounded((whole @ (matrix * 2**_FINE)).relu() * 2.0 ** -(Ridge.bits + _FINE), self.bits)
+        return h, over + more
+
+    def write(self, params: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+        own = head_entries(layout)[0]
+        super().write(params, torch.zeros(own.shape), layout)
+        layout.param(registered(self.name, "head", personal=False)).view(params).copy_(weight)
+        return params
+
+
+@lru_cache(maxsize=2)
+def projection(seed: int, features: int, width: int, device: torch.device) -> Tensor:
+    """(F, M) standard normal numbers, rounded to multiples of 2^-8: the same with any library of functions."""
+    drawn = random.generator("ranpac", seed, features, width).standard_normal((features, width))
+    return torch.from_numpy(np.rint(drawn * 2**_FINE) / 2**_FINE).float().to(device)
+
+
+def head_entries(layout: Layout) -> tuple[Entry, Entry | None]:
+    """The head's weight and, where it has one, its bias."""
+    weight = head_weight(layout)
+    bias = weight.name.removesuffix("weight") + "bias"
+    return weight, next((entry for entry in layout.params if entry.name == bias), None)
+
+
+def solve_ridge(gram: Tensor, products: Tensor, penalty: float) -> Tensor:
+    """(G + penalty I)^-1 Q, (M, C)."""
+    factor, failed = torch.linalg.cholesky_ex(gram + penalty * torch.eye(len(gram), dtype=gram.dtype))
+    if not failed:
+        return torch.cholesky_solve(products, factor)
+    values, vectors = torch.linalg.eigh(gram)  # a penalty below the rounding of G
+    return vectors @ ((vectors.T @ products) / (values.clamp(min=0.0) + penalty).unsqueeze(1))
+
+
+def held_out_errors(grams: Tensor, products: Tensor, count: float) -> Tensor:
+    """The squared error on the second pair (G, Q), of `count` samples, of the ridge regression on the first, for every
+    penalty of GRID. One eigendecomposition serves all."""
+    values, vectors = torch.linalg.eigh(grams[0])
+    fitted, tested = vectors.T @ products[0], vectors.T @ products[1]
+    gram = vectors.T @ grams[1] @ vectors
+    errors = []
+    for penalty in GRID:
+        weights = fitted / (values.clamp(min=0.0) + penalty).unsqueeze(1)
+        errors.append(count - 2.0 * (weights * tested).sum() + (weights * (gram @ weights)).sum())
+    return torch.stack(errors)
+
+
+def best_penalty(grams: Tensor, products: Tensor, count: float) -> float:
+    """The penalty of GRID with the least held-out error; 1 while no sample is held out."""
+    return GRID[int(held_out_errors(grams, products, count).argmin())] if count else 1.0

@@ -1,0 +1,89 @@
+"""Sums over samples of frozen features, as whole numbers.
+
+Features are rounded once to multiples of 2^-bits, and clipped; all their products and sums are then whole numbers below
+2^53 for fewer than 2^24 samples, so float64 adds them without any rounding, in any order. What a server adds up does
+not depend on how samples are divided among clients and tasks, on the engine, or on secure aggregation, to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from everfed import CompositionError, Context, Data, Message, Part, State, on_device
+from everfed.core.message import MODEL
+from everfed.parts.shared.features import head_inputs, head_name, head_weight
+from everfed.parts.shared.layers import in_precision
+
+LARGEST = 2**14  # of a rounded feature, in steps
+MOST_SAMPLES = 2**24
+_BATCH = 64  # samples in a forward pass: always so many, for kernels may round differently for other numbers
+_ROWS = 1024  # samples whose features are multiplied at once
+
+
+def feature_rows(client: State, message: Message, data: Data, ctx: Context) -> Iterator[tuple[Tensor, Tensor]]:
+    """(features (n, F) float32, labels (n,)), some samples at a time, under the model of `message`: eval mode, no
+    augmentation, no gradients."""
+    trainer, part = ctx.train, ctx.train.forward_part
+    state = on_device(client.get(part.name, {}), trainer.device) if part else {}
+    sent = on_device(message.get(part.name, {}), trainer.device) if part else {}
+    trainer.replica.load(message[MODEL])
+    module = trainer.replica.module.eval()
+    for start in range(0, len(data), _ROWS):
+        x, y = data.x[start : start + _ROWS].to(trainer.device), data.y[start : start + _ROWS].to(trainer.device)
+        found = []
+        for some in x.split(_BATCH):
+            full = torch.cat([some, some[-1:].expand(_BATCH - len(some), *some.shape[1:])])
+            with torch.no_grad(), in_precision(trainer), head_inputs(module) as seen:
+                inputs = trainer.stream.inputs(full)
+                _ = module(inputs) if part is None else part.forward(module, inputs, state, sent)
+            found.append(seen[-1][: len(some)].float())
+        yield torch.cat(found), y
+
+
+def check_classifier(part: Part, ctx: Context) -> None:
+    """Refuse, before the run, a network without a head that can be replaced, and data without one label a sample."""
+    weight = head_weight(ctx.facts.layout)
+    if weight.shape[0] != ctx.facts.classes or ctx.facts.blank.y.dim() != 1:
+        raise CompositionError(
+            f"part {part.name!r} replaces a classifier's head, the last linear layer, if it is trainable; the last "
+            f"trainable one here is {weight.name}, with {weight.shape[0]} outputs for {ctx.facts.classes} classes"
+        )
+
+
+def check_head(ctx: Context) -> None:
+    """Refuse a network whose last linear layer is frozen."""
+    name = head_name(ctx.train.replica.module)
+    if name != head_weight(ctx.facts.layout).name:
+        raise CompositionError(f"the head, {name}, is frozen, but this method replaces it: let it be trainable")
+
+
+def rounded(features: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(features in whole steps of 2^-bits as float64, how many were clipped)."""
+    steps = (features.double() * 2.0**bits).round()
+    return steps.clamp(-LARGEST, LARGEST), (steps.abs() > LARGEST).sum()
+
+
+def held_out(x: Tensor) -> Tensor:
+    """(n,) bool: about a fifth of the samples, by a hash of their content: the same fifth on any client."""
+    rows = x.numpy(force=True)
+    return torch.tensor([hashlib.blake2b(row.tobytes(), digest_size=8).digest()[0] % 5 == 0 for row in rows])
+
+
+def triangle(matrix: Tensor) -> Tensor:
+    """The entries on and above the diagonal of (..., M, M), as (..., M (M + 1) / 2)."""
+    return matrix[..., _upper(matrix.shape[-1], matrix.device)]
+
+
+def symmetric(entries: Tensor, size: int) -> Tensor:
+    """The symmetric matrices (..., M, M) with these entries on and above the diagonal."""
+    upper = entries.new_zeros(*entries.shape[:-1], size, size)
+    upper[..., _upper(size, entries.device)] = entries
+    return upper + upper.transpose(-1, -2) - torch.diag_embed(upper.diagonal(dim1=-2, dim2=-1))
+
+
+def _upper(size: int, device: torch.device) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=device).triu()

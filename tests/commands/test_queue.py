@@ -1,0 +1,289 @@
+"""A table as a queue: several processes work through one folder, cells run side by side, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from everfed.comparison import cells, jobs
+from everfed.comparison.cells import Cell, Outcome, Queue, Settings
+from everfed.engines.calibration import CALL_SECONDS, OneClient
+from everfed.recipe import Places, read
+
+TABLE = """
+[stream]
+tasks = 3
+clients = 4
+[model]
+kind = "mlp"
+hidden = [32]
+[train]
+rounds_per_task = 6
+[engine]
+kind = "eager"
+device = "cpu"
+[method]
+name = "fedavg"
+"""
+METHODS, SEEDS = ("fedavg", "er"), (0, 1)
+FOLDERS = [f"{method}-{seed}" for method in METHODS for seed in SEEDS]
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    (tmp_path / "table.toml").write_text(TABLE)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The numbers of one process, one cell after the other."""
+    folder = tmp_path_factory.mktemp("alone")
+    table = str(folder / "table.toml")
+    Path(table).write_text(TABLE)
+    grid = [
+        cells.new_cell(
+            method, str(folder / "table.toml"), folder / f"{method}-{seed}", method=method, seed=seed, sets=[]
+        )
+        for method in METHODS
+        for seed in SEEDS
+    ]
+    cells.run(grid, settings(jobs=1))
+    return numbers(folder)
+
+
+def started(work: Path, *more: str) -> subprocess.Popen[str]:
+    named = ["--methods", ",".join(METHODS), "--seeds", ",".join(map(str, SEEDS)), "--out", "cells"]
+    command = [sys.executable, "-m", "everfed", "compare", "table.toml", *named, "--checkpoint-every", "0", *more]
+    return subprocess.Popen(command, cwd=work, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    text, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, text
+    return text
+
+
+def until(holds: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if holds():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never came to that")
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    log = folder / "events.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def rounds(folder: Path) -> int:
+    return sum(event["event"] == "phase" and event["phase"] == "train" for event in events(folder))
+
+
+def numbers(out: Path) -> dict[str, Any]:
+    found = {name: json.loads((out / name / "result.json").read_text()) for name in FOLDERS}
+    return {name: (one["metrics"], one["accuracy_matrix"], one["cost"]["bytes_up"]) for name, one in found.items()}
+
+
+def test_two_processes_and_a_kill_give_what_one_process_gives(work: Path, alone: dict[str, Any]) -> None:
+    """The second one takes the cells that the first does not hold, and the cell of the first after its death."""
+    first = started(work, "--jobs", "1")
+    until(lambda: rounds(work / "cells" / FOLDERS[0]) > 0)
+    second = started(work, "--jobs", "1")
+    until(lambda: any(rounds(work / "cells" / name) > 0 for name in FOLDERS[1:]))
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    ended(second)
+    assert numbers(work / "cells") == alone
+    for name in FOLDERS:
+        log = events(work / "cells" / name)
+        begun = [event["round"] for event in log if event["event"] == "start"]
+        trained = [event["round"] for event in log if event["event"] == "phase" and event["phase"] == "train"]
+        # of a killed cell only the round it was in may be trained twice: there is a checkpoint after every round
+        assert len(begun) <= 2 and len(trained) <= 18 + (len(begun) - 1) * 2
+        assert sorted(set(trained)) == list(range(18))
+    table = json.loads((work / "cells" / "compare.json").read_text())
+    assert all(run["metrics"] for row in table["rows"] for run in row["runs"])
+
+
+def test_both_of_two_processes_finish_and_nothing_is_computed_twice(work: Path) -> None:
+    both = [started(work, "--jobs", "1"), started(work, "--jobs", "2")]
+    texts = [ended(process) for process in both]
+    for name in FOLDERS:
+        log = events(work / "cells" / name)
+        assert [event["event"] for event in log].count("start") == 1, log
+        assert rounds(work / "cells" / name) == 18
+    assert all("written to cells" in text for text in texts)
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_cell_goes_on(work: Path, alone: dict[str, Any]) -> None:
+    parent = started(work, "--jobs", "2")
+    until(lambda: rounds(work / "cells" / FOLDERS[0]) > 0)
+    os.kill(_child(parent.pid), signal.SIGKILL)
+    text = ended(parent)
+    assert text.startswith("2 runs side by side\n")
+    assert numbers(work / "cells") == alone
+
+
+def test_workers_end_with_the_command_that_started_them(work: Path) -> None:
+    parent = started(work, "--jobs", "2")
+    until(lambda: rounds(work / "cells" / FOLDERS[0]) > 0)
+    workers = _children(parent.pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    until(lambda: not any(map(_runs, workers)))
+    ended(started(work, "--jobs", "1"))
+    assert set(numbers(work / "cells")) == set(FOLDERS)
+
+
+def _children(pid: int) -> list[int]:
+    """The processes of this parent that run cells: those that were spawned, without the resource tracker."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def _child(pid: int) -> int:
+    return _children(pid)[0]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except OSError:
+        return False
+
+
+# the queue -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cell(work: Path) -> Callable[[str], Cell]:
+    recipe = read(work / "table.toml", sets=["engine.kind=auto"])
+    return lambda name: Cell(name, recipe, work / name, Places("table.toml"))
+
+
+def settings(**more: Any) -> Settings:
+    return Settings(None, 1.0, 5.0, False, **more)
+
+
+def test_a_held_cell_comes_after_all_others_and_comes_again(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(cells, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one, two = cell("one"), cell("two")
+    queue = Queue([one, two])
+    assert queue.take() is one and not queue.was_held(one)
+    queue.hold(one)
+    assert queue.take() is two
+    assert queue.take() is None, "it was just looked at"
+    now[0] += jobs.POLL
+    assert queue.take() is one and queue.was_held(one)
+    queue.finish(Outcome(two, {}))
+    assert not queue.done
+    queue.finish(Outcome(one, {}))
+    assert queue.done and [outcome.cell for outcome in queue.in_order()] == [one, two]
+
+
+def test_cells_may_follow_from_an_outcome(cell: Any) -> None:
+    one, next_ = cell("one"), cell("next")
+    queue = Queue([one], lambda outcome: [next_] if outcome.cell is one else [])
+    assert queue.take() is one
+    queue.finish(Outcome(one, {}))
+    assert not queue.done and queue.take() is next_
+    queue.finish(Outcome(next_, {}))
+    assert queue.done and queue.total == 2
+
+
+def test_a_divergence_elsewhere_is_the_outcome_and_nothing_else_is(cell: Any) -> None:
+    own = cell("diverged")
+    own.folder.mkdir()
+    log = own.folder / "events.jsonl"
+    log.write_text('{"event": "start"}\n{"event": "fault", "message": "Diverged: the loss is not finite"}\n')
+    outcome = cells.attempt(own, settings(), [], was_held=True)
+    assert outcome == Outcome(own, None, "the loss is not finite")
+    log.write_text('{"event": "fault", "message": "KeyboardInterrupt: "}\n')
+    assert cells._divergence(own) is None
+
+
+# how many at a time ----------------------------------------------------------------------------------------------
+
+
+def chosen(
+    cell: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int = 16, cores: int = 8, clients: int = 10
+) -> jobs.Choice:
+    """For runs of 100 rounds whose clients take `seconds` each."""
+    monkeypatch.setattr(jobs, "_measured", lambda *_: (OneClient(seconds, 0), clients, 100))
+    monkeypatch.setattr(jobs, "_fit_in_memory", lambda: 1000)
+    return jobs._fastest([cell(str(number)) for number in range(runs)], settings(), cores)
+
+
+def test_cells_side_by_side_where_clients_do_not_divide_among_the_cores(
+    cell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 clients on 8 cores are two waves, 5 times as fast; 16 runs on 8 cores are two waves, 8 times as fast."""
+    choice = chosen(cell, monkeypatch, 1.0)
+    assert choice.jobs == 8
+    assert "8 runs side by side on 8 cores: about 2006 s" in choice.why
+    assert f"about {16_000 / 5 * (1 + CALL_SECONDS):.0f} s with one run at a time" in choice.why
+
+
+def test_an_engine_that_runs_clients_one_after_the_other_leaves_the_cores_to_cells(
+    cell: Any, monkeypatch: pytest.MonkeyPatch, work: Path
+) -> None:
+    eager = read(work / "table.toml")
+    choice = chosen(lambda name: replace(cell(name), recipe=eager), monkeypatch, 1.0, runs=2, clients=8)
+    assert choice.jobs == 2
+    assert "about 806 s expected for 2 runs, about 1600 s with one run at a time" in choice.why
+
+
+def test_a_table_of_seconds_is_not_worth_the_start_of_processes(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 runs of 1000 clients of 0.1 ms: 1.6 s in all."""
+    assert chosen(cell, monkeypatch, 1e-4).jobs == 1
+
+
+def test_one_run_has_its_clients_side_by_side(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(cell, monkeypatch, 1.0, runs=1).jobs == 1
+
+
+def test_few_runs_share_the_cores(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs on 8 cores with 8 clients: 2 x 4 cores is as fast as 8 for one after the other, apart from the start."""
+    assert chosen(cell, monkeypatch, 1.0, runs=2, clients=8).jobs == 1
+    assert chosen(cell, monkeypatch, 1.0, runs=2, clients=4).jobs == 2
+
+
+def test_what_the_command_line_says_is_done(cell: Any) -> None:
+    assert jobs.choose([cell("one"), cell("two")], settings(jobs=3)) == jobs.Choice(3, "3 runs side by side")
+    assert jobs.choose([cell("one"), cell("two")], settings(jobs=1)) == jobs.Choice(1)
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    assert jobs._shares(jobs.Choice(2)) == [[0, 2, 4], [1, 3]]
+    assert jobs._shares(jobs.Choice(6)) == [[0], [1], [2], [3], [4], [0]]
+    assert jobs._shares(jobs.Choice(2, pinned=False)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("installed", "answer", "note"),
+    [
+        (None, 0, "is not installed"),
+        ("/usr/bin/it", 0, "CUDA MPS is running"),
+        ("/usr/bin/it", 1, "`nvidia-cuda-mps-control -d`, started before"),
+    ],
+)
+def test_the_note_about_mps(monkeypatch: pytest.MonkeyPatch, installed: str | None, answer: int, note: str) -> None:
+    monkeypatch.setattr(jobs.shutil, "which", lambda _: installed)
+    monkeypatch.setattr(jobs.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=answer))
+    assert note in jobs.mps_note()

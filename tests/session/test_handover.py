@@ -1,0 +1,171 @@
+"""A trained model leaves with all that is needed to use it: network, input form, normalisation, class names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import everfed
+from everfed.session import handover
+from everfed.streams import from_arrays
+
+SHAPE, CLASSES = (3, 8, 8), 4
+NAMES = ("ash", "birch", "cedar", "date")
+TINY_VIT = {
+    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 3, "hidden_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "intermediate_size": 32,
+}  # fmt: skip
+NORMALISE = {"mean": [0.5, 0.25, 0.125], "std": [0.5, 0.25, 2.0]}
+
+
+class Net(nn.Sequential):
+    def __init__(self, input_shape: tuple[int, ...] = SHAPE, classes: int = CLASSES, width: int = 6) -> None:
+        super().__init__(
+            nn.Conv2d(input_shape[0], width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width * 36, classes)
+        )
+
+
+def write_data(folder: Path) -> Path:
+    rng = np.random.default_rng(0)
+    y = np.arange(80) % CLASSES
+    x = (rng.integers(0, 60, (80, 8, 8, 3)) + 60 * y[:, None, None, None]).astype(np.uint8)
+    arrays = {"x_train": x[:60], "y_train": y[:60], "x_test": x[60:], "y_test": y[60:]}
+    np.savez(folder / "trees.npz", **arrays, names=np.array(NAMES))
+    return folder / "trees.npz"
+
+
+def recipe(data: Path, kind: str = f"{__name__}:Net", **sections: Any) -> dict[str, Any]:
+    stream = {"dataset": str(data), "scenario": "class-incremental", "tasks": 2, "clients": 2, "normalise": NORMALISE}
+    table = {"stream": stream, "model": {"kind": kind}, "method": {"name": "fedavg"}, "engine": {"kind": "eager"}}
+    return {**table, "train": {"rounds_per_task": 2, "optimizer": {"lr": 0.02}}, **sections}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose data is gone."""
+    folder = tmp_path_factory.mktemp("handover")
+    data = write_data(folder)
+    everfed.run(recipe(data, model={"kind": f"{__name__}:Net", "width": 5}), folder / "run")
+    data.rename(folder / "gone.npz")
+    return folder / "run"
+
+
+def test_the_file_describes_itself(run: Path) -> None:
+    found = handover.read_description(run / "model.safetensors")
+    assert found is not None
+    assert (found.kind, found.options) == (f"{__name__}:Net", {"width": 5})
+    assert (found.input_shape, found.classes, found.class_names) == (SHAPE, CLASSES, NAMES)
+    assert (found.dtype, found.mean, found.std) == ("uint8", (0.5, 0.25, 0.125), (0.5, 0.25, 2.0))
+    assert len(found.recipe) == 32
+
+
+def test_a_run_is_loaded_without_its_data(run: Path) -> None:
+    loaded = everfed.load(run)
+    tensors = safetensors.torch.load_file(run / "model.safetensors")
+    assert not loaded.model.training and loaded.class_names == NAMES
+    assert all(torch.equal(value, tensors[name]) for name, value in loaded.model.state_dict().items())
+
+
+def test_predictions_use_the_run_s_own_normalisation(run: Path) -> None:
+    """(x / 255 - mean) / std by hand, and every usual layout of the same images."""
+    loaded = everfed.load(run)
+    images = np.load(run.parent / "gone.npz")["x_test"]
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
+    mean, std = (torch.tensor(NORMALISE[key]).reshape(1, 3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        expected = loaded.model((x - mean) / std)
+    torch.testing.assert_close(loaded.outputs(images), expected, rtol=1e-5, atol=1e-5)
+    assert loaded.predict(images).tolist() == expected.argmax(1).tolist()
+    for same in (images.transpose(0, 3, 1, 2), torch.from_numpy(images), list(images)):
+        assert np.array_equal(loaded.predict(same, batch_size=7), loaded.predict(images))
+
+
+def test_images_of_another_size_are_resized(run: Path) -> None:
+    loaded = everfed.load(run)
+    flat = np.full((2, 8, 8, 3), 90, dtype=np.uint8)
+    large = np.full((2, 20, 24, 3), 90, dtype=np.uint8)
+    assert torch.equal(loaded.outputs(large), loaded.outputs(flat))
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((2, 8, 8, 3), np.float32), np.zeros((2, 8, 8, 4), np.uint8)])
+def test_samples_of_another_form_are_refused(run: Path, wrong: np.ndarray) -> None:
+    with pytest.raises((everfed.UserError, ValueError), match="predict|channels"):
+        everfed.load(run).predict(wrong)
+
+
+def test_a_hugging_face_network_is_loaded_without_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit/config.json").write_text(json.dumps(TINY_VIT))
+    everfed.run(recipe(write_data(tmp_path), kind=f"hf:{tmp_path / 'vit'}"), tmp_path / "run")
+    shutil.rmtree(tmp_path / "vit")
+    loaded = everfed.load(tmp_path / "run")
+    assert loaded.predict(np.zeros((3, 8, 8, 3), np.uint8)).shape == (3,)
+    tensors = safetensors.torch.load_file(tmp_path / "run/model.safetensors")
+    assert all(torch.equal(value, tensors[name]) for name, value in loaded.model.state_dict().items())
+
+
+def test_weights_are_not_read_again(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file(Net().state_dict(), weights)
+    model = {"kind": f"{__name__}:Net", "weights": str(weights), "trainable": ["3.*"]}
+    everfed.run(recipe(write_data(tmp_path), model=model), tmp_path / "run")
+    weights.unlink()
+    assert everfed.load(tmp_path / "run").predict(np.zeros((1, 8, 8, 3), np.uint8)).shape == (1,)
+
+
+def test_what_a_method_adds_to_the_network_is_loaded_too(tmp_path: Path) -> None:
+    everfed.run(recipe(write_data(tmp_path), method={"name": "fedweit"}), tmp_path / "run")
+    loaded, tensors = (
+        everfed.load(tmp_path / "run").model,
+        safetensors.torch.load_file(tmp_path / "run/model.safetensors"),
+    )
+    assert any(name.startswith("extras.") for name in tensors)
+    assert all(torch.equal(value, tensors[name]) for name, value in loaded.state_dict().items())
+
+
+def test_a_stream_with_inputs_of_its_own_leaves_them_to_the_user(tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).normal(size=(40, 5)), np.arange(40) % 2
+    made = from_arrays(x[:30], y[:30], x[30:], y[30:], scenario="class-incremental", tasks=1, rounds_per_task=1)
+
+    class Squared(type(made)):  # type: ignore[misc]
+        def inputs(self, x: Tensor) -> Tensor:
+            return x.float() ** 2
+
+    made.__class__ = Squared
+    table = {"model": {"kind": "mlp"}, "method": {"name": "fedavg"}}
+    everfed.run(table, tmp_path / "run", stream=made)
+    with pytest.raises(everfed.UserError, match="a way of its own"):
+        everfed.load(tmp_path / "run").predict(x)
+
+
+# personal models ------------------------------------------------------------------------------------------------------
+def test_personal_models_are_those_that_were_scored(tmp_path: Path) -> None:
+    """fedas: every client has its own head on an aligned base; their accuracies are the matrix's last row."""
+    method = {"name": "fedas", "fedas": {"head": "3"}}
+    result = everfed.run(recipe(write_data(tmp_path), method=method), tmp_path / "run", checkpoint_every=0.0)
+    assert result.data["evaluated"] == "personalised"
+    held = np.load(tmp_path / "trees.npz")
+    correct = np.zeros((2, 20), dtype=bool)
+    for client in range(2):
+        correct[client] = everfed.load(tmp_path / "run", client=client).predict(held["x_test"]) == held["y_test"]
+    tasks = [held["y_test"] < 2, held["y_test"] >= 2]
+    assert result.data["accuracy_matrix"][-1] == [correct[:, task].mean() for task in tasks]
+    heads = [everfed.load(tmp_path / "run", client=c).model.state_dict()["3.weight"] for c in (None, 0, 1)]
+    assert not torch.equal(heads[1], heads[2]) and not torch.equal(heads[0], heads[1])
+    with pytest.raises(everfed.UserError, match="clients 0 to 1"):
+        everfed.load(tmp_path / "run", client=2)
+
+
+def test_a_method_whose_clients_change_the_forward_pass_has_no_network_to_export(tmp_path: Path) -> None:
+    everfed.run(recipe(write_data(tmp_path), method={"name": "feddbe"}), tmp_path / "run", checkpoint_every=0.0)
+    with pytest.raises(everfed.UserError, match="forward pass"):
+        everfed.load(tmp_path / "run", client=0)

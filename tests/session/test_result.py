@@ -1,0 +1,117 @@
+"""What a finished run leaves: the numbers of result.json, a warning where nothing was learned, the trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everfed
+from everfed.core.runner import RunState
+from everfed.recipe import Recipe
+from everfed.session import assemble
+from everfed.session.reporting import report_fault
+from everfed.session.result import _curves, _scores, at_chance
+from tests.support.rehearsal_free import ClassToy
+from tests.support.toy import Toy
+
+
+# at chance -----------------------------------------------------------------------------------------------------------
+def learned(accuracy: float | None) -> dict[str, Any]:
+    return {"metrics": {"learning_accuracy": accuracy}}
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "warned"), [(0.25, True), (0.29, True), (0.31, False), (0.9, False), (None, False)]
+)
+def test_a_model_that_guesses_is_warned_about(accuracy: float | None, warned: bool) -> None:
+    """Four classes in every task: chance is 25 %."""
+    assert (at_chance(Toy(), learned(accuracy)) is not None) is warned
+
+
+def test_chance_is_that_of_a_task_s_own_classes() -> None:
+    """Two classes in each of two tasks: 52 % is no more than guessing, though there are four classes."""
+    warning = at_chance(ClassToy(), learned(0.52))
+    assert warning is not None
+    assert "52.0 % on the tasks right after they were trained, where guessing gives 50.0 %" in warning
+
+
+def test_other_scores_have_no_chance() -> None:
+    assert at_chance(Toy(score="perplexity"), learned(0.0)) is None
+
+
+# scores --------------------------------------------------------------------------------------------------------------
+def state(rows: dict[int, list[list[float] | None]], curves: list[dict[str, Any]] | None = None) -> RunState:
+    return RunState({}, rows=rows, curves=curves or [])
+
+
+def test_tasks_that_nobody_was_scored_on_are_left_out_of_the_metrics() -> None:
+    """Counts are (tests, right answers). Task 1 has no tests; at the end of the run task 0 is at 60 % and task 2 at
+    80 %: Acc 70 %. Task 0 fell from 90 %: forgetting 30 %."""
+    rows: dict[int, list[list[float] | None]] = {
+        0: [[10, 9], None, None],
+        1: [[10, 7], None, None],
+        2: [[10, 6], None, [10, 8]],
+    }
+    found = _scores("accuracy", state(rows), 1, [10, 0, 10], None)
+    assert found["accuracy_matrix"] == [[0.9, None, None], [0.7, None, None], [0.6, None, 0.8]]
+    assert found["metrics"]["acc"] == pytest.approx(0.7) and found["metrics"]["forgetting"] == pytest.approx(0.3)
+
+
+def test_the_last_row_is_the_end_of_the_run_where_its_last_task_has_no_test() -> None:
+    """Task 0 after the run is at 50 %, not at the 70 % of task 1's end."""
+    rows: dict[int, list[list[float] | None]] = {
+        0: [[10, 9], None, None],
+        1: [[10, 7], [10, 6], None],
+        2: [[10, 5], [10, 4], None],
+    }
+    assert _scores("accuracy", state(rows), 1, [10, 10, 0], None)["metrics"]["acc"] == pytest.approx(0.45)
+
+
+def test_rounds_are_counted_only_where_every_round_was_scored() -> None:
+    stream = Toy(tasks=1, rounds_per_task=3)
+    every = [{"round": index, "task": 0, "accuracy": [0.1 * index]} for index in range(3)]
+    assert _curves(state({}, every), stream) == [[[0.0], [0.1], [0.2]]]
+    assert _curves(state({}, every[1:]), stream) is None
+
+
+# a run ---------------------------------------------------------------------------------------------------------------
+RECIPE = {
+    "stream": {"dataset": "digits", "scenario": "class-incremental", "tasks": 2, "clients": 2, "max_train": 60},
+    "model": {"kind": "small-cnn"},
+    "train": {"rounds_per_task": 1},
+    "method": {"name": "fedavg"},
+    "engine": {"kind": "eager"},
+}
+
+
+def test_the_matrix_is_that_of_the_recipe_s_logits_and_the_model_is_ready_for_use(tmp_path: Path) -> None:
+    result = everfed.run({**RECIPE, "eval": {"logits": "task"}}, tmp_path / "run").data
+    assert result["accuracy_matrix"] == result["by_logits"]["task"]["accuracy_matrix"]
+    assert result["accuracy_matrix"] != result["by_logits"]["full"]["accuracy_matrix"]
+    loaded = everfed.load(tmp_path / "run")
+    assert not any(module.training for module in loaded.model.modules())
+    assert loaded.result == result
+
+
+def test_a_stream_s_own_seed_draws_it_whatever_the_run_s_seed_is() -> None:
+    def divided(seed: int, own: int | None = None) -> list[list[int]]:
+        recipe = Recipe.model_validate({**RECIPE, "seed": seed, "stream": {**RECIPE["stream"], "seed": own}})
+        return [sorted(assemble(recipe).stream.data(client, 0).ids.tolist()) for client in range(2)]
+
+    own = divided(1, own=5)
+    assert own == divided(2, own=5) == divided(5)
+    assert divided(1) != divided(2)
+
+
+# faults --------------------------------------------------------------------------------------------------------------
+def test_a_fault_reaches_every_observer_that_still_works() -> None:
+    """The log may lie on the disk that is full."""
+    seen: list[dict[str, Any]] = []
+
+    def full(event: dict[str, Any]) -> None:
+        raise OSError("no space left on device")
+
+    report_fault([full, seen.append], ValueError("a mistake"))
+    assert seen == [{"event": "fault", "message": "ValueError: a mistake"}]

@@ -1,0 +1,193 @@
+"""What an installation rests on: declared imports, metadata, images for containers, scripts for clusters."""
+
+from __future__ import annotations
+
+import ast
+import re
+import stat
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from everfed.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CLUSTER = ROOT / "examples" / "cluster"
+
+
+def declared() -> set[str]:
+    """The distributions that pyproject.toml names, outside of tools for development."""
+    extras = PROJECT["optional-dependencies"]
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for name in extras if name not in ("dev", "docs") for line in extras[name]),
+    ]
+    return {normal(re.match(r"[\w.-]+", line)[0]) for line in lines}
+
+
+def normal(name: str) -> str:
+    """A distribution's name as the packaging standard compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported() -> dict[str, str]:
+    """{package: a file of everfed that imports it}, without the standard library and everfed itself."""
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "everfed").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            found |= {name.partition(".")[0]: path.name for name in names}
+    return {name: path for name, path in found.items() if name not in {*sys.stdlib_module_names, "everfed"}}
+
+
+def test_every_import_is_declared() -> None:
+    owners = metadata.packages_distributions()
+    missing = {
+        name: path for name, path in imported().items() if not {normal(own) for own in owners[name]} & declared()
+    }
+    assert missing == {}
+
+
+def test_the_metadata_has_what_a_reader_looks_for() -> None:
+    assert PROJECT["readme"] == "README.md" and {"Homepage", "Documentation", "Changelog", "Issues"} <= set(
+        PROJECT["urls"]
+    )
+    assert PROJECT["requires-python"] == ">=3.11,<3.14"
+    classifiers = PROJECT["classifiers"]
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(classifiers)
+    assert "Operating System :: POSIX" in classifiers and not [c for c in classifiers if "OS Independent" in c]
+
+
+def test_the_core_has_no_caps_that_only_an_extra_needs() -> None:
+    core = {re.match(r"[\w-]+", line)[0]: line for line in PROJECT["dependencies"]}
+    assert "click" not in core and "<" not in core["rich"]
+    (datasets,) = (line for line in PROJECT["optional-dependencies"]["hub"] if line.startswith("datasets"))
+    assert "<" not in datasets
+
+
+def test_the_citation_agrees_with_the_metadata() -> None:
+    yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["cff-version"] == "1.2.0" and {"message", "title", "authors"} <= set(cited)
+    assert (cited["version"], cited["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert cited["repository-code"] == PROJECT["urls"]["Homepage"]
+
+
+# containers ----------------------------------------------------------------------------------------------------------
+def extras_named(text: str) -> set[str]:
+    return {name for group in re.findall(r"'\.\[([\w,]+)\]'", text) for name in group.split(",")}
+
+
+def test_the_image_is_made_of_files_that_are_here() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    copied = [name for line in re.findall(r"^COPY (.*)$", text, re.M) for name in line.split()[:-1]]
+    assert copied == ["pyproject.toml", "README.md", "LICENSE", "constraints.txt", "everfed"]
+    assert all((ROOT / name).exists() for name in copied)
+    allowed = set(re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.M))
+    assert allowed == set(copied)  # everything else stays out of the build
+    assert extras_named(text) and extras_named(text) <= set(PROJECT["optional-dependencies"])
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert re.search(r"ARG TORCH=(.*)", text)[1] in pins
+    assert "USER everfed" in text
+
+
+def test_compose_builds_that_image_for_the_server_and_the_clients() -> None:
+    yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
+    folder = ROOT / "examples" / "federation"
+    services: dict[str, Any] = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    for name in ("server", "site-a", "site-b"):
+        build = services[name]["build"]
+        assert (folder / build["context"] / build["dockerfile"]).resolve() == ROOT / "Dockerfile"
+
+
+def test_the_apptainer_definition_has_its_sections_and_files() -> None:
+    text = (CLUSTER / "everfed.def").read_text()
+    header, *rest = re.split(r"^%(?=\w)", text, flags=re.M)
+    sections = {part.partition("\n")[0]: part.partition("\n")[2] for part in rest}
+    assert "Bootstrap: docker" in header and re.search(r"^From: python:3\.\d+-slim$", header, re.M)
+    assert list(sections) == ["files", "post", "environment", "runscript", "test", "labels"]
+    assert all((ROOT / line.split()[0]).exists() for line in sections["files"].split("\n") if line.strip())
+    assert extras_named(text) and extras_named(text) <= set(PROJECT["optional-dependencies"])
+    for name in ("post", "environment", "runscript", "test"):
+        subprocess.run(["sh", "-n"], input=sections[name], text=True, check=True)
+
+
+# clusters ------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment in which Slurm's commands and everfed print what they are called with."""
+    commands = {
+        "scontrol": 'printf "node-a\\nnode-b\\n"',
+        "srun": 'exec "$@"',
+        "torchrun": 'printf "torchrun"; printf " %s" "$@"',
+        "everfed": 'printf "everfed"; printf " %s" "$@"',
+    }
+    for name, body in commands.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def submitted(script: str, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(CLUSTER / script), *words], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_run_on_several_machines(slurm: dict[str, str]) -> None:
+    job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    done = submitted("ranks.sbatch", {**slurm, **job}, "my recipe.toml", "runs/big", "--set", "seed=3")
+    assert done.stderr == ""
+    assert done.stdout == (
+        "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint node-a:23456 --rdzv-id 123456 "
+        "-m everfed run my recipe.toml --out runs/big --resume-or-run --set engine.kind=ranks --set seed=3"
+    )
+
+
+def test_a_job_array_runs_every_cell_of_a_table_once(slurm: dict[str, str]) -> None:
+    words = ("demo", "runs/table", "fedavg,fedgp+der", "0,1,2", "--scale", "0.1")
+    found = [submitted("table.sbatch", {**slurm, "SLURM_ARRAY_TASK_ID": str(i)}, *words).stdout for i in range(6)]
+    assert found == [
+        f"everfed run demo --method {method} --seed {seed} --out runs/table/{method}-{seed} --resume-or-run --scale 0.1"
+        for method in ("fedavg", "fedgp+der")
+        for seed in (0, 1, 2)
+    ]
+    beyond = submitted("table.sbatch", {**slurm, "SLURM_ARRAY_TASK_ID": "6"}, *words)
+    assert beyond.returncode == 2 and "cells 0 to 5" in beyond.stderr
+    alone = submitted("table.sbatch", slurm, *words)
+    assert alone.returncode != 0 and "sbatch --array=0-5" in alone.stderr
+
+
+@pytest.mark.parametrize("script", ["ranks.sbatch", "table.sbatch"])
+def test_jobs_can_be_put_back_into_the_queue(script: str) -> None:
+    text = (CLUSTER / script).read_text()
+    assert "#SBATCH --requeue" in text and "#SBATCH --open-mode=append" in text and "--resume-or-run" in text
+    assert text.index("#SBATCH") < text.index("set -euo pipefail")  # Slurm reads none behind the first command
+
+
+def test_compare_finds_the_cells_of_a_job_array_finished(slurm: dict[str, str], tmp_path: Path) -> None:
+    """What the script runs for each cell, run here; then the table, without another round."""
+    sizes = ("stream.tasks=2", "stream.clients=2", "train.rounds_per_task=1", "train.local_epochs=1")
+    options = [word for size in sizes for word in ("--set", size)]
+    folder, runner = tmp_path / "table", CliRunner()
+    for i in range(2):
+        job = {**slurm, "SLURM_ARRAY_TASK_ID": str(i)}
+        _, *words = submitted("table.sbatch", job, "demo", str(folder), "fedavg,er", "0", *options).stdout.split()
+        words.remove("--resume-or-run")
+        done = runner.invoke(app, words)
+        assert done.exit_code == 0, done.output
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
+    done = runner.invoke(
+        app, ["compare", "demo", "--methods", "fedavg,er", "--seeds", "0", "--out", str(folder), *options]
+    )
+    assert done.exit_code == 0 and "| fedavg" in done.stdout and len(before) == 2
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")} == before

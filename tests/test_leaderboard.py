@@ -1,0 +1,235 @@
+"""The leaderboard: what is tried, what is kept, and the pages that are made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from everfed import methods
+from everfed.cli import app
+from everfed.errors import UserError
+from everfed.leaderboard import page, pareto, records, tuning
+from everfed.leaderboard.pareto import Point, front
+from everfed.recipe import read, settled
+
+STREAMS = ("rotated-digits", "split-digits", "cifar100")
+
+
+# what is tried ---------------------------------------------------------------------------------------------------
+
+
+def test_the_streams_and_the_methods() -> None:
+    assert tuning.streams() == list(STREAMS)
+    left_out = set(methods.names()) - set(tuning.compared())
+    assert left_out == {name for name in methods.names() if name.startswith("fedgp+")} - set(tuning.WITH_FEDGP)
+    assert set(tuning.WITH_FEDGP) <= set(tuning.compared())
+
+
+@pytest.mark.parametrize("method", tuning.compared())
+def test_every_method_has_a_weight_with_five_ascending_values_or_a_reason(method: str) -> None:
+    weight = tuning.weight_of(method)
+    if weight is None:
+        assert tuning.reason_without(method)
+        return
+    with pytest.raises(KeyError):
+        tuning.reason_without(method)
+    values = weight["values"]
+    numbers = [float(re.findall(r"[0-9.]+", value)[-1]) if isinstance(value, str) else value for value in values]
+    assert len(numbers) == tuning.MOST_TRIES and numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("method", tuning.compared())
+def test_every_try_builds_the_method_with_other_settings(method: str) -> None:
+    tried = set()
+    for stream in STREAMS:
+        for sets in tuning.tries(method, stream, 5):
+            recipe = settled(read(f"leaderboard/{stream}", method=method, sets=list(sets)))
+            built = methods.build(recipe.method.name, recipe.method.model_extra)
+            tried.add((stream, recipe.train.optimizer.lr, repr(built.parts)))
+    assert len(tried) == 5 * len(STREAMS)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_tries_see_every_value_once_and_begin_with_the_middle(stream: str) -> None:
+    tries = tuning.tries("er", stream, 5)
+    assert tries[0] == (f"train.optimizer.lr={[0.2, 0.2, 0.1][STREAMS.index(stream)]}", "method.er.batch=16")
+    assert len({rate for rate, _ in tries}) == len({weight for _, weight in tries}) == 5
+    assert tuning.tries("er", stream, 2) == tries[:2]
+    assert all(len(sets) == 1 for sets in tuning.tries("fedavg", stream, 5))
+
+
+def test_the_recipes_hold_out_validation_data_and_give_all_buffers_one_size() -> None:
+    for stream in STREAMS:
+        recipe = read(f"leaderboard/{stream}")
+        assert (recipe.stream.model_extra or {})["validation"] == 0.1
+        sizes = set()
+        for method in tuning.compared():
+            section = settled(read(f"leaderboard/{stream}", method=method)).method
+            parts = {part.name: part for part in methods.build(section.name, section.model_extra).parts}
+            if "memory" in parts:
+                sizes.add(parts["memory"].size)  # type: ignore[attr-defined]
+        assert len(sizes) == 1
+
+
+# records ---------------------------------------------------------------------------------------------------------
+
+
+def result(acc: float, seconds: float = 2.0, **more: Any) -> dict[str, Any]:
+    cost = {"seconds": seconds, "bytes_up": 100, "bytes_down": 50, "client_state_bytes": 80}
+    facts = {"everfed": "0", "evaluated": "global", "environment": {"engine": "eager", "torch": "2"}}
+    metrics = {"acc": acc, "forgetting": 0.1, "learning_accuracy": 0.9}
+    return {"metrics": metrics, "cost": cost, "stream": {"clients": 8}, **facts, **more}
+
+
+def added(root: Path, method: str, kind: str, key: int, entry: dict[str, Any]) -> records.Record:
+    about = {"seed": key} if kind == "tests" else {"number": key, "seed": 100, "sets": [f"train.optimizer.lr={key}"]}
+    return records.add(root, "h", "rotated-digits", method, kind, {**about, **entry})
+
+
+def test_a_record_in_literal_numbers(tmp_path: Path) -> None:
+    for number, acc in enumerate((0.5, 0.75, 0.75)):
+        added(tmp_path, "er", "tries", number, records.measured(result(acc), "", None))
+    added(tmp_path, "er", "tries", 3, records.measured(None, "the loss is not finite", None))
+    for seed, acc in ((1, 0.5), (0, 0.7)):
+        record = added(tmp_path, "er", "tests", seed, records.measured(result(acc), "", 40.0))
+    best = records.best_try(record)
+    assert best is not None and best["number"] == 1, "the first of two equal ones"
+    assert [test["seed"] for test in record["tests"]] == [0, 1]
+    assert records.mean(record, "acc") == pytest.approx(0.6)
+    assert records.deviation(record, "acc") == pytest.approx(0.1)
+    assert records.mean(record, "kept_bytes") == 10.0
+    assert records.read_all(tmp_path) == [record]
+    assert json.loads((tmp_path / "rotated-digits" / "er.json").read_text()) == record
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    added(tmp_path, "er", "tests", 0, records.measured(result(0.5), "", None))
+    record = added(tmp_path, "er", "tests", 0, records.measured(result(0.9), "", None))
+    assert records.mean(record, "acc") == 0.5
+
+
+def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    added(tmp_path, "er", "tests", 0, records.measured(result(0.5), "", None))
+    with pytest.raises(UserError, match="another version of the recipe leaderboard/rotated-digits"):
+        records.opened(tmp_path, "rotated-digits", "er", "other")
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rotated-digits").mkdir()
+    (tmp_path / "rotated-digits" / "er.json").write_text("{}")
+    with pytest.raises(UserError, match=r"er.json is no record of the leaderboard: it has no stream"):
+        records.read_all(tmp_path)
+
+
+# pages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Path:
+    for method, acc, seconds in (("fedavg", 0.5, 2.0), ("er", 0.7, 3.0), ("ideal", 0.9, 4.0), ("fedala", 0.6, 2.0)):
+        more = {"evaluated": "personalised"} if method == "fedala" else {}
+        kept = 40.0 if method == "er" else None
+        added(tmp_path, method, "tries", 0, records.measured(result(acc), "", kept))
+        for seed in (0, 1):
+            added(tmp_path, method, "tests", seed, records.measured(result(acc, seconds, **more), "", kept))
+    added(tmp_path, "ewc", "tries", 0, records.measured(None, "the loss is not finite", None))
+    return tmp_path
+
+
+def test_the_table_has_the_best_first_and_what_is_needed_beside_it(board: Path) -> None:
+    lines = [[cell.text for cell in row] for row in page.rows(records.read_all(board))]
+    assert [line[0] for line in lines] == ["ideal", "er", "fedala †", "fedavg"]
+    assert lines[1] == [
+        *("er", "70.0 ± 0.0", "10.0 ± 0.0", "90.0 ± 0.0", "100 B", "50 B", "1.50", "10 B", "40", "sums only"),
+        *("yes", "not needed"),
+    ]
+    assert lines[0][7:9] == ["all data", "all"]
+    assert page.failures(records.read_all(board)) == [("ewc", "the loss is not finite")]
+
+
+def test_what_a_server_sees_and_what_a_method_needs() -> None:
+    stamp, ewc = page.facts_of("split-digits", "stamp"), page.facts_of("split-digits", "ewc")
+    assert not stamp.secure and stamp.sees.startswith("every client's fedomg/") and stamp.boundaries
+    assert ewc.secure and ewc.boundaries and not ewc.keeps_all
+    assert not page.facts_of("split-digits", "er").boundaries
+
+
+def test_the_pages_are_made_of_the_records_by_one_command(board: Path) -> None:
+    text, html = board / "board.md", board / "board.html"
+    text.write_text("before\n<!-- leaderboard: rotated-digits -->\n<!-- leaderboard: end -->\nafter\n")
+    command = ["leaderboard", "--only-page", "--records", str(board), "--page", str(text), "--html", str(html)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "no number: rotated-digits ewc: the loss is not finite" in done.output
+    written = text.read_text()
+    assert written.startswith("before\n") and written.endswith("after\n")
+    assert "| ideal " in written and "* `ewc`: the loss is not finite" in written
+    assert "1 tries and 2 seeds for every method" in written
+    for kind in pareto.KINDS:
+        ElementTree.parse(board / "board" / f"rotated-digits-{kind}.svg")
+    assert html.read_text().count("data-value") == 4 * len(page.COLUMNS)
+    again = written, html.read_text()
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert (text.read_text(), html.read_text()) == again
+
+
+def test_the_documentation_says_what_the_records_say() -> None:
+    root = Path(__file__).resolve().parent.parent
+    text = (root / "docs" / "leaderboard.md").read_text()
+    assert page.renewed(text, records.read_all(root / records.FOLDER), "leaderboard") == text
+
+
+def test_a_front_in_literal_numbers() -> None:
+    a, b, c, d = Point("a", 1, 0.5), Point("b", 2, 0.4), Point("c", 2, 0.7), Point("d", 3, 0.7)
+    assert front([d, c, b, a]) == [a, c]
+    assert [point.name for point in page.points([], pareto.BYTES)] == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=20))
+def test_no_point_beats_one_of_the_front(drawn: list[tuple[int, int]]) -> None:
+    points = [Point(str(i), cost, accuracy / 20) for i, (cost, accuracy) in enumerate(drawn)]
+    found = front(points)
+    for point in points:
+        assert any(best.cost <= point.cost and best.accuracy >= point.accuracy for best in found)
+    for best in found:
+        assert not any(p.cost <= best.cost and p.accuracy > best.accuracy for p in points)
+        assert not any(p.cost < best.cost and p.accuracy >= best.accuracy for p in points)
+
+
+# the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_small_leaderboard_from_tries_to_records(tmp_path: Path) -> None:
+    """Two tries and one test of fedavg and ewc, whose second try at a high rate may diverge; repeated, nothing runs."""
+    command = ["leaderboard", "--streams", "split-digits", "--methods", "fedavg,er", "--tries", "2", "--seeds", "1"]
+    command += ["--jobs", "1", "--out", str(tmp_path / "runs"), "--records", str(tmp_path / "records")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    kept = records.read_all(tmp_path / "records")
+    assert [record["method"] for record in kept] == ["er", "fedavg"]
+    for record in kept:
+        assert [entry["number"] for entry in record["tries"]] == [0, 1]
+        assert [entry["seed"] for entry in record["tests"]] == [0]
+        best = records.best_try(record)
+        assert best is not None and best["acc"] == max(entry["acc"] for entry in record["tries"])
+        recipe = read(tmp_path / "runs" / "split-digits" / record["method"] / "test-0" / "recipe.toml")
+        assert f"train.optimizer.lr={recipe.train.optimizer.lr}" in best["sets"]
+        assert recipe.eval.split == "test"
+        tried = read(tmp_path / "runs" / "split-digits" / record["method"] / "try-0" / "recipe.toml")
+        assert tried.eval.split == "validation" and tried.seed == 100
+    assert kept[0]["tests"][0]["kept_samples"] > 0 and kept[1]["tests"][0]["kept_samples"] is None
+    again = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "elsewhere"), *command[-2:]])
+    assert again.exit_code == 0 and not (tmp_path / "elsewhere").exists(), again.output
+
+
+def test_an_unknown_method_is_refused() -> None:
+    refused = CliRunner().invoke(app, ["leaderboard", "--methods", "odd"])
+    assert refused.exit_code == 2 and "--methods odd: use some of fedavg" in refused.output
