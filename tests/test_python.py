@@ -89,7 +89,7 @@ def test_a_comparison_equals_that_of_the_command() -> None:
 def test_a_comparison_on_a_stream_of_ones_own_and_on_one_for_every_seed() -> None:
     same = everfed.compare(TINY, ["fedavg", "er"], seeds=[0, 1], out="same", stream=arrays())
     assert {len(runs) for runs in same.results.values()} == {2}
-    other = everfed.compare(TINY, ["fedavg"], seeds=[0, 1], out="other", stream=lambda seed: arrays(seed))
+    other = everfed.compare(TINY, "fedavg", seeds=[0, 1], out="other", stream=lambda seed: arrays(seed))
     names = {
         everfed.read_recipe(run.folder / "recipe.toml").stream.model_extra["identity"]
         for run in other.results["fedavg"]

@@ -51,7 +51,7 @@ def compare(
     from everfed.comparison.cells import Settings
 
     settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track, jobs)
-    comparison = compared(recipe, split(methods), seeds, sets, out, settings)
+    comparison = compared(recipe, methods, seeds, sets, out, settings)
     print_comparison(comparison, as_json)
     if comparison.problems:
         raise typer.Exit(1)
@@ -59,7 +59,7 @@ def compare(
 
 def compared(
     recipe: str,
-    methods: Sequence[str] | None,
+    methods: str | None,
     seeds: str | None,
     sets: Sequence[str],
     out: Path | None,
@@ -73,11 +73,6 @@ def compared(
     numbers = parse_seeds(seeds) if seeds is not None else None
     grid = plan(recipe, methods, numbers, out, sets=sets)
     return finished(grid, settings, Terminal(settings.as_json))
-
-
-def split(text: str | None) -> list[str] | None:
-    """The names of `a,b,c`; None where the option was not given."""
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def print_comparison(comparison: Comparison, as_json: bool) -> None:

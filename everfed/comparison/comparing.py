@@ -36,10 +36,10 @@ def compare(
 ) -> Comparison:
     """Run several methods over several seeds, as `everfed compare` does; returns the table, the best row first.
 
-    methods, seeds: those of the recipe's [compare] where they are left out. out: folder of the run folders, by default
-    runs/RECIPE-compare; finished runs in it are kept, interrupted ones resumed. stream: one of your own for all runs,
-    or a function from the seed to a stream. jobs: runs side by side in processes of their own, 0 for what is fastest; a
-    script then needs `if __name__ == "__main__"`. The rest is as in `everfed.run`.
+    methods (a list, or a text with commas), seeds: those of the recipe's [compare] where they are left out. out: folder
+    of the run folders, by default runs/RECIPE-compare; finished runs in it are kept, interrupted ones resumed. stream:
+    one of your own for all runs, or a function from the seed to a stream. jobs: runs side by side in processes of their
+    own, 0 for what is fastest; a script then needs `if __name__ == "__main__"`. The rest is as in `everfed.run`.
     """
     grid = plan(recipe, methods, seeds, out, sets=as_entries(sets), stream=stream, scale=scale)
     data = None if data_dir is None else Path(data_dir)
@@ -93,6 +93,8 @@ def finished(grid: Grid, settings: cells.Settings, output: cells.Output) -> Comp
 
 
 def _methods(methods: Sequence[str] | None, recipe: Recipe) -> list[str]:
+    if isinstance(methods, str):
+        methods = [name.strip() for name in methods.split(",") if name.strip()]
     if methods is not None and not methods:
         raise RecipeError("--methods names none; write them with commas between, such as fedavg,der")
     if methods is not None:

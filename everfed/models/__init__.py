@@ -175,7 +175,7 @@ def _factory(
     if ":" not in kind:
         raise ModelError(
             f"model.kind: there is no model {kind!r}.{nearest(kind, MODELS)} `everfed list models` shows all; others "
-            f"are {TIMM}NAME, {HF}FOLDER or your own package.module:Name"
+            f"are {TIMM}NAME, {HF}FOLDER or package.module:Name of your own"
         )
     factory: Callable[..., nn.Module] = load_object(kind, "model.kind")
     return factory
