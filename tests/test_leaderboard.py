@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from everfed import methods
+from everfed import api, methods
 from everfed.cli import app
-from everfed.errors import UserError
+from everfed.errors import UserError, is_user_error
 from everfed.leaderboard import page, pareto, records, tuning
 from everfed.leaderboard.pareto import Point, front
 from everfed.recipe import read, settled
@@ -77,6 +77,14 @@ def test_the_recipes_hold_out_validation_data_and_give_all_buffers_one_size() ->
             if "memory" in parts:
                 sizes.add(parts["memory"].size)  # type: ignore[attr-defined]
         assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("method", tuning.compared())
+def test_every_method_can_be_put_together_or_is_refused_with_a_reason(method: str) -> None:
+    try:
+        api.check(settled(read("leaderboard/split-digits", method=method)))
+    except Exception as error:
+        assert is_user_error(error), error
 
 
 # records ---------------------------------------------------------------------------------------------------------

@@ -138,7 +138,8 @@ class Board:
     def _cell(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> Cell:
         from everfed.comparison.cells import new_cell
 
-        where = [f"engine.device={self.device}", "engine.kind=auto"] if self.device else []
+        kind = "auto" if (self.device or "").startswith("cuda") else "eager"  # on a CPU the runs are side by side
+        where = [f"engine.device={self.device}", f"engine.kind={kind}"] if self.device else []
         folder = self.out / stream / method / name.replace(" ", "-")
         row = f"{stream} {method} {name}"
         return new_cell(row, _recipe(stream), folder, method=method, seed=seed, sets=[*where, *sets])

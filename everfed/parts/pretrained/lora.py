@@ -43,7 +43,7 @@ class LoRA(Piecewise):
         at_least(self, 0, "alpha")
         object.__setattr__(self, "targets", tuple(self.targets))
 
-    def adapt(self, module: nn.Module, ctx: Context) -> None:
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         """Give every LoRA layer factors for all tasks."""
         if any("lora_" in name for name, _ in module.named_parameters()) and not lora.layers(module):
             raise CompositionError(
