@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from everfed.commands import options
 from everfed.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 data = typer.Typer(no_args_is_help=True, help="Data sets: get those that are published.")
 
@@ -58,6 +59,9 @@ def get(
 
 
 def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = TextColumn("{task.description}"), BarColumn(20), DownloadColumn(), TimeRemainingColumn()
     return Progress(*columns, console=Console(stderr=True))
 
