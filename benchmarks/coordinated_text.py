@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from everfed import Tree, streams
-from everfed.commands.cells import Cell, Outcome, Settings, new_cell
-from everfed.commands.cells import run as run_cells
+from everfed.comparison.cells import Cell, Outcome, Settings, new_cell
+from everfed.comparison.cells import run as run_cells
 from everfed.data.tokenizer import PAD
 from everfed.markdown import markdown_table
 from everfed.models.tinybert import TinyBERT

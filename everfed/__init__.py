@@ -2,8 +2,8 @@
 
     import everfed
 
-    result = everfed.run(everfed.read_recipe("demo", method="fedgp+der"))
-    model = everfed.load(result.folder).model
+    result = everfed.run("demo", method="fedgp+der")
+    table = everfed.compare("demo", ["fedavg", "der", "fedgp+der"], seeds=[0, 1])
 
 Everything that the author of a method or a stream needs is here too: `from everfed import Part, Step`.
 
@@ -16,7 +16,9 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everfed import report
     from everfed.api import LoadedRun, Result, check, load, resume, run
+    from everfed.comparison import Comparison, compare, sweep
     from everfed.core.context import Context, Facts, TrainOptions
     from everfed.core.data import Data
     from everfed.core.layout import Entry, Layout
@@ -52,6 +54,7 @@ __version__ = metadata.version("everfed")
 # module -> the names that everfed takes from it
 _PUBLIC = {
     "api": "LoadedRun Result check load resume run",
+    "comparison": "Comparison compare sweep",
     "core.context": "Context Facts TrainOptions",
     "core.data": "Data",
     "core.layout": "Entry Layout",
@@ -86,6 +89,7 @@ __all__ = [
     "Batch",
     "Cohort",
     "Collect",
+    "Comparison",
     "CompositionError",
     "Context",
     "Data",
@@ -125,6 +129,7 @@ __all__ = [
     "UserError",
     "__version__",
     "check",
+    "compare",
     "compose",
     "every",
     "load",
@@ -133,14 +138,18 @@ __all__ = [
     "overrides",
     "read_recipe",
     "refuse_personal",
+    "report",
     "resume",
     "run",
+    "sweep",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name == "read_recipe":
         value = import_module("everfed.recipe").read
+    elif name == "report":  # a package that may be called
+        value = import_module("everfed.report")
     elif name in _MODULES:
         value = getattr(import_module(f"everfed.{_MODULES[name]}"), name)
     else:

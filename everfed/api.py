@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everfed.errors import RecipeError
-from everfed.recipe import Recipe, from_table, read, scaled, to_toml
-from everfed.recipe.objects import named
+from everfed.errors import USERS, RecipeError, UserError, exit_code, sentence
+from everfed.recipe import (
+    Places,
+    Reading,
+    Recipe,
+    Sets,
+    Source,
+    from_table,
+    placed,
+    read,
+    read_placed,
+    scaled,
+    settled,
+    to_toml,
+)
 from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
@@ -20,11 +34,12 @@ if TYPE_CHECKING:
     from everfed.session.handover import Description
 
 Observer = Callable[[dict[str, Any]], None]
+Observers = Sequence[Observer] | Callable[[Path], Sequence[Observer]]  # or a function from the run folder to them
 CHECKPOINT_EVERY = 5.0
 IN_PYTHON = "python:"  # what stream.dataset or model.kind begins with where the stream or the network is an object
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished run. data: the content of result.json."""
 
@@ -35,6 +50,42 @@ class Result:
     def metrics(self) -> dict[str, float | None]:
         metrics: dict[str, float | None] = self.data["metrics"]
         return metrics
+
+    @property
+    def history(self) -> Any:
+        """A row for every round: task, loss, score, bytes, seconds. A pandas frame; a list of dicts without pandas."""
+        from everfed.results import history
+
+        return history(self.folder)
+
+    @property
+    def accuracy_matrix(self) -> Any:
+        """Row t: the scores after task t, a column for every task. A pandas frame; a list of lists without pandas."""
+        from everfed.results import accuracy_matrix
+
+        return accuracy_matrix(self.data)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: every task's score over the run, and the loss of every round."""
+        from everfed.results import plot
+
+        return plot([(str(self.data["method"]), self.folder, self.data)])
+
+    def report(self, out: str | Path | None = None, *, figures: bool | None = None) -> Path:
+        """Write the report of this run (`everfed.report`)."""
+        from everfed.report import write
+
+        return write([self.folder], out, figures=figures)
+
+    def __repr__(self) -> str:
+        from everfed.results import headline
+
+        return f"<Result {headline(self.data)}, in {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        from everfed.results import as_html
+
+        return as_html(self.folder, self.data)
 
 
 @dataclass(frozen=True)
@@ -77,21 +128,59 @@ def default_folder(recipe: Recipe) -> Path:
     return Path("runs") / f"{recipe.name.replace('/', '-')}-{method}-{recipe.seed}"
 
 
-def check(recipe: Recipe, data_dir: str | Path | None = None, scale: float = 1.0) -> None:
+def check(
+    recipe: Source | Reading,
+    data_dir: str | Path | None = None,
+    scale: float = 1.0,
+    stream: Stream | None = None,
+) -> None:
     """Raise what `run` would refuse, without running anything."""
-    from everfed.session import assemble
+    recipe, model = _without_object(recipe)
+    _assembled(fitted(_reading(recipe), stream, scale), data_dir, scale, stream, model)
 
-    assemble(scaled(recipe, scale), _text(data_dir), scale)
 
-
-def run(
-    recipe: Recipe | dict[str, Any] | str | Path,
-    out: str | Path | None = None,
+def estimate(
+    recipe: Source | Reading,
     *,
     data_dir: str | Path | None = None,
     scale: float = 1.0,
     stream: Stream | None = None,
-    observers: Sequence[Observer] = (),
+) -> dict[str, Any]:
+    """Shapes, time, memory and bytes of a run, from its first two rounds; nothing is left behind. Raises what `run`
+    would refuse."""
+    from everfed import session
+
+    recipe, model = _without_object(recipe)
+    reading = fitted(_reading(recipe), stream, scale)
+    with users_errors(reading.places):
+        return session.estimate(_assembled(reading, data_dir, scale, stream, model))
+
+
+def _assembled(
+    reading: Reading, data_dir: str | Path | None, scale: float, stream: Stream | None, model: nn.Module | None
+) -> Any:
+    """The pieces of a run (`everfed.session.Assembly`)."""
+    from everfed.session import assemble
+
+    with users_errors(reading.places):
+        return assemble(scaled(reading.recipe, scale), _text(data_dir), scale, stream, model)
+
+
+def run(
+    recipe: Source | Reading,
+    out: str | Path | None = None,
+    *,
+    method: str | None = None,
+    seed: int | None = None,
+    sets: Sets = (),
+    data_dir: str | Path | None = None,
+    scale: float = 1.0,
+    stream: Stream | None = None,
+    overwrite: bool = False,
+    resume_or_run: bool = False,
+    progress: bool | None = None,
+    track: Sequence[str] = (),
+    observers: Observers = (),
     checkpoint_every: float = CHECKPOINT_EVERY,
 ) -> Result:
     """Run a recipe (a Recipe, a dict, a path or a shipped name) and leave a run folder behind.
@@ -100,19 +189,39 @@ def run(
     The run folder has them by name, `package.module:Name`, so they must stand at the top level of a module.
     model.kind may be a network, too, with the weights it has: {"model": {"kind": net}}. `resume` and `load` of such a
     run need a network of the same class again (model=net).
+    out: the run folder; without it runs/RECIPE-METHOD-SEED, with a number where that is taken.
+    method, seed, sets: as --method, --seed and --set of the command line; sets may be a dict {"train.batch_size": 8}.
     stream: a stream of your own (from `everfed.streams.from_arrays`, say) instead of the recipe's; such a run cannot be
     resumed from the command line, only with `resume(folder, stream=...)`.
+    overwrite: remove a run that is in the folder. resume_or_run: go on with a run of the same recipe that is in the
+    folder, or return its result if it is finished.
+    progress: show how far it is; None: in a terminal and in Jupyter. track: also write to "tensorboard", "mlflow" or
+    "wandb". observers: called with every event.
+    Raises UserError for everything that you can correct; a run that fails before its first round leaves nothing behind.
     """
     recipe, model = _without_object(recipe)
-    recipe = _as_recipe(recipe) if stream is None else _fitted(_as_recipe(recipe), stream, scale)
-    path = Path(out) if out is not None else default_folder(recipe)
+    reading = fitted(_reading(recipe, method, seed, sets), stream, scale)
+    recipe, path = reading.recipe, Path(out) if out is not None else default_folder(reading.recipe)
+    if overwrite and resume_or_run:
+        raise UserError("--overwrite and --resume-or-run exclude each other")
+    if resume_or_run and RunFolder(path).recipe.exists():
+        _require_same_run(RunFolder(path), recipe, scale)
+        how: dict[str, Any] = {"track": track, "observers": observers, "checkpoint_every": checkpoint_every}
+        return resume(path, stream=stream, model=model, progress=progress, **how)
+    # followers of a torchrun must find the leader's folder by its name alone
+    numbered = out is None and not (overwrite or resume_or_run) and recipe.engine.kind != "ranks"
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
-    # the folder comes first, before heavy imports, so that a run killed at any later moment can be resumed
-    with RunFolder.new(path, to_toml(recipe), settings, recipe.engine.leads) as folder:
-        from everfed.session import assemble, execute
+    with users_errors(reading.places), _shown(progress) as shown:
+        if overwrite and recipe.engine.leads:
+            _assembled(reading, data_dir, scale, stream, model)  # nothing is removed for a run that is refused
+            RunFolder.discard(path)
+        # the folder comes first, before heavy imports, so that a run killed at any later moment can be resumed
+        with RunFolder.new(path, to_toml(recipe), settings, recipe.engine.leads, numbered) as folder:
+            everyone = [*shown, *_observers(observers, track, folder.path, recipe)]
+            from everfed.session import assemble, execute
 
-        assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream, model)
-        return Result(path, execute(assembly, folder, observers, checkpoint_every))
+            assembly = assemble(scaled(recipe, scale), _text(data_dir), scale, stream, model)
+            return Result(folder.path, execute(assembly, folder, everyone, checkpoint_every))
 
 
 def resume(
@@ -120,7 +229,9 @@ def resume(
     *,
     stream: Stream | None = None,
     model: nn.Module | None = None,
-    observers: Sequence[Observer] = (),
+    progress: bool | None = None,
+    track: Sequence[str] = (),
+    observers: Observers = (),
     checkpoint_every: float = CHECKPOINT_EVERY,
 ) -> Result:
     """Go on with a run from its newest checkpoint. A finished run is returned as it is. stream, model: those that the
@@ -132,12 +243,15 @@ def resume(
             f"{folder} is a federation: its clients' state is theirs; go on with `everfed serve --out {folder}`"
         )
     if data is None:
-        with opened.held(leads=read(opened.recipe).engine.leads):
+        reading = read_placed(opened.recipe)
+        with users_errors(reading.places), opened.held(leads=reading.recipe.engine.leads):
             data = opened.read_result()
             if data is None:
                 from everfed.session import execute
 
-                data = execute(reassemble(opened, stream, model=model), opened, observers, checkpoint_every)
+                with _shown(progress) as shown:
+                    everyone = [*shown, *_observers(observers, track, opened.path, reading.recipe)]
+                    data = execute(reassemble(opened, stream, model=model), opened, everyone, checkpoint_every)
     return Result(opened.path, data)
 
 
@@ -223,15 +337,12 @@ def _without_object(recipe: Any) -> tuple[Any, nn.Module | None]:
     return {**recipe, "model": {**model, **named_kind}}, made
 
 
-def _as_recipe(recipe: Recipe | dict[str, Any] | str | Path) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    return from_table(named(recipe)) if isinstance(recipe, dict) else read(recipe)
-
-
-def _fitted(recipe: Recipe, stream: Stream, scale: float) -> Recipe:
+def fitted(reading: Reading, stream: Stream | None, scale: float) -> Reading:
     """The recipe of a run on a stream of the user's own: its [stream] names that stream and its data, so that two runs
-    on other data are two experiments; the stream says itself how many rounds a task has."""
+    on other data are two experiments; the stream says itself how many rounds a task has. Without a stream: as it is."""
+    recipe = reading.recipe
+    if stream is None:
+        return reading
     if scale != 1.0:
         raise RecipeError("scale shrinks the stream a recipe names; make your own as small as you like")
     rounds, given = stream.rounds_per_task or recipe.train.rounds_per_task, recipe.train.rounds_per_task
@@ -239,7 +350,59 @@ def _fitted(recipe: Recipe, stream: Stream, scale: float) -> Recipe:
         raise RecipeError(f"train.rounds_per_task = {given}, but the stream has {rounds}; make them equal")
     table = recipe.model_dump(exclude_none=True)
     own = {"dataset": f"{IN_PYTHON}{stream.name}", "scenario": "own", "identity": stream.identity()}
-    return from_table({**table, "stream": own, "train": {**table["train"], "rounds_per_task": rounds}})
+    table = {**table, "stream": own, "train": {**table["train"], "rounds_per_task": rounds}}
+    return Reading(from_table(table), reading.places)
+
+
+@contextmanager
+def users_errors(places: Places) -> Iterator[None]:
+    """Raises every error that a user can correct as a UserError, in the words of the command line."""
+    try:
+        with placed(places):
+            yield
+    except Exception as error:
+        if exit_code(error) == USERS and not isinstance(error, UserError):  # a client's, or a file system's
+            raise UserError(sentence(error)) from error
+        raise
+
+
+def _reading(recipe: Source | Reading, method: str | None = None, seed: int | None = None, sets: Sets = ()) -> Reading:
+    if isinstance(recipe, Reading) and method is None and seed is None and not sets:
+        return recipe
+    source = recipe.recipe if isinstance(recipe, Reading) else recipe
+    return read_placed(source, method=method, seed=seed, sets=sets)
+
+
+@contextmanager
+def _shown(progress: bool | None) -> Iterator[Sequence[Observer]]:
+    """Observers that show a run where a person looks on, or where `progress` asks for it."""
+    if progress is False:
+        yield ()
+        return
+    from everfed.progress import shown
+
+    with shown(progress) as found:
+        yield found
+
+
+def _observers(observers: Observers, track: Sequence[str], folder: Path, recipe: Recipe) -> list[Observer]:
+    """All observers of a run. Raises UserError where the library of a tracker is missing."""
+    found = list(observers(folder) if callable(observers) else observers)
+    if track:
+        from everfed.report.trackers import tracker
+
+        found += [tracker(str(kind), folder, settled(recipe), warnings.warn) for kind in track]
+    return found
+
+
+def _require_same_run(folder: RunFolder, recipe: Recipe, scale: float) -> None:
+    """Raises RunError for a folder that holds another run."""
+    same_scale = folder.read_settings().get("scale", 1.0) == scale
+    if folder.recipe.read_text() != to_toml(recipe) or not same_scale:
+        raise RunError(
+            f"{folder.path} belongs to another recipe or --scale; nothing was overwritten. "
+            "Choose another --out, or use --overwrite"
+        )
 
 
 def _text(data_dir: str | Path | None) -> str | None:

@@ -11,10 +11,12 @@ from typer.core import TyperGroup
 
 from everfed.commands.bench import bench
 from everfed.commands.compare import compare
+from everfed.commands.data import data
 from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
 from everfed.commands.export import export
 from everfed.commands.federation import federation
+from everfed.commands.init import init
 from everfed.commands.join import join
 from everfed.commands.leaderboard import leaderboard
 from everfed.commands.listing import listing
@@ -26,6 +28,7 @@ from everfed.commands.resume import resume
 from everfed.commands.run import run
 from everfed.commands.samples import samples
 from everfed.commands.serve import serve
+from everfed.commands.show import show
 from everfed.commands.sweep import sweep
 from everfed.commands.ui import ui
 from everfed.errors import exit_code, sentence
@@ -53,13 +56,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    *(run, resume, compare, sweep, reproduce, record, leaderboard),
-    *(demo, report, samples, export, ui, bench, near_optimality, doctor),
+    *(init, run, resume, compare, sweep, reproduce, record, leaderboard),
+    *(demo, show, report, samples, export, ui, bench, near_optimality, doctor),
 )
 FEDERATION = (serve, join)
 for command in (*COMMANDS, *FEDERATION):
     app.command()(command)
 app.command("list")(listing)
+app.add_typer(data, name="data")
 app.add_typer(federation, name="federation")
 
 
@@ -82,7 +86,9 @@ def everfed(
     \b
     Start here:
       everfed demo                            three methods on rotated digits
+      everfed init                            a folder with a recipe, a network and a part of your own
       everfed list methods                    what can be run
+      everfed show fedgp+der                  what it does, its options, what the server sees
       everfed run demo --method fedgp+der     one run, one run folder
       everfed resume runs/demo-fedgp+der-0    go on after an interruption
       everfed compare demo --methods fedavg,der --seeds 0,1,2

@@ -17,20 +17,16 @@ class RecipeError(UserError):
     """A recipe that cannot be read, or has an unknown key or a value that is not allowed."""
 
 
-class CompositionError(UserError, ValueError):
+class SettingError(UserError, ValueError):
+    """A value of a recipe that is refused where it is used: data, streams, models, parts. `recipe.placed` adds the file
+    and the line."""
+
+
+class CompositionError(SettingError):
     """Parts that do not fit together, or not on this stream."""
 
 
-# User errors of other modules, by full name, so that nothing heavy is imported to recognise them.
-_USERS = frozenset(
-    {
-        "everfed.data.errors.DataError",
-        "everfed.data.errors.PartitionError",
-        "everfed.models.pretrained.ModelError",
-        "everfed.naming.NameProblem",
-        "everfed.streams.options.OptionError",
-    }
-)
+# Faults of other modules, by full name, so that nothing heavy is imported to recognise them.
 _OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # names client and phase; its cause is the error itself
 _FAULTS = frozenset(
     {
@@ -62,7 +58,7 @@ def is_user_error(error: BaseException) -> bool:
     """Can the user correct this, so that only its message is shown?"""
     if _names(error) & _OF_CLIENTS and error.__cause__ is not None:
         return is_user_error(error.__cause__)
-    return isinstance(error, UserError) or bool(_names(error) & _USERS)
+    return isinstance(error, UserError)
 
 
 def exit_code(error: BaseException) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from everfed.errors import CompositionError
-from everfed.naming import load_object
+from everfed.naming import load_object, nearest
 
 if TYPE_CHECKING:
     from everfed.core.method import Method
@@ -191,6 +191,9 @@ ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' na
 _UNDER_FEDGP: dict[str, dict[str, Any]] = {"ogd": {"project": "update"}}  # options set where FedGP comes after
 
 
+_ALL = "`everfed list methods` shows all of them"
+
+
 def names() -> dict[str, str]:
     """Every preset with one line about it, `fedgp` variants included."""
     listed = {name: preset.about for name, preset in PRESETS.items()}
@@ -199,6 +202,12 @@ def names() -> dict[str, str]:
         if name not in ("fedavg", *_WITHOUT_FEDGP):
             listed[f"fedgp+{name}"] = f"{preset.about}, with FedGP on top"
     return listed
+
+
+def canonical(name: str) -> str:
+    """The name as presets have it: `der+fedgp` is `fedgp+der`."""
+    base = name.removesuffix("+fedgp")
+    return name if base == name or not base else f"fedgp+{base}"
 
 
 def build(
@@ -211,6 +220,7 @@ def build(
     a part may be named `package.module:Name`. `options` are by part: {"memory": {"size": 200}}."""
     from everfed.core.method import SGD, compose
 
+    name = canonical(name)
     name = ALIASES.get(name, name)
     if parts:
         chosen = [_named(entry) for entry in parts]
@@ -232,7 +242,10 @@ def part_class(name: str) -> type[Part]:
     from everfed.core.part import Part
 
     if not (isinstance(found, type) and issubclass(found, Part)):
-        raise MethodError(f"method.parts: {name!r} is not a part; use one of {', '.join(PARTS)} or package.module:Name")
+        raise MethodError(
+            f"method.parts: {name!r} is not a part.{nearest(name, PARTS)} `everfed list parts` shows all; one of your "
+            "own is named package.module:Name"
+        )
     return found
 
 
@@ -249,7 +262,9 @@ def _find(name: str) -> Preset:
         preset = PRESETS[base]
         buffer = () if "memory" in preset.parts else ("memory",)
         return Preset(preset.about, (*preset.parts, *buffer, "fedgp"), {**preset.fixed, **_UNDER_FEDGP})
-    raise MethodError(f"method.name must be one of {', '.join(names())}; got {name!r}")
+    if base in _WITHOUT_FEDGP:
+        raise MethodError(f"method.name: {name!r}: FedGP does not go on top of {base}. {_ALL}")
+    raise MethodError(f"method.name: there is no method {name!r}.{nearest(name, names())} {_ALL}")
 
 
 def _named(entry: str | Mapping[str, Any]) -> tuple[type[Part], dict[str, Any]]:

@@ -1,19 +1,22 @@
-"""A user's own code, named in a recipe as `package.module:Name`."""
+"""Names: a user's own code, named in a recipe as `package.module:Name`, and what was probably meant by a wrong one."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from everfed.errors import SettingError
+
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 
 
-class NameProblem(ValueError):
+class NameProblem(SettingError):
     """`package.module:Name` that does not lead to an object."""
 
 
@@ -31,6 +34,13 @@ def _require_allowed(module: str, name: str, key: str) -> None:
     allowed = _ALLOWED.get()
     if allowed is not None and not any(module == one or module.startswith(f"{one}.") for one in allowed):
         raise NameProblem(f"{key} = {name!r}: policy code does not allow the module {module!r}")
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """` Did you mean a, b or c?`: the known names that come nearest."""
+    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.0)
+    *others, last = found
+    return f" Did you mean {', '.join(others)} or {last}?" if others else f" Did you mean {last}?"
 
 
 def load_object(name: str, key: str) -> Any:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 from everfed.scores import score_of
@@ -21,6 +24,8 @@ Write = Callable[[str], None]
 
 # Plain lines come at task ends and at most this often in between.
 SECONDS_BETWEEN_LINES = 5.0
+BAR = 8  # columns
+SECONDS_BETWEEN_UPDATES = 0.2  # of a notebook's line
 
 
 @dataclass
@@ -42,12 +47,14 @@ class ProgressState:
     began: float = 0.0
     work: str = ""  # the current phase if it has several repeats, and the number of the repeat
     measured: str = ""  # the last measurements
+    several: Several | None = None  # the comparison that this run belongs to
 
     def update(self, event: Event) -> None:
         """Process an event; unknown ones are ignored."""
         kind = event["event"]
         if kind == "start":
             self.title = self.title or f"{event['method']} seed {event.get('seed', 0)}"
+            self.task = min(event.get("round", 0) * event["tasks"] // max(1, event["rounds"]), event["tasks"] - 1)
             self.rounds, self.tasks = event["rounds"], event["tasks"]
             self.first_round = self.done = event.get("round", 0)
             self.bytes_up, self.bytes_down = event.get("bytes_up", 0), event.get("bytes_down", 0)
@@ -83,28 +90,72 @@ class ProgressState:
             return None
         return self.elapsed / worked * (self.rounds - self.done)
 
+    @property
+    def left_in_all(self) -> float | None:
+        """Seconds to the end of the comparison; None for a run of its own and for the last one."""
+        if self.several is None or not self.rounds:
+            return None
+        return self.several.left((self.done - self.first_round) / max(1, self.rounds - self.first_round))
+
     def facts(self) -> str:
-        """Loss, accuracy, time left and bytes in one line, which a narrow terminal cuts off at its end; during a phase
-        of several repeats its measurements in place of the loss."""
-        known: list[str | None] = [
-            self.measured if self.work else None,
-            None if self.loss is None or self.work else f"loss {self.loss:.3f}",
-            None if self.acc is None else self._scored(self.acc),
-            None if self.left is None else f"{duration(self.left)} left",
-            f"{size(self.bytes_up)} up {size(self.bytes_down)} down",
-        ]
-        return ", ".join(fact for fact in known if fact)
+        """Loss, accuracy, time left and bytes in one line; during a phase of several repeats its measurements in place
+        of the loss."""
+        return ", ".join(self._facts().values())
+
+    def _facts(self) -> dict[str, str]:
+        known = {
+            "measured": self.measured if self.work else None,
+            "loss": None if self.loss is None or self.work else f"loss {self.loss:.3f}",
+            "score": None if self.acc is None else self._scored(self.acc),
+            "left": None if self.left is None else f"{duration(self.left)} left",
+            "in all": None if self.left_in_all is None else f"{duration(self.left_in_all)} in all",
+            "bytes": f"{size(self.bytes_up)} up {size(self.bytes_down)} down",
+        }
+        return {name: fact for name, fact in known.items() if fact}
+
+    def fitted(self, width: int) -> str:
+        """Title, place and facts in at most `width` columns: what matters least is left out first."""
+        facts = self._facts() if self.rounds else {}
+        for dropped in (None, "bytes", "measured", "loss", "in all", "score", "left"):
+            facts.pop(dropped or "", None)
+            line = "  ".join(part for part in (self.title, self.place(), ", ".join(facts.values())) if part)
+            if len(line) <= width:
+                return line
+        return f"{line[: width - 1]}…"
 
     def _scored(self, value: float) -> str:
         score = score_of(self.score)
         return f"{score.word} {score.text(value, digits=1)}"
 
     def place(self) -> str:
+        if not self.rounds:
+            return "starting"
         place = f"task {self.task + 1}/{self.tasks}, round {self.done}/{self.rounds}"
         return f"{place}, {self.work}" if self.work else place
 
     def line(self) -> str:
         return f"{self.title}: {self.place()}, {self.facts()}"
+
+
+@dataclass
+class Several:
+    """The pace of runs one after the other. runs: how many are to be run; finished: how many of them are."""
+
+    runs: int
+    clock: Callable[[], float] = time.monotonic
+    finished: int = 0
+    began: float | None = None
+
+    def begin(self) -> None:
+        """Start the clock, once."""
+        self.began = self.clock() if self.began is None else self.began
+
+    def left(self, share: float) -> float | None:
+        """Seconds to the end of all, `share` of the current run being done; None where it is the last."""
+        worked = self.finished + share
+        if self.began is None or worked <= 0 or self.finished + 1 >= self.runs:
+            return None
+        return (self.clock() - self.began) / worked * (self.runs - worked)
 
 
 def size(count: int) -> str:
@@ -191,31 +242,102 @@ class LiveBar:
         if line is not None:
             self._progress.console.print(self._stamp(line, event), highlight=False, markup=False)
         total = self._state.rounds or None
-        self._progress.update(self._bar, completed=self._state.done, total=total, description=self._state.title)
+        self._progress.update(self._bar, completed=self._state.done, total=total)
 
 
-class _Place(ProgressColumn):
+class NotebookBar:
+    """One line of a notebook's output that is replaced as the run goes on. display: IPython's."""
+
+    def __init__(self, display: Callable[..., Any], state: ProgressState) -> None:
+        self._state, self._last = state, -float("inf")
+        self._handle = display(_Html(self._html()), display_id=True)
+
+    def __call__(self, event: Event) -> None:
+        self._state.update(event)
+        due = self._state.clock() - self._last >= SECONDS_BETWEEN_UPDATES
+        if due or event["event"] in ("start", "end", "fault", "warning"):
+            self._last = self._state.clock()
+            self._handle.update(_Html(self._html(event)))
+
+    def _html(self, event: Event | None = None) -> str:
+        state = self._state
+        note = f"<br>warning: {escape(str(event['message']))}" if event and event["event"] == "warning" else ""
+        bar = f'<progress value="{state.done}" max="{max(1, state.rounds)}"></progress>'
+        return f"{bar} {escape(state.line() if state.rounds else state.title or 'starting')}{note}"
+
+
+@dataclass(frozen=True)
+class _Html:
+    """What IPython shows as HTML, or as text where it cannot."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def __repr__(self) -> str:
+        return re.sub("<[^>]+>", "", self.html).strip()
+
+
+def notebook_display() -> Callable[..., Any] | None:
+    """IPython's `display` inside a Jupyter kernel; None elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import display
+
+    return display
+
+
+def is_watched() -> bool:
+    """Does a person look on? In a terminal and in a notebook."""
+    return sys.stdout.isatty() or notebook_display() is not None
+
+
+class _Line(ProgressColumn):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
     def render(self, task: Task) -> Text:
-        state: ProgressState = task.fields["state"]
-        return Text(state.place(), no_wrap=True)
-
-
-class _Facts(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["state"].facts(), style="cyan", no_wrap=True, overflow="ellipsis")
+        return Text(task.fields["state"].fitted(self._width), no_wrap=True)
 
 
 @contextmanager
-def watching(console: Console, as_json: bool = False, title: str = "", stamp: Stamp = _plain) -> Iterator[Observer]:
-    """An observer of one run that writes to `console`: JSON lines, plain lines, or a bar on a terminal. stamp: changes
-    every line before it is printed."""
-    state = ProgressState(title)
+def watching(
+    console: Console,
+    as_json: bool = False,
+    title: str = "",
+    stamp: Stamp = _plain,
+    several: Several | None = None,
+) -> Iterator[Observer]:
+    """An observer of one run that writes to `console`: JSON lines, plain lines, or a bar on a terminal; in a notebook a
+    bar in the cell's output. stamp: changes every line before it is printed."""
+    state = ProgressState(title, several=several)
     write: Write = lambda line: console.out(line, highlight=False)  # noqa: E731
+    display = notebook_display()
     if as_json:
         yield JsonLines(write)
+    elif display is not None:
+        yield NotebookBar(display, state)
     elif not console.is_terminal:
         yield PlainLines(write, state, stamp)
     else:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(8), _Place(), _Facts())
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*_columns(console.width), console=console, transient=True) as progress:
             yield LiveBar(progress, state, stamp)
+
+
+def _columns(width: int) -> tuple[ProgressColumn, ...]:
+    """On a narrow terminal the words need the place of the bar."""
+    bar = (BarColumn(BAR),) if width >= 100 else ()
+    return *bar, _Line(width - (BAR + 1 if bar else 0))
+
+
+@contextmanager
+def shown(progress: bool | None, title: str = "", several: Several | None = None) -> Iterator[tuple[Observer, ...]]:
+    """Observers that show a run from Python. progress: None for where a person looks on (`is_watched`)."""
+    if not (is_watched() if progress is None else progress):
+        yield ()
+        return
+    with watching(Console(), title=title, several=several) as observer:
+        yield (observer,)

@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 
 from everfed import methods, models, recipes, streams
 from everfed.cli import app
-from everfed.commands.sweep import folder_name, split_values
+from everfed.commands.sweep import split_values
+from everfed.comparison.sweeping import folder_name
 from everfed.errors import RecipeError
 from everfed.markdown import markdown_table
 from everfed.recipe import read
@@ -101,7 +102,8 @@ def result_of(folder: str | Path) -> dict:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "resume", "compare", "sweep", "list", "doctor", "demo", "report", "samples", "ui"]
+    "command",
+    ["init", "run", "resume", "compare", "sweep", "list", "show", "doctor", "demo", "report", "samples", "ui"],
 )
 def test_help_teaches_with_examples(command: str) -> None:
     assert f"everfed {command}" in done(command, "--help")
@@ -344,9 +346,9 @@ REFUSED = [
     (["run", "tiny.toml", "--set", "stream.tasks=0"], "stream.tasks: expected a whole number"),
     (["run", "tiny.toml", "--set", "stream.dataset=mnist"], "stream.dataset: data set 'mnist'"),
     (["run", "tiny.toml", "--set", "stream.partition.kind=odd"], "unknown kind 'odd'; allowed: iid"),
-    (["run", "tiny.toml", "--set", "model.kind=odd"], "model.kind must be one of auto, mlp"),
+    (["run", "tiny.toml", "--set", "model.kind=odd"], "model.kind: there is no model 'odd'. Did you mean"),
     (["run", "tiny.toml", "--set", "model.kind=no.such:Net"], "module 'no.such' cannot be imported"),
-    (["run", "tiny.toml", "--method", "fedgp+dr"], "--method fedgp+dr: method.name must be one of"),
+    (["run", "tiny.toml", "--method", "fedgp+dr"], "there is no method 'fedgp+dr'. Did you mean fedgp+der, "),
     (["run", "tiny.toml", "--method", "fedavg", "--set", "method.der.weight=1"], "method.der names no part"),
     (["run", "tiny.toml", "--set", "method.der.wait=1"], "method.der.wait is not an option"),
     (["run", "tiny.toml", "--set", 'method.parts=["fedavg", "der"]'], "part 'der' needs part 'memory'"),
@@ -357,7 +359,7 @@ REFUSED = [
     (["resume", "absent"], "absent does not exist"),
     (["report", "."], "error: "),
     (["compare", "tiny.toml"], "name the methods with --methods"),
-    (["compare", "tiny.toml", "--methods", "fedavg,odd"], "--method odd: method.name must be one of"),
+    (["compare", "tiny.toml", "--methods", "fedavg,odd"], "--method odd: method.name: there is no method 'odd'."),
     (["compare", "tiny.toml", "--methods", "fedavg", "--seeds", "a"], "--seeds a: write whole numbers"),
     (
         ["compare", "tiny.toml", "--methods", "fedavg,er", "--set", "method.der.weight=1"],

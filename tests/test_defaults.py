@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import everfed
 from everfed import streams
-from everfed.models import ModelError, build
+from everfed.models import build
 from everfed.recipe import from_table, scaled, share
 from everfed.report.groups import grouped
 from everfed.report.read import read_run
@@ -128,6 +128,6 @@ class Wide(nn.Module):
 def test_a_model_that_does_not_fit_is_refused_in_one_line_before_the_run(
     tmp_path: Path, module: type[nn.Module], message: str
 ) -> None:
-    with pytest.raises(ModelError, match=message) as found:
+    with pytest.raises(everfed.UserError, match=message) as found:
         everfed.run({"model": {"kind": module}, **QUIET}, tmp_path / "run", stream=arrays())
     assert "\n" not in str(found.value) and not (tmp_path / "run").exists()

@@ -109,7 +109,7 @@ def test_the_readmes_twenty_lines(work: Path) -> None:
     (work / "script.py").write_text(text)
     done = subprocess.run([sys.executable, "script.py"], cwd=work, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    result = json.loads((work / "runs/own/result.json").read_text())
+    result = json.loads((work / "runs/own-parts-0/result.json").read_text())
     assert done.stdout.strip().endswith(str(result["metrics"]["acc"]))
     assert result["metrics"]["acc"] > 0.4, "four classes: chance is 0.25"
 

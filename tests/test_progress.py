@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from everfed.progress import JsonLines, PlainLines, ProgressState, duration, size, watching
+from everfed.progress import JsonLines, PlainLines, ProgressState, Several, duration, size, watching
 
 START = {"event": "start", "method": "fedgp+der", "seed": 3, "rounds": 4, "tasks": 2, "clients": 5, "round": 0}
 
@@ -200,3 +200,45 @@ def test_a_long_phase_of_the_server_is_seen_to_move() -> None:
     state.update(evaluation(1, 0, 0.5))
     assert state.place() == "task 1/2, round 2/4"
     assert "loss 0.500" in state.facts()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("title", ["", "[12/18] fedgp+coordinated-4 seed 11"])
+def test_the_bar_fits_the_terminal(width: int, title: str) -> None:
+    """Every line that is drawn over the last one: none is wrapped into a second."""
+    several = Several(6, clock=(clock := Clock()))
+    several.begin()
+    state = ProgressState(title, clock=clock, several=several)
+    for event in whole_run(clock):
+        state.update({**event, "rounds": 5000, "tasks": 100} if event["event"] == "start" else event)
+        assert len(state.fitted(width)) <= width
+    assert "round 4/5000" in state.fitted(80) and "left" in state.fitted(80)
+
+
+def test_before_the_first_event_no_task_is_named() -> None:
+    state = ProgressState("fedavg seed 0")
+    assert state.fitted(80) == "fedavg seed 0  starting" and "/0" not in state.line()
+    text = watched(Console(file=io.StringIO(), force_terminal=True, width=80))
+    assert "task 1/0" not in text and "round 0/0" not in text
+
+
+def test_a_resumed_run_starts_in_its_own_task() -> None:
+    state = ProgressState()
+    state.update({**START, "rounds": 10, "tasks": 5, "round": 6})
+    assert state.place() == "task 4/5, round 6/10"
+
+
+def test_a_comparison_shows_the_time_left_in_all() -> None:
+    """Of four runs one took 10 s; half of the second took 5 s: 15 s for 1.5 runs, so 25 s for the other 2.5."""
+    clock = Clock()
+    several = Several(4, clock=clock)
+    several.begin()
+    clock.now += 10
+    several.finished += 1
+    state = ProgressState("x", clock=clock, several=several)
+    state.update(START)
+    clock.now += 5
+    state.update(phase(1, 0))
+    assert state.left_in_all == pytest.approx(25) and "0:25 in all" in state.facts()
+    several.finished = 3
+    assert state.left_in_all is None  # the last run has its own

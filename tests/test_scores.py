@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import everfed
-from everfed.commands import output, summary
-from everfed.commands.cells import Outcome
+from everfed.commands import output
+from everfed.comparison import summary
+from everfed.comparison.cells import Outcome
 from everfed.metrics import by_task
 from everfed.metrics.statistics import Spread
 from everfed.progress import ProgressState

@@ -1,263 +1,55 @@
-"""The runs of a comparison: each cell is an ordinary run folder, which is run, resumed, or kept if finished.
-
-Several processes, or machines with a common disk, may work through one table: a cell that another one holds is left to
-it and taken up again at the end, if it is unfinished then.
-"""
+"""What commands show of the cells of a comparison: on stdout, ended by ctrl-C with a remedy."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from everfed.commands import jobs, tracking
 from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
-from everfed.errors import FAULT, RecipeError, UserError, exit_code
-from everfed.recipe import Places, Recipe, placed, read, read_placed, settled, to_toml
-from everfed.recipe.places import Key
-from everfed.recipe.reading import parse_set
-from everfed.scores import SCORES
-from everfed.store.run import Held, RunFolder, SameRun
-
-Observer = Callable[[dict[str, Any]], None]
-_MAIN = sorted({score.main for score in SCORES.values()})
+from everfed.comparison.cells import Cell, Observer, Output
+from everfed.progress import Several, watching
 
 
-@dataclass(frozen=True)
-class Cell:
-    """row: its name in the table. recipe: settled. folder: its run folder."""
+class Terminal(Output):
+    """A bar or plain lines for a cell that runs alone, one line at the end of every cell that runs beside others, or
+    JSON lines."""
 
-    row: str
-    recipe: Recipe
-    folder: Path
-    places: Places
+    def __init__(self, as_json: bool) -> None:
+        self._as_json, self._several = as_json, Several(0)
 
-    @property
-    def finished(self) -> bool:
-        return RunFolder(self.folder).result.exists()
+    def begin(self, cells: Sequence[Cell]) -> None:
+        self._several = Several(sum(not cell.finished for cell in cells))
 
+    def say(self, line: str) -> None:
+        if not self._as_json:
+            typer.echo(line)
 
-@dataclass(frozen=True)
-class Outcome:
-    """result: the content of result.json, or None when the run failed; `problem` is then the error."""
+    def fault(self, line: str) -> None:
+        typer.echo(line, err=True)
 
-    cell: Cell
-    result: dict[str, Any] | None
-    problem: str = ""
+    @contextmanager
+    def watch(self, cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
+        was_finished = cell.finished
+        self._several.begin()
+        showing = watching(stdout(), self._as_json, title, several=self._several)
+        with interrupt_message(same_command) as interrupts, showing as observer:
+            yield (_with_folder(observer, cell.folder) if self._as_json else observer), interrupts
+        self._several.finished += not was_finished
 
+    def beside(self) -> AbstractContextManager[object]:
+        return interrupt_message(same_command)
 
-More = Callable[[Outcome], Iterable[Cell]]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the cells are run. jobs: how many side by side, 0 for what is fastest. keep_going: any error of a cell is its
-    outcome; else only those of the run itself (it diverged), and others end the command. limit: seconds after which a
-    cell that runs beside others is given up, 0 for never."""
-
-    data: Path | None
-    scale: float
-    checkpoint_every: float
-    as_json: bool
-    track: Sequence[str] = ()
-    jobs: int = 0
-    keep_going: bool = False
-    limit: float = 0.0
-
-
-def new_cell(row: str, source: str, folder: Path, *, method: str | None, seed: int, sets: Sequence[str]) -> Cell:
-    """A cell of the recipe `source` with `method`, `seed` and `sets` on top. Raises RecipeError."""
-    reading = read_placed(source, method=method, seed=seed, sets=sets)
-    with placed(reading.places):
-        own = settled(reading.recipe).model_copy(update={"compare": None})
-    return Cell(row, own, folder, reading.places)
-
-
-def parse_seeds(text: str) -> list[int]:
-    """`0,1,2`. Raises RecipeError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise RecipeError(f"--seeds {text}: write whole numbers of at least 0 with commas between, such as 0,1,2")
-    return list(dict.fromkeys(int(part) for part in parts))
-
-
-def key_of_set(entry: str) -> Key:
-    """The key that a `--set` names."""
-    return parse_set(entry).key
-
-
-def check(cells: Sequence[Cell], settings: Settings) -> None:
-    """Raises the error of any cell that would be refused, before the first one runs; checks one cell per row and one
-    per seed."""
-    check_folders(cells, settings)
-    for cell in _representatives(cells):
-        check_run(cell, settings)
-
-
-def check_folders(cells: Iterable[Cell], settings: Settings) -> None:
-    """Raises UserError for existing folders of other runs."""
-    for cell in cells:
-        _check_folder(cell, settings)
-
-
-def check_run(cell: Cell, settings: Settings) -> None:
-    """Raises the error with which the run of a cell would be refused."""
-    from everfed import api
-
-    with placed(cell.places):
-        api.check(cell.recipe, settings.data, settings.scale)
-
-
-class Queue:
-    """The cells of a table in the order in which they are run; those that other processes hold come last, again and
-    again. more: further cells that follow from an outcome."""
-
-    def __init__(self, cells: Iterable[Cell], more: More | None = None) -> None:
-        self.outcomes: dict[Path, Outcome] = {}
-        self._open, self._held, self._deaths = deque(cells), deque[Cell](), Counter[Path]()
-        self._order = [cell.folder for cell in self._open]
-        self._more = more or (lambda outcome: ())
-        self._look_again = 0.0
-        self._were_held: set[Path] = set()
-
-    @property
-    def done(self) -> bool:
-        """Has every cell an outcome?"""
-        return len(self.outcomes) == len(self._order)
-
-    @property
-    def total(self) -> int:
-        return len(self._order)
-
-    def take(self) -> Cell | None:
-        """The next cell to try; None while there is none."""
-        if self._open:
-            return self._open.popleft()
-        if self._held and time.monotonic() >= self._look_again:
-            return self._held.popleft()
-        return None
-
-    def hold(self, cell: Cell) -> None:
-        """Another process has it: wait before it is tried again."""
-        self._held.append(cell)
-        self._were_held.add(cell.folder)
-        self._look_again = time.monotonic() + jobs.POLL
-
-    def was_held(self, cell: Cell) -> bool:
-        """Had another process this cell, when it was tried before?"""
-        return cell.folder in self._were_held
-
-    def again(self, cell: Cell) -> None:
-        """Its process died: it is the next to be tried."""
-        self._open.appendleft(cell)
-
-    def died(self, cell: Cell) -> int:
-        """Count a process that died with this cell."""
-        self._deaths[cell.folder] += 1
-        return self._deaths[cell.folder]
-
-    def finish(self, outcome: Outcome) -> None:
-        self.outcomes[outcome.cell.folder] = outcome
-        for cell in self._more(outcome):
-            self._open.append(cell)
-            self._order.append(cell.folder)
-
-    def in_order(self) -> list[Outcome]:
-        return [self.outcomes[folder] for folder in self._order]
-
-
-def run(cells: Sequence[Cell], settings: Settings, more: More | None = None) -> list[Outcome]:
-    """Run every cell that is not finished, some side by side where that is faster or asked for. more: further cells
-    that follow from an outcome."""
-    queue, choice = Queue(cells, more), jobs.choose(cells, settings)
-    if choice.why and not settings.as_json:
-        typer.echo(choice.why)
-    if choice.jobs > 1:
-        with interrupt_message(same_command):
-            jobs.run(queue, settings, choice, _Lines(queue, settings.as_json))
-    else:
-        _run_alone(queue, settings)
-    return queue.in_order()
-
-
-def attempt(cell: Cell, settings: Settings, observers: Sequence[Observer], was_held: bool = False) -> Outcome | None:
-    """Run a cell, go on with it, or read its result; None while another process holds it. was_held: another one had it
-    before; where it diverged there, that is the outcome: it would do so again."""
-    trackers = tracking.observers(settings.track, cell.folder, cell.recipe)
-    how: dict[str, Any] = {"observers": [*observers, *trackers], "checkpoint_every": settings.checkpoint_every}
-    if was_held and (problem := _divergence(cell)) is not None:
-        return Outcome(cell, None, problem)
-    try:
-        return Outcome(cell, _begin_or_go_on(cell, settings, how))
-    except Held:
-        return None
-    except Exception as error:
-        code = exit_code(error)
-        if code != FAULT and (not settings.keep_going or isinstance(error, OSError)):
-            raise
-        return Outcome(cell, None, str(error) if code is not None else f"{type(error).__name__}: {error}")
-
-
-def _begin_or_go_on(cell: Cell, settings: Settings, how: dict[str, Any]) -> dict[str, Any]:
-    from everfed import api
-
-    if not RunFolder(cell.folder).recipe.exists():
-        try:
-            with placed(cell.places):
-                return api.run(cell.recipe, cell.folder, data_dir=settings.data, scale=settings.scale, **how).data
-        except SameRun:  # another process has begun it since, and has finished it or died
-            pass
-    return api.resume(cell.folder, **how).data
-
-
-def _divergence(cell: Cell) -> str | None:
-    """The error with which an unfinished run ended, if it diverged."""
-    log = RunFolder(cell.folder).events
-    if cell.finished or not log.exists():
-        return None
-    *_, last = log.read_text().splitlines() or ["{}"]
-    kind, _, message = json.loads(last).get("message", "").partition(": ")
-    return message if kind == "Diverged" else None
-
-
-def _run_alone(queue: Queue, settings: Settings) -> None:
-    """One cell after the other, in this process."""
-    waited = False
-    while not queue.done:
-        cell = queue.take()
-        if cell is None:
-            if not waited and not settings.as_json:
-                typer.echo("waiting for runs that another process has begun")
-            waited = True
-            time.sleep(jobs.POLL)
-            continue
-        number = f"[{len(queue.outcomes) + 1}/{queue.total}] "
-        outcome = _run_one(cell, settings, number, queue.was_held(cell))
-        if outcome is None:
-            queue.hold(cell)
-        else:
-            queue.finish(outcome)
-
-
-class _Lines:
-    """Shows the events of runs side by side: JSON lines, or one line at the end of every run."""
-
-    def __init__(self, queue: Queue, as_json: bool) -> None:
-        self._queue, self._as_json = queue, as_json
-
-    def __call__(self, cell: Cell, event: dict[str, Any]) -> None:
+    def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
         if self._as_json:
             typer.echo(json.dumps({"run": str(cell.folder), **event}))
         elif event["event"] in ("end", "fault"):
-            number = len(self._queue.outcomes) + 1
-            typer.echo(f"[{number}/{self._queue.total}] {cell.row} seed {cell.recipe.seed}: {_ending(event)}")
+            typer.echo(f"{number} {cell.title}: {_ending(event)}")
 
 
 def _ending(event: dict[str, Any]) -> str:
@@ -268,46 +60,6 @@ def _ending(event: dict[str, Any]) -> str:
     }
     scores = ", ".join(f"{key} {value:.3f}" for key, value in shown.items())
     return f"{scores} after {event['seconds']:.1f} s"
-
-
-def _representatives(cells: Sequence[Cell]) -> list[Cell]:
-    first_of_row = _first_by(cells, lambda cell: cell.row)
-    first_of_seed = _first_by(cells, lambda cell: cell.recipe.seed)
-    return [*first_of_row, *(cell for cell in first_of_seed if cell not in first_of_row)]
-
-
-def _first_by(cells: Iterable[Cell], key: Callable[[Cell], Any]) -> list[Cell]:
-    first: dict[Any, Cell] = {}
-    for cell in cells:
-        first.setdefault(key(cell), cell)
-    return list(first.values())
-
-
-def _check_folder(cell: Cell, settings: Settings) -> None:
-    """An existing folder must belong to the same run, begun by this command or by `everfed run`."""
-    run = RunFolder(cell.folder)
-    if not run.recipe.exists():
-        return
-    scale = run.read_settings().get("scale", 1.0)
-    stored = settled(read(str(run.recipe))).model_copy(update={"compare": None})
-    if to_toml(stored) != to_toml(cell.recipe) or scale != settings.scale:
-        raise UserError(
-            f"{cell.folder} belongs to another recipe or --scale; nothing was overwritten. "
-            "Choose another --out, or remove the folder"
-        )
-
-
-def _run_one(cell: Cell, settings: Settings, number: str, was_held: bool) -> Outcome | None:
-    from everfed.progress import watching
-
-    title = f"{number}{cell.row} seed {cell.recipe.seed}"
-    showing = watching(stdout(), settings.as_json, title)
-    with interrupt_message(same_command) as interrupts, showing as observer:
-        display = _with_folder(observer, cell.folder) if settings.as_json else observer
-        outcome = attempt(cell, settings, [display, interrupts], was_held)
-    if outcome is not None and outcome.problem:  # a cell that failed is a result; the others go on
-        typer.echo(f"{title}: {outcome.problem}", err=True)
-    return outcome
 
 
 def _with_folder(observer: Observer, folder: Path) -> Observer:

@@ -28,14 +28,12 @@ def demo(
     Example:
       everfed demo
     """
-    from everfed.commands.cells import Settings
-    from everfed.report import write
+    from everfed.comparison.cells import Settings
 
-    folder, rows = compared("demo", None, None, [], out, Settings(None, scale, 5.0, as_json))
-    print_comparison(folder, rows, as_json)
+    found = compared("demo", None, None, [], out, Settings(None, scale, 5.0, as_json))
+    print_comparison(found, as_json)
     figures = find_spec("matplotlib") is not None
-    folders = [outcome.cell.folder for row in rows for outcome in row.outcomes]
-    report = write(folders, folder / "report.html", figures=figures)
+    report = found.report(figures=figures)
     if not as_json:
         without = "" if figures else " (no figures as files: pip install 'everfed[plots]')"
         typer.echo(f"report: {report}{without}")

@@ -14,7 +14,7 @@ from everfed.commands import options
 from everfed.errors import RecipeError
 
 if TYPE_CHECKING:
-    from everfed.commands.cells import Cell, Outcome
+    from everfed.comparison.cells import Cell, Outcome
     from everfed.leaderboard.records import Record
 
 RECORDS = Path("results") / "leaderboard"
@@ -54,7 +54,8 @@ def leaderboard(
       everfed leaderboard --streams cifar100 --device cuda --jobs 12 --data ~/data
       everfed leaderboard --only-page --page docs/leaderboard.md --html leaderboard.html
     """
-    from everfed.commands import cells
+    from everfed.commands.cells import Terminal
+    from everfed.comparison import cells
     from everfed.leaderboard import tuning
     from everfed.leaderboard.records import forget_failures
 
@@ -67,7 +68,7 @@ def leaderboard(
         settings = cells.Settings(
             options.absolute(data), 1.0, 1e9 if limit else 30.0, as_json, jobs=jobs, keep_going=True, limit=limit
         )
-        cells.run(list(board.first_cells(places)), settings, board.then)
+        cells.run(list(board.first_cells(places)), settings, board.then, Terminal(as_json))
     _write_pages(records, page, html)
     _print_summary(records, as_json)
 
@@ -140,7 +141,7 @@ class Board:
                 yield self._cell(record["stream"], record["method"], name, seed, best["sets"])
 
     def _cell(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> Cell:
-        from everfed.commands.cells import new_cell
+        from everfed.comparison.cells import new_cell
 
         kind = "eager" if self.device == "cpu" else "auto"  # on a CPU runs are side by side, not clients
         where = [f"engine.device={self.device}", f"engine.kind={kind}"] if self.device else []

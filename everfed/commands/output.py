@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from everfed.markdown import markdown_table
-from everfed.scores import METRICS, score_of
+from everfed.results import headline, scale_note
 
 
 def stdout() -> Console:
@@ -25,12 +25,9 @@ def print_result(folder: Path, result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "result", "folder": str(folder), "metrics": metrics}))
         return
-    score = score_of(result["score"])
-    shown = {METRICS[key].named(score): metrics.get(key) for key in (score.main, score.lost)}
-    numbers = "  ".join(f"{name} {score.text(value)}" for name, value in shown.items() if value is not None)
-    typer.echo(f"{result['method']} seed {result['seed']}: {numbers}")
-    if (scale := result.get("scale", 1.0)) < 1:
-        typer.echo(f"at --scale {scale:g} of the work: fewer rounds, less data; it does not compare with full runs")
+    for line in (headline(result), scale_note(result)):
+        if line:
+            typer.echo(line)
     typer.echo(f"run folder: {folder}")
 
 

@@ -31,4 +31,4 @@ def report(
     """
     from everfed.report import write
 
-    typer.echo(f"report: {write(runs, out or runs[0] / 'report.html', figures=figures, title=title)}")
+    typer.echo(f"report: {write(runs, out, figures=figures, title=title)}")

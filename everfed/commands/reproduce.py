@@ -15,7 +15,7 @@ from everfed.commands.record import RECORDS, Records
 from everfed.errors import UserError
 
 if TYPE_CHECKING:
-    from everfed.commands.cells import Cell, Outcome, Settings
+    from everfed.comparison.cells import Cell, Outcome, Settings
     from everfed.reproduction.judging import Runs
     from everfed.reproduction.planning import Cell as Place
     from everfed.reproduction.planning import Experiment
@@ -78,7 +78,7 @@ def reproduce(
       everfed reproduce fedgp/table1 --data ~/data --scale small --seeds 1
       everfed reproduce fedgp/table7 --methods der,fedgp+der --columns MNIST
     """
-    from everfed.commands.cells import Settings
+    from everfed.comparison.cells import Settings
     from everfed.reproduction.tables import find
 
     factor = _scale(scale)
@@ -137,7 +137,8 @@ def _split(text: str | None) -> list[str]:
 
 def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found:
     """Run what can be run and judge it."""
-    from everfed.commands import cells
+    from everfed.commands.cells import Terminal
+    from everfed.comparison import cells
     from everfed.reproduction import judging, planning
     from everfed.reproduction.writing import Found
 
@@ -147,7 +148,9 @@ def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found
     wanted = {experiment: grid[experiment] for experiment in planning.experiments(places)}
     runs = [cell for own in wanted.values() for cell in own]
     _announce(places, runs, settings)
-    outcomes = {outcome.cell.folder: outcome for outcome in cells.run(runs, settings)}
+    outcomes = {
+        outcome.cell.folder: outcome for outcome in cells.run(runs, settings, output=Terminal(settings.as_json))
+    }
     judged = judging.judge(places, _finished(wanted, outcomes))
     return Found(table, settings.scale, judged, _problems(outcomes.values()))
 
@@ -167,7 +170,7 @@ def _grid(
     wanted: Sequence[Experiment], selection: Selection, settings: Settings
 ) -> tuple[dict[Experiment, list[Cell]], dict[Experiment, str]]:
     """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
-    from everfed.commands import cells
+    from everfed.comparison import cells
     from everfed.errors import is_user_error
 
     grid: dict[Experiment, list[Cell]] = {}
@@ -189,8 +192,8 @@ def _grid(
 
 
 def _cells(experiment: Experiment, selection: Selection) -> list[Cell]:
-    from everfed.commands.cells import new_cell
-    from everfed.commands.sweep import folder_name
+    from everfed.comparison.cells import new_cell
+    from everfed.comparison.sweeping import folder_name
 
     sets = [*experiment.sets, *([f"engine.kind={selection.engine}"] if selection.engine else [])]
     base = experiment.recipe.replace("/", "-")

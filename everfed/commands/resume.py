@@ -31,11 +31,15 @@ def resume(
     from everfed.recipe import read
     from everfed.store.run import RunFolder
 
+    if RunFolder.open(run).read_result() is not None and not as_json:
+        typer.echo(f"{run} is already finished; nothing was done", err=True)
     trackers = tracking.observers(track, run, read(RunFolder.open(run).recipe)) if track else []
 
     def remedy() -> str:
         return f"`everfed resume {run}` goes on where it stopped"
 
     with interrupt_message(remedy) as interrupts, watching(stdout(), as_json) as observer:
-        result = api.resume(run, observers=[observer, *trackers, interrupts], checkpoint_every=checkpoint_every)
+        result = api.resume(
+            run, progress=False, observers=[observer, *trackers, interrupts], checkpoint_every=checkpoint_every
+        )
     print_result(result.folder, result.data, as_json)

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
 from everfed.commands import options, tracking
 from everfed.commands.interrupts import interrupt_message
-from everfed.commands.output import print_result, stdout
+from everfed.commands.output import print_result, show_table, stdout
+
+if TYPE_CHECKING:
+    from everfed.recipe import Reading
+
+Observer = Callable[[dict[str, Any]], None]
 
 
 def run(
@@ -15,6 +27,13 @@ def run(
     data: options.Data = None,
     out: options.RunOut = None,
     scale: options.Scale = 1.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove a run that is in the folder.")] = False,
+    resume_or_run: Annotated[
+        bool, typer.Option("--resume-or-run", help="Go on with a run of this recipe that is in the folder.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, run two rounds, and print shapes, time, memory and bytes.")
+    ] = False,
     checkpoint_every: options.CheckpointEvery = 5.0,
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
@@ -23,7 +42,8 @@ def run(
 
     RECIPE is a TOML file or the name of a shipped recipe (everfed list
     recipes). A run that is killed goes on with everfed resume, to the same
-    bits.
+    bits; a script may repeat its command with --resume-or-run. Without --out
+    the folder gets a number where its name is taken.
 
     \b
     Examples:
@@ -32,30 +52,69 @@ def run(
       everfed run fedgp/table1-rotated-mnist --data ~/data --scale 0.1
       everfed run my.toml --set train.rounds_per_task=5 --set stream.tasks=3
       everfed run demo --track tensorboard
+      everfed run my.toml --dry-run
+      everfed run my.toml --out runs/job-17 --resume-or-run
     """
     from everfed import api
     from everfed.progress import watching
-    from everfed.recipe import placed, read_placed
+    from everfed.recipe import read_placed
     from everfed.store.run import RunFolder
 
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
+    if dry_run:
+        _show_estimate(reading, data, scale, as_json)
+        return
     folder = out or api.default_folder(reading.recipe)
+    if resume_or_run and RunFolder(folder).result.exists() and not as_json:
+        typer.echo(f"{folder} is already finished; nothing was done", err=True)
 
     def remedy() -> str:
         if RunFolder(folder).recipe.exists():
             return f"`everfed resume {folder}` goes on where it stopped"
         return "no round had begun, so nothing was kept; the same command begins anew"
 
-    with placed(reading.places):
-        trackers = tracking.observers(track, folder, reading.recipe)
-    showing = watching(stdout(), as_json)
-    with placed(reading.places), interrupt_message(remedy) as interrupts, showing as observer:
+    def observers(chosen: Path) -> list[Observer]:
+        nonlocal folder
+        folder = chosen
+        return [observer, *tracking.observers(track, chosen, reading.recipe), interrupts]
+
+    with interrupt_message(remedy) as interrupts, watching(stdout(), as_json) as observer:
         result = api.run(
-            reading.recipe,
-            folder,
+            reading,
+            out,
             data_dir=options.absolute(data),
             scale=scale,
-            observers=[observer, *trackers, interrupts],
+            overwrite=overwrite,
+            resume_or_run=resume_or_run,
+            progress=False,
+            observers=observers,
             checkpoint_every=checkpoint_every,
         )
     print_result(result.folder, result.data, as_json)
+
+
+def _show_estimate(reading: Reading, data: Path | None, scale: float, as_json: bool) -> None:
+    from everfed import api
+
+    found = api.estimate(reading, data_dir=options.absolute(data), scale=scale)
+    if as_json:
+        typer.echo(json.dumps({"event": "estimate", **found}))
+        return
+    show_table(["what", "value"], _lines(found))
+    typer.echo("nothing was kept; run it without --dry-run")
+
+
+def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+    from everfed.progress import duration, size
+
+    seen = ", ".join(f"{', '.join(parts)} (phase {phase})" for phase, parts in found["reveals"].items())
+    return [
+        ("method", f"{found['method']}, of the parts {', '.join(found['parts'])}"),
+        ("stream", f"{found['stream']}: {found['tasks']} tasks, {found['clients']} clients, {found['rounds']} rounds"),
+        ("samples", f"{found['samples']} in the first round, each {tuple(found['input_shape'])}"),
+        ("model", f"{found['model']}: {found['parameters']:,} parameters, outputs {tuple(found['output_shape'])}"),
+        ("server sees", f"single clients' values for {seen}" if seen else "sums and means over clients suffice"),
+        ("time", f"{duration(found['seconds'])}, {found['seconds_per_round']:.2f} s a round on this machine"),
+        ("memory", f"{size(found['peak_memory_bytes'])} at the peak, in this process"),
+        ("bytes", f"{size(found['bytes_up'])} up, {size(found['bytes_down'])} down in all"),
+    ]

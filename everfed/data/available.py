@@ -8,6 +8,7 @@ from pathlib import Path
 from everfed.data import catalogue, domains, imagenet, scenes, streets, texts, utterances
 from everfed.data.image_folder import is_image_folder
 from everfed.data.sources import EMBEDDED, data_folder
+from everfed.data.tables import SUFFIXES as TABLES
 
 Row = tuple[str, bool, str]  # name, found, its path or where to get it
 
@@ -60,5 +61,6 @@ def _of_scenes(folder: Path | None) -> Iterator[Row]:
 def _own(folder: Path | None) -> list[Row]:
     if folder is None or not folder.is_dir():
         return []
-    own = [p for p in sorted(folder.iterdir()) if p.suffix == ".npz" or (p.is_dir() and is_image_folder(p))]
+    files = (".npz", *TABLES)
+    own = [p for p in sorted(folder.iterdir()) if p.suffix in files or (p.is_dir() and is_image_folder(p))]
     return [(p.stem if p.is_file() else p.name, True, str(p)) for p in own]

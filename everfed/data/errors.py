@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from everfed.errors import SettingError
 
-class DataError(ValueError):
+
+class DataError(SettingError):
     """A data set that is missing, unreadable or malformed."""
 
 
-class PartitionError(ValueError):
+class PartitionError(SettingError):
     """A partition that cannot be drawn; the message names the option and values that work."""

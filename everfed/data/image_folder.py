@@ -1,4 +1,4 @@
-"""A folder of images: root/train/<class>/*.png|jpg and root/test/<class>/*.png|jpg."""
+"""A folder of images: root/<class>/*, or root/train/<class>/* and root/test/<class>/*."""
 
 from __future__ import annotations
 
@@ -10,77 +10,73 @@ from typing import Any
 import numpy as np
 
 from everfed.data.errors import DataError
-from everfed.data.formats import Arrays
+from everfed.data.formats import Arrays, split_arrays
+from everfed.data.pictures import class_folders, listed, pillow
 
-SUFFIXES = (".png", ".jpg", ".jpeg")
+Files = list[tuple[Path, int]]  # (file, class id)
+_NEEDS = "an image folder has root/<class>/*, or root/train/<class>/* and root/test/<class>/*"
 
 
-def is_image_folder(root: Path) -> bool:
-    """Whether `root` has the train and test folders of an image folder."""
+def has_parts(root: Path) -> bool:
+    """Are there a train and a test folder?"""
     return (root / "train").is_dir() and (root / "test").is_dir()
 
 
-def read_image_folder(root: Path) -> Arrays:
-    """Every image of `root`, classes in the order of their folders' names; grey only when all of them are."""
-    if not is_image_folder(root):
-        raise DataError(f"{root}: an image folder needs train/<class>/ and test/<class>/ below it")
-    classes = sorted(folder.name for folder in (root / "train").iterdir() if folder.is_dir())
-    files = {part: _listed(root / part, classes) for part in ("train", "test")}
-    if not files["train"] or not files["test"]:
-        raise DataError(f"{root}: train and test each need images ({', '.join(SUFFIXES)}) in class folders")
-    image = _pillow(root)
-    size, grey = _common_format(image, [path for part in files.values() for path, _ in part])
-    (x, y), (x_test, y_test) = (_decoded(image, files[part], size, grey) for part in ("train", "test"))
-    return Arrays(x, y, x_test, y_test, tuple(classes))
+def is_image_folder(root: Path) -> bool:
+    """Whether `root` has train and test folders, or folders with images in them."""
+    return has_parts(root) or any(listed(root, [name]) for name in class_folders(root))
 
 
-def _listed(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
-    """(file, class id) of every image, in a fixed order."""
-    unknown = sorted(f.name for f in folder.iterdir() if f.is_dir() and f.name not in classes)
+def read_image_folder(root: Path, size: int | None = None) -> Arrays:
+    """Every image of `root`, classes in the order of their folders' names; grey only when all of them are. Without
+    train and test folders a fixed fifth of every class is for testing. size: resize all to so many pixels a side;
+    without it all must have one size."""
+    parts = has_parts(root)
+    classes = class_folders(root / "train" if parts else root)
+    files = [_listed(root / part, classes) for part in ("train", "test")] if parts else [listed(root, classes)]
+    if not all(files):
+        raise DataError(f"{root}: there are no images in class folders; {_NEEDS}")
+    image = pillow(root)
+    shape, grey = _common_format(image, [path for part in files for path, _ in part], size)
+    arrays = [_decoded(image, part, shape, grey) for part in files]
+    if parts:
+        return Arrays(*arrays[0], *arrays[1], tuple(classes))
+    return split_arrays(*arrays[0], classes)
+
+
+def _listed(folder: Path, classes: list[str]) -> Files:
+    unknown = sorted(set(class_folders(folder)) - set(classes))
     if unknown:
         raise DataError(f"{folder / unknown[0]}: this class has no folder under train")
-    return [
-        (path, label)
-        for label, name in enumerate(classes)
-        if (folder / name).is_dir()
-        for path in sorted((folder / name).iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
+    return listed(folder, classes)
 
 
-def _pillow(root: Path) -> Any:
-    try:
-        from PIL import Image
-    except ImportError as missing:
-        raise DataError(
-            f"{root}: reading images needs the package Pillow; install it with: pip install 'everfed[images]'"
-        ) from missing
-    return Image
-
-
-def _common_format(image: Any, paths: list[Path]) -> tuple[tuple[int, int], bool]:
+def _common_format(image: Any, paths: list[Path], size: int | None) -> tuple[tuple[int, int], bool]:
     """((width, height), all grey): only headers are read."""
-    size, grey = None, True
+    shape, grey = (size, size) if size else None, True
     for path in paths:
         with _opened(image, path) as picture:
-            if size is not None and picture.size != size:
+            if shape is not None and picture.size != shape and size is None:
                 raise DataError(
-                    f"{path}: {picture.size[0]}x{picture.size[1]} pixels where others have {size[0]}x{size[1]}; "
-                    "all images of a set must have one size"
+                    f"{path}: {picture.size[0]}x{picture.size[1]} pixels where others have {shape[0]}x{shape[1]}; set "
+                    "stream.image_size, such as 32, to bring all images to one size"
                 )
-            size, grey = picture.size, grey and picture.mode in ("1", "L")
-    assert size is not None
-    return size, grey
+            shape, grey = shape or picture.size, grey and picture.mode in ("1", "L", "LA", "I;16")
+    assert shape is not None
+    return shape, grey
 
 
-def _decoded(
-    image: Any, files: list[tuple[Path, int]], size: tuple[int, int], grey: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _decoded(image: Any, files: Files, shape: tuple[int, int], grey: bool) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, channels, height, width) uint8 and labels, decoded into place one by one."""
-    x = np.empty((len(files), 1 if grey else 3, size[1], size[0]), np.uint8)
+    x = np.empty((len(files), 1 if grey else 3, shape[1], shape[0]), np.uint8)
     for slot, (path, _) in zip(x, files, strict=True):
         with _opened(image, path) as picture:
-            slot[:] = np.atleast_3d(np.asarray(picture.convert("L" if grey else "RGB"))).transpose(2, 0, 1)
+            if picture.mode == "I;16":  # Pillow would cut off at 255
+                picture = image.fromarray((np.asarray(picture) // 256).astype(np.uint8))
+            picture = picture.convert("L" if grey else "RGB")
+            if picture.size != shape:
+                picture = picture.resize(shape, image.Resampling.BILINEAR)
+            slot[:] = np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1)
     return x, np.array([label for _, label in files], np.int64)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from everfed.data.errors import DataError
 
-SUFFIXES = (".png", ".jpg", ".jpeg")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff")
 
 
 def class_folders(root: Path) -> list[str]:
@@ -34,7 +34,7 @@ def decoded(files: Sequence[tuple[Path, int]], size: int) -> tuple[np.ndarray, n
     """Colour images (n, 3, size, size) uint8, resized where they are not of that size, and labels (n,)."""
     if not files:
         raise DataError("there is no image to read")
-    image = _pillow(files[0][0])
+    image = pillow(files[0][0])
     x = np.empty((len(files), 3, size, size), np.uint8)
     for slot, (path, _) in zip(x, files, strict=True):
         try:
@@ -50,7 +50,7 @@ def decoded(files: Sequence[tuple[Path, int]], size: int) -> tuple[np.ndarray, n
 
 def open_resized(path: Path, size: tuple[int, int]) -> np.ndarray:
     """A colour image (3, height, width) uint8, resized where it is not of that size."""
-    image = _pillow(path)
+    image = pillow(path)
     try:
         with image.open(path) as picture:
             colour = picture.convert("RGB")
@@ -61,7 +61,7 @@ def open_resized(path: Path, size: tuple[int, int]) -> np.ndarray:
         raise DataError(f"{path}: cannot be read as an image ({problem})") from problem
 
 
-def _pillow(path: Path) -> Any:
+def pillow(path: Path) -> Any:
     try:
         from PIL import Image
     except ImportError as missing:

@@ -9,12 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from everfed.data.catalogue import DIGITS, KNOWN
+from everfed.data.download import ARCHIVES
 from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, read_npz, split_arrays
 from everfed.data.image_folder import read_image_folder
 from everfed.data.source import Source, make_source
+from everfed.data.tables import SUFFIXES as TABLES
+from everfed.data.tables import read_table
 from everfed.data.texts import KNOWN as KNOWN_TEXTS
 from everfed.data.texts import is_text, load_texts
+from everfed.naming import nearest
 
 __all__ = ["EMBEDDED", "HUB_PREFIX", "VARIABLE", "Source", "TextOptions", "data_folder", "load"]
 
@@ -32,12 +36,20 @@ class TextOptions:
     most_test: int | None = None
 
 
-def load(name_or_path: str | Path, data_dir: str | Path | None = None, texts: TextOptions | None = None) -> Source:
-    """The data set of that name. `texts`: how a set of texts becomes vectors; allowed for those alone.
+def load(
+    name_or_path: str | Path,
+    data_dir: str | Path | None = None,
+    texts: TextOptions | None = None,
+    *,
+    image_size: int | None = None,
+    label: str | None = None,
+) -> Source:
+    """The data set of that name. texts: how a set of texts becomes vectors. image_size: pixels a side that the
+    images of a folder are resized to. label: the column of a table that has the labels.
 
     `digits` is embedded; `hub:<dataset>` comes from the Hugging Face hub; the named sets come from the data folder
-    (`data_dir`, else the environment variable EVERFED_DATA); anything else is a user's own npz or image folder, as a
-    path or as a name in the data folder. A set that is not there is a DataError.
+    (`data_dir`, else the environment variable EVERFED_DATA); anything else is a user's own npz, table (CSV,
+    parquet) or image folder, as a path or as a name in the data folder. A set that is not there is a DataError.
     """
     name = str(name_or_path)
     if name == EMBEDDED:
@@ -49,7 +61,7 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, texts: Te
     folder = data_folder(data_dir)
     if is_text(name, folder):
         return _load_texts(name, folder, texts or TextOptions())
-    return _load_known(name, folder) if name in KNOWN else _load_own(name, folder)
+    return _load_known(name, folder) if name in KNOWN else _load_own(name, folder, image_size, label)
 
 
 def _load_texts(name: str, folder: Path | None, options: TextOptions) -> Source:
@@ -78,30 +90,32 @@ def _digits() -> Source:
 def _load_known(name: str, folder: Path | None) -> Source:
     known = KNOWN[name]
     if folder is None:
-        raise DataError(f"data set {name!r}: no data folder is named. {_remedy(known.get_it)}")
+        raise DataError(f"data set {name!r}: no data folder is named. {_remedy(name, known.get_it)}")
     found = known.find(folder)
     if found is None:
         places = ", ".join(place for layout in known.layouts for place in layout.places(folder))
-        raise DataError(f"data set {name!r} was not found. Looked for: {places}. {_remedy(known.get_it)}")
+        raise DataError(f"data set {name!r} was not found. Looked for: {places}. {_remedy(name, known.get_it)}")
     layout, files = found
     arrays = layout.read(files)
     names = arrays.class_names or known.class_names
     return _from_arrays(name, arrays._replace(class_names=names), files[0], known.classes)
 
 
-def _load_own(name: str, folder: Path | None) -> Source:
+def _load_own(name: str, folder: Path | None, image_size: int | None, label: str | None) -> Source:
     places = [Path(name).expanduser()]
     if folder:
-        places += [folder / name, folder / f"{name}.npz"]
+        places += [folder / name, *(folder / f"{name}{suffix}" for suffix in (".npz", *TABLES))]
     for place in places:
         if place.is_file() and place.suffix == ".npz":
             return _from_arrays(place.stem, read_npz(place), place)
+        if place.is_file() and place.suffix in TABLES:
+            return _from_arrays(place.stem, read_table(place, label), place)
         if place.is_dir():
-            return _from_arrays(place.name, read_image_folder(place), place)
-    names = ", ".join((EMBEDDED, *KNOWN, *KNOWN_TEXTS, f"{HUB_PREFIX}<dataset>"))
+            return _from_arrays(place.name, read_image_folder(place, image_size), place)
+    known = (EMBEDDED, *KNOWN, *KNOWN_TEXTS)
     raise DataError(
-        f"data set {name!r} was not found. Looked for an npz file or an image folder at: "
-        f"{', '.join(map(str, places))}. Allowed: {names}, or a path"
+        f"data set {name!r} was not found. Looked for an npz file, a table ({', '.join(TABLES)}) or image folder at "
+        f"{', '.join(map(str, places[:2]))}.{nearest(name, known)} `everfed list datasets` shows all of them"
     )
 
 
@@ -114,5 +128,6 @@ def _from_arrays(name: str, arrays: Arrays, path: Path, classes: int | None = No
         raise DataError(f"{path}: {problem}") from problem
 
 
-def _remedy(get_it: str) -> str:
-    return f"Get it from {get_it}; then put it into the folder that --data or {VARIABLE} names"
+def _remedy(name: str, get_it: str) -> str:
+    command = f"`everfed data get {name} --data DIR`, or get" if name in ARCHIVES else "Get"
+    return f"{command} it from {get_it}; then put it into the folder that --data or {VARIABLE} names"

@@ -33,7 +33,7 @@ from everfed.models.swin import SwinT
 from everfed.models.tinybert import TinyBERT
 from everfed.models.vit import ViT
 from everfed.models.yolo import MicroYOLO, TinyYOLO
-from everfed.naming import load_object
+from everfed.naming import load_object, nearest
 
 __all__ = ["INITS", "MODELS", "ModelError", "automatic", "build", "draw_he", "frozen_digest"]
 
@@ -174,8 +174,8 @@ def _factory(
         return partial(build_hf, kind.removeprefix(HF), data_folder, rebuilding.get("config"))
     if ":" not in kind:
         raise ModelError(
-            f"model.kind must be one of {', '.join(MODELS)}, {TIMM}NAME, {HF}FOLDER or package.module:Name; got "
-            f"{kind!r}"
+            f"model.kind: there is no model {kind!r}.{nearest(kind, MODELS)} `everfed list models` shows all; others "
+            f"are {TIMM}NAME, {HF}FOLDER or package.module:Name of your own"
         )
     factory: Callable[..., nn.Module] = load_object(kind, "model.kind")
     return factory

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from everfed.errors import SettingError
+
 TIMM, HF = "timm:", "hf:"
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -27,7 +29,7 @@ CONFIG = "config.json"
 HEADS = ("head", "heads", "classifier", "fc", "score", "pre_logits", "pooler")
 
 
-class ModelError(ValueError):
+class ModelError(SettingError):
     """A model that cannot be built; the message names the key and what is allowed."""
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from everfed.recipe.places import Places
 from everfed.recipe.problems import placed
-from everfed.recipe.reading import Reading, from_table, parse_set, parse_value, read, read_placed
+from everfed.recipe.reading import (
+    Reading,
+    Sets,
+    Source,
+    as_entries,
+    from_table,
+    parse_set,
+    parse_value,
+    read,
+    read_placed,
+)
 from everfed.recipe.schema import (
     CompareSection,
     EngineSection,
@@ -30,8 +40,11 @@ __all__ = [
     "PrivacySection",
     "Reading",
     "Recipe",
+    "Sets",
+    "Source",
     "StreamSection",
     "TrainSection",
+    "as_entries",
     "from_table",
     "parse_set",
     "parse_value",

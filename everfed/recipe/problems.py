@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from everfed.errors import CompositionError, RecipeError, UserError, is_user_error
+from everfed.errors import RecipeError, SettingError, UserError, is_user_error
 from everfed.recipe.places import Key, Places, key_of_message, split_key
 from everfed.recipe.schema import Recipe
 
@@ -29,7 +29,7 @@ def placed(places: Places) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        placed_already = isinstance(error, UserError) and not isinstance(error, CompositionError)
+        placed_already = isinstance(error, UserError) and not isinstance(error, SettingError)
         if placed_already or not is_user_error(error):
             raise
         key, message = _blamed(error)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from pydantic import ValidationError
 
 from everfed import recipes
 from everfed.errors import RecipeError
+from everfed.methods import canonical
+from everfed.recipe.objects import named
 from everfed.recipe.places import Key, Places, split_key
 from everfed.recipe.problems import refuse, suggestion
 from everfed.recipe.schema import MethodSection, Recipe
 
 Table = dict[str, Any]
+Source = str | Path | Table | Recipe
+Sets = Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -37,29 +42,48 @@ class Setting:
     option: str
 
 
-def read(source: str | Path, *, method: str | None = None, seed: int | None = None, sets: Sequence[str] = ()) -> Recipe:
-    """A recipe from a TOML file or by the name of a shipped one, with `sets` ("a.b.c=value"), `method` and `seed` on
-    top. Raises RecipeError. The keys of [stream], [model] and [method] that name options are checked by `api.check`."""
+def read(source: Source, *, method: str | None = None, seed: int | None = None, sets: Sets = ()) -> Recipe:
+    """A recipe from a TOML file, by the name of a shipped one, or from a dict, with `sets` ("a.b.c=value", or
+    {"a.b.c": value}), `method` and `seed` on top. Raises RecipeError. The keys of [stream], [model] and [method] that
+    name options are checked by `api.check`."""
     return read_placed(source, method=method, seed=seed, sets=sets).recipe
 
 
-def read_placed(
-    source: str | Path, *, method: str | None = None, seed: int | None = None, sets: Sequence[str] = ()
-) -> Reading:
-    """As `read`, and where every key was written."""
-    name, label, text = _find(source)
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{label} is not valid TOML: {error}") from error
-    table = {"name": name, **table}
-    settings = [parse_set(entry) for entry in sets]
-    if method is not None:
-        settings.append(Setting(("method", "name"), method, f"--method {method}"))
-    if seed is not None:
-        settings.append(Setting(("seed",), seed, f"--seed {seed}"))
+def read_placed(source: Source, *, method: str | None = None, seed: int | None = None, sets: Sets = ()) -> Reading:
+    """As `read`, and where every key was written. A dict may hold classes and parts (`recipe.objects`)."""
+    settings = _settings(method, seed, sets)
+    if isinstance(source, Recipe) and not settings:
+        return Reading(source, Places("recipe"))
+    table, label, text = _table(source)
     places = Places(label, text, {setting.key: setting.option for setting in settings})
     return Reading(_validated(_with_settings(table, settings), places), places)
+
+
+def _settings(method: str | None, seed: int | None, sets: Sets) -> list[Setting]:
+    if isinstance(sets, str):
+        raise RecipeError(f"sets is a list of key=value, or a dict; got the text {sets!r}")
+    if isinstance(sets, Mapping):
+        settings = [_set(key, value, f"--set {key}={_as_value(value)}") for key, value in sets.items()]
+    else:
+        settings = [parse_set(entry) for entry in sets]
+    if method is not None:
+        settings.append(Setting(("method", "name"), canonical(method), f"--method {method}"))
+    if seed is not None:
+        settings.append(Setting(("seed",), seed, f"--seed {seed}"))
+    return settings
+
+
+def _table(source: Source) -> tuple[Table, str, str]:
+    """(table, label, text) of a recipe; a table made in Python has no text."""
+    if isinstance(source, Recipe):
+        return source.model_dump(exclude_none=True, exclude_unset=True), "recipe", ""
+    if isinstance(source, dict):
+        return named(source), "recipe", ""
+    name, label, text = _find(source)
+    try:
+        return {"name": name, **tomllib.loads(text)}, label, text
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{label} is not valid TOML: {error}") from error
 
 
 def from_table(table: Table, label: str = "recipe") -> Recipe:
@@ -70,10 +94,36 @@ def from_table(table: Table, label: str = "recipe") -> Recipe:
 def parse_set(entry: str) -> Setting:
     """`a.b.c=value`, the value as TOML has it; text that is no other TOML value is a string, quoted or not."""
     name, equals, value = entry.partition("=")
-    key, option = split_key(name), f"--set {entry}"
-    if not equals or not key:
+    option = f"--set {entry}"
+    return _set(name if equals else "", parse_value(value.strip(), option) if equals else None, option)
+
+
+def _set(name: str, value: Any, option: str) -> Setting:
+    key = split_key(name)
+    if not key:
         raise RecipeError(f"{option}: write it as key=value, such as train.rounds_per_task=5")
-    return Setting(key, parse_value(value.strip(), option), option)
+    return Setting(key, value, option)
+
+
+def as_entries(sets: Sets) -> list[str]:
+    """Settings as `--set` takes them."""
+    if not isinstance(sets, Mapping):
+        return list(sets)
+    return [f"{key}={_as_value(value)}" for key, value in sets.items()]
+
+
+def _as_value(value: Any) -> str:
+    """A value as `--set` takes it: a bare word, or TOML in one line."""
+    word = isinstance(value, str) and value.replace("-", "_").isidentifier()
+    return str(value) if word else _toml(value)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value)  # as TOML writes text, numbers, true and false
 
 
 def parse_value(text: str, option: str) -> Any:
@@ -110,7 +160,7 @@ def _text_of(path: Path) -> str:
 
 
 def _with_settings(table: Table, settings: Sequence[Setting]) -> Table:
-    table = _for_other_method(table, {setting.key: setting.value for setting in settings})
+    table = _for_other_method(dict(table), {setting.key: setting.value for setting in settings})
     for setting in settings:
         _put(table, setting)
     return table

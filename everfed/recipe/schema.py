@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from everfed.methods import canonical
+
 Logits = Literal["full", "seen", "task"]
 # Strict: 1 is not true and "32" is not 32. A value that TOML cannot hold, or that no run can use, is refused.
 _CONFIG = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
@@ -132,6 +134,11 @@ class MethodSection(OpenSection):
     parts: list[Any] | None = None
     weighting: Literal["uniform", "samples"] = "uniform"
     defaults: dict[str, dict[str, Any]] = {}
+
+    @field_validator("name")
+    @classmethod
+    def _as_presets_have_it(cls, name: str) -> str:
+        return canonical(name)
 
     @field_validator("parts")
     @classmethod

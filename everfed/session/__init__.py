@@ -2,6 +2,7 @@
 what came of it."""
 
 from everfed.session.assembly import Assembly, OtherWeights, assemble, build_method, identity_of
+from everfed.session.estimate import estimate
 from everfed.session.execution import execute
 
-__all__ = ["Assembly", "OtherWeights", "assemble", "build_method", "execute", "identity_of"]
+__all__ = ["Assembly", "OtherWeights", "assemble", "build_method", "estimate", "execute", "identity_of"]

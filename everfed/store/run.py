@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from everfed.errors import UserError
-from everfed.store.files import make_folder, private, remove_temporaries, write_atomic
+from everfed.errors import FAULT, UserError, exit_code
+from everfed.store.files import FOLDER_MODE, make_folder, private, remove_temporaries, write_atomic
 from everfed.store.lock import Locked, locked
 
 RECIPE, EVENTS, RESULT, MODEL, REPORT = "recipe.toml", "events.jsonl", "result.json", "model.safetensors", "report.html"
-PICTURES = "pictures"
+PICTURES, TENSORBOARD = "pictures", "tensorboard"
 CHECKPOINT, CLIENTS, SETTINGS, LOCK = "checkpoint", "clients", "settings.json", ".lock"
 DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 REMEDY = "The last checkpoint is kept: correct this, then `everfed resume` the run"
@@ -54,19 +56,27 @@ class RunFolder:
 
     @staticmethod
     @contextmanager
-    def new(path: Path, recipe_toml: str, settings: dict[str, Any], leads: bool = True) -> Iterator[RunFolder]:
-        """A new run folder, locked by this process. It is removed when the run fails before its first event, so that a
-        refused run leaves nothing behind. leads: False for a process that only takes part in another's run
-        (`EngineSection.leads`); it creates and locks nothing."""
+    def new(
+        path: Path, recipe_toml: str, settings: dict[str, Any], leads: bool = True, numbered: bool = False
+    ) -> Iterator[RunFolder]:
+        """A new run folder, locked by this process. It is removed when the run fails before its first phase is done, so
+        that nothing is left behind which could not be resumed. leads: False for a process that only takes part in
+        another's run (`EngineSection.leads`); it creates and locks nothing. numbered: `path`-2, -3, ... where `path` is
+        taken."""
         folder = RunFolder(path)
         if not leads:
             yield folder
             return
         with folder._writing(""):
-            folder._refuse_taken(recipe_toml)  # before anything is created
-            made = [missing for missing in (path, *path.parents) if not missing.exists()]
+            if not numbered:
+                folder._refuse_taken(recipe_toml)  # before anything is created
+            made = [missing for missing in path.parents if not missing.exists()]
         try:
             with folder._writing(""):
+                existed = path.exists()
+                path = _claimed(path) if numbered else path
+                folder = RunFolder(path)
+                made = [path, *made] if numbered or not existed else made
                 make_folder(path)
             with folder.held(""):
                 folder._refuse_taken(recipe_toml)  # another process may have created it meanwhile
@@ -114,12 +124,35 @@ class RunFolder:
     def _removed_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            if not self.events.exists():
-                for path in (self.recipe, self.settings, self.path / LOCK):
+        except BaseException as error:
+            if not self._is_kept(error):
+                for path in (self.recipe, self.settings, self.events, self.path / LOCK):
                     with contextlib.suppress(OSError):
                         path.unlink(missing_ok=True)
+                for folder in (self.clients, self.checkpoint, self.path / TENSORBOARD):
+                    shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def _is_kept(self, error: BaseException) -> bool:
+        """Is there something to resume or to read? A fault is a result, a federation's clients may hold state, and a
+        disk that is full keeps what it has."""
+        if not self.events.exists():
+            return False
+        if exit_code(error) == FAULT or isinstance(error, RunError) or self.read_settings().get("federated"):
+            return True
+        with open(self.events, "rb") as lines:
+            return any(b'"event": "phase"' in line for line in lines)
+
+    @staticmethod
+    def discard(path: Path) -> None:
+        """Remove a run folder, finished or not; anything else is refused."""
+        folder = RunFolder(path)
+        if not path.exists():
+            return
+        if not folder.recipe.is_file():
+            raise RunError(f"--overwrite: {path} is not a run (it has no {RECIPE}); name another folder")
+        with folder.held(""), folder._writing(""):
+            shutil.rmtree(path)
 
     def _refuse_taken(self, recipe_toml: str) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -133,11 +166,14 @@ class RunFolder:
         if self.recipe.read_bytes() != recipe_toml.encode():
             raise RunError(
                 f"{self.path} belongs to another recipe (compare its {RECIPE}); nothing was overwritten. "
-                "Choose another --out, or remove the folder"
+                "Choose another --out, or use --overwrite"
             )
         if self.result.exists():
-            raise SameRun(f"{self.path} is a finished run; choose another --out, or remove the folder to run it again")
-        raise SameRun(f"{self.path} is an unfinished run of this recipe; go on with `everfed resume {self.path}`")
+            raise SameRun(f"{self.path} is a finished run; choose another --out, or use --overwrite to run it again")
+        raise SameRun(
+            f"{self.path} is an unfinished run of this recipe; go on with `everfed resume {self.path}`, "
+            "or use --overwrite"
+        )
 
     @property
     def recipe(self) -> Path:
@@ -237,6 +273,17 @@ class RunFolder:
 
 
 _REDO = "Remove that file and `everfed resume` the run to write it again"
+
+
+def _claimed(path: Path) -> Path:
+    """`path`, or `path`-2, -3, ...: the first that did not exist. It is created here, so that no two runs get it."""
+    make_folder(path.parent)
+    for number in itertools.count(1):
+        name = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            name.mkdir(FOLDER_MODE)
+            return name
+    raise AssertionError("unreachable")
 
 
 def _is_beginning(path: Path) -> bool:

@@ -21,6 +21,7 @@ from everfed.data.lazy import lazy_source
 from everfed.data.partition import FLWR_PREFIX, KINDS
 from everfed.data.source import Source, make_source
 from everfed.data.sources import TextOptions, data_folder, load
+from everfed.data.tables import SUFFIXES as TABLES
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
 from everfed.streams.driving import Driving
@@ -85,7 +86,10 @@ def build(
 
 
 def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
-    source = load(dataset, data_dir, TextOptions(common.encoder, common.max_train, common.max_test))
+    texts = TextOptions(common.encoder, common.max_train, common.max_test)
+    if common.label is not None and Path(dataset).suffix not in TABLES:
+        raise OptionError("label", f"names a column of a table ({', '.join(TABLES)}); {dataset} is none, leave it out")
+    source = load(dataset, data_dir, texts, image_size=common.image_size, label=common.label)
     if common.encoder is None or source.encoder:
         return source
     if is_of_texts(common.encoder):

@@ -9,6 +9,7 @@ from typing import Any
 from everfed.data import augment as augmentations
 from everfed.data.errors import PartitionError
 from everfed.data.partition import check_options
+from everfed.errors import SettingError
 
 # (mean, std) per channel of the named normalisations; a single entry serves every channel.
 NORMALISATIONS: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -26,7 +27,7 @@ AUGMENTATIONS: Mapping[str, str] = {
 }
 
 
-class OptionError(ValueError):
+class OptionError(SettingError):
     """A key of the stream that is unknown or has a value that is not allowed."""
 
     def __init__(self, key: str, problem: str) -> None:
@@ -44,6 +45,7 @@ class Options:
     transform of torchvision's v2. validation: share of every class held out of the training data, [0, 1).
     boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
     image_size, channels: bring images to this format first. encoder: turns texts into vectors ("auto" by default).
+    label: the column of a table that has the labels.
 
     asynchronous: each client changes tasks by its own clock (`everfed.streams.clocks`). availability, deadline: clients
     come and go, and reply late (`everfed.streams.attendance`). without: {client: tasks in which it holds no data}.
@@ -64,6 +66,7 @@ class Options:
     image_size: int | None = None
     channels: int | None = None
     encoder: str | None = None
+    label: str | None = None
     asynchronous: Mapping[str, Any] | None = None
     availability: Mapping[str, Any] | None = None
     deadline: Mapping[str, Any] | None = None
@@ -82,8 +85,9 @@ class Options:
         for key in ("max_train", "max_test", "image_size", "channels"):
             if getattr(self, key) is not None:
                 require_whole(key, getattr(self, key))
-        if self.encoder is not None and not isinstance(self.encoder, str):
-            raise OptionError("encoder", f"expected a name, got {self.encoder!r}")
+        for key in ("encoder", "label"):
+            if not isinstance(getattr(self, key), str | None):
+                raise OptionError(key, f"expected a name, got {getattr(self, key)!r}")
         _check_partition(self.partition)
         if self.normalise is not None:
             normalisation(self.normalise)

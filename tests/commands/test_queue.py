@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from everfed.commands import cells, jobs
-from everfed.commands.cells import Cell, Outcome, Queue, Settings
+from everfed.comparison import cells, jobs
+from everfed.comparison.cells import Cell, Outcome, Queue, Settings
 from everfed.engines.calibration import CALL_SECONDS, OneClient
 from everfed.recipe import Places, read
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everfed import recipes
-from everfed.commands.cells import new_cell
+from everfed.comparison.cells import new_cell
 from everfed.errors import UserError
 from everfed.reproduction import targets
 from everfed.reproduction.measures import MEASURES

@@ -13,7 +13,7 @@ import torch
 from everfed import api, streams
 from everfed.data.errors import DataError
 from everfed.detection.boxes import WIDTH
-from everfed.models import ModelError
+from everfed.errors import UserError
 from everfed.streams.options import OptionError
 
 SMALL = {"size": [32, 48], "max_boxes": 6, "max_train": 8, "max_test": 4, "moves_at": 3, "clients": 2, "tasks": 2}
@@ -204,5 +204,5 @@ def test_a_model_that_is_no_detector_is_refused_before_the_run(tmp_path: Path) -
         "method": {"name": "fedavg"},
     }
     message = r"model.kind = 'mlp' does not fit 'streets-driving'.*: a detector must give \(n, 5, 10, rows, columns\)"
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         api.run(table, tmp_path / "run")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from everfed.errors import UserError, from_note, note_of
 
 if TYPE_CHECKING:
-    from everfed.commands.cells import Cell, Outcome, Queue, Settings
+    from everfed.comparison.cells import Cell, Outcome, Queue, Settings
 
 Event = dict[str, Any]
 Show = Callable[["Cell", Event], None]  # what is done with the events of a run
@@ -126,7 +126,7 @@ def _measured(cell: Cell, settings: Settings) -> tuple[Any, int, int] | None:
 
     with placed(cell.places):
         data = None if settings.data is None else str(settings.data)
-        assembly = assemble(scaled(cell.recipe, settings.scale), data, settings.scale)
+        assembly = assemble(scaled(cell.recipe, settings.scale), data, settings.scale, cell.stream)
     measured = calibration.one_client(assembly.world, assembly.build_module)
     return None if measured is None else (measured, len(assembly.stream.round(0).participants), assembly.stream.rounds)
 
@@ -250,7 +250,7 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
 
 
 def _died(cell: Cell, worker: Worker, queue: Queue, settings: Settings) -> None:
-    from everfed.commands.cells import Outcome
+    from everfed.comparison.cells import Outcome
 
     code = worker.process.exitcode
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
@@ -269,7 +269,7 @@ def _replace(worker: Worker, workers: list[Worker], settings: Settings) -> None:
 
 
 def _enforce_limit(queue: Queue, workers: list[Worker], settings: Settings) -> None:
-    from everfed.commands.cells import Outcome
+    from everfed.comparison.cells import Outcome
 
     if not settings.limit:
         return
@@ -295,7 +295,7 @@ def _work(pipe: Connection, settings: Settings, cores: Sequence[int] | None) -> 
         # runs on the CPU: where torch sees a GPU, the first backward pass starts threads that no fork survives, and the
         # next run's engine could not start processes
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from everfed.commands import cells
+    from everfed.comparison import cells
 
     def observer(event: Event) -> None:
         pipe.send(("event", event))

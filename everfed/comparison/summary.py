@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.commands.cells import Outcome
+from everfed.comparison.cells import Outcome
 from everfed.markdown import markdown_table
 from everfed.scores import METRICS, PERCENT, Score, score_of
 from everfed.store.files import write_atomic

@@ -1,0 +1,129 @@
+"""What a comparison or a sweep came to, for Python and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everfed.api import Observer, Result
+from everfed.comparison import summary
+from everfed.comparison.cells import Cell, Output
+from everfed.errors import UserError
+from everfed.progress import Several, shown
+
+if TYPE_CHECKING:
+    from everfed.core.stream import Stream
+
+Streams = Callable[[int], "Stream"]  # the stream of a seed
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Finished runs by row, the best first. folder: of all run folders and the written tables. heading: what a row is.
+    note: of what the table says."""
+
+    folder: Path
+    rows: Sequence[summary.Row]
+    heading: str
+    note: str = ""
+
+    @property
+    def results(self) -> dict[str, list[Result]]:
+        """The finished runs of every row, by seed."""
+        return {
+            row.name: [Result(outcome.cell.folder, outcome.result) for outcome in row.outcomes if outcome.result]
+            for row in self.rows
+        }
+
+    @property
+    def problems(self) -> dict[Path, str]:
+        """Run folders of runs that failed, with the error."""
+        failed = (outcome for row in self.rows for outcome in row.outcomes if outcome.result is None)
+        return {outcome.cell.folder: outcome.problem for outcome in failed}
+
+    @property
+    def best(self) -> str:
+        """The name of the best row; empty where no run finished."""
+        return self.rows[0].name if self.rows and self.rows[0].spreads else ""
+
+    @property
+    def table(self) -> Any:
+        """Every number as mean and deviation over seeds; a pandas frame, or a list of dicts without pandas."""
+        from everfed.results import as_frame
+
+        rows = [
+            {self.heading.lower(): row.name}
+            | {f"{key}_{part}": spread[part] for key, spread in row.spreads.items() for part in ("mean", "deviation")}
+            for row in self.rows
+        ]
+        return as_frame(rows)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: every row's mean score over the tasks, of its first seed."""
+        from everfed.results import plot
+
+        first = [(name, runs[0]) for name, runs in self.results.items() if runs]
+        return plot([(name, run.folder, run.data) for name, run in first])
+
+    def report(self, out: str | Path | None = None, *, figures: bool | None = None) -> Path:
+        """Write the report of all runs (`everfed.report`)."""
+        from everfed.report import write
+
+        folders = [run.folder for runs in self.results.values() for run in runs]
+        return write(folders, out or self.folder / "report.html", figures=figures)
+
+    def __repr__(self) -> str:
+        from everfed.markdown import markdown_table
+
+        return f"{markdown_table(*summary.table(self.rows, self.heading))}\n{self._note()}"
+
+    def _repr_html_(self) -> str:
+        from everfed.results import html_table
+
+        return html_table(*summary.table(self.rows, self.heading), self._note())
+
+    def _note(self) -> str:
+        return "; ".join(part for part in (self.note, f"in {self.folder}") if part)
+
+
+def streams_of(stream: Stream | Streams | None) -> Callable[[int], Stream | None]:
+    """The stream of every seed: the same for all, made by a function of the seed, or the recipe's own (None)."""
+    from everfed.core.stream import Stream
+
+    if stream is None or isinstance(stream, Stream):
+        return lambda seed: stream
+    return stream
+
+
+def checked_jobs(jobs: int, stream: Stream | Streams | None) -> int:
+    """Raises UserError for runs side by side on a stream that other processes do not have."""
+    if jobs != 1 and stream is not None:
+        raise UserError("jobs must be 1 with a stream of your own: other processes do not have it")
+    return jobs
+
+
+class Shown(Output):
+    """Shows the runs of a comparison from Python, with the time that is left in all. observers: of every run."""
+
+    def __init__(self, progress: bool | None, observers: Sequence[Observer]) -> None:
+        self._progress, self._observers, self._several = progress, observers, Several(0)
+
+    def begin(self, cells: Sequence[Cell]) -> None:
+        self._several = Several(sum(not cell.finished for cell in cells))
+
+    @contextmanager
+    def watch(self, cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
+        if cell.finished:
+            yield ()
+            return
+        self._several.begin()
+        with shown(self._progress, title, self._several) as found:
+            yield (*found, *self._observers)
+        self._several.finished += 1
+
+    def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
+        for observer in self._observers:
+            observer(event)
