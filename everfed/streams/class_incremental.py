@@ -21,8 +21,8 @@ class ClassIncremental(IncrementalStream):
     """Tasks are blocks of consecutive classes of the class order; if classes do not divide evenly, the first blocks
     have one more.
 
-    class_order: "natural", "shuffled" by the stream's seed, or a list of all classes, by number. first_task: so many
-    classes in the first task (50 of 100, say); the others share the rest.
+    class_order: "natural", "shuffled" by the stream's seed, or a list of classes by number, which leaves all others
+    out. first_task: so many classes in the first task (50 of 100, say); the others share the rest.
     """
 
     scenario = "class-incremental"
@@ -38,7 +38,7 @@ class ClassIncremental(IncrementalStream):
         **settings: Any,
     ) -> None:
         _check_order(class_order, source.classes)
-        _check_first(first_task, options.tasks, source.classes)
+        _check_first(first_task, options.tasks, source.classes if isinstance(class_order, str) else len(class_order))
         self.class_order, self.first_task = class_order, first_task
         super().__init__(source, options, **settings)
 
@@ -77,8 +77,9 @@ class ClassIncremental(IncrementalStream):
 def _check_order(class_order: Any, classes: int) -> None:
     if not isinstance(class_order, list | tuple):
         require_choice("class_order", class_order, CLASS_ORDERS)
-    elif sorted(map(str, class_order)) != sorted(map(str, range(classes))):
-        raise OptionError("class_order", f"expected every class from 0 to {classes - 1} once, got {list(class_order)}")
+    elif len(set(class_order)) != len(class_order) or not all(type(c) is int and 0 <= c < classes for c in class_order):
+        expected = f"expected different classes from 0 to {classes - 1}"
+        raise OptionError("class_order", f"{expected}, got {list(class_order)}")
 
 
 def _check_first(first_task: Any, tasks: int, classes: int) -> None:
