@@ -59,7 +59,7 @@ def test_features_are_computed_once(data: Path) -> None:
 
 
 def test_a_vision_transformer(data: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="the extra `text` is not installed")
     config = transformers.ViTConfig(
         image_size=12, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )

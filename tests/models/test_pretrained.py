@@ -229,7 +229,7 @@ def test_a_resumed_run_with_other_frozen_weights_is_refused(saved: tuple[Path, N
 # transformers and timm ------------------------------------------------------------------------------------------------
 @pytest.fixture
 def vit(tmp_path: Path) -> Path:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the extra `text` is not installed")
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit/config.json").write_text(json.dumps(TINY_VIT))
     return tmp_path / "vit"
@@ -253,7 +253,7 @@ def test_a_hugging_face_folder_with_weights(vit: Path) -> None:
 
 
 def test_a_hugging_face_folder_that_is_not_there(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the extra `text` is not installed")
     with pytest.raises(models.ModelError, match=r"model.kind = 'none'.*config.json"):
         models.build("hf:none", SHAPE, CLASSES, 0, data_folder=tmp_path)
 
@@ -274,7 +274,7 @@ def test_timm_is_asked_for_the_network_without_downloading(monkeypatch: pytest.M
 
 
 def test_timm_itself() -> None:
-    pytest.importorskip("timm", exc_type=ImportError)
+    pytest.importorskip("timm", reason="needs timm and torchvision", exc_type=ImportError)
     made = build("timm:vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=2, patch_size=4)
     assert made(torch.zeros(2, *SHAPE)).shape == (2, CLASSES)
 

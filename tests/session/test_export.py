@@ -89,7 +89,7 @@ def test_other_outputs_are_noticed(run: Path, tmp_path: Path) -> None:
 
 
 def test_transformers_read_their_own_format(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="the extra `text` is not installed")
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit/config.json").write_text(json.dumps(TINY_VIT))
     everfed.run(recipe(write_data(tmp_path), kind=f"hf:{tmp_path / 'vit'}"), tmp_path / "run")
@@ -123,7 +123,7 @@ class Logits(nn.Module):
 
 
 def test_an_adapter_alone(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the extra `text` is not installed")
     pytest.importorskip("peft", reason="the extra `peft` is not installed")
     table = recipe(write_data(tmp_path), kind=f"{__name__}:adapted")
     result = everfed.run(table, tmp_path / "run")

@@ -102,7 +102,7 @@ def test_samples_of_another_form_are_refused(run: Path, wrong: np.ndarray) -> No
 
 
 def test_a_hugging_face_network_is_loaded_without_its_folder(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the extra `text` is not installed")
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit/config.json").write_text(json.dumps(TINY_VIT))
     everfed.run(recipe(write_data(tmp_path), kind=f"hf:{tmp_path / 'vit'}"), tmp_path / "run")

@@ -133,7 +133,7 @@ def test_features_with_names_for_labels(tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_data_set() -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="the extra `hub` is not installed")
     x, y = pixels(60)
     columns = {"image": [image.fromarray(picture) for picture in x], "label": y.tolist()}
     features = datasets.Features(
@@ -202,7 +202,7 @@ print(json.dumps({"samples": result.data["cost"]["samples"], "peak": int(status[
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
     """2,000 and 20,000 images of 64 pixels: 24 and 246 MB decoded, of which a client sees a 40th. None of it stays."""
     x, _ = pixels(500, 48)
