@@ -68,6 +68,9 @@ PARTS: dict[str, str] = {
     "ffa-lora": "pretrained.lora:FFALoRA",
     "lora": "pretrained.lora:LoRA",
     "lorm": "pretrained.lorm:LoRM",
+    "prompt-coda": "pretrained.prompts:PromptCODA",
+    "prompt-dual": "pretrained.prompts:PromptDual",
+    "prompt-l2p": "pretrained.prompts:PromptL2P",
     "regmean": "pretrained.regmean:RegMean",
 }
 
@@ -94,6 +97,7 @@ def _choosing(about: str, policy: str | Mapping[str, Any]) -> Preset:
     return _preset(about, "fedavg", "memory", "er", memory={"policy": policy}, er={"mode": "union"})
 
 
+_BY_SAMPLES: dict[str, Any] = {"fedavg": {"weighting": "samples"}}
 _KEEP_LOGITS: dict[str, Any] = {"memory": {"logits": True}}
 
 PRESETS: dict[str, Preset] = {
@@ -164,10 +168,17 @@ PRESETS: dict[str, Preset] = {
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", "fedavg", "dbe"),
     "fedas": _preset("personalised heads on an aligned base, averaged by Fisher information", "fedas"),
     "fedl2p": _preset("personalised: learned rates and statistics for fine-tuning", "fedavg", "fedl2p"),
-    "lora": _preset("low-rank adapters of a frozen network, for every task, averaged", "fedavg", "lora"),
-    "ffa-lora": _preset("LoRA with one factor random and frozen, so that averaging is exact", "fedavg", "ffa-lora"),
+    "lora": _preset("low-rank adapters of a frozen network, for every task, averaged", "fedavg", "lora", **_BY_SAMPLES),
+    "ffa-lora": _preset(
+        "LoRA with one factor random and frozen, so that averaging is exact", "fedavg", "ffa-lora", **_BY_SAMPLES
+    ),
     "regmean": _preset("linear layers merged in least squares by the Gram matrices of their inputs", "regmean"),
     "lorm": _preset("LoRA with one factor at a time, merged in closed form", "lorm"),
+    "prompt-l2p": _preset("prompts of a pool, chosen for each sample by keys", "fedavg", "prompt-l2p", **_BY_SAMPLES),
+    "prompt-dual": _preset("prompts for all tasks, and for each", "fedavg", "prompt-dual", **_BY_SAMPLES),
+    "prompt-coda": _preset(
+        "prompts as weighted sums of components, some for every task", "fedavg", "prompt-coda", **_BY_SAMPLES
+    ),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }
 # without FedGP: the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no
