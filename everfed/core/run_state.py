@@ -43,7 +43,10 @@ class RunState:
         return self.server[MODEL]
 
     def set_model(self, model: Model) -> None:
-        """A new version, which clients receive with the next message."""
+        """A new version, which clients receive with the next message. The same tensors, where no client sent any, are
+        the same version."""
+        if all(tensor is self.model.get(name) for name, tensor in model.items()):
+            return
         self.server = {**self.server, MODEL: model}
         self.version += 1
 

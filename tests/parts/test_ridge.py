@@ -16,6 +16,7 @@ from torch import Tensor
 from everfed import CompositionError, TrainOptions, compose, methods
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
+from everfed.models.vit import ViT
 from everfed.parts.features.ridge import GRID, Ridge, best_penalty, held_out_errors, projection, solve_ridge
 from everfed.parts.features.statistics import held_out, rounded, symmetric, triangle
 from everfed.privacy.secure import secured
@@ -175,8 +176,14 @@ def networks(outcome: Outcome, part: str) -> tuple[Tensor, ...]:
     return tuple(outcome.state.server[part][key] for key in ("gram", "products", "counts"))
 
 
+def frozen_vit(shape: tuple[int, ...], classes: int) -> ViT:
+    module = ViT(shape, classes, patch=2, width=8, depth=2, heads=2).requires_grad_(False)
+    module.head.requires_grad_(True)
+    return module
+
+
 @pytest.mark.parametrize("name", ["ridge", "ranpac"])
-@pytest.mark.parametrize("module", [None, Norm], ids=["mlp", "convolution"])
+@pytest.mark.parametrize("module", [None, Norm, frozen_vit], ids=["mlp", "convolution", "transformer"])
 def test_features_of_a_network_do_not_depend_on_the_partition(name: str, module: Any) -> None:
     """Networks round differently in minibatches of other sizes; sums of their features must not."""
     toy, rng = Toy(clients=1, tasks=1, samples=150), np.random.default_rng(5)
@@ -290,6 +297,8 @@ def test_one_reply_a_client_and_task_no_step_and_the_bytes(name: str, size: int,
     assert all(event["bytes_up"] == 0 and "loss" not in event for event in phases if event["phase"] == "train")
     numbers = pairs * (size * (size + 1) // 2 + 2 * size + 2) + 2
     assert outcome.state.traffic.up == {name: 8 * numbers * 2 * 2}
+    down = 4 * len(outcome.params) * 2 * 2  # the first model, and the one with the first task's head
+    assert outcome.state.traffic.down == {"fedavg": down}
     assert outcome.state.samples == 0
 
 
