@@ -54,6 +54,10 @@ PARTS: dict[str, str] = {
     "lander": "generative.lander:Lander",
     "mfcl": "generative.mfcl:MFCL",
     "target": "generative.target:Target",
+    "ccvr": "features.calibration:CCVR",
+    "fedproto": "features.fedproto:FedProto",
+    "fedproto-personal": "features.fedproto:PersonalFedProto",
+    "hgp": "features.calibration:HGP",
     "ranpac": "features.ridge:RanPAC",
     "ridge": "features.ridge:Ridge",
     "ala": "personal.ala:ALA",
@@ -156,6 +160,10 @@ PRESETS: dict[str, Preset] = {
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
     "ridge": _preset("closed form on frozen features: ridge regression by exact sums (AFL, AFCL)", "fedavg", "ridge"),
     "ranpac": _preset("ridge regression on random features of frozen ones, by exact sums", "fedavg", "ranpac"),
+    "fedproto": _preset("features pulled towards class means that clients share", "fedavg", "fedproto"),
+    "fedproto-personal": _preset("personalised: clients share class means alone", "fedavg", "fedproto-personal"),
+    "ccvr": _preset("the head re-trained on virtual features at a task's end", "fedavg", "ccvr"),
+    "hgp": _preset("the head re-trained in every round on a mixture of the clients' features", "fedavg", "hgp"),
     "fedala": _preset("personalised: a learned mixture of the global model and the client's own", "fedavg", "ala"),
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", "fedavg", "dbe"),
     "fedas": _preset("personalised heads on an aligned base, averaged by Fisher information", "fedas"),
@@ -176,7 +184,7 @@ PRESETS: dict[str, Preset] = {
 # without FedGP: the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no
 # gradient to share; ablations stand alone; lorm trains other factors in every round
 _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
-_PERSONAL = ("fedweit", "fedala", "feddbe", "fedas", "fedl2p")
+_PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2p")
 _CLOSED = ("ridge", "ranpac")  # no gradients at all
 _WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method

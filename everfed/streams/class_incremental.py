@@ -12,27 +12,34 @@ from torch import Tensor
 from everfed.data.source import Source
 from everfed.streams.draws import generator
 from everfed.streams.incremental import IncrementalStream
-from everfed.streams.options import OptionError, Options, require_choice
+from everfed.streams.options import OptionError, Options, require_choice, require_whole
 
 CLASS_ORDERS = ("natural", "shuffled")
 
 
 class ClassIncremental(IncrementalStream):
     """Tasks are blocks of consecutive classes of the class order; if classes do not divide evenly, the first blocks
-    have one more. class_order: "natural", "shuffled", or a list of classes, which leaves all others out."""
+    have one more.
+
+    class_order: "natural", "shuffled" by the stream's seed, or a list of classes by number, which leaves all others
+    out. first_task: so many classes in the first task (50 of 100, say); the others share the rest.
+    """
 
     scenario = "class-incremental"
     about = "new classes in every task; a test sample may be of any class"
 
     def __init__(
-        self, source: Source, options: Options, *, class_order: str | Sequence[int] = "natural", **settings: Any
+        self,
+        source: Source,
+        options: Options,
+        *,
+        class_order: str | Sequence[int] = "natural",
+        first_task: int | None = None,
+        **settings: Any,
     ) -> None:
-        used = source.classes if isinstance(class_order, str) else len(_checked_order(class_order, source.classes))
-        if isinstance(class_order, str):
-            require_choice("class_order", class_order, CLASS_ORDERS)
-        if options.tasks > used:
-            raise OptionError("tasks", f"{options.tasks} is too many for {used} classes; one each at least")
-        self.class_order = class_order if isinstance(class_order, str) else list(class_order)
+        _check_order(class_order, source.classes)
+        _check_first(first_task, options.tasks, source.classes if isinstance(class_order, str) else len(class_order))
+        self.class_order, self.first_task = class_order, first_task
         super().__init__(source, options, **settings)
 
     @cached_property
@@ -43,7 +50,10 @@ class ClassIncremental(IncrementalStream):
             order = generator(self.seed, "class order").permutation(self.classes)
         elif not isinstance(self.class_order, str):
             order = np.array(self.class_order)
-        return [tuple(sorted(block.tolist())) for block in np.array_split(order, self.options.tasks)]
+        first = [] if self.first_task is None else [order[: self.first_task]]
+        rest, tasks = order[self.first_task or 0 :], self.options.tasks - len(first)
+        blocks = [*first, *(np.array_split(rest, tasks) if tasks else [])]
+        return [tuple(sorted(block.tolist())) for block in blocks]
 
     def classes_of(self, task: int) -> tuple[int, ...]:
         """The classes of `task`, ascending."""
@@ -59,15 +69,27 @@ class ClassIncremental(IncrementalStream):
 
     def facts(self) -> dict[str, Any]:
         """The class order and the classes of every task."""
-        return {"class_order": self.class_order, "labels": [list(block) for block in self._blocks]}
+        order = self.class_order if isinstance(self.class_order, str) else list(self.class_order)
+        first = {} if self.first_task is None else {"first_task": self.first_task}
+        return {"class_order": order, **first, "labels": [list(block) for block in self._blocks]}
 
 
-def _checked_order(order: Sequence[int], classes: int) -> Sequence[int]:
-    """Raises OptionError for anything but different classes."""
-    if len(set(order)) != len(order) or not all(type(c) is int and 0 <= c < classes for c in order):
+def _check_order(class_order: Any, classes: int) -> None:
+    if not isinstance(class_order, list | tuple):
+        require_choice("class_order", class_order, CLASS_ORDERS)
+    elif len(set(class_order)) != len(class_order) or not all(type(c) is int and 0 <= c < classes for c in class_order):
+        expected = f"expected different classes from 0 to {classes - 1}"
+        raise OptionError("class_order", f"{expected}, got {list(class_order)}")
+
+
+def _check_first(first_task: Any, tasks: int, classes: int) -> None:
+    if tasks > classes:
+        raise OptionError("tasks", f"{tasks} is too many for {classes} classes; one each at least")
+    if first_task is None:
+        return
+    require_whole("first_task", first_task)
+    left = classes - first_task
+    if left < tasks - 1 or (tasks == 1 and left):
         raise OptionError(
-            "class_order",
-            f"expected one of {', '.join(CLASS_ORDERS)}, or a list of different classes from 0 to {classes - 1}, "
-            f"got {order!r}",
+            "first_task", f"{first_task} of {classes} classes leave {left} for the {tasks - 1} other tasks; one each"
         )
-    return order
