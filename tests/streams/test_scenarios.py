@@ -93,7 +93,7 @@ def test_an_order_of_ones_own_leaves_other_classes_out():
 
 @pytest.mark.parametrize("order", [[1, 1], [0, 10], [-1, 2], ["a", "b"]])
 def test_an_order_that_is_none_is_refused(order):
-    with pytest.raises(OptionError, match=r"stream.class_order: expected .* a list of different classes from 0 to 9"):
+    with pytest.raises(OptionError, match=r"stream.class_order: expected different classes from 0 to 9"):
         classes(tasks=2, class_order=order)
 
 

@@ -65,7 +65,7 @@ def pull_term(step: Step, weight: float) -> Tensor | None:
 class TaskPrompted(Piecewise):
     """Prompts of its own for every task."""
 
-    def adapt(self, module: nn.Module, ctx: Context) -> None:
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         vit = require_vit(self, module)
         adopt(self, vit, self.build(vit, ctx))
 
@@ -211,7 +211,7 @@ class PromptL2P(Part):
         if self.top > self.pool:
             raise ValueError(f"top must be at most pool; got {self.top} of {self.pool}")
 
-    def adapt(self, module: nn.Module, ctx: Context) -> None:
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         vit = require_vit(self, module)
         prompts = PoolPrompts(self.pool, self.length, self.top, vit.width, random.key(ctx.seed, self.name))
         prompts.task.requires_grad_(False)
