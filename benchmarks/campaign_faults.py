@@ -78,7 +78,7 @@ class Relay:
 class Federation:
     """`everfed serve` and `everfed join` as a user runs them. What the campaign kills it starts again, as systemd
     would; a process that ends by itself is not started again. keyed: TLS and keys. liars: clients that are not started.
-    small_disk: a client whose folder is a disk of a few megabytes."""
+    small_disk: a client whose folder is a disk of a few megabytes. joining: further options of `everfed join`."""
 
     def __init__(
         self,
@@ -90,7 +90,9 @@ class Federation:
         keyed: bool = False,
         liars: tuple[int, ...] = (),
         small_disk: int | None = None,
+        joining: tuple[str, ...] = (),
     ) -> None:
+        self.joining = joining
         self.folder, self.port, self.out, self.keyed = folder, free_port(), folder / "run", keyed
         self.rounds, self.method, self.sets = rounds, method, [*OPTIONS.get(method, []), *sets]
         self.recipe: Recipe = small_recipe(folder, clients, *sets, method=method, rounds=rounds)
@@ -125,7 +127,7 @@ class Federation:
 
     def join(self, client: int) -> subprocess.Popen[bytes]:
         words = ["join", "--server", f"localhost:{self.relays[client].port}", "--name", f"site-{client}"]
-        words += ["--client", str(client), "--folder", f"c{client}", "--poll", "0.5"]
+        words += ["--client", str(client), "--folder", f"c{client}", "--poll", "0.5", *self.joining]
         if self.keyed:
             words += ["--certificate", f"pki/{CA}", "--key", f"pki/{SECRETS}/site-{client}"]
         return everfed(words if self.keyed else [*words, "--insecure"], self.folder, f"join-{client}.log")

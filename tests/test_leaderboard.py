@@ -124,6 +124,20 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert records.mean(record, "acc") == 0.5
 
 
+def test_failures_are_forgotten_and_with_a_try_the_tests(tmp_path: Path) -> None:
+    fine, failed = records.measured(result(0.5), "", None), records.measured(None, "a fault of the machine", None)
+    for method in ("er", "der"):
+        added(tmp_path, method, "tries", 0, fine)
+        added(tmp_path, method, "tries", 1, failed if method == "er" else fine)
+        added(tmp_path, method, "tests", 0, fine)
+        added(tmp_path, method, "tests", 1, failed)
+    records.forget_failures(tmp_path, ["rotated-digits"], ["er", "der", "fedavg"])
+    der, er = records.read_all(tmp_path)
+    assert [entry["number"] for entry in er["tries"]] == [0] and er["tests"] == []
+    assert [entry["number"] for entry in der["tries"]] == [0, 1]
+    assert [entry["seed"] for entry in der["tests"]] == [0]
+
+
 def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
     added(tmp_path, "er", "tests", 0, records.measured(result(0.5), "", None))
     with pytest.raises(UserError, match="another version of the recipe leaderboard/rotated-digits"):
@@ -228,10 +242,11 @@ def test_a_small_leaderboard_from_tries_to_records(tmp_path: Path) -> None:
         assert [entry["seed"] for entry in record["tests"]] == [0]
         best = records.best_try(record)
         assert best is not None and best["acc"] == max(entry["acc"] for entry in record["tries"])
-        recipe = read(tmp_path / "runs" / "split-digits" / record["method"] / "test-0" / "recipe.toml")
+        runs = tmp_path / "runs" / "split-digits" / record["method"]
+        recipe = read(runs / f"test-0-try-{best['number']}" / "recipe.toml")
         assert f"train.optimizer.lr={recipe.train.optimizer.lr}" in best["sets"]
         assert recipe.eval.split == "test"
-        tried = read(tmp_path / "runs" / "split-digits" / record["method"] / "try-0" / "recipe.toml")
+        tried = read(runs / "try-0" / "recipe.toml")
         assert tried.eval.split == "validation" and tried.seed == 100
     assert kept[0]["tests"][0]["kept_samples"] > 0 and kept[1]["tests"][0]["kept_samples"] is None
     again = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "elsewhere"), *command[-2:]])

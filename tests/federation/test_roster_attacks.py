@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 
+from benchmarks.campaign import finished
+from benchmarks.campaign_faults import federation
 from everfed.cli import app
 from everfed.core.runner import Runner
 from everfed.federation.certificates import ROSTER, SECRETS, make_client
@@ -31,6 +33,7 @@ from everfed.privacy.members import Members, by_client, needed
 from everfed.privacy.secure import LETTERS, SHARE, secured
 from everfed.privacy.secure_engine import Secured
 from everfed.privacy.secure_phase import SecurePhase
+from tests.federation.field import outcome, simulated
 from tests.federation.loop import Loop, runtime
 from tests.federation.test_secure_attacks import exchanged
 from tests.support.toy import Bench, Toy
@@ -194,6 +197,18 @@ def test_a_signature_of_another_occasion_is_not_valid(other: dict[str, Any], tmp
     shared = [(client, reply) for client, _, _, reply in exchanged(clients, SHARE)]
     assert [reply["complaints"].tolist() for client, reply in shared[:4] if client != 0] == [[0]] * len(shared[:4])
     assert set(absences(events)) == {"0"}
+
+
+@pytest.mark.slow
+@pytest.mark.federation
+@pytest.mark.timeout(900)
+def test_real_clients_with_a_roster_give_the_bits_of_the_simulation(tmp_path: Path) -> None:
+    options = ("privacy.secure_aggregation=true",)
+    with federation(tmp_path / "f", 3, 1, *options, keyed=True, joining=("--roster", f"pki/{ROSTER}")) as fed:
+        assert finished(fed, 800), (fed.folder / "serve.log").read_text()[-3000:]
+        assert outcome(fed.out)["model"] == outcome(simulated(fed.recipe, tmp_path / "reference"))["model"]
+        mark = fingerprint(fed.folder / "pki" / ROSTER)
+        assert all(mark in (fed.folder / f"join-{client}.log").read_text() for client in range(3))
 
 
 # the file ------------------------------------------------------------------------------------------------------------
