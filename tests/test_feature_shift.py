@@ -104,7 +104,7 @@ def suspected(values: list[float]) -> list[int]:
     return [one["round"] for one in memory["suspected"]]
 
 
-@pytest.mark.parametrize(("rank", "rate"), [(32, 0.0), (8, 0.001), (2, 0.015)])
+@pytest.mark.parametrize(("rank", "rate"), [pytest.param(32, 0.0, marks=pytest.mark.slow), (8, 0.001), (2, 0.015)])
 def test_false_alarms_are_rare(rank: int, rate: float) -> None:
     """Of the shifts of 100 clients over 40 rounds. The fewer directions features vary in, the farther chance goes."""
     lives = 100

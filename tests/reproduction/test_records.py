@@ -120,6 +120,12 @@ def test_a_record_of_other_settings_is_taken_with_the_keys_that_differ() -> None
     assert one.verdict == "not judged: another recipe than the table's: train.optimizer.lr"
 
 
+def test_of_two_records_of_one_run_that_in_full_precision_is_taken() -> None:
+    full, half = made(accuracy=0.7), {**made(accuracy=0.6), "environment": {"precision": "bf16"}}
+    for order in ([full, half], [half, full]):
+        assert runs_of(order)[Experiment(RECIPE, "fedavg")][0].result["metrics"]["acc"] == 0.7
+
+
 def test_a_record_of_a_setting_belongs_to_the_cell_with_that_setting() -> None:
     """B=5120 of Table 8 is the recipe of B=500 with another buffer."""
     settings = ("method.memory.size=5120",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from everfed.core import tree
 from everfed.core.stream import Stream
 from everfed.data import available
 from everfed.streams import OptionError
-from everfed.streams.task_pool import TaskPool, disjoint_slots
+from everfed.streams.task_pool import TaskPool, _different_orders, disjoint_slots
 from tests.support.toy import Bench, Outcome, comparable
 from tests.support.wire import run_over_wire
 
@@ -217,3 +217,9 @@ def test_boundaries_are_common_to_all() -> None:
     assert [plan.task for plan in plans] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [bool(plan.ends) for plan in plans] == [False, True] * 5
     assert all(a.task <= b.task for a, b in pairwise(plans))
+
+
+def test_no_two_clients_have_the_same_order_even_where_every_order_is_needed() -> None:
+    """Three classes have six orders; six clients draw them all."""
+    found = [tuple(order) for order in _different_orders(6, 3, np.random.default_rng(0))]
+    assert sorted(found) == sorted(permutations(range(3)))
