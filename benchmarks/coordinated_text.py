@@ -261,10 +261,8 @@ def verdict(lines: Sequence[dict[str, Any]]) -> str:
         for line in lines
         if line["minus_random"] is not None and sum(line["minus_random"]) < 0
     ]
-    found = ", ".join(better) or "nothing"
-    return (
-        f"Plain averaging forgets {mean:.2f} ± {deviation:.2f}. Better than random beyond the 95 % interval: {found}."
-    )
+    found = ", ".join(better) or "none"
+    return f"Plain averaging forgets {mean:.2f} ± {deviation:.2f}. Better than random (95 % interval): {found}."
 
 
 def main() -> None:

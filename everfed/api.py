@@ -142,12 +142,18 @@ def resume(
 
 
 def load(
-    folder: str | Path, *, stream: Stream | None = None, model: nn.Module | None = None, client: int | None = None
+    folder: str | Path,
+    *,
+    stream: Stream | None = None,
+    model: nn.Module | None = None,
+    client: int | None = None,
+    data_dir: str | Path | None = None,
 ) -> LoadedRun:
     """The trained model and the results of a finished run; its data is not needed.
 
     stream: the run's, where it was made in Python; checked, not used. model: a network of the same class, where the run
-    began with an object. client: the personal model of this client of a simulation instead (needs the run's data).
+    began with an object. client: the personal model of this client of a simulation instead; it needs the run's data,
+    from data_dir where that is not the run's own.
     """
     from everfed.session import handover
 
@@ -160,7 +166,7 @@ def load(
         _require_same_stream(opened, recipe, stream)
     description = handover.read_description(opened.model)
     if client is not None or description is None:  # None: of an earlier version
-        assembly = reassemble(opened, stream, on_cpu=True, model=model)
+        assembly = reassemble(opened, stream, data_dir, on_cpu=True, model=model)
         description = handover.describe(assembly, assembly.build_module())
         return LoadedRun(handover.client_model(opened, assembly, client), data, recipe, description)
     return LoadedRun(handover.load(opened.model, description, model), data, recipe, description)

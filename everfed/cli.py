@@ -13,6 +13,7 @@ from everfed.commands.bench import bench
 from everfed.commands.compare import compare
 from everfed.commands.demo import demo
 from everfed.commands.doctor import doctor
+from everfed.commands.export import export
 from everfed.commands.federation import federation
 from everfed.commands.join import join
 from everfed.commands.leaderboard import leaderboard
@@ -53,7 +54,7 @@ app = typer.Typer(
 )
 COMMANDS = (
     *(run, resume, compare, sweep, reproduce, record, leaderboard),
-    *(demo, report, samples, ui, bench, near_optimality, doctor),
+    *(demo, report, samples, export, ui, bench, near_optimality, doctor),
 )
 FEDERATION = (serve, join)
 for command in (*COMMANDS, *FEDERATION):

@@ -54,6 +54,10 @@ PARTS: dict[str, str] = {
     "lander": "generative.lander:Lander",
     "mfcl": "generative.mfcl:MFCL",
     "target": "generative.target:Target",
+    "ccvr": "features.calibration:CCVR",
+    "fedproto": "features.fedproto:FedProto",
+    "fedproto-personal": "features.fedproto:PersonalFedProto",
+    "hgp": "features.calibration:HGP",
     "ranpac": "features.ridge:RanPAC",
     "ridge": "features.ridge:Ridge",
     "ala": "personal.ala:ALA",
@@ -64,6 +68,9 @@ PARTS: dict[str, str] = {
     "ffa-lora": "pretrained.lora:FFALoRA",
     "lora": "pretrained.lora:LoRA",
     "lorm": "pretrained.lorm:LoRM",
+    "prompt-coda": "pretrained.prompts:PromptCODA",
+    "prompt-dual": "pretrained.prompts:PromptDual",
+    "prompt-l2p": "pretrained.prompts:PromptL2P",
     "regmean": "pretrained.regmean:RegMean",
 }
 
@@ -90,6 +97,7 @@ def _choosing(about: str, policy: str | Mapping[str, Any]) -> Preset:
     return _preset(about, "fedavg", "memory", "er", memory={"policy": policy}, er={"mode": "union"})
 
 
+_BY_SAMPLES: dict[str, Any] = {"fedavg": {"weighting": "samples"}}
 _KEEP_LOGITS: dict[str, Any] = {"memory": {"logits": True}}
 
 PRESETS: dict[str, Preset] = {
@@ -152,20 +160,31 @@ PRESETS: dict[str, Preset] = {
     "re-fed": _choosing("replays the samples that matter most between local and global model", "re-fed"),
     "ridge": _preset("closed form on frozen features: ridge regression by exact sums (AFL, AFCL)", "fedavg", "ridge"),
     "ranpac": _preset("ridge regression on random features of frozen ones, by exact sums", "fedavg", "ranpac"),
+    "fedproto": _preset("features pulled towards class means that clients share", "fedavg", "fedproto"),
+    "fedproto-personal": _preset("personalised: clients share class means alone", "fedavg", "fedproto-personal"),
+    "ccvr": _preset("the head re-trained on virtual features at a task's end", "fedavg", "ccvr"),
+    "hgp": _preset("the head re-trained in every round on a mixture of the clients' features", "fedavg", "hgp"),
     "fedala": _preset("personalised: a learned mixture of the global model and the client's own", "fedavg", "ala"),
     "feddbe": _preset("personalised: every client adds a vector of its own to the features", "fedavg", "dbe"),
     "fedas": _preset("personalised heads on an aligned base, averaged by Fisher information", "fedas"),
     "fedl2p": _preset("personalised: learned rates and statistics for fine-tuning", "fedavg", "fedl2p"),
-    "lora": _preset("low-rank adapters of a frozen network, for every task, averaged", "fedavg", "lora"),
-    "ffa-lora": _preset("LoRA with one factor random and frozen, so that averaging is exact", "fedavg", "ffa-lora"),
+    "lora": _preset("low-rank adapters of a frozen network, for every task, averaged", "fedavg", "lora", **_BY_SAMPLES),
+    "ffa-lora": _preset(
+        "LoRA with one factor random and frozen, so that averaging is exact", "fedavg", "ffa-lora", **_BY_SAMPLES
+    ),
     "regmean": _preset("linear layers merged in least squares by the Gram matrices of their inputs", "regmean"),
     "lorm": _preset("LoRA with one factor at a time, merged in closed form", "lorm"),
+    "prompt-l2p": _preset("prompts of a pool, chosen for each sample by keys", "fedavg", "prompt-l2p", **_BY_SAMPLES),
+    "prompt-dual": _preset("prompts for all tasks, and for each", "fedavg", "prompt-dual", **_BY_SAMPLES),
+    "prompt-coda": _preset(
+        "prompts as weighted sums of components, some for every task", "fedavg", "prompt-coda", **_BY_SAMPLES
+    ),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }
 # without FedGP: the upper bound keeps no buffer, generative replay no data; decomposed and personal weights have no
 # gradient to share; ablations stand alone; lorm trains other factors in every round
 _GENERATIVE = ("mfcl", "target", "lander", "fedcil", "af-fcl")
-_PERSONAL = ("fedweit", "fedala", "feddbe", "fedas", "fedl2p")
+_PERSONAL = ("fedproto-personal", "fedweit", "fedala", "feddbe", "fedas", "fedl2p")
 _CLOSED = ("ridge", "ranpac")  # no gradients at all
 _WITHOUT_FEDGP = ("ideal", *_GENERATIVE, *_PERSONAL, *_CLOSED, "stamp-temporal", "coordinated-4", "lorm")
 ALIASES = {"afl": "ridge", "afcl": "ridge", "acil": "ridge"}  # other papers' names of the same method

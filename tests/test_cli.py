@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,7 +193,9 @@ def test_a_finished_run_is_not_run_again_but_resuming_it_is_harmless() -> None:
     assert {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_result(work: Path) -> None:
+    """As a user would; tests/faults kills at every moment, in processes that need not import torch first."""
     done("run", "tiny.toml", "--set", "train.rounds_per_task=30", "--out", "whole")
     command = ["run", "tiny.toml", "--set", "train.rounds_per_task=30", "--out", "killed", "--checkpoint-every", "0"]
     child = subprocess.Popen(
@@ -427,6 +430,23 @@ def compare(*more: str) -> str:
     return done("compare", "tiny.toml", "--methods", "fedavg,er", "--seeds", "0,1", "--out", "cells", *more)
 
 
+@pytest.fixture(scope="module")
+def finished_cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison that is finished."""
+    folder = tmp_path_factory.mktemp("compared")
+    (folder / "tiny.toml").write_text(TINY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        compare()
+    return folder / "cells"
+
+
+@pytest.fixture
+def cells(work: Path, finished_cells: Path) -> None:
+    """The same comparison, finished in this test's folder."""
+    shutil.copytree(finished_cells, work / "cells")
+
+
 def test_compare_makes_run_folders_and_one_sorted_table() -> None:
     text = compare()
     rows = json.loads(Path("cells/compare.json").read_text())["rows"]
@@ -470,8 +490,8 @@ def test_options_of_a_comparison_are_checked(options: str, problem: str) -> None
         read("two.toml")
 
 
+@pytest.mark.usefixtures("cells")
 def test_compare_keeps_what_is_finished_and_runs_the_rest() -> None:
-    compare()
     before = Path("cells/er-0/result.json").stat().st_mtime_ns
     expected = Path("cells/er-1/model.safetensors").read_bytes()
     for path in ("result.json", "model.safetensors"):
@@ -481,8 +501,8 @@ def test_compare_keeps_what_is_finished_and_runs_the_rest() -> None:
     assert Path("cells/er-1/model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.usefixtures("cells")
 def test_compare_refuses_cells_of_another_recipe() -> None:
-    compare()
     table = Path("cells/compare.json").read_bytes()
     for change in (["--set", "train.local_epochs=2"], ["--scale", "0.5"]):
         arguments = ["compare", "tiny.toml", "--methods", "fedavg,er", "--seeds", "0,1", "--out", "cells", *change]
@@ -492,8 +512,8 @@ def test_compare_refuses_cells_of_another_recipe() -> None:
     assert Path("cells/compare.json").read_bytes() == table
 
 
+@pytest.mark.usefixtures("cells")
 def test_every_method_of_a_comparison_sees_the_same_stream() -> None:
-    compare()
     angles = {(seed, str(result_of(f"cells/{m}-{seed}")["stream"])) for m in ("fedavg", "er") for seed in (0, 1)}
     assert len(angles) == 2
 
@@ -516,6 +536,7 @@ def test_compare_as_json() -> None:
     assert {line.get("run") for line in lines[:-1]} == {f"cells/{m}-{s}" for m in ("fedavg", "er") for s in (0, 1)}
 
 
+@pytest.mark.usefixtures("cells")
 def test_a_class_incremental_comparison_shows_both_accuracies(work: Path) -> None:
     """Task-IL accuracy comes from the same logits; where tasks share their classes it would be the same column."""
     assert "Acc task-IL" not in compare()
@@ -594,7 +615,7 @@ def test_folder_names_hold_any_setting_and_stay_apart() -> None:
 
 
 def test_demo_prints_the_table_and_writes_the_report() -> None:
-    text = done("demo", "--scale", "0.1")
+    text = done("demo", "--scale", "0.01")
     assert "report: runs/demo/report.html" in text
     for method in ("fedavg", "der", "fedgp+der"):
         assert f"| {method} " in text
@@ -610,8 +631,8 @@ def test_the_demo_shows_that_fedgp_helps() -> None:
         assert rows["fedgp+der"]["forgetting"]["mean"] < rows[base]["forgetting"]["mean"]
 
 
+@pytest.mark.usefixtures("cells")
 def test_report_of_a_comparison() -> None:
-    compare()
     assert done("report", "cells", "--out", "page.html", "--no-figures") == "report: page.html\n"
     assert "fedavg" in Path("page.html").read_text()
 

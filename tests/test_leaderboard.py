@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from everfed import methods
+from everfed import api, methods
 from everfed.cli import app
-from everfed.errors import UserError
+from everfed.errors import UserError, is_user_error
 from everfed.leaderboard import page, pareto, records, tuning
 from everfed.leaderboard.pareto import Point, front
 from everfed.recipe import read, settled
@@ -79,6 +79,14 @@ def test_the_recipes_hold_out_validation_data_and_give_all_buffers_one_size() ->
         assert len(sizes) == 1
 
 
+@pytest.mark.parametrize("method", tuning.compared())
+def test_every_method_can_be_put_together_or_is_refused_with_a_reason(method: str) -> None:
+    try:
+        api.check(settled(read("leaderboard/split-digits", method=method)))
+    except Exception as error:
+        assert is_user_error(error), error
+
+
 # records ---------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +122,20 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     added(tmp_path, "er", "tests", 0, records.measured(result(0.5), "", None))
     record = added(tmp_path, "er", "tests", 0, records.measured(result(0.9), "", None))
     assert records.mean(record, "acc") == 0.5
+
+
+def test_failures_are_forgotten_and_with_a_try_the_tests(tmp_path: Path) -> None:
+    fine, failed = records.measured(result(0.5), "", None), records.measured(None, "a fault of the machine", None)
+    for method in ("er", "der"):
+        added(tmp_path, method, "tries", 0, fine)
+        added(tmp_path, method, "tries", 1, failed if method == "er" else fine)
+        added(tmp_path, method, "tests", 0, fine)
+        added(tmp_path, method, "tests", 1, failed)
+    records.forget_failures(tmp_path, ["rotated-digits"], ["er", "der", "fedavg"])
+    der, er = records.read_all(tmp_path)
+    assert [entry["number"] for entry in er["tries"]] == [0] and er["tests"] == []
+    assert [entry["number"] for entry in der["tries"]] == [0, 1]
+    assert [entry["seed"] for entry in der["tests"]] == [0]
 
 
 def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
@@ -220,10 +242,11 @@ def test_a_small_leaderboard_from_tries_to_records(tmp_path: Path) -> None:
         assert [entry["seed"] for entry in record["tests"]] == [0]
         best = records.best_try(record)
         assert best is not None and best["acc"] == max(entry["acc"] for entry in record["tries"])
-        recipe = read(tmp_path / "runs" / "split-digits" / record["method"] / "test-0" / "recipe.toml")
+        runs = tmp_path / "runs" / "split-digits" / record["method"]
+        recipe = read(runs / f"test-0-try-{best['number']}" / "recipe.toml")
         assert f"train.optimizer.lr={recipe.train.optimizer.lr}" in best["sets"]
         assert recipe.eval.split == "test"
-        tried = read(tmp_path / "runs" / "split-digits" / record["method"] / "try-0" / "recipe.toml")
+        tried = read(runs / "try-0" / "recipe.toml")
         assert tried.eval.split == "validation" and tried.seed == 100
     assert kept[0]["tests"][0]["kept_samples"] > 0 and kept[1]["tests"][0]["kept_samples"] is None
     again = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "elsewhere"), *command[-2:]])

@@ -292,6 +292,9 @@ def _work(pipe: Connection, settings: Settings, cores: Sequence[int] | None) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if cores is not None:
         os.sched_setaffinity(0, cores)
+        # runs on the CPU: where torch sees a GPU, the first backward pass starts threads that no fork survives, and the
+        # next run's engine could not start processes
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from everfed.commands import cells
 
     def observer(event: Event) -> None:

@@ -31,6 +31,7 @@ def leaderboard(
     limit: Annotated[
         float, typer.Option(metavar="S", min=0.0, help="Give a run up after so many seconds; 0: never.")
     ] = 0.0,
+    again: Annotated[bool, typer.Option("--again", help="Run tries and tests that failed again.")] = False,
     data: options.Data = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the run folders.")] = Path("runs/leaderboard"),
     records: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the records.")] = RECORDS,
@@ -55,10 +56,13 @@ def leaderboard(
     """
     from everfed.commands import cells
     from everfed.leaderboard import tuning
+    from everfed.leaderboard.records import forget_failures
 
     chosen = _named("--streams", streams, tuning.streams()), _named("--methods", methods, tuning.compared())
     board = Board(out, records, tries, range(seeds), device)
     if not only_page:
+        if again:
+            forget_failures(records, *chosen)
         places = [(stream, method) for stream in chosen[0] for method in tuning.slowest_first(chosen[1])]
         settings = cells.Settings(
             options.absolute(data), 1.0, 1e9 if limit else 30.0, as_json, jobs=jobs, keep_going=True, limit=limit
@@ -91,7 +95,7 @@ class Board:
         """Keep a finished run; after the last try of a method come its tests."""
         from everfed.leaderboard import records
 
-        stream, method, kind, number = outcome.cell.row.split(" ")
+        stream, method, kind, number = outcome.cell.row.split(" ")[:4]
         known = self._hash(stream)
         entry = records.measured(outcome.result, outcome.problem, _kept_samples(outcome))
         if kind == "test":
@@ -132,12 +136,14 @@ class Board:
             return
         for seed in self.seeds:
             if not _has(record["tests"], "seed", seed):
-                yield self._cell(record["stream"], record["method"], f"test {seed}", seed, best["sets"])
+                name = f"test {seed} try {best['number']}"  # after other tries it would be another run
+                yield self._cell(record["stream"], record["method"], name, seed, best["sets"])
 
     def _cell(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> Cell:
         from everfed.commands.cells import new_cell
 
-        where = [f"engine.device={self.device}", "engine.kind=auto"] if self.device else []
+        kind = "eager" if self.device == "cpu" else "auto"  # on a CPU runs are side by side, not clients
+        where = [f"engine.device={self.device}", f"engine.kind={kind}"] if self.device else []
         folder = self.out / stream / method / name.replace(" ", "-")
         row = f"{stream} {method} {name}"
         return new_cell(row, _recipe(stream), folder, method=method, seed=seed, sets=[*where, *sets])

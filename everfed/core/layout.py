@@ -171,7 +171,7 @@ class KeepsLayers(Protocol):
 class AdaptsNetwork(Protocol):
     """A part that changes the network before the run: layers with further parameters, frozen weights."""
 
-    def adapt(self, module: nn.Module, ctx: Context) -> None:
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         """Change `module` in place, the same way in every process; ctx.facts.layout is the network's before it."""
 
 
@@ -216,7 +216,7 @@ def attach(module: nn.Module, parts: Iterable[Any], ctx: Context) -> nn.Module:
     parts = list(parts)
     for part in parts:
         if isinstance(part, AdaptsNetwork):
-            part.adapt(module, ctx)
+            part.adapt_network(module, ctx)
     extras = Extras()
     for part in parts:
         personal = part.personal_parameters(ctx) if isinstance(part, KeepsParameters) else {}

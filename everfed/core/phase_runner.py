@@ -11,7 +11,7 @@ from everfed.core.events import Reporter, check_finite
 from everfed.core.message import MODEL, Message, Once, addressed, payload_bytes, versions
 from everfed.core.part import Model, Reduced, with_slots
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase
-from everfed.core.pieces import PIECES, cut, pasted
+from everfed.core.pieces import PIECES, TrainsPieces, cut, pasted
 from everfed.core.reduce import Reduction
 from everfed.core.run_state import RunState
 from everfed.core.stream import RoundPlan
@@ -125,7 +125,7 @@ class PhaseRunner:
     def _aggregate(self, reduced: Tree, ctx: Context) -> Model:
         """The new shared model. Of one in pieces, the aggregating part reduces what was trained, as a smaller model."""
         aggregator, server, pieces = self.world.method.aggregator, self.state.server, self.world.pieces
-        if pieces is None or pieces.owner is aggregator:
+        if pieces is None or isinstance(aggregator, TrainsPieces):
             return aggregator.aggregate(server, reduced, ctx)
         old, spans = server[MODEL], pieces.moving(server, ctx)
         short = aggregator.aggregate({**server, MODEL: {**old, "params": cut(old["params"], spans)}}, reduced, ctx)

@@ -60,6 +60,8 @@ class Replica:
         for entry, parameter in zip(self.layout.params, self.trainable, strict=True):
             if id(parameter) in lowered:
                 parameter.data = entry.view(low)
+        for parameter in (p for owner in owners for p in owner.parameters(recurse=False) if not p.requires_grad):
+            parameter.data = parameter.data.to(torch.bfloat16)  # frozen: cast once instead of in every forward pass
         self.low = low
         self.refresh()
 

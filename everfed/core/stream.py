@@ -91,6 +91,7 @@ class Stream(ABC):
     own_tests: bool = False  # has every client tests of its own? Then every model is scored on the clients
     fingerprint: str = ""  # of what was read from files beside the data
     colour_draws: int = 0  # columns at the end of `draw_augmentation` that change colours; 0 in them changes nothing
+    capturable: bool = True  # do `augment` and `inputs` keep the rules of a captured step? Else steps run as they come
     visible: frozenset[str] = frozenset()  # further attributes that parts may use in training
     has_pictures: bool = False  # does it draw its samples (`pictures`)?
 
@@ -207,7 +208,7 @@ _VISIBLE = frozenset(
     {
         "name", "clients", "tasks", "rounds", "classes", "input_shape", "score", "boundaries", "task_ids",
         "labels", "labels_of", "class_names", "inputs", "draw_augmentation", "augment", "augment_samples",
-        "asynchronous", "colour_draws", "loss", "measure", "measure_all", "also",
+        "asynchronous", "colour_draws", "capturable", "loss", "measure", "measure_all", "also",
     }
 )  # fmt: skip
 _OF_TASKS = frozenset({"tasks", "labels", "labels_of"})  # hidden with the tasks

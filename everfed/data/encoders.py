@@ -1,4 +1,4 @@
-"""Frozen encoders: texts in, one vector each out. A linear layer is trained on the vectors.
+"""Frozen encoders: texts or images in, one vector each out. A linear layer is trained on the vectors.
 
 `distilbert` is what FedGP's Table 6 uses: the first token's vector of the last layer. Its weights are not part of
 everfed. `wordllama` is a small sentence encoder whose weights come with its package. `hashing` needs none: signed
@@ -41,8 +41,8 @@ class Encoder(Protocol):
     def fingerprint(self) -> str:
         """Of all that decides its vectors; the cache is keyed by it."""
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """(n, d) float32."""
+    def encode(self, texts: Any) -> np.ndarray:
+        """(n, d) float32 of n texts, or of uint8 images (n, channels, height, width)."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,61 @@ class TransformerEncoder:
                 raise DataError(f"stream.encoder: {self.place} cannot be loaded ({problem})") from problem
             self._loaded = tokenizer, model.eval()
         return self._loaded
+
+
+class ImageEncoder:
+    """The first token's vector of a vision transformer's last layer, in eval mode, of images brought to its size, in
+    colour, and normalised as its preprocessor_config.json says (else mean and deviation 0.5). folder: with config.json
+    and model.safetensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, f"transformer:{folder.name}"
+
+    @property
+    def fingerprint(self) -> str:
+        kept = [self.folder / name for name in ("config.json", "preprocessor_config.json", "model.safetensors")]
+        return f"{self.name} {' '.join(file_digest(path) for path in kept if path.is_file())} first token of images"
+
+    def encode(self, texts: np.ndarray) -> np.ndarray:
+        import torch
+
+        from everfed.data import transforms
+
+        transformers = _transformers()
+        try:
+            model = transformers.AutoModel.from_pretrained(self.folder, local_files_only=True, use_safetensors=True)
+        except (OSError, ValueError) as problem:
+            raise DataError(f"stream.encoder: {self.folder} cannot be loaded ({problem})") from problem
+        described = self.folder / "preprocessor_config.json"
+        table = json.loads(described.read_text()) if described.is_file() else {}
+        mean, std = (tuple(table.get(key, (0.5,))) for key in ("image_mean", "image_std"))
+        found = []
+        with torch.no_grad():
+            for batch in torch.from_numpy(texts).split(_BATCH):
+                images = transforms.to_format(batch, 3, int(model.config.image_size))
+                outputs = model.eval()(pixel_values=transforms.scale(images, mean, std))
+                found.append(outputs.last_hidden_state[:, 0].float().numpy())
+        return np.concatenate(found)
+
+
+def is_of_texts(spec: str) -> bool:
+    """Does `stream.encoder = spec` name an encoder that is for texts alone?"""
+    return spec in (AUTO, WORDLLAMA, DISTILBERT) or spec.partition(":")[0] == HASHING or spec.startswith(HUB)
+
+
+def make_image_encoder(spec: str, folder: Path | None) -> Encoder:
+    """The encoder of images that `stream.encoder = spec` names: the folder of a vision transformer, absolute or below
+    the data folder, or package.module:Name. Raises DataError."""
+    places = [Path(spec).expanduser(), *([folder / spec] if folder else [])]
+    for place in places:
+        if (place / "model.safetensors").is_file():
+            return ImageEncoder(place)
+    if ":" in spec:
+        return _own(spec)
+    raise DataError(
+        f"stream.encoder: {spec!r} was not found; for images it is a folder with config.json and model.safetensors "
+        f"(looked at: {', '.join(map(str, places))}), or package.module:Name with encode(images)"
+    )
 
 
 def make_encoder(spec: str | None, folder: Path | None) -> Encoder:

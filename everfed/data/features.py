@@ -1,13 +1,16 @@
-"""Features of texts, computed once and cached on the machine that has the texts: a file for every encoder and list."""
+"""Features of texts and images, computed once and cached on the machine that has them: a file for every encoder and
+list."""
 
 from __future__ import annotations
 
 import io
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from everfed.data.encoders import Encoder, text_digest
 from everfed.data.errors import DataError
@@ -26,11 +29,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "everfed"
 
 
-def features(encoder: Encoder, texts: Sequence[str], folder: Path | None = None) -> np.ndarray:
-    """(n, d) float32 vectors of the texts, read from `folder` (default: the cache) when they were computed before.
-    A file that is damaged is computed again."""
+def features(encoder: Encoder, texts: Sequence[str] | np.ndarray, folder: Path | None = None) -> np.ndarray:
+    """(n, d) float32 vectors of the texts, or of uint8 images, read from `folder` (default: the cache) when they were
+    computed before. A file that is damaged is computed again."""
     folder = (cache_folder() if folder is None else folder) / "features"
-    path = folder / f"{digest(f'{encoder.fingerprint}|{text_digest(texts)}'.encode())}.npy"
+    path = folder / f"{digest(f'{encoder.fingerprint}|{_content(texts)}'.encode())}.npy"
     held = _read(path, len(texts))
     if held is not None:
         return held
@@ -57,6 +60,20 @@ def encoded(texts: Texts, encoder: Encoder) -> Source:
         class_names=names,
         encoder=encoder.name,
     )
+
+
+def encoded_images(source: Source, encoder: Encoder) -> Source:
+    """A set of images as vectors; `encoder` of the source names the encoder."""
+    x_train, x_test = (
+        torch.from_numpy(features(encoder, x.numpy(force=True))) for x in (source.x_train, source.x_test)
+    )
+    return replace(source, x_train=x_train, x_test=x_test, encoder=encoder.name)
+
+
+def _content(items: Sequence[str] | np.ndarray) -> str:
+    if isinstance(items, np.ndarray):
+        return f"{items.shape} {digest(np.ascontiguousarray(items).tobytes())}"
+    return text_digest(items)
 
 
 def _read(path: Path, count: int) -> np.ndarray | None:

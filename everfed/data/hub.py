@@ -24,7 +24,7 @@ def load_hub(name: str) -> Source:
     splits = _splits(name, _package(name))
     if "train" not in splits:
         raise DataError(f"hub:{name}: needs a split 'train'; it has {', '.join(splits)}")
-    columns = _sample_column(name, splits["train"]), _label_column(name, splits["train"])
+    columns = sample_column(name, splits["train"]), label_column(name, splits["train"])
     held = next((s for s in ("test", "validation") if s in splits), None)
     train = _read(splits["train"], *columns)
     names = getattr(splits["train"].features[columns[1]], "names", None)
@@ -60,7 +60,8 @@ def _asked(name: str, load: Any, *arguments: str) -> Any:
     return loaded if isinstance(loaded, dict) else {"train": loaded}
 
 
-def _sample_column(name: str, split: Any) -> str:
+def sample_column(name: str, split: Any) -> str:
+    """The column of images, else of numbers."""
     features = split.features
     images = [c for c, kind in features.items() if type(kind).__name__ == "Image"]
     numbers = [c for c, kind in features.items() if type(kind).__name__.startswith(("List", "Sequence", "Array"))]
@@ -69,7 +70,8 @@ def _sample_column(name: str, split: Any) -> str:
     return str((images or numbers)[0])
 
 
-def _label_column(name: str, split: Any) -> str:
+def label_column(name: str, split: Any) -> str:
+    """The class-label column with most classes, else the one with a usual name."""
     features = split.features
     classes = {c: kind.num_classes for c, kind in features.items() if type(kind).__name__ == "ClassLabel"}
     if classes:

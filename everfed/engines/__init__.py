@@ -114,8 +114,14 @@ def build(
         how = (str(where), precision(section), section.slots, section.compile)
         return Graphs(world, store, build_module, *how, notify=notify)
     if kind == "processes":
+        from everfed.engines.forking import forks_can_train
         from everfed.engines.processes import Processes
 
+        if not forks_can_train():
+            raise EngineError(
+                "engine.kind = 'processes' forks its workers, and PyTorch cannot train in them: on a machine with a "
+                "GPU this process has computed gradients already. Run it in a new process, or use eager or graphs"
+            )
         return Processes(world, store, build_module, section.workers or cores())
     return Eager(world, store, build_module, str(where), precision(section))
 
@@ -136,7 +142,10 @@ def _faster_on_cpu(section: EngineSection, world: World, build_module: BuildModu
     if workers < 2 or len(world.stream.round(0).participants) < 2:
         return "eager"
     from everfed.engines.calibration import processes_pay
+    from everfed.engines.forking import forks_can_train
 
+    if not forks_can_train():
+        return "eager"
     return "processes" if processes_pay(world, build_module, workers) else "eager"
 
 

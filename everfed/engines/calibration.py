@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from everfed.core.message import MODEL
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import tensor_bytes
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
+from everfed.engines.forking import gpu, in_fork
 from everfed.store.files import write_atomic
 
 # what handing a client to another process costs: a few wake-ups, and copies through shared memory
@@ -61,10 +63,11 @@ def one_client(world: World, build_module: BuildModule) -> OneClient | None:
     key, remembered = _key(world), _read()
     if key not in remembered:
         try:
-            seconds, moved = _measure(world, build_module)
+            # where there is a GPU, this process must not run a backward pass if it shall fork workers later
+            measured = in_fork(partial(_measure, world, build_module)) if gpu() else _measure(world, build_module)
         except CLIENT_FAULTS:
             return None
-        remembered[key] = OneClient(seconds, moved)
+        remembered[key] = OneClient(*measured)
         _remember(remembered)
     return remembered[key]
 

@@ -54,6 +54,8 @@ class CapturedTrainer(Trainer):
             self.network = torch.compile(self.replica.module)
 
     def _steps(self, job: Job) -> Fitted:
+        if not self.stream.capturable:
+            return super()._steps(job)
         for part in job.parts:
             if not part.capturable:
                 self._on_eager(part)

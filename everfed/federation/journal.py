@@ -57,6 +57,11 @@ class Journal:
         """The places of all steps, in order."""
         return sorted(self._entries)
 
+    @property
+    def client(self) -> int:
+        """The client's index in the run, which every step's name ends with."""
+        return int(self._entries[self.places[-1]].request.split(".")[1])
+
     def accept_epoch(self, epoch: int) -> None:
         """Record the epoch of a request. Raises Stale for an earlier one than before."""
         if epoch < self.epoch:

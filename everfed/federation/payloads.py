@@ -31,12 +31,17 @@ class PayloadCache:
         """Store a payload in place of the last one of its kind. Raises PacketError when the name is not its digest."""
         if digest(data) != name:
             raise PacketError(f"the payload {part}/{key} was damaged on its way")
-        kind = digest(f"{part}/{key}".encode())[:12]
+        kind = _kind(part, key)
         self._values[name] = payload_value(data)
         write_atomic(self.folder / f"{kind}.{name}", data, durable=False)  # a damaged file is sent again
         if self._names.get(kind, name) != name:
             self._drop(kind)
         self._names[kind] = name
+
+    def newest(self, part: str, key: str) -> Any:
+        """The value of this kind that was received last, or None."""
+        name = self._names.get(_kind(part, key))
+        return self.get(name) if name is not None and self.has(name) else None
 
     def has(self, name: str) -> bool:
         """Is the payload here and undamaged? It is read on first use."""
@@ -61,3 +66,7 @@ class PayloadCache:
         (self.folder / f"{kind}.{name}").unlink(missing_ok=True)
         if name not in self._names.values():
             self._values.pop(name, None)
+
+
+def _kind(part: str, key: str) -> str:
+    return digest(f"{part}/{key}".encode())[:12]

@@ -48,6 +48,10 @@ class Runs:
         for other in others[: max(0, len(others) - self.keep)]:
             self._remove(other)
 
+    def known(self) -> list[str]:
+        """All runs on disk, the one that was active last at the end."""
+        return self._known(self._order())
+
     def _order(self) -> list[str]:
         """The runs in the stored order; none if the file is damaged."""
         with suppress(OSError, ValueError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,19 @@ def add(root: Path, recipe_hash: str, stream: str, method: str, kind: str, entry
             record[kind] = sorted([*record[kind], dict(entry)], key=lambda known: _key(kind, known))
         write_atomic(path, _text(record).encode(), shared=True)
     return record
+
+
+def forget_failures(root: Path, streams: Iterable[str], methods: Iterable[str]) -> None:
+    """Remove failed tries and tests from the records; where a try is removed, the tests go too, as another try may turn
+    out to be the best."""
+    wanted = {place(root, stream, method) for stream in streams for method in methods}
+    for path in sorted(path for path in wanted if path.exists()):
+        with _turn(path):
+            record = read(path)
+            tries = [entry for entry in record["tries"] if not entry["problem"]]
+            tests = [entry for entry in record["tests"] if not entry["problem"]]
+            tests = tests if len(tries) == len(record["tries"]) else []
+            write_atomic(path, _text({**record, "tries": tries, "tests": tests}).encode(), shared=True)
 
 
 def best_try(record: Record) -> Mapping[str, Any] | None:

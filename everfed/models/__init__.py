@@ -84,8 +84,8 @@ def build(
     kind: a name of MODELS, `timm:NAME`, `hf:FOLDER`, or `package.module:Name`, called with (input_shape, classes,
     **options); a network itself is copied, with its weights. Every kind takes, unless it has an option of that name:
     `init`: "torch", the layers' own initialisation, or "he-fan-out" (`draw_he`); `weights`: a safetensors file, or a
-    folder with one, absolute or below `data_folder`; `trainable`: patterns of the parameters that train; `lora`: a table
-    that freezes the network but for its head and low-rank factors (`everfed.models.lora.add`).
+    folder with one, absolute or below `data_folder`; `trainable`: patterns of the parameters that train; `lora`: a
+    table that freezes the network but for its head and low-rank factors (`everfed.models.lora.add`).
     rebuilding: builds a network again without the files it was loaded from (`pretrained.Rebuilds`); its weights are the
     caller's to load.
     """

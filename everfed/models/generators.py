@@ -66,10 +66,11 @@ class Upsampling(nn.Sequential):
             nn.BatchNorm2d(outputs, eps),
             nn.LeakyReLU(slope),
         )
+        self.slope = slope
 
     def forward(self, x: Tensor) -> Tensor:
-        larger, convolution, norm, leaky = self
-        return batch_norm_act(convolution(larger(x)), norm, slope=leaky.negative_slope)
+        larger, convolution, norm, _ = self
+        return batch_norm_act(convolution(larger(x)), norm, slope=self.slope)
 
 
 def as_map(rows: Tensor, channels: int, side: int) -> Tensor:

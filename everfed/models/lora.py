@@ -55,9 +55,9 @@ class LoRALinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, name: str, rank: int, alpha: float, seed: int) -> None:
         super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
-        self.weight = base.weight.requires_grad_(False)
-        if base.bias is not None:
-            self.bias = base.bias.requires_grad_(False)
+        self.weight, self.bias = base.weight, base.bias
+        for parameter in base.parameters():
+            parameter.requires_grad_(False)
         self.name, self.rank, self.scale = name, rank, alpha / rank
         self.together = False
         self.hold(1, seed)

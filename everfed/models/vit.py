@@ -9,6 +9,7 @@ A forward pass in pieces, for methods that change it (prompts): `embed`, then `r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,14 @@ class Patches(nn.Module):
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
+class Prompts(nn.Module):
+    """Learned prompts of a ViT (`everfed.models.prompts`), which use it to turn embedded tokens into features."""
+
+    def forward(self, vit: ViT, tokens: Tensor) -> Tensor:
+        """(n, 1 + patches, width) -> (n, width)."""
+        raise NotImplementedError
+
+
 class ViT(nn.Module):
     """patch: pixels a side. width, depth, heads: of the blocks. image: pixels a side to which images are resized inside
     the network (bilinear), 0 for the size they have.
@@ -104,6 +113,7 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=EPS)
         self.head = nn.Linear(width, classes)
+        self.prompts: Prompts | None = None
         self._draw()
 
     def _draw(self) -> None:
@@ -118,8 +128,20 @@ class ViT(nn.Module):
         return self.head(self.features(x))
 
     def features(self, x: Tensor) -> Tensor:
-        """(n, width): the class token after the last layer norm."""
-        return self.norm(self.run_blocks(self.embed(x)))[:, 0]
+        """(n, width): the class token after the last layer norm, or what prompts make of the tokens."""
+        tokens = self.embed(x)
+        return self.class_token(tokens) if self.prompts is None else self.prompts(self, tokens)
+
+    def converted(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+        """A weight file's tensors under this network's names. The epsilon of layer norms is that of the config."""
+        for layer in self.modules():
+            if isinstance(layer, nn.LayerNorm):
+                layer.eps = float(config.get("layer_norm_eps", layer.eps))
+        return own_names(tensors)
+
+    def class_token(self, tokens: Tensor, prefixes: Mapping[int, Prefix] | None = None) -> Tensor:
+        """(n, width): after all blocks and the last layer norm."""
+        return self.norm(self.run_blocks(tokens, prefixes))[:, 0]
 
     def embed(self, x: Tensor) -> Tensor:
         """(n, channels, side, side) -> (n, 1 + patches, width): class token and patches, with their positions."""

@@ -156,7 +156,7 @@ def _in_effect(text: str) -> dict[str, Any]:
         return table
     found["method"].pop("defaults", None)
     optimizer, privacy = found["train"]["optimizer"], found["privacy"]
-    for key in ("momentum",) if optimizer["kind"] == "adam" else ("beta1", "beta2", "eps"):
+    for key in ("beta1", "beta2", "eps") if optimizer["kind"] == "sgd" else ("momentum",):
         optimizer.pop(key, None)
     if optimizer["schedule"] in ("constant", "table"):
         optimizer.pop("lr_end", None)

@@ -189,7 +189,8 @@ def _once(figure: Html, run: str, seen: dict[str, str]) -> Html:
 def facts(run: Run, left: float | None = None) -> Html:
     """State, place and environment. left: seconds until a run that goes on is finished."""
     result = run.result
-    known: dict[str, str] = {"state": tables.state(run)}
+    going_on = f"running, round {run.rounds_done:,} of {run.rounds:,}"
+    known: dict[str, str] = {"state": tables.state(run) if left is None else going_on}
     if result is None:
         known |= _now(run, left)
     known["folder"] = str(run.folder)

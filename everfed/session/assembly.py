@@ -87,10 +87,10 @@ def assemble(
         return models.build(kind, stream.input_shape, stream.classes, recipe.seed, extra, channels_last, folder)
 
     module = bare_module()
-    frozen = _checked_frozen(module, expected)
     facts, options = _facts(recipe, stream, module), _train_options(recipe)
     ctx = Context(recipe.seed, facts, options, phase="init")
     layout = Layout.of(attach(module, method.parts, ctx), method.is_personal)
+    frozen = _checked_frozen(module, expected)  # parts may have frozen some
     first = layout.read(module)
     facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())
     _check_groups(options.optimizer, layout)

@@ -1,28 +1,33 @@
 """Streams: what each client sees over time. `build` makes one from a recipe, `from_arrays` from arrays,
-`from_function` from a function that yields periods of data."""
+`from_datasets` from data sets of torch or Hugging Face, `from_function` from a function that yields periods of data."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from everfed.core.stream import Stream
+from everfed.data.encoders import is_of_texts, make_image_encoder
+from everfed.data.features import encoded_images
+from everfed.data.lazy import lazy_source
 from everfed.data.partition import FLWR_PREFIX, KINDS
 from everfed.data.source import Source, make_source
-from everfed.data.sources import TextOptions, load
+from everfed.data.sources import TextOptions, data_folder, load
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
 from everfed.streams.driving import Driving
 from everfed.streams.feed import MakeStream, Period
+from everfed.streams.incremental import IncrementalStream
 from everfed.streams.multi_domain import MultiDomain
-from everfed.streams.options import OptionError, Options, require_choice
+from everfed.streams.options import OptionError, Options, require_choice, require_whole
 from everfed.streams.own import Own
 from everfed.streams.periods import Periods
 from everfed.streams.planned import PlannedStream
@@ -38,6 +43,7 @@ __all__ = [
     "Period",
     "build",
     "from_arrays",
+    "from_datasets",
     "from_function",
 ]
 
@@ -80,9 +86,13 @@ def build(
 
 def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
     source = load(dataset, data_dir, TextOptions(common.encoder, common.max_train, common.max_test))
-    if common.encoder is not None and not source.encoder:
+    if common.encoder is None or source.encoder:
+        return source
+    if is_of_texts(common.encoder):
         raise OptionError("encoder", f"{source.name} has no texts; leave it out")
-    return source
+    if source.x_train.dtype != torch.uint8:
+        raise OptionError("encoder", f"{source.name} has neither texts nor images; leave it out")
+    return encoded_images(source, make_image_encoder(common.encoder, data_folder(data_dir)))
 
 
 def from_arrays(
@@ -105,6 +115,47 @@ def from_arrays(
     """
     kind, common, own = _split_options({"scenario": scenario, **options})
     source = make_source(name, x_train, y_train, x_test, y_test, origin="arrays in memory", classes=classes)
+    make: Callable[..., Stream] = kind
+    return make(source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+
+
+def from_datasets(
+    train: Any,
+    test: Any,
+    *,
+    scenario: str,
+    seed: int = 0,
+    rounds_per_task: int = 20,
+    scale: float = 1.0,
+    name: str = "datasets",
+    targets: tuple[Any, Any] | None = None,
+    classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+    cache: str | Path | None = None,
+    workers: int = 4,
+    **options: Any,
+) -> Stream:
+    """A stream of two data sets of torch (`dataset[i]` gives a sample and its label) or of Hugging Face, as they are.
+
+    A sample is decoded when a client first sees it, by `workers` threads, brought to `image_size` and `channels`, and
+    lies from then on in a memory-mapped file: in the folder `cache`, where later runs find it, or in a temporary one.
+    targets: the labels of both sets, where reading them from the sets would decode every sample. `options` are those of
+    `build`; random transforms belong into `augment`, since a set's own would be drawn only once.
+    """
+    kind, common, own = _split_options({"scenario": scenario, **options})
+    if not issubclass(kind, IncrementalStream) or kind is MultiDomain:
+        raise OptionError("scenario", f"{scenario} is not made from two data sets; use another scenario")
+    require_whole("workers", workers, least=0)
+    source = lazy_source(
+        train,
+        test,
+        name=name,
+        targets=targets,
+        classes=classes,
+        class_names=class_names,
+        cache=cache,
+        workers=workers,
+    )
     make: Callable[..., Stream] = kind
     return make(source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,23 +12,34 @@ from torch import Tensor
 from everfed.data.source import Source
 from everfed.streams.draws import generator
 from everfed.streams.incremental import IncrementalStream
-from everfed.streams.options import OptionError, Options, require_choice
+from everfed.streams.options import OptionError, Options, require_choice, require_whole
 
 CLASS_ORDERS = ("natural", "shuffled")
 
 
 class ClassIncremental(IncrementalStream):
     """Tasks are blocks of consecutive classes of the class order; if classes do not divide evenly, the first blocks
-    have one more."""
+    have one more.
+
+    class_order: "natural", "shuffled" by the stream's seed, or a list of classes by number, which leaves all others
+    out. first_task: so many classes in the first task (50 of 100, say); the others share the rest.
+    """
 
     scenario = "class-incremental"
     about = "new classes in every task; a test sample may be of any class"
 
-    def __init__(self, source: Source, options: Options, *, class_order: str = "natural", **settings: Any) -> None:
-        require_choice("class_order", class_order, CLASS_ORDERS)
-        if options.tasks > source.classes:
-            raise OptionError("tasks", f"{options.tasks} is too many for {source.classes} classes; one each at least")
-        self.class_order = class_order
+    def __init__(
+        self,
+        source: Source,
+        options: Options,
+        *,
+        class_order: str | Sequence[int] = "natural",
+        first_task: int | None = None,
+        **settings: Any,
+    ) -> None:
+        _check_order(class_order, source.classes)
+        _check_first(first_task, options.tasks, source.classes if isinstance(class_order, str) else len(class_order))
+        self.class_order, self.first_task = class_order, first_task
         super().__init__(source, options, **settings)
 
     @cached_property
@@ -36,7 +48,12 @@ class ClassIncremental(IncrementalStream):
         order = np.arange(self.classes)
         if self.class_order == "shuffled":
             order = generator(self.seed, "class order").permutation(self.classes)
-        return [tuple(sorted(block.tolist())) for block in np.array_split(order, self.options.tasks)]
+        elif not isinstance(self.class_order, str):
+            order = np.array(self.class_order)
+        first = [] if self.first_task is None else [order[: self.first_task]]
+        rest, tasks = order[self.first_task or 0 :], self.options.tasks - len(first)
+        blocks = [*first, *(np.array_split(rest, tasks) if tasks else [])]
+        return [tuple(sorted(block.tolist())) for block in blocks]
 
     def classes_of(self, task: int) -> tuple[int, ...]:
         """The classes of `task`, ascending."""
@@ -52,4 +69,27 @@ class ClassIncremental(IncrementalStream):
 
     def facts(self) -> dict[str, Any]:
         """The class order and the classes of every task."""
-        return {"class_order": self.class_order, "labels": [list(block) for block in self._blocks]}
+        order = self.class_order if isinstance(self.class_order, str) else list(self.class_order)
+        first = {} if self.first_task is None else {"first_task": self.first_task}
+        return {"class_order": order, **first, "labels": [list(block) for block in self._blocks]}
+
+
+def _check_order(class_order: Any, classes: int) -> None:
+    if not isinstance(class_order, list | tuple):
+        require_choice("class_order", class_order, CLASS_ORDERS)
+    elif len(set(class_order)) != len(class_order) or not all(type(c) is int and 0 <= c < classes for c in class_order):
+        expected = f"expected different classes from 0 to {classes - 1}"
+        raise OptionError("class_order", f"{expected}, got {list(class_order)}")
+
+
+def _check_first(first_task: Any, tasks: int, classes: int) -> None:
+    if tasks > classes:
+        raise OptionError("tasks", f"{tasks} is too many for {classes} classes; one each at least")
+    if first_task is None:
+        return
+    require_whole("first_task", first_task)
+    left = classes - first_task
+    if left < tasks - 1 or (tasks == 1 and left):
+        raise OptionError(
+            "first_task", f"{first_task} of {classes} classes leave {left} for the {tasks - 1} other tasks; one each"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from torch import Tensor
 from everfed.core.data import Data, DataCache
 from everfed.core.stream import digest_of
 from everfed.data import transforms
+from everfed.data.augment import described
 from everfed.data.errors import PartitionError
+from everfed.data.lazy import MAPPED_BYTES, Samples
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
 from everfed.streams.draws import generator
@@ -60,7 +62,7 @@ class IncrementalStream(PlannedStream):
         # all divisions are drawn here, so that one that cannot be drawn is refused before training
         self._divisions = {d: self._divide(d) for d in {self.division_of(t) for t in range(options.tasks)}}
         self._check_tests()
-        self._cache = DataCache(CACHE_BYTES)
+        self._cache = DataCache(MAPPED_BYTES if isinstance(source.x_train, Samples) else CACHE_BYTES)
 
     def _use(self, source: Source) -> None:
         """Set the attributes that depend on the source; raises OptionError for options that do not fit it."""
@@ -69,6 +71,8 @@ class IncrementalStream(PlannedStream):
         self.source, self.classes, self.input_shape = source, source.classes, tuple(source.x_train.shape[1:])
         self.class_names = source.class_names
         self.name = f"{source.name}-{self.scenario}"
+        if self._chain is not None:
+            self.colour_draws = self._chain.colour_draws
         self.normalise = options.normalise or _usual_normalisation(source)
         self._mean, self._std = _constants(self.normalise, source)
         self._rows = choose_rows(source, self.seed, self.scale, options.validation, options.max_train, options.max_test)
@@ -129,8 +133,9 @@ class IncrementalStream(PlannedStream):
 
     def identity(self) -> str:
         source = self.source
-        tensors = (source.x_train, source.y_train, source.x_test, source.y_test)
-        return digest_of(json.dumps([self.scenario, asdict(self.options)], sort_keys=True, default=str), *tensors)
+        x = (part.probe() if isinstance(part, Samples) else part for part in (source.x_train, source.x_test))
+        tensors = (*x, source.y_train, source.y_test)
+        return digest_of(json.dumps([self.scenario, _plain(vars(self.options))], sort_keys=True), *tensors)
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, the sizes, and the classes of every client in every division."""
@@ -178,10 +183,12 @@ class IncrementalStream(PlannedStream):
             x, y, rows = self.source.x_train, self._y_train, self._rows.validation
         return self._materialise(x, y, self._pool(rows, y, task), task)
 
-    def _materialise(self, x: Tensor, y: np.ndarray, rows: np.ndarray, task: int) -> Data:
-        samples = x[torch.from_numpy(rows).to(x.device)]
-        labels = torch.from_numpy(y[rows]).to(x.device)
-        return Data(self.view(samples, task), labels, rows + task * len(x))
+    def _materialise(self, x: Tensor | Samples, y: np.ndarray, rows: np.ndarray, task: int) -> Data:
+        labels, ids = torch.from_numpy(y[rows]).to(x.device), rows + task * len(x)
+        if isinstance(x, Samples):
+            seen = f"{self.scenario} {self.seed} {self.facts()} task {task}"
+            return Data(x.mapped(rows, lambda some: self.view(some, task), seen), labels, ids)
+        return Data(self.view(x[torch.from_numpy(rows).to(x.device)], task), labels, ids)
 
     def _report(self, division: int) -> dict[str, Any]:
         pool = self._pool(self._rows.train, self._y_train, division)
@@ -200,11 +207,15 @@ def _formatted(source: Source, options: Options) -> Source:
     channels = options.channels or source.x_train.shape[1]
     size = options.image_size or source.x_train.shape[2]
     try:
-        x_train, x_test = (transforms.to_format(x, channels, size) for x in (source.x_train, source.x_test))
+        x_train, x_test = (_with_format(x, channels, size) for x in (source.x_train, source.x_test))
     except ValueError as problem:
         raise OptionError("channels", str(problem)) from problem
     fields = {**vars(source), "x_train": x_train, "x_test": x_test}
     return Source(**fields)
+
+
+def _with_format(x: Tensor | Samples, channels: int, size: int) -> Any:
+    return x.formatted(channels, size) if isinstance(x, Samples) else transforms.to_format(x, channels, size)
 
 
 def _usual_normalisation(source: Source) -> str:
@@ -222,7 +233,7 @@ def _constants(normalise: str | Mapping[str, Any], source: Source) -> tuple[tupl
     return mean, std
 
 
-def _check_augment(augment: str, source: Source) -> None:
+def _check_augment(augment: Any, source: Source) -> None:
     if augment != "none" and source.x_train.dim() != 4:
         raise OptionError("augment", f"{augment!r} needs images; these samples are {tuple(source.x_train.shape[1:])}")
 
@@ -231,4 +242,6 @@ def _plain(value: Any) -> Any:
     """The same value in dicts and lists only, as JSON has them."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
+    if callable(value):
+        return described(value)
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

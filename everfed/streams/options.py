@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from everfed.data import augment as augmentations
 from everfed.data.errors import PartitionError
 from everfed.data.partition import check_options
 
@@ -39,7 +40,8 @@ class Options:
 
     tasks, clients: how many. partition: {kind, and its options}. participation: share of clients per round, (0, 1].
     normalise: "none", "half" (0.5/0.5), "cifar100", "imagenet" or {mean, std}; None: the set's default.
-    augment: one of AUGMENTATIONS. validation: share of every class held out of the training data, [0, 1).
+    augment: one of AUGMENTATIONS, a list of tables {kind, and its options} (`everfed.data.augment`), or from Python a
+    transform of torchvision's v2. validation: share of every class held out of the training data, [0, 1).
     boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
     image_size, channels: bring images to this format first. encoder: turns texts into vectors ("auto" by default).
 
@@ -54,7 +56,7 @@ class Options:
     partition: Mapping[str, Any] = field(default_factory=lambda: {"kind": "iid"})
     participation: float = 1.0
     normalise: str | Mapping[str, Any] | None = None
-    augment: str = "none"
+    augment: str | Sequence[Mapping[str, Any]] | Callable[..., Any] = "none"
     validation: float = 0.0
     boundaries: bool = True
     max_train: int | None = None
@@ -74,7 +76,7 @@ class Options:
         require_whole("clients", self.clients)
         require_number("participation", self.participation, above=0.0, to=1.0)
         require_number("validation", self.validation, least=0.0, below=1.0)
-        require_choice("augment", self.augment, AUGMENTATIONS)
+        _check_augment(self.augment)
         if not isinstance(self.boundaries, bool):
             raise OptionError("boundaries", f"expected true or false, got {self.boundaries!r}")
         for key in ("max_train", "max_test", "image_size", "channels"):
@@ -155,6 +157,18 @@ def refuse_unused(options: Options, unused: Sequence[str], kind: str) -> None:
     for key in unused:
         if getattr(options, key) != getattr(usual, key):
             raise OptionError(key, f"has no effect for {kind}; leave it out")
+
+
+def _check_augment(augment: Any) -> None:
+    if callable(augment):
+        return
+    if not isinstance(augment, list | tuple):
+        require_choice("augment", augment, AUGMENTATIONS)
+        return
+    try:
+        augmentations.parse(augment)
+    except ValueError as problem:
+        raise OptionError("augment", str(problem)) from problem
 
 
 def _check_partition(partition: Any) -> None:

@@ -7,6 +7,7 @@ vehicles (`driving.py`), periods that a user's function yields (`own.py`).
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from everfed.core.data import Data
 from everfed.core.stream import RoundPlan, Stream
+from everfed.data import augment as augmentations
 from everfed.data import transforms
 from everfed.streams.calendar import Calendar
 from everfed.streams.draws import cohort_size, generator
@@ -44,6 +46,7 @@ class PlannedStream(Stream):
         self.clients, self.tasks, self.boundaries = options.clients, options.episodes, options.boundaries
         self.task_ids = type(self).task_ids and options.boundaries
         self.colour_draws = int(options.augment == "crop-flip-brightness")
+        self.capturable = not callable(options.augment)
         self.rounds_per_task, self.rounds = rounds_per_task, rounds_per_task * self.tasks
         self.calendar = Calendar(options, self.tasks, rounds_per_task, seed)
         self.asynchronous, self.fingerprint = self.calendar.asynchronous, self.calendar.fingerprint
@@ -108,13 +111,27 @@ class PlannedStream(Stream):
         """(count, 3) draws for "crop-flip", one more for the brightness, None for "none"."""
         if self.options.augment == "none":
             return None
+        if (chain := self._chain) is not None:
+            return chain.draw(rng, count)
         draws = transforms.draw_crop_and_flip(rng, count)
         return np.hstack([draws, transforms.draw_brightness(rng, count)]) if self.colour_draws else draws
+
+    @cached_property
+    def _chain(self) -> augmentations.Chain | augmentations.PerSample | None:
+        """The augmentations of a list, or a transform; None where one is named."""
+        augment = self.options.augment
+        if isinstance(augment, str):
+            return None
+        if callable(augment):
+            return augmentations.PerSample(augment)
+        return augmentations.Chain(augmentations.parse(augment), self.input_shape)
 
     def augment(self, x: Tensor, draws: Tensor) -> Tensor:
         """Crop, mirror and brighten as drawn; the images themselves when nothing is augmented."""
         if self.options.augment == "none":
             return x
+        if (chain := self._chain) is not None:
+            return chain.apply(x, draws)
         x = transforms.crop_and_flip(x, draws[:, :3])
         return transforms.brighten(x, draws[:, 3]) if self.colour_draws else x
 

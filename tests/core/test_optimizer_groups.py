@@ -160,9 +160,7 @@ def table(**optimizer: Any) -> dict[str, Any]:
 
 def test_a_pattern_without_a_parameter_is_refused_before_the_run() -> None:
     groups = [{"match": ["hed.*"], "lr": 0.1}]
-    with pytest.raises(
-        everfed.RecipeError, match=r"train.optimizer.groups: .hed.\*. matches .*head.weight"
-    ):
+    with pytest.raises(everfed.RecipeError, match=r"train.optimizer.groups: .hed.\*. matches .*head.weight"):
         assemble(from_table(table(groups=groups)))
 
 

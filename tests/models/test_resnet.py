@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from everfed import models, recipes
+from everfed.models.resnet import BasicBlock
 from everfed.recipe import read
 
 
@@ -45,3 +46,16 @@ def test_recipes_with_large_images_use_the_published_network(name: str) -> None:
     large = (recipe.stream.model_extra or {}).get("image_size", 0) >= 224 or recipe.stream.dataset == "office31"
     if large and recipe.model.kind.startswith("resnet18"):
         assert recipe.model.kind == "resnet18-imagenet"
+
+
+def test_a_block_adds_its_input() -> None:
+    """With nothing from its convolutions the shortcut is all there is: relu(x), or the 1x1 convolution of every other
+    pixel where the size changes."""
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    same, smaller = (BasicBlock(3, outputs, stride).eval() for outputs, stride in ((3, 1), (5, 2)))
+    for block in (same, smaller):
+        torch.nn.init.zeros_(block.bn2.weight)
+    assert torch.equal(same(x), x.relu())
+    conv = smaller.shortcut[0]
+    expected = torch.einsum("oi,nihw->nohw", conv.weight[:, :, 0, 0], x[:, :, ::2, ::2])
+    torch.testing.assert_close(smaller(x), (expected / (1 + 1e-5) ** 0.5).relu())

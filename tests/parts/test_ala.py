@@ -123,6 +123,21 @@ def test_learning_moves_nothing_but_the_weights() -> None:
     assert torch.equal(started["params"][: where.start], model["params"][: where.start])
 
 
+def test_weights_are_learned_on_a_share_of_consecutive_samples() -> None:
+    """Half of 12 samples, from another place in every round; of all of them there is one piece; one sample is left of
+    a share that is smaller."""
+    bench = Bench()
+    data = bench.stream.data(0, 0)
+
+    def piece(share: float, index: int) -> list[int]:
+        return ALA(share=share)._piece(data, bench.context(round_index=index)).ids.tolist()
+
+    halves = [piece(0.5, index) for index in range(4)]
+    assert all(half == list(range(half[0], half[0] + 6)) and half[-1] < 12 for half in halves)
+    assert len({half[0] for half in halves}) > 1
+    assert piece(1.0, 0) == list(range(12)) and len(piece(0.01, 0)) == 1
+
+
 def test_the_current_tasks_data_is_used() -> None:
     """In the first round of the second task W is learned from where the first task left it, on the second's data."""
     bench, part = Bench("fedala", stream=Toy(clients=2)), ALA()

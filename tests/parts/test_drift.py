@@ -124,7 +124,9 @@ def test_a_reset_forgets_the_last_task() -> None:
     assert at(kept.run()) != pytest.approx(at(expected), abs=1e-3)
 
 
-@pytest.mark.parametrize("optimizer", [Optimizer("adam"), Optimizer(momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimizer", [Optimizer("adam"), Optimizer(momentum=0.9), Optimizer(clip=1.0), Optimizer(by="step")]
+)
 def test_scaffold_refuses_what_is_no_plain_sgd(optimizer: Optimizer) -> None:
     with pytest.raises(CompositionError, match="'scaffold' reads gradients off local updates"):
         compose(FedAvg(), Scaffold(), optimizer=optimizer)
@@ -238,6 +240,12 @@ def test_personal_parameters_are_refused(part: Any) -> None:
     dbe = methods.build("feddbe").part("dbe")
     with pytest.raises(CompositionError, match=f"'{part.name}' sends all parameters, but 'dbe' keeps some personal"):
         compose(*([FedAvg()] if part.name == "scaffold" else []), dbe, part)
+
+
+@pytest.mark.parametrize("part", [Scaffold(), FedDyn(), FedNova()])
+def test_adapters_of_single_tasks_are_refused(part: Any) -> None:
+    with pytest.raises(CompositionError, match=f"'{part.name}' follows all parameters; 'lora' trains some at a time"):
+        compose(*([FedAvg()] if part.name == "scaffold" else []), methods.build("lora").part("lora"), part)
 
 
 @pytest.mark.parametrize(("name", "options"), [("feddyn", {"alpha": 0.0}), ("fednova", {"weighting": "size"})])

@@ -36,10 +36,16 @@ def images(shape: tuple[int, ...]) -> Any:
     return streams.from_arrays(x, y, x[:4], y[:4], scenario="class-incremental", tasks=2, clients=2, rounds_per_task=2)
 
 
-@pytest.mark.parametrize("method", SMALL)
-@pytest.mark.parametrize(
-    "shape", [(28, 28, 1), (32, 32, 3), pytest.param((64, 64, 3), marks=pytest.mark.slow)], ids=["28", "32", "64"]
-)
+SHAPES = {28: (28, 28, 1), 32: (32, 32, 3), 64: (64, 64, 3)}
+BY_DEFAULT = {("mfcl", 28), ("target", 32), ("lander", 28), ("fedcil", 32), ("glfc", 28), ("af-fcl", 32)}
+CASES = [
+    pytest.param(method, shape, id=f"{method}-{side}", marks=[] if (method, side) in BY_DEFAULT else [pytest.mark.slow])
+    for method in SMALL
+    for side, shape in SHAPES.items()
+]
+
+
+@pytest.mark.parametrize(("method", "shape"), CASES)
 def test_a_run_of_two_tasks(method: str, shape: tuple[int, ...]) -> None:
     recipe = Recipe.model_validate(
         {

@@ -330,7 +330,7 @@ def test_secure_aggregation_adds_the_same_bits(name: str) -> None:
 
 def test_the_first_task_may_adapt_the_network() -> None:
     """The first task is FedAvg's, then its network is frozen, with a head of its own sums."""
-    case = Bench("ridge", {"ridge": {"adapt": True, "penalty": 1.0}}, module=Norm)
+    case = Bench("ridge", {"ridge": {"train_first": True, "penalty": 1.0}}, module=Norm)
     plain, ours = Bench("fedavg", module=Norm), case.run()
     layout = case.layout()
     one_task = plain.run(rounds=2)
@@ -347,24 +347,29 @@ def test_parts_that_change_training_are_refused(other: str) -> None:
     parts = [*methods.build(other).parts, Ridge()]
     with pytest.raises(CompositionError, match="trains nothing; leave it out, or let the first task"):
         compose(*parts)
-    compose(*parts[:-1], Ridge(adapt=True))
+    compose(*parts[:-1], Ridge(train_first=True))
+
+
+def test_adapters_of_single_tasks_are_refused() -> None:
+    with pytest.raises(CompositionError, match="'lora' changes the network with every task"):
+        compose(*methods.build("lora").parts, Ridge(train_first=True))
 
 
 def test_samples_are_added_before_it() -> None:
     er = methods.build("er", {"er": {"mode": "union"}}).parts
     with pytest.raises(CompositionError, match="'er' adds samples to train on: it belongs before 'ridge'"):
-        compose(er[0], Ridge(adapt=True), *er[1:])
+        compose(er[0], Ridge(train_first=True), *er[1:])
 
 
 def test_personal_models_are_refused() -> None:
     with pytest.raises(CompositionError, match="needs the same features on every client; 'dbe' personalises"):
-        compose(*methods.build("feddbe").parts, Ridge(adapt=True))
+        compose(*methods.build("feddbe").parts, Ridge(train_first=True))
 
 
 def test_local_statistics_are_refused_with_adaptation() -> None:
     train = TrainOptions(1, 5, Optimizer(), batchnorm="local")
     with pytest.raises(CompositionError, match="batchnorm = 'mean'"):
-        Bench("ridge", {"ridge": {"adapt": True}}, train=train, module=Norm).run()
+        Bench("ridge", {"ridge": {"train_first": True}}, train=train, module=Norm).run()
 
 
 @pytest.mark.parametrize(
@@ -394,7 +399,7 @@ def test_other_names_of_the_same_method() -> None:
         ("ridge", {"exchange": "step"}),
         ("ridge", {"sums": "double"}),
         ("ridge", {"bits": -1}),
-        ("ridge", {"adapt": True, "exchange": "round"}),
+        ("ridge", {"train_first": True, "exchange": "round"}),
         ("ranpac", {"width": 0}),
     ],
 )

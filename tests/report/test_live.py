@@ -249,6 +249,7 @@ def test_a_run_that_goes_on_shows_what_is_known_and_how_long_it_still_takes(tmp_
     dashboard.index.poll()
     sections = dashboard.run("a")["sections"]
     for text in (
+        "<dt>state</dt><dd>running, round 2 of 6",
         "<dt>task</dt><dd>1 of 3",
         "<dt>score now</dt><dd>50.00 % (round 2)",
         "<dt>time left</dt><dd>about 8.0 s",

@@ -108,7 +108,8 @@ def test_paired_differences_have_intervals_over_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paper", "ours", "agrees"), [(45.0, 0.39, False), (45.0, 0.41, True), (41.9, 0.39, None), (35.0, 0.39, True)]
+    ("paper", "ours", "agrees"),
+    [(45.0, 0.39, False), (45.0, 0.41, True), (42.0, 0.39, None), (42.1, 0.39, False), (35.0, 0.39, True)],
 )
 def test_signs_are_judged_where_the_paper_claims_more_than_two_points(
     paper: float, ours: float, agrees: bool | None

@@ -122,6 +122,15 @@ def test_weights_are_not_read_again(tmp_path: Path) -> None:
     assert everfed.load(tmp_path / "run").predict(np.zeros((1, 8, 8, 3), np.uint8)).shape == (1,)
 
 
+def test_a_network_with_low_rank_factors_is_loaded(tmp_path: Path) -> None:
+    model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2, "lora": {"rank": 2}}
+    result = everfed.run(recipe(write_data(tmp_path), model=model), tmp_path / "run")
+    tensors = safetensors.torch.load_file(tmp_path / "run/model.safetensors")
+    loaded = everfed.load(tmp_path / "run").model.state_dict()
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in loaded)
+    assert len(result.data["frozen_sha256"]) == 64
+
+
 def test_what_a_method_adds_to_the_network_is_loaded_too(tmp_path: Path) -> None:
     everfed.run(recipe(write_data(tmp_path), method={"name": "fedweit"}), tmp_path / "run")
     loaded, tensors = (

@@ -370,23 +370,22 @@ def test_herding_needs_classes(file: Path, tmp_path: Path) -> None:
 
 
 def test_users_left_out_are_no_clients_of_any_seed_and_give_the_tokenizer(tmp_path: Path) -> None:
-    """Six users, of whom one third says other words: the vocabulary is that of the two who are left out."""
-    rng = np.random.default_rng(0)
+    """Six users, each with a word of its own: the vocabulary has the words of the two who are left out."""
+    rng, own = np.random.default_rng(0), ("plum", "kiwi", "fig", "quince", "melon", "grape")
     rows = [
-        {"user": f"u{user}", "time": period, "text": f"word{user} word{user} {said(rng)}"}
+        {"user": f"u{user}", "time": period, "text": f"{own[user]} {own[user]} {said(rng)}"}
         for period in range(3)
         for user in range(6)
         for _ in range(5)
     ]
     path = write(tmp_path / "numbered.jsonl", rows)
-    made = [build(path, seed=seed, clients=3, left_out=2) for seed in range(4)]
+    made = [build(path, seed=seed, clients=3, left_out=2, vocabulary=500) for seed in range(4)]
     outside = {user for one in made for user in range(6)} - {int(user) for one in made for user in one.chosen}
     assert len(outside) == 2, "over four seeds every other user is drawn"
     assert {one.tokenizer.text for one in made} == {made[0].tokenizer.text}
     assert made[0].left_out_tokens().shape == (2 * 3 * 4, 12), "four of five utterances a period are for training"
     known = json.loads(made[0].tokenizer.text)["model"]["vocab"]
-    assert {f"Ġword{user}" in known for user in outside} == {True}
-    assert not any(f"Ġword{user}" in known for user in set(range(6)) - outside)
+    assert {user for user in range(6) if f"Ġ{own[user]}" in known} == outside
     assert build(path, clients=3).describe().get("left_out") is None and made[0].describe()["left_out"] == 2
 
 

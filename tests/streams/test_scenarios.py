@@ -8,6 +8,7 @@ import torch
 
 from everfed.data.transforms import permute_pixels, rotate
 from everfed.streams import build, from_arrays
+from everfed.streams.options import OptionError
 
 
 def domain(transform="rotate", seed=0, **change):
@@ -81,6 +82,19 @@ def test_a_shuffled_order_follows_the_seed_and_covers_all_classes():
     orders = [tuple(classes(seed=s, tasks=5, class_order="shuffled").labels(t) for t in range(5)) for s in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(sum(orders[0], ())) == list(range(10))
+
+
+def test_an_order_of_ones_own_leaves_other_classes_out():
+    s = classes(tasks=2, class_order=[7, 2, 9, 4])
+    assert [s.labels(task) for task in range(2)] == [(2, 7), (4, 9)]
+    assert s.classes == 10
+    assert set(s.data(0, 1).y.tolist()) | set(s.test(1).y.tolist()) <= {4, 9}
+
+
+@pytest.mark.parametrize("order", [[1, 1], [0, 10], [-1, 2], ["a", "b"]])
+def test_an_order_that_is_none_is_refused(order):
+    with pytest.raises(OptionError, match=r"stream.class_order: expected .* a list of different classes from 0 to 9"):
+        classes(tasks=2, class_order=order)
 
 
 def test_images_are_untouched_in_class_incremental():

@@ -31,6 +31,7 @@ from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
 from everfed.models.vit import ViT
 from everfed.parts.pretrained.piecewise import Piecewise
+from everfed.parts.pretrained.prompts import PromptL2P
 from everfed.store.clients import ClientStore
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -187,9 +188,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "af-fcl": {"hidden": 6},
     "fedl2p": {"epochs": 2, "outer_epochs": 1, "terms": 2, "hidden": 5},
     "fedcil": {"server_steps": 3, "server_chunk": 2, "server_batch": 4, "noise": 3, "width": 4},
+    "ccvr": {"per_class": 20, "epochs": 2},
+    "hgp": {"per_class": 20, "epochs": 2},
     "ranpac": {"width": 16},
     "mfcl": {"gen_steps": 5, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 6, "gen_light": True},
     "target": {"syn_round": 3, "warmup": 1, **SMALL_SYNTHESIS},
+    "prompt-coda": {"components": 2, "length": 2, "blocks": (0, 1)},
+    "prompt-dual": {"length": 2, "general": (0,), "expert": (1,)},
+    "prompt-l2p": {"pool": 4, "length": 2, "top": 2},
     "lander": {"syn_round": 3, "warmup": 1, "width": 5, "group": 3, **SMALL_SYNTHESIS},
 }
 
@@ -251,7 +257,9 @@ class Bench:
 
     def bare_module(self) -> nn.Module:
         shape, classes = self.stream.input_shape, self.stream.classes
-        if self.module in (None, Norm) and any(isinstance(part, Piecewise) for part in self.build_method().parts):
+        if self.module in (None, Norm) and any(
+            isinstance(part, Piecewise | PromptL2P) for part in self.build_method().parts
+        ):
             return self.change(module=tiny_vit).bare_module()
         if self.module is None:
             return models.build("mlp", shape, classes, self.seed, {"hidden": [8]})

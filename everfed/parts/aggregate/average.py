@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from everfed import MODEL, Context, Mean, Message, Model, Part, Reducer, State, Tree
+from everfed import MODEL, CompositionError, Context, Mean, Message, Model, Part, Reducer, State, Tree
+from everfed.core.pieces import TrainsPieces
 from everfed.parts.aggregate.robust import ClippedMean, GeometricMedian, Median, TrimmedMean
 
 REDUCERS = ("mean", "trimmed-mean", "median", "norm-clipping", "geometric-median")
@@ -68,6 +69,13 @@ class FedAvg(Part):
         if reduced.get("update") is not None:
             reduced = {**reduced, "params": model["params"].to(reduced["update"].device) + reduced["update"]}
         return replaced(model, reduced)
+
+
+def refuse_pieces(part: Part, parts: Sequence[Part]) -> None:
+    """For parts whose state is a vector over all parameters, beside one that trains only some of them at a time."""
+    for other in parts:
+        if isinstance(other, TrainsPieces):
+            raise CompositionError(f"part {part.name!r} follows all parameters; {other.name!r} trains some at a time")
 
 
 def sent(model: Model, ctx: Context) -> Tree:

@@ -35,7 +35,7 @@ from everfed import (
     refuse_personal,
 )
 from everfed.core.client import synchronises
-from everfed.parts.aggregate.average import replaced, sent
+from everfed.parts.aggregate.average import refuse_pieces, replaced, sent
 from everfed.parts.shared.checks import positive
 
 
@@ -52,6 +52,7 @@ class FedDyn(Part):
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
+        refuse_pieces(self, parts)
         return ()
 
     # on the client ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""FedNova: normalised averaging of clients that take different numbers of steps (Wang et al., 2020, Eq. 6 and 8).
+"""FedNova: normalised averaging of clients that take different numbers of steps (Wang et al., 2020).
 
 Client i's local update is a weighted sum of its gradients, with weights a_i. It sends d_i = (w_i - x) / |a_i|_1, the
 update per step, and the server moves by the mean number of steps along the mean of these:
@@ -31,7 +31,7 @@ from everfed import (
     refuse_personal,
 )
 from everfed.core.client import synchronises
-from everfed.parts.aggregate.average import replaced, sent
+from everfed.parts.aggregate.average import refuse_pieces, replaced, sent
 from everfed.parts.shared.checks import one_of
 
 
@@ -48,6 +48,7 @@ class FedNova(Part):
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
+        refuse_pieces(self, parts)
         if optimizer.kind != "sgd" or (optimizer.momentum and optimizer.state != "fresh"):
             raise CompositionError(
                 "part 'fednova' counts local steps of train.optimizer.kind = 'sgd' alone, with state = 'fresh' if it "

@@ -40,6 +40,7 @@ from everfed import (
     refuse_personal,
 )
 from everfed.core.client import synchronises
+from everfed.parts.aggregate.average import refuse_pieces
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Scaffold(Part):
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
-        require_plain_sgd(self, optimizer)
+        refuse_pieces(self, parts)
+        _require_plain_sgd(optimizer)
         if any(options_of(part).get("weighting") == "samples" for part in parts):
             raise CompositionError("part 'scaffold' counts every client the same: method.fedavg.weighting = 'uniform'")
         return ()
@@ -106,10 +108,12 @@ class Scaffold(Part):
         return {"c": own["c"].to(change.device) + change if "c" in own else change}
 
 
-def require_plain_sgd(part: Part, optimizer: Optimizer) -> None:
-    """Refuse optimisers under which a local update is no sum of gradients."""
-    if optimizer.kind != "sgd" or optimizer.momentum:
-        raise CompositionError(
-            f"part {part.name!r} reads gradients off local updates, which needs train.optimizer.kind = 'sgd' with "
-            f"momentum = 0; got kind = {optimizer.kind!r}, momentum = {optimizer.momentum:g}"
-        )
+def _require_plain_sgd(optimizer: Optimizer) -> None:
+    """Refuse optimisers under which a local update is not the rate times the sum of gradients."""
+    plain = Optimizer()
+    for name in ("kind", "momentum", "clip", "by", "groups"):
+        if getattr(optimizer, name) != getattr(plain, name):
+            raise CompositionError(
+                "part 'scaffold' reads gradients off local updates, which needs plain SGD: train.optimizer."
+                f"{name} = {getattr(plain, name)!r}; got {getattr(optimizer, name)!r}"
+            )

@@ -35,7 +35,6 @@ from everfed import (
     CompositionError,
     Context,
     Data,
-    Entry,
     Layout,
     Mean,
     Message,
@@ -50,19 +49,22 @@ from everfed import (
     overrides,
 )
 from everfed.core import random
-from everfed.core.layout import Extras, KeepsLayers, KeepsParameters, registered
+from everfed.core.layout import Extras, registered
+from everfed.core.pieces import TrainsPieces
 from everfed.parts.features.statistics import (
     MOST_SAMPLES,
-    check_classifier,
-    check_head,
+    ReplacesHead,
+    columns_of,
     feature_rows,
+    head_entries,
     held_out,
     rounded,
     symmetric,
+    task_classes,
     triangle,
 )
 from everfed.parts.shared.checks import at_least, one_of, positive
-from everfed.parts.shared.features import head_weight, through_head
+from everfed.parts.shared.features import through_head
 
 GRID = tuple(10.0**exponent for exponent in range(-8, 9))
 _STEP_HOOKS = ("batches", "objective", "loss", "gradient", "after")
@@ -70,18 +72,18 @@ _FINE = 8  # bits of the random layer's weights after the point
 
 
 @dataclass(frozen=True)
-class Ridge(Part):
+class Ridge(ReplacesHead):
     """penalty: of the squared weights; by default the one of 10^-8 ... 10^8 with the least error on the held-out fifth.
     classifier: "ridge", or "means": the nearest class mean by cosine, from the same sums.
 
     exchange: sums are sent once at the end of a "task", or every "round" in which a client has new samples; the latter
-    needs no boundaries. adapt: in the first task the network is trained as the other parts say, and frozen at its end.
+    needs no boundaries. train_first: the first task trains the network as the other parts say; then it is frozen.
     sums: "fixed", whole numbers, or "float". bits: of a feature after the point."""
 
     penalty: float | None = None
     classifier: str = "ridge"
     exchange: str = "task"
-    adapt: bool = False
+    train_first: bool = False
     sums: str = "fixed"
     bits: int = 10
 
@@ -91,35 +93,38 @@ class Ridge(Part):
         positive(self, "penalty")
         at_least(self, 0, "bits")
         one_of(self, classifier=("ridge", "means"), exchange=("task", "round"), sums=("fixed", "float"))
-        if self.adapt and self.exchange == "round":
-            raise ValueError("adapt must be false with exchange = 'round': features that still change cannot be summed")
+        if self.train_first and self.exchange == "round":
+            raise ValueError(
+                "train_first must be false with exchange = 'round': features still change in the first task"
+            )
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        super().check(parts, optimizer)
         after = parts[parts.index(self) + 1 :]
         for part in parts:
-            if isinstance(part, KeepsParameters | KeepsLayers) or overrides(part, "personalise"):
+            if isinstance(part, TrainsPieces):
                 raise CompositionError(
-                    f"part {self.name!r} needs the same features on every client; {part.name!r} personalises the model"
+                    f"part {self.name!r} needs features that stay as they are; {part.name!r} changes the network with "
+                    "every task"
                 )
-            if not self.adapt and any(overrides(part, hook) for hook in (*_STEP_HOOKS, "update_model")):
+            if not self.train_first and any(overrides(part, hook) for hook in (*_STEP_HOOKS, "update_model")):
                 raise CompositionError(
                     f"part {part.name!r} changes training, but {self.name!r} trains nothing; leave it out, or let the "
-                    f"first task be trained with method.{self.name}.adapt = true"
+                    f"first task be trained with method.{self.name}.train_first = true"
                 )
             if part in after and overrides(part, "dataset"):
                 raise CompositionError(f"part {part.name!r} adds samples to train on: it belongs before {self.name!r}")
         return ()
 
     def server_slots(self, ctx: Context) -> Tree:
-        check_classifier(self, ctx)
-        if self.adapt and ctx.options.batchnorm == "local":
+        if self.train_first and ctx.options.batchnorm == "local":
             raise CompositionError(f"part {self.name!r} needs the same features on every client: batchnorm = 'mean'")
-        return {}
+        return super().server_slots(ctx)
 
     # no training -----------------------------------------------------------------------------------------------------
     def dataset(self, client: State, data: Data, ctx: Context) -> Data:
         """Nothing to train on, but in a first task that adapts the network."""
-        return data if self.adapt and not ctx.current_task else data.take(np.zeros(0, dtype=np.int64))
+        return data if self.train_first and not ctx.current_task else data.take(np.zeros(0, dtype=np.int64))
 
     # the sums --------------------------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
@@ -142,13 +147,13 @@ class Ridge(Part):
         data = data.take(np.flatnonzero(~np.isin(data.ids, counted)))
         if len(data) == 0:
             return None, {}
-        check_head(ctx)
+        self.check_head(ctx)
         ids = torch.from_numpy(np.concatenate([counted, data.ids]))
         return {"host": {"counted": ids}}, self._reply(client, message, data, ctx)
 
     def _reply(self, client: State, message: Message, data: Data, ctx: Context) -> Tree:
-        classes = self._classes(ctx)
-        columns = torch.full((ctx.facts.classes,), len(classes)).scatter(0, classes, torch.arange(len(classes)))
+        classes = task_classes(ctx) if self.exchange == "task" else torch.arange(ctx.facts.classes)
+        columns = columns_of(classes, ctx.facts.classes)
         group = held_out(data.x) if self.pairs == 2 else torch.zeros(len(data), dtype=torch.bool)
         gram: Tensor | None = None
         clipped, start = 0, 0
@@ -173,13 +178,6 @@ class Ridge(Part):
 
     def _split(self, group: Tensor) -> list[Tensor]:
         return [~group, group] if self.pairs == 2 else [~group]
-
-    def _classes(self, ctx: Context) -> Tensor:
-        """The classes whose columns of Q are sent, the same for all clients: those of the task that ends, or all."""
-        stream = ctx.train.stream
-        if self.exchange == "task" and not stream.asynchronous:
-            return torch.tensor(stream.labels(ctx.current_task))
-        return torch.arange(ctx.facts.classes)
 
     def hidden(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """(h (n, M) in float64, in whole steps of 2^-bits where sums are fixed; how many were clipped)."""
@@ -286,13 +284,6 @@ def projection(seed: int, features: int, width: int, device: torch.device) -> Te
     """(F, M) standard normal numbers, rounded to multiples of 2^-8: the same with any library of functions."""
     drawn = random.generator("ranpac", seed, features, width).standard_normal((features, width))
     return torch.from_numpy(np.rint(drawn * 2**_FINE) / 2**_FINE).float().to(device)
-
-
-def head_entries(layout: Layout) -> tuple[Entry, Entry | None]:
-    """The head's weight and, where it has one, its bias."""
-    weight = head_weight(layout)
-    bias = weight.name.removesuffix("weight") + "bias"
-    return weight, next((entry for entry in layout.params if entry.name == bias), None)
 
 
 def solve_ridge(gram: Tensor, products: Tensor, penalty: float) -> Tensor:

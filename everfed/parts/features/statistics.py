@@ -8,12 +8,27 @@ not depend on how samples are divided among clients and tasks, on the engine, or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everfed import CompositionError, Context, Data, Message, Part, State, on_device
+from everfed import (
+    CompositionError,
+    Context,
+    Data,
+    Entry,
+    Layout,
+    Message,
+    Optimizer,
+    Part,
+    State,
+    Tree,
+    on_device,
+    overrides,
+)
+from everfed.core.layout import KeepsLayers, KeepsParameters
 from everfed.core.message import MODEL
 from everfed.parts.shared.features import head_inputs, head_name, head_weight
 from everfed.parts.shared.layers import in_precision
@@ -44,21 +59,54 @@ def feature_rows(client: State, message: Message, data: Data, ctx: Context) -> I
         yield torch.cat(found), y
 
 
-def check_classifier(part: Part, ctx: Context) -> None:
-    """Refuse, before the run, a network without a head that can be replaced, and data without one label a sample."""
-    weight = head_weight(ctx.facts.layout)
-    if weight.shape[0] != ctx.facts.classes or ctx.facts.blank.y.dim() != 1:
-        raise CompositionError(
-            f"part {part.name!r} replaces a classifier's head, the last linear layer, if it is trainable; the last "
-            f"trainable one here is {weight.name}, with {weight.shape[0]} outputs for {ctx.facts.classes} classes"
-        )
+@dataclass(frozen=True)
+class ReplacesHead(Part):
+    """A part whose server makes the classifier's head, from features that are the same on every client."""
+
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        others = [part.name for part in parts if isinstance(part, ReplacesHead)]
+        if len(others) > 1:
+            raise CompositionError(f"one part at most may replace the head; got {', '.join(others)}")
+        for part in parts:
+            if isinstance(part, KeepsParameters | KeepsLayers) or overrides(part, "personalise"):
+                raise CompositionError(
+                    f"part {self.name!r} needs the same features on every client; {part.name!r} personalises the model"
+                )
+        return ()
+
+    def server_slots(self, ctx: Context) -> Tree:
+        """Nothing; refuses a network without a head that can be replaced, and data without one label a sample."""
+        weight = head_weight(ctx.facts.layout)
+        if weight.shape[0] != ctx.facts.classes or ctx.facts.blank.y.dim() != 1:
+            raise CompositionError(
+                f"part {self.name!r} replaces a classifier's head, the last linear layer, if it is trainable; the last "
+                f"trainable one here is {weight.name}, with {weight.shape[0]} outputs for {ctx.facts.classes} classes"
+            )
+        return {}
+
+    def check_head(self, ctx: Context) -> None:
+        """On a client, which has the network: refuse one whose last linear layer is frozen."""
+        name = head_name(ctx.train.replica.module)
+        if name != head_weight(ctx.facts.layout).name:
+            raise CompositionError(f"the head, {name}, is frozen, but {self.name!r} replaces it: let it be trainable")
 
 
-def check_head(ctx: Context) -> None:
-    """Refuse a network whose last linear layer is frozen."""
-    name = head_name(ctx.train.replica.module)
-    if name != head_weight(ctx.facts.layout).name:
-        raise CompositionError(f"the head, {name}, is frozen, but this method replaces it: let it be trainable")
+def head_entries(layout: Layout) -> tuple[Entry, Entry | None]:
+    """The head's weight and, where it has one, its bias."""
+    weight = head_weight(layout)
+    bias = weight.name.removesuffix("weight") + "bias"
+    return weight, next((entry for entry in layout.params if entry.name == bias), None)
+
+
+def task_classes(ctx: Context) -> Tensor:
+    """The classes of the task that ends, the same for all clients; all classes where clients' tasks differ."""
+    stream = ctx.train.stream
+    return torch.arange(ctx.facts.classes) if stream.asynchronous else torch.tensor(stream.labels(ctx.current_task))
+
+
+def columns_of(classes: Tensor, count: int) -> Tensor:
+    """(count,) the position of every class among `classes`; for another class one that is out of range."""
+    return torch.full((count,), len(classes)).scatter(0, classes, torch.arange(len(classes)))
 
 
 def rounded(features: Tensor, bits: int) -> tuple[Tensor, Tensor]:

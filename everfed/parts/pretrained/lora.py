@@ -22,7 +22,7 @@ from torch import nn
 from everfed import BEGIN, Cohort, CompositionError, Context, Entry, Layout, Model, Phase, Position, Slots, State
 from everfed.core.pieces import Spans
 from everfed.models import lora
-from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task
+from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
 from everfed.parts.shared.checks import at_least
 
 
@@ -43,7 +43,7 @@ class LoRA(Piecewise):
         at_least(self, 0, "alpha")
         object.__setattr__(self, "targets", tuple(self.targets))
 
-    def adapt(self, module: nn.Module, ctx: Context) -> None:
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         """Give every LoRA layer factors for all tasks."""
         if any("lora_" in name for name, _ in module.named_parameters()) and not lora.layers(module):
             raise CompositionError(
@@ -74,7 +74,7 @@ class LoRA(Piecewise):
         return {**factor_pieces(layout), **head_pieces(layout, labels)}
 
     def trained(self, piece: str, server: State, ctx: Context) -> bool:
-        return of_task(piece, ctx.task)
+        return of_task(piece, task_of(ctx))
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def row_of(entry: Entry, row: int) -> slice:
 def at_task(model: Model, ctx: Context, clock: str = lora.CLOCK) -> Model:
     """The model with the current task's number in it."""
     places = [entry for entry in ctx.facts.layout.params if entry.name.endswith(clock)]
-    if not places or float(model["params"][places[0].start]) == ctx.task:
+    if not places or float(model["params"][places[0].start]) == task_of(ctx):
         return model
     params = model["params"].clone()
-    params[places[0].start] = ctx.task
+    params[places[0].start] = task_of(ctx)
     return {**model, "params": params}

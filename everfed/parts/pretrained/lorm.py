@@ -52,6 +52,7 @@ from everfed import (
 from everfed.core.client import synchronises
 from everfed.parts.pretrained.grams import damped, input_grams, over, packed, split_like, times, unpacked
 from everfed.parts.pretrained.lora import LoRA, at_task
+from everfed.parts.pretrained.piecewise import task_of
 from everfed.parts.shared.checks import at_least, one_of
 from everfed.parts.shared.features import head_entries
 
@@ -106,7 +107,7 @@ class LoRM(LoRA):
         return begin, end
 
     def _begin(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        return {"since": ctx.round, "classes": torch.tensor(ctx.train.stream.labels(ctx.task))}
+        return {"since": ctx.round, "classes": torch.tensor(ctx.train.stream.labels(task_of(ctx)))}
 
     def _next(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
         return server[self.name], at_task(model, ctx)
@@ -121,7 +122,8 @@ class LoRM(LoRA):
         return super().trained(piece, server, ctx) and not piece.startswith(idle)
 
     def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        return {"factor": self.factor(server, ctx), "classes": Once(ctx.task, server[self.name]["classes"])}
+        own = server.get(self.name)  # empty before the first task began
+        return {"factor": self.factor(server, ctx), "classes": Once(task_of(ctx), own["classes"])} if own else {}
 
     # clients ---------------------------------------------------------------------------------------------------------
     def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
@@ -134,9 +136,9 @@ class LoRM(LoRA):
         thin = [*inner, *([] if self.head_alpha else [head])]
         found = input_grams(ctx, fitted.model, data, [*inner, head], thin, self.gram_at == "merged")
         old, new = (layout.named(v.to(device)) for v in (message[MODEL]["params"], fitted.model["params"]))
-        grams = [factor_gram(old, name, found[name], own["factor"], ctx.task) for name in inner]
+        grams = [factor_gram(old, name, found[name], own["factor"], task_of(ctx)) for name in inner]
         key = f"lora_{own['factor']}"
-        moved = [(new[f"{name}.{key}"] - old[f"{name}.{key}"])[ctx.task] for name in inner]
+        moved = [(new[f"{name}.{key}"] - old[f"{name}.{key}"])[task_of(ctx)] for name in inner]
         rows = own["classes"].to(device)
         head_gram = damped(found[head], self.head_alpha) if self.head_alpha else found[head]
         sent = {
@@ -177,7 +179,7 @@ class LoRM(LoRA):
         grams = unpacked(reduced[f"{factor}/grams"], gram_shapes)
         products = split_like(reduced[f"{factor}/products"], shapes)
         for name, gram in zip(names, grams, strict=True):
-            new[f"{name}.lora_{factor}"][ctx.task] += over(products[name], gram).to(params.dtype)
+            new[f"{name}.lora_{factor}"][task_of(ctx)] += over(products[name], gram).to(params.dtype)
         self._merge_head(new, reduced, server[self.name]["classes"].to(params.device), layout)
         return {**model, "params": params}
 
@@ -201,7 +203,7 @@ class LoRM(LoRA):
             return own, model
         params = model["params"].clone()
         for entry, values in zip(entries.values(), grams.split([e.shape[1] for e in entries.values()]), strict=True):
-            entry.view(params)[ctx.task] = values.to(params)
+            entry.view(params)[task_of(ctx)] = values.to(params)
         return own, {**model, "params": params}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from everfed import Context, Data, Fitted, Layout, Message, Model, Part, Slots, State, Step, Tree
-from everfed.core.part import BOUNDARIES, TASK_ID, TOGETHER
+from everfed.core.part import BOUNDARIES, TOGETHER
 from everfed.core.pieces import Spans, trained_spans
 from everfed.parts.shared.features import head_entries
 
@@ -18,7 +18,7 @@ from everfed.parts.shared.features import head_entries
 class Piecewise(Part):
     """Freezes what a round does not train: its gradient is 0, and the optimiser (weight decay) does not move it."""
 
-    needs = frozenset({BOUNDARIES, TASK_ID, TOGETHER})
+    needs = frozenset({BOUNDARIES, TOGETHER})
     changes = frozenset()
 
     def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
@@ -59,3 +59,9 @@ def head_pieces(layout: Layout, labels: Sequence[tuple[int, ...]]) -> dict[str, 
 def of_task(piece: str, task: int) -> bool:
     """Does a piece "kind/tasks" belong to `task`?"""
     return str(task) in piece.partition("/")[2].split(",")
+
+
+def task_of(ctx: Context) -> int:
+    """The task that is trained now: how many have ended. A stream with boundaries shows it."""
+    assert ctx.current_task is not None  # `needs` names BOUNDARIES
+    return ctx.current_task

@@ -50,7 +50,7 @@ class RegMean(Part):
         refuse_personal(self, parts)
         return ()
 
-    def adapt(self, module: nn.Module, ctx: Context) -> None:
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         """Refuse networks with matrices that are no linear layer's."""
         for name in matrices(ctx.facts.layout):
             layer = module.get_submodule(name)

@@ -1,0 +1,220 @@
+"""Data sets of torch and of Hugging Face as they are: a sample is decoded when a client first needs it, and lies from
+then on in a memory-mapped file, so that memory does not grow with the data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.core.stream import digest_of
+from everfed.data import transforms
+from everfed.data.errors import DataError
+from everfed.data.hub import label_column, sample_column
+from everfed.data.source import Source, numbered_labels, storage_form, storage_labels
+from everfed.store.files import digest, make_folder
+
+CHUNK = 64  # samples decoded at once
+MAPPED_BYTES = 32 * 2**20  # of samples that a stream keeps mapped; the others are mapped again on demand
+PROBED = 32  # samples whose content identifies a set, with its labels
+TARGETS = ("targets", "labels", "_labels")  # attributes of torchvision's sets
+
+
+class Samples:
+    """Behaves like an (n, ...) tensor in storage form; the rows that it is indexed by are decoded then.
+
+    read: the sample of an index, an image or an array. form: its dtype and shape, empty. folder: of the files that
+    `mapped` writes. workers: threads that decode; Pillow and torch do so in parallel.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        read: Callable[[int], Any],
+        count: int,
+        folder: Path,
+        *,
+        name: str,
+        workers: int,
+        channels: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        self._read, self._count, self._channels, self._size = read, count, channels, size
+        self.folder, self.name, self.workers = folder, name, workers
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        if count == 0:
+            raise DataError(f"{name} is empty")
+        first = self._decoded(0)
+        self.dtype, self.shape = first.dtype, torch.Size((count, *first.shape))
+
+    def formatted(self, channels: int, size: int) -> Samples:
+        """The same images with this format."""
+        given = {"name": self.name, "workers": self.workers, "channels": channels, "size": size}
+        return Samples(self._read, self._count, self.folder, **given)  # type: ignore[arg-type]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """The samples at `rows` (k,), decoded now."""
+        if len(rows) == 0:
+            return torch.zeros((0, *self.shape[1:]), dtype=self.dtype)
+        if self._pool is None or self._pool[0] != os.getpid():  # threads do not survive a fork
+            self._pool = (os.getpid(), ThreadPoolExecutor(max(1, self.workers)))
+        found = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        for place, sample in enumerate(self._pool[1].map(self._checked, rows.tolist())):
+            found[place] = sample
+        return found
+
+    def mapped(self, rows: np.ndarray, view: Callable[[Tensor], Tensor], key: str) -> Tensor:
+        """view(the samples at `rows`) as a memory-mapped tensor. key: names the view; the file is written once, and
+        shared by all processes."""
+        if len(rows) == 0:
+            return view(self[torch.zeros(0, dtype=torch.int64)])
+        what = f"{self.name} {self.dtype} {tuple(self.shape)} {key}"
+        path = self.folder / f"{digest(what.encode() + rows.tobytes())}.bin"
+        if not path.exists():
+            self._write(path, rows, view)
+        numbers = len(rows) * int(np.prod(self.shape[1:]))
+        return torch.from_file(str(path), shared=False, size=numbers, dtype=self.dtype).view(-1, *self.shape[1:])
+
+    def _write(self, path: Path, rows: np.ndarray, view: Callable[[Tensor], Tensor]) -> None:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                for first in range(0, len(rows), CHUNK):
+                    some = view(self[torch.from_numpy(rows[first : first + CHUNK])])
+                    file.write(some.contiguous().numpy().tobytes())
+            os.replace(temporary, path)
+        except OSError as problem:
+            temporary.unlink(missing_ok=True)
+            raise DataError(
+                f"decoded samples cannot be kept in {path.parent} ({problem}); name another `cache`"
+            ) from None
+
+    def probe(self) -> Tensor:
+        """Some samples, by which a set is recognised."""
+        return self[torch.linspace(0, self._count - 1, min(PROBED, self._count)).long()]
+
+    def _checked(self, index: int) -> Tensor:
+        found = self._decoded(index)
+        if found.dtype != self.dtype or found.shape != self.shape[1:]:
+            raise DataError(
+                f"{self.name}: sample {index} is {found.dtype} {tuple(found.shape)}, where the first is {self.dtype} "
+                f"{tuple(self.shape[1:])}; for images of different sizes set stream.image_size"
+            )
+        return found
+
+    def _decoded(self, index: int) -> Tensor:
+        try:
+            value = self._read(index)
+        except (OSError, SyntaxError) as problem:  # Pillow reports a broken PNG as a SyntaxError
+            raise DataError(f"{self.name}: sample {index} cannot be read ({problem})") from problem
+        made = storage_form(_batch_of_one(value), self.name)
+        if made.dtype == torch.uint8 and (self._size or self._channels):
+            made = transforms.to_format(made, self._channels or made.shape[1], self._size or made.shape[2])
+        return made[0]
+
+
+def lazy_source(
+    train: Any,
+    test: Any,
+    *,
+    name: str,
+    targets: tuple[Any, Any] | None,
+    classes: int | None,
+    class_names: Sequence[str] | None,
+    cache: str | Path | None,
+    workers: int,
+) -> Source:
+    """A source of two data sets. targets: their labels, where they cannot be found without decoding."""
+    y = tuple(labels_of(one, name) for one in (train, test)) if targets is None else targets
+    names = class_names or getattr(train, "classes", None) or _feature_names(train)
+    if classes is None and not names:
+        numbered = numbered_labels(np.asarray(y[0]), np.asarray(y[1]))
+        y, names = numbered[:2], numbered[2]
+    folder = _cache_folder(cache)
+    labels = [storage_labels(part if isinstance(part, Tensor) else np.asarray(part), name) for part in y]
+    x = [
+        Samples(_reader(one), len(one), folder, name=f"{name} {part}", workers=workers)
+        for part, one in (("train", train), ("test", test))
+    ]
+    if cache is not None:  # other data in the same folder gets other files
+        for samples, own in zip(x, labels, strict=True):
+            samples.name += f" {digest_of(samples.name, own, samples.probe())}"
+    classes = classes or len(names or ())
+    named = tuple(map(str, names)) if names else tuple(map(str, range(classes)))
+    return Source(name, x[0], labels[0], x[1], labels[1], classes, named, "data sets in Python")  # type: ignore[arg-type]
+
+
+def labels_of(dataset: Any, name: str) -> np.ndarray:
+    """(n,) labels without decoding a sample where the set keeps them apart; else every sample is read once."""
+    for attribute in TARGETS:
+        found = getattr(dataset, attribute, None)
+        if found is not None and not callable(found) and len(found) == len(dataset):
+            return np.asarray(found)
+    if hasattr(dataset, "features"):  # of Hugging Face
+        return np.asarray(dataset[label_column(name, dataset)])
+    if hasattr(dataset, "indices") and hasattr(dataset, "dataset"):  # torch's Subset
+        return labels_of(dataset.dataset, name)[np.asarray(dataset.indices)]
+    if hasattr(dataset, "datasets"):  # torch's ConcatDataset
+        return np.concatenate([labels_of(one, name) for one in dataset.datasets])
+    if hasattr(dataset, "tensors"):  # torch's TensorDataset
+        return np.asarray(dataset.tensors[1])
+    return np.asarray([dataset[index][1] for index in range(len(dataset))])
+
+
+def _reader(dataset: Any) -> Callable[[int], Any]:
+    if hasattr(dataset, "features"):
+        column = sample_column("dataset", dataset)
+        return lambda index: dataset[index][column]
+    return lambda index: dataset[index][0]
+
+
+def _feature_names(dataset: Any) -> Sequence[str] | None:
+    if not hasattr(dataset, "features"):
+        return None
+    return getattr(dataset.features[label_column("dataset", dataset)], "names", None)
+
+
+def _batch_of_one(value: Any) -> Tensor | np.ndarray:
+    array = value if isinstance(value, Tensor) else np.asarray(value)
+    if array.ndim == 0:
+        raise DataError(f"a sample is an image or an array; got {type(value).__name__}")
+    return array[None]
+
+
+def _cache_folder(cache: str | Path | None) -> Path:
+    """The folder of decoded samples; without `cache` one that goes with this process."""
+    if cache is not None:
+        folder = Path(cache).expanduser()
+        make_folder(folder)
+        return folder
+    folder = Path(tempfile.mkdtemp(prefix="everfed-"))
+    weakref.finalize(_OWNER, _remove, folder, os.getpid())
+    return folder
+
+
+class _Owner:
+    """Lives as long as the process."""
+
+
+_OWNER = _Owner()
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # a forked worker leaves it alone
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,122 @@
+"""FedProto: clients share class means of features, and pull their own features towards them (Tan et al., 2022).
+
+    L = CE + weight mean((f(x) - P_y)^2)            over a minibatch and the coordinates of features
+
+After training a client passes once over its samples and sends, for every class, how many it has and the sum of their
+features. The server's prototype P_c is their mean; a class that no client sent keeps its own. In a first round there
+are none, and no term. Models are averaged, too; `fedproto-personal` shares nothing but prototypes, as published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from everfed import (
+    MODEL,
+    Batch,
+    Context,
+    Data,
+    Fitted,
+    Message,
+    Optimizer,
+    Part,
+    Reducer,
+    Slots,
+    State,
+    Step,
+    Sum,
+    Tree,
+    refuse_personal,
+)
+from everfed.core.client import synchronises
+from everfed.parts.features.statistics import feature_rows
+from everfed.parts.shared.checks import at_least, one_of
+from everfed.parts.shared.features import head_weight, keep_features, kept_features
+
+
+@dataclass(frozen=True)
+class FedProto(Part):
+    """weight: of the pull; the authors use 1 for MNIST and 0.1 for CIFAR-10. weighting: a prototype is the mean over
+    samples ("count"), or over clients of their means ("client", the authors' code)."""
+
+    weight: float = 1.0
+    weighting: str = "count"
+
+    name = "fedproto"
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "weight")
+        one_of(self, weighting=("count", "client"))
+
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        refuse_personal(self, parts)
+        return ()
+
+    # on the client ---------------------------------------------------------------------------------------------------
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
+        return dict(server.get(self.name, {}))
+
+    def batches(self, step: Step) -> dict[str, Batch]:
+        if self._pulls(step):
+            keep_features(step, self.name)
+        return {}
+
+    def loss(self, step: Step) -> Tensor | None:
+        if not self._pulls(step):
+            return None
+        sent = step.message[self.name]
+        distances = (kept_features(step, self.name) - sent["prototypes"][step.y]).square().mean(1)
+        return self.weight * (distances * sent["known"][step.y]).mean()
+
+    def _pulls(self, step: Step) -> bool:
+        return bool(self.weight) and self.name in step.message
+
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+        """In float64, which secure aggregation does not clip."""
+        if not self.weight or not synchronises(ctx):
+            return None, {}
+        counts, sums = self._sums({**client}, {**message, MODEL: fitted.model}, data, ctx)
+        if self.weighting == "client":
+            sums, counts = sums / counts.clamp(min=1).unsqueeze(1), counts.clamp(max=1)
+        return None, {"sums": sums, "counts": counts}
+
+    def _sums(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
+        counts = torch.zeros(ctx.facts.classes, dtype=torch.float64)
+        sums = torch.zeros(ctx.facts.classes, head_weight(ctx.facts.layout).shape[1], dtype=torch.float64)
+        for features, y in feature_rows(client, message, data, ctx):
+            labels = functional.one_hot(y, ctx.facts.classes).double()
+            counts += labels.sum(0).cpu()
+            sums += (labels.T @ features.double()).cpu()
+        return counts, sums
+
+    # on the server ---------------------------------------------------------------------------------------------------
+    def reducers(self) -> Mapping[str, Reducer]:
+        return {"sums": Sum(), "counts": Sum()}
+
+    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        if reduced.get("sums") is None:
+            return None
+        own, there = server.get(self.name), reduced["counts"] > 0
+        means = (reduced["sums"] / reduced["counts"].clamp(min=1).unsqueeze(1)).float()
+        if own:
+            means, there = torch.where(there.unsqueeze(1), means, own["prototypes"]), there | own["known"]
+        return {"prototypes": means, "known": there}
+
+
+@dataclass(frozen=True)
+class PersonalFedProto(FedProto):
+    """FedProto as published: every client keeps its own network, and only prototypes are shared."""
+
+    name = "fedproto-personal"
+
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        return ()
+
+    def is_personal(self, parameter: str) -> bool:
+        return True

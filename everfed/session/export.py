@@ -1,0 +1,162 @@
+"""A trained network in the formats of others, each read back and compared with the network itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everfed.models.pretrained import HuggingFace
+from everfed.session.handover import Description, HandoverError, normalised
+
+SAMPLES = 4  # that the exported network is compared on
+TOLERANCE = 1e-4  # of the largest output: other runtimes add up in another order
+ABOUT = "everfed.json"  # input form, normalisation and class names, beside the network
+
+
+class Deployed(nn.Module):
+    """The network with the run's normalisation before it: samples as they are stored in, outputs out."""
+
+    def __init__(self, network: nn.Module, description: Description) -> None:
+        super().__init__()
+        self.network = network
+        self._description = description
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.network(normalised(self._description, x))
+        return outputs
+
+
+def export(module: nn.Module, description: Description, to: str, folder: Path) -> float:
+    """Write the network into a new `folder`; returns the largest difference of outputs after reading it back. Raises
+    HandoverError, and leaves nothing, where the format does not fit or the outputs differ."""
+    if to not in FORMATS:
+        raise HandoverError(f"--to {to}: allowed: {', '.join(FORMATS)}")
+    if folder.exists():
+        raise HandoverError(f"{folder} exists already; name a new folder with --out")
+    folder.mkdir(parents=True)
+    try:
+        samples = example(description)
+        inputs = normalised(description, samples) if description.mean is not None else samples.float()
+        with torch.no_grad():
+            expected = module.eval()(inputs)
+            found = FORMATS[to](module, description, folder, samples)
+        difference = float((found - expected).abs().max())
+        if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
+            raise HandoverError(f"the network exported to {to} gives other outputs (by up to {difference:g}); not kept")
+        (folder / ABOUT).write_text(json.dumps(asdict(description), indent=2, default=list) + "\n")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return difference
+
+
+def example(description: Description) -> Tensor:
+    """Random samples of the run's form, the same every time."""
+    generator, shape = torch.Generator().manual_seed(0), (SAMPLES, *description.input_shape)
+    if description.dtype == "uint8":
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    if description.dtype == "int64":
+        return torch.zeros(shape, dtype=torch.int64)
+    return torch.randn(shape, generator=generator)
+
+
+# the formats ----------------------------------------------------------------------------------------------------------
+def _torch(module: nn.Module, description: Description, folder: Path, samples: Tensor) -> Tensor:
+    """model.pt: the state_dict, read with torch.load(weights_only=True)."""
+    torch.save(module.state_dict(), folder / "model.pt")
+    module.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    return _outputs(module, description, samples)
+
+
+def _torch_export(module: nn.Module, description: Description, folder: Path, samples: Tensor) -> Tensor:
+    """model.pt2: a program of torch.export for any number of samples; needs no code of the network."""
+    program = torch.export.export(
+        _deployed(module, description), (samples,), dynamic_shapes=({0: torch.export.Dim("n", min=1)},)
+    )
+    torch.export.save(program, folder / "model.pt2")
+    outputs: Tensor = torch.export.load(folder / "model.pt2").module()(samples)
+    return outputs
+
+
+def _onnx(module: nn.Module, description: Description, folder: Path, samples: Tensor) -> Tensor:
+    """model.onnx, for any number of samples."""
+    try:
+        import onnx
+        import onnx.reference
+        import onnxscript  # noqa: F401  torch.onnx writes with it
+    except ImportError as missing:
+        raise HandoverError(
+            f"--to onnx needs {missing.name}; install it with: pip install 'everfed[export]'"
+        ) from missing
+    torch.onnx.export(
+        _deployed(module, description),
+        (samples,),
+        folder / "model.onnx",
+        input_names=["samples"],
+        output_names=["outputs"],
+        dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
+    onnx.checker.check_model(str(folder / "model.onnx"))
+    found: Any = onnx.reference.ReferenceEvaluator(str(folder / "model.onnx")).run(None, {"samples": samples.numpy()})
+    return torch.tensor(found[0])
+
+
+def _hf(module: nn.Module, description: Description, folder: Path, samples: Tensor) -> Tensor:
+    """A folder of transformers' own, with the names of the classes."""
+    if not isinstance(module, HuggingFace):
+        raise HandoverError(
+            f"--to hf is for networks of transformers (model.kind = 'hf:FOLDER'), not {description.kind!r}"
+        )
+    names = dict(enumerate(description.class_names))
+    if names:
+        module.base.config.id2label = names
+        module.base.config.label2id = {name: number for number, name in names.items()}
+    module.base.save_pretrained(folder)
+    again = type(module.base).from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    return _outputs(HuggingFace(again).eval(), description, samples)
+
+
+def _peft(module: nn.Module, description: Description, folder: Path, samples: Tensor) -> Tensor:
+    """The adapter alone, as PEFT saves it."""
+    try:
+        import peft
+    except ImportError as missing:
+        raise HandoverError("--to peft needs PEFT; install it with: pip install 'everfed[peft]'") from missing
+    place, adapted = next(((n, m) for n, m in module.named_modules() if isinstance(m, peft.PeftModel)), ("", None))
+    if adapted is None:
+        raise HandoverError(f"--to peft is for networks with an adapter of PEFT; {description.kind!r} has none")
+    adapted.save_pretrained(str(folder))
+    again = peft.PeftModel.from_pretrained(adapted.unload(), folder, local_files_only=True)
+    if not place:
+        return _outputs(again.eval(), description, samples)
+    parent, _, leaf = place.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, again)
+    return _outputs(module.eval(), description, samples)
+
+
+FORMATS: dict[str, Callable[[nn.Module, Description, Path, Tensor], Tensor]] = {
+    "torch": _torch,
+    "torch-export": _torch_export,
+    "onnx": _onnx,
+    "hf": _hf,
+    "peft": _peft,
+}
+
+
+def _deployed(module: nn.Module, description: Description) -> nn.Module:
+    return Deployed(module, description).eval() if description.mean is not None else module
+
+
+def _outputs(module: nn.Module, description: Description, samples: Tensor) -> Tensor:
+    outputs: Tensor = _deployed(module, description)(samples if description.mean is not None else samples.float())
+    return outputs

@@ -1,0 +1,248 @@
+"""Prompts: components, pools and experts by hand, what a task trains, and what does not depend on the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from everfed import methods
+from everfed.core.context import TrainOptions
+from everfed.core.optimizer import Optimizer
+from everfed.core.part import CompositionError
+from everfed.models.prompts import CodaPrompts, DualPrompts, PoolPrompts
+from everfed.models.vit import ViT
+from everfed.parts.pretrained.prompts import orthonormal
+from tests.parts.test_lora import ClassToy, entries, plain_outputs
+from tests.support.toy import SMALL, Bench, Outcome, Toy, tiny_vit
+
+METHODS = ("prompt-l2p", "prompt-dual", "prompt-coda")
+
+
+def network(prompts: Any = None) -> ViT:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = tiny_vit((1, 4, 4), 4)
+    assert isinstance(module, ViT)
+    module.prompts = prompts
+    return module.eval()
+
+
+def images(count: int = 5) -> Tensor:
+    return torch.randn(count, 1, 4, 4, generator=torch.Generator().manual_seed(3))
+
+
+# CODA-Prompt ----------------------------------------------------------------------------------------------------------
+def coda(tasks: int = 2) -> CodaPrompts:
+    return CodaPrompts((0, 1), tasks, 3, 4, 8, seed=0)
+
+
+@given(st.floats(0.01, 100.0))
+def test_weights_of_components_are_cosines(scale: float) -> None:
+    components, query = coda().blocks["0"], torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    weights = components.weights(query).detach()
+    assert weights.shape == (6, 2, 3) and weights.abs().max() <= 1 + 1e-6
+    assert torch.allclose(components.weights(scale * query), weights, atol=1e-5)
+    one = torch.nn.functional.cosine_similarity(query[4] * components.A[1, 2], components.K[1, 2], dim=0)
+    assert float(weights[4, 1, 2]) == pytest.approx(float(one.detach()), abs=1e-6)
+
+
+def test_a_prompt_is_the_weighted_sum_of_the_components_of_tasks_so_far() -> None:
+    components, query = coda().blocks["0"], torch.randn(6, 8)
+    keys, values = components.prompt(query, torch.tensor([1.0, 0.0]))
+    weights = components.weights(query)[:, 0]
+    expected = sum(weights[:, m, None, None] * components.P[0, m] for m in range(3))
+    assert torch.allclose(torch.cat([keys, values], 1), expected, atol=1e-5)
+    assert keys.shape == values.shape == (6, 2, 8)
+
+
+def test_components_of_later_tasks_do_not_matter() -> None:
+    prompts = coda()
+    module, x = network(prompts), images()
+    before = module(x)
+    with torch.no_grad():
+        prompts.blocks["1"].P[1] += 1.0
+    assert torch.equal(module(x), before)
+    with torch.no_grad():
+        prompts.task.fill_(1)
+    assert not torch.allclose(module(x), before, atol=1e-4)
+
+
+@given(st.integers(0, 4), st.integers(1, 4), st.integers(0, 2**31))
+def test_new_components_are_orthonormal_and_orthogonal_to_all_earlier_ones(old: int, new: int, seed: int) -> None:
+    """Also where the earlier ones, which were trained, are not orthogonal to each other."""
+    generator = torch.Generator().manual_seed(seed)
+    earlier, rows = torch.randn(old, 8, generator=generator), torch.randn(new, 8, generator=generator)
+    found = orthonormal(rows, earlier)
+    assert torch.allclose(found @ found.T, torch.eye(new), atol=1e-5)
+    assert old == 0 or (found @ earlier.T).abs().max() < 1e-5 * max(1.0, float(earlier.abs().max()) * 8)
+
+
+def test_a_task_begins_orthogonal_to_the_last_one() -> None:
+    case = Bench("prompt-coda", stream=ClassToy(rounds_per_task=1), train=TrainOptions(1, 5, Optimizer(lr=0.0)))
+    found = entries(case, case.run().params, "")
+    for end in "PAK":
+        rows = found[f"prompts.blocks.0.{end}"].flatten(2) if end == "P" else found[f"prompts.blocks.0.{end}"]
+        assert torch.allclose(rows[1] @ rows[1].T, torch.eye(2), atol=1e-5)
+        assert (rows[1] @ rows[0].T).abs().max() < 1e-5
+
+
+def test_a_pool_larger_than_the_width_is_refused() -> None:
+    with pytest.raises(CompositionError, match=r"prompt-coda.components must be at most 4: .* of 2 tasks .* got 5"):
+        Bench("prompt-coda", {"prompt-coda": {**SMALL["prompt-coda"], "components": 5}}).run()
+
+
+# DualPrompt -----------------------------------------------------------------------------------------------------------
+def dual(tasks: int = 3) -> DualPrompts:
+    return DualPrompts((0,), (1,), tasks, 2, 8, seed=0)
+
+
+def test_training_uses_the_current_expert_and_pulls_its_key() -> None:
+    prompts = dual()
+    module, x = network(prompts).train(), images()
+    with torch.no_grad():
+        prompts.task.fill_(1)
+    module(x).sum().backward()
+    gradient = prompts.expert["1"].grad
+    assert gradient is not None and gradient[1].any() and not gradient[[0, 2]].any()
+    query = prompts.query(module, module.embed(x))
+    expected = 1 - torch.nn.functional.cosine_similarity(query, prompts.key[1], dim=1).mean()
+    assert prompts.pull is not None and float(prompts.pull) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_scoring_uses_the_expert_of_the_nearest_key_among_tasks_so_far() -> None:
+    prompts = dual()
+    module, x = network(prompts), images()
+    query = prompts.query(module, module.embed(x))
+    with torch.no_grad():
+        prompts.key[1, 0], prompts.key[0, 0], prompts.key[2, 0] = query[0], -query[0], query[0]
+        prompts.task.fill_(1)
+    found = module(x[:1])
+    with torch.no_grad():
+        prompts.expert["1"][2] += 1.0  # of a task that has not begun
+        prompts.expert["1"][0] += 1.0  # of a key that is far away
+    assert torch.equal(module(x[:1]), found)
+    with torch.no_grad():
+        prompts.expert["1"][1] += 1.0
+    assert not torch.allclose(module(x[:1]), found, atol=1e-5)
+
+
+def test_a_new_expert_is_a_copy_of_the_last() -> None:
+    case = Bench("prompt-dual", stream=ClassToy(rounds_per_task=1), train=TrainOptions(1, 5, Optimizer(lr=0.0)))
+    found = entries(case, case.run().params, "")
+    assert torch.equal(found["prompts.expert.1"][0], found["prompts.expert.1"][1])
+    assert torch.equal(found["prompts.key"][0], found["prompts.key"][1])
+
+
+# L2P ------------------------------------------------------------------------------------------------------------------
+def test_the_nearest_prompts_stand_before_the_patches() -> None:
+    prompts = PoolPrompts(4, 2, 1, 8, seed=0)
+    module, x = network(prompts), images(1)
+    tokens = module.embed(x)
+    query = prompts.query(module, tokens)
+    with torch.no_grad():
+        prompts.key[:, 0] = -query[0]
+        prompts.key[2, 0] = query[0]
+    sequence = torch.cat([tokens[:, :1], prompts.prompt[2], tokens[:, 1:]], 1)
+    out = module.norm(module.run_blocks(sequence))
+    assert torch.allclose(module.features(x), out[:, 1:3].mean(1), atol=1e-6)
+
+
+def key_path(weight: float) -> tuple[Tensor, Outcome, Bench]:
+    options = {"prompt-l2p": {**SMALL["prompt-l2p"], "weight": weight}}
+    bench = Bench("prompt-l2p", options, stream=Toy(tasks=1, rounds_per_task=3))
+    outcome = bench.run()
+    return entries(bench, outcome.params - bench.model()["params"], "prompts.key")["prompts.key"], outcome, bench
+
+
+def test_without_the_pull_keys_never_move() -> None:
+    assert not key_path(0.0)[0].any() and key_path(0.5)[0].any()
+
+
+def test_the_pull_brings_chosen_keys_nearer_to_the_queries() -> None:
+    """With all else frozen, the mean cosine of the chosen keys rises."""
+    _, outcome, bench = key_path(5.0)
+    module, found = bench.build_module(), []
+    x = bench.stream.inputs(bench.stream.data(0, 0).x)
+    for vector in (bench.model()["params"], outcome.params):
+        bench.layout().bind(module, vector.clone(), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+        module.train()(x)
+        assert isinstance(module.prompts, PoolPrompts) and module.prompts.pull is not None
+        found.append(-float(module.prompts.pull))
+    assert found[1] > found[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_predictions_do_not_depend_on_the_batch(method: str) -> None:
+    bench = Bench(method)
+    model, x, trainer = bench.run().state.model, bench.stream.test(0).x, bench.trainer()
+    together = trainer.outputs(model, x)
+    assert torch.allclose(together, torch.cat([trainer.outputs(model, one) for one in x.split(1)]), atol=1e-5)
+
+
+# all of them ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["prompt-dual", "prompt-coda", "fedgp+prompt-coda"])
+def test_after_a_task_nothing_of_it_changes(method: str) -> None:
+    """Not even by weight decay or momentum: prompts, keys, and the head's rows of its classes."""
+    train = TrainOptions(2, 5, Optimizer(lr=0.1, momentum=0.9, weight_decay=0.1))
+    bench = Bench(method, stream=ClassToy(), train=train)
+    middle, last = (entries(bench, v, "") for v in (bench.run(rounds=2).params, bench.run().params))
+    for name, before in middle.items():
+        if name.startswith("prompts.") and "general" not in name and name != "prompts.task":
+            assert torch.equal(before[0], last[name][0]) and not torch.equal(before[1], last[name][1])
+    assert torch.equal(middle["head.weight"][:2], last["head.weight"][:2])
+    assert torch.equal(middle["head.bias"][:2], last["head.bias"][:2])
+
+
+@pytest.mark.parametrize(
+    ("method", "numbers"),
+    [
+        ("prompt-coda", 2 * 2 * (2 * 8 + 8 + 8)),  # blocks x components x (P, A, K)
+        ("prompt-dual", 2 * 2 * 8 + 2 * 2 * 8 + 8),  # general, expert, key
+    ],
+)
+def test_replies_hold_the_tasks_slice(method: str, numbers: int) -> None:
+    bench = Bench(method, stream=ClassToy(clients=1, rounds_per_task=1))
+    assert bench.run(rounds=1).state.traffic.up["fedavg"] // 4 == numbers + 2 * 9
+
+
+def test_l2p_sends_its_pool_and_the_head() -> None:
+    bench = Bench("prompt-l2p", stream=ClassToy(clients=1, rounds_per_task=1))
+    assert bench.run(rounds=1).state.traffic.up["fedavg"] // 4 == 4 * (2 + 1) * 8 + 4 * 9
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_backbone_is_neither_trained_nor_sent(method: str) -> None:
+    names = [entry.name for entry in Bench(method).layout().params]
+    assert all(name.startswith(("prompts.", "head.")) for name in names)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_network_is_refused_with_a_reason(method: str) -> None:
+    with pytest.raises(CompositionError, match="set model.kind = 'vit'"):
+        Bench(method, module=lambda shape, classes: torch.nn.Linear(16, classes)).build_module()
+
+
+def test_replay_works_on_prompts() -> None:
+    parts: list[Any] = ["fedavg", {"part": "prompt-coda", **SMALL["prompt-coda"]}, {"part": "memory", "size": 8}, "er"]
+    bench = Bench(lambda: methods.build(parts=parts), stream=ClassToy())
+    outcome = bench.run()
+    assert outcome.clients[0]["memory"] and torch.isfinite(outcome.params).all()
+
+
+def test_blocks_that_the_network_has_not_are_refused() -> None:
+    with pytest.raises(CompositionError, match=r"method.prompt-dual.expert must be below the network's depth, 2"):
+        Bench("prompt-dual", {}).build_module()
+
+
+def test_an_empty_prompt_is_the_backbone() -> None:
+    """A prefix of length 0 leaves the outputs as they are (see also the tests of the network)."""
+    bench = Bench("prompt-coda")
+    module, x = bench.build_module(), bench.stream.test(0).x
+    assert isinstance(module, ViT)
+    module.prompts = None
+    assert torch.equal(module.eval()(bench.stream.inputs(x)), plain_outputs(bench, x))
