@@ -75,7 +75,8 @@ print(json.dumps({"failed": failed, "found": found, "loaded": loaded}))
 """
 
 
-ADAPTER = "everfed.federation.flower."
+# the adapter to Flower is what it adapts to, and kernels are Triton's, which comes with torch's builds for GPUs
+ADAPTERS = ("everfed.federation.flower.", "everfed.models.batchnorm_kernels")
 
 
 def normal(name: str) -> str:
@@ -127,8 +128,8 @@ def test_every_module_imports_without_the_extras() -> None:
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    # the adapter to Flower is what it adapts to; that nothing else loads it is what the next line shows
-    assert {name: why for name, why in answer["failed"].items() if not name.startswith(ADAPTER)} == {}
+    # that nothing else loads them is what the next line shows
+    assert {name: why for name, why in answer["failed"].items() if not name.startswith(ADAPTERS)} == {}
     assert answer["loaded"] == []
     here = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "everfed").rglob("*.py")}
     modules = {name.removesuffix(".__init__") for name in here if not name.endswith("__main__")}
