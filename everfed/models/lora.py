@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from everfed.core import random
 
-MERGES = ("mean", "sum", "grams")
 CLOCK = "lora_merge.task"  # what the name of the current task's number ends with
 
 

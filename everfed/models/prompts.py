@@ -9,6 +9,7 @@ a model vector says all that is needed to use it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +41,9 @@ class Components(nn.Module):
 
     def __init__(self, tasks: int, count: int, length: int, width: int, generator: torch.Generator) -> None:
         super().__init__()
-        shapes = {"P": (tasks, count, length, width), "A": (tasks, count, width), "K": (tasks, count, width)}
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+        self.P = nn.Parameter(torch.randn(tasks, count, length, width, generator=generator))
+        self.A = nn.Parameter(torch.randn(tasks, count, width, generator=generator))
+        self.K = nn.Parameter(torch.randn(tasks, count, width, generator=generator))
 
     def weights(self, query: Tensor) -> Tensor:
         """(n, tasks, m): cos(q * A_m, K_m)."""
@@ -72,7 +73,8 @@ class CodaPrompts(TaskPrompts):
     def forward(self, vit: ViT, tokens: Tensor) -> Tensor:
         query = self.query(vit, tokens)
         used = (torch.arange(self.tasks, device=query.device) <= self.task.detach()).to(query.dtype)
-        prefixes = {int(name): components.prompt(query, used) for name, components in self.blocks.items()}
+        blocks = ((int(name), cast(Components, components)) for name, components in self.blocks.items())
+        prefixes = {block: components.prompt(query, used) for block, components in blocks}
         return vit.class_token(tokens, prefixes)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from everfed import (
 )
 from everfed.core import random
 from everfed.core.pieces import Spans
-from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts
+from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, TaskPrompts
 from everfed.models.vit import Prompts, ViT
 from everfed.parts.pretrained.lora import at_task, row_of
 from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
@@ -38,9 +39,8 @@ from everfed.parts.shared.checks import at_least
 PREFIX = "prompts."  # what the names of all prompt parameters begin with
 
 
-def adopt(part: Part, module: nn.Module, prompts: Prompts) -> None:
+def adopt(module: ViT, prompts: Prompts) -> None:
     """Freeze the network but for its head, and give it prompts."""
-    assert isinstance(module, ViT)  # see `require_vit`
     module.requires_grad_(False)
     module.head.requires_grad_(True)
     module.prompts = prompts
@@ -57,7 +57,7 @@ def require_vit(part: Part, module: nn.Module) -> ViT:
 
 def pull_term(step: Step, weight: float) -> Tensor | None:
     """weight times how far the keys in use are from the queries, in the step's forward pass."""
-    prompts = step.replica.module.prompts
+    prompts = cast(TaskPrompts, step.replica.module.prompts)
     return weight * prompts.pull if weight and prompts.pull is not None else None
 
 
@@ -67,7 +67,7 @@ class TaskPrompted(Piecewise):
 
     def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         vit = require_vit(self, module)
-        adopt(self, vit, self.build(vit, ctx))
+        adopt(vit, self.build(vit, ctx))
 
     @abstractmethod
     def build(self, vit: ViT, ctx: Context) -> Prompts:
@@ -215,7 +215,7 @@ class PromptL2P(Part):
         vit = require_vit(self, module)
         prompts = PoolPrompts(self.pool, self.length, self.top, vit.width, random.key(ctx.seed, self.name))
         prompts.task.requires_grad_(False)
-        adopt(self, vit, prompts)
+        adopt(vit, prompts)
 
     def loss(self, step: Step) -> Tensor | None:
         return pull_term(step, self.weight)
