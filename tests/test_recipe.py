@@ -227,7 +227,11 @@ def test_parts_set_by_hand_replace_the_preset(small: Path) -> None:
             "lr = 0.1, moment = 1",
             "FILE, line 8: train.optimizer.moment is not a key. Did you mean momentum",
         ),
-        ('"sgd"', '"sdg"', "FILE, line 8: train.optimizer.kind must be one of sgd, adam, adamw; got 'sdg'. Did you mean sgd?"),
+        (
+            '"sgd"',
+            '"sdg"',
+            "FILE, line 8: train.optimizer.kind must be one of sgd, adam, adamw; got 'sdg'. Did you mean sgd?",
+        ),
         ("= 4", "= 0", "FILE, line 7: train.rounds_per_task must be greater than or equal to 1; got 0"),
         ("= 4", '= "4"', "FILE, line 7: train.rounds_per_task must be a valid integer; got '4'"),
         ("= 4", "= true", "FILE, line 7: train.rounds_per_task must be a valid integer; got True"),
