@@ -74,7 +74,7 @@ def forgetting_standard(matrix: Matrix) -> Entry:
 
 def forgetting_avg_incremental(matrix: Matrix) -> Entry:
     """Mean over the task ends t > 1 of the forgetting until then, as `acc_avg_incremental` is of the accuracy."""
-    return mean([forgetting([row[:t] for row in matrix[:t]]) for t in range(2, len(matrix) + 1)])
+    return mean(over_time(forgetting, matrix)[1:])
 
 
 def forgetting_clipped(matrix: Matrix) -> Entry:
