@@ -68,6 +68,7 @@ PARTS: dict[str, str] = {
     "ffa-lora": "pretrained.lora:FFALoRA",
     "lora": "pretrained.lora:LoRA",
     "lorm": "pretrained.lorm:LoRM",
+    "pilora": "pretrained.pilora:PILoRA",
     "prompt-coda": "pretrained.prompts:PromptCODA",
     "prompt-dual": "pretrained.prompts:PromptDual",
     "prompt-l2p": "pretrained.prompts:PromptL2P",
@@ -174,6 +175,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "regmean": _preset("linear layers merged in least squares by the Gram matrices of their inputs", "regmean"),
     "lorm": _preset("LoRA with one factor at a time, merged in closed form", "lorm"),
+    "pilora": _preset("prototypes of classes, and one LoRA for every task, orthogonal to earlier ones", "pilora"),
     "prompt-l2p": _preset("prompts of a pool, chosen for each sample by keys", "fedavg", "prompt-l2p", **_BY_SAMPLES),
     "prompt-dual": _preset("prompts for all tasks, and for each", "fedavg", "prompt-dual", **_BY_SAMPLES),
     "prompt-coda": _preset(

@@ -47,12 +47,21 @@ def adopt(module: ViT, prompts: Prompts) -> None:
 
 
 def require_vit(part: Part, module: nn.Module) -> ViT:
+    """The network itself; CompositionError for one that is not everfed's own Vision Transformer."""
     if not isinstance(module, ViT):
         raise CompositionError(
-            f"part {part.name!r} puts prompts into the attention of everfed's own Vision Transformer; set "
+            f"part {part.name!r} changes the attention of everfed's own Vision Transformer; set "
             f"model.kind = 'vit' (it reads weights of timm and Hugging Face); got a {type(module).__name__}"
         )
     return module
+
+
+def existing(part: Part, vit: ViT, option: str) -> list[int]:
+    """The blocks that an option names; CompositionError for those that the network has not."""
+    depth, wanted = len(vit.blocks), getattr(part, option)
+    if any(block not in range(depth) for block in wanted):
+        raise CompositionError(f"method.{part.name}.{option} must be below the network's depth, {depth}; got {wanted}")
+    return list(wanted)
 
 
 def pull_term(step: Step, weight: float) -> Tensor | None:
@@ -72,15 +81,6 @@ class TaskPrompted(Piecewise):
     @abstractmethod
     def build(self, vit: ViT, ctx: Context) -> Prompts:
         """The prompts of all tasks, the same in every process."""
-
-    def existing(self, vit: ViT, wanted: Sequence[int], option: str) -> list[int]:
-        """Raises CompositionError for blocks that the network has not."""
-        depth = len(vit.blocks)
-        if any(block >= depth for block in wanted):
-            raise CompositionError(
-                f"method.{self.name}.{option} must be below the network's depth, {depth}; got {wanted}"
-            )
-        return list(wanted)
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase("prompts", cohort=Cohort.SERVER, when=BEGIN, position=Position.BEFORE, update_model=self._next),)
@@ -135,7 +135,7 @@ class PromptCODA(TaskPrompted):
                 f"method.{self.name}.components must be at most {vit.width // tasks}: the components of {tasks} tasks "
                 f"are orthogonal vectors of {vit.width} numbers; got {self.components}"
             )
-        blocks = self.existing(vit, self.blocks, "blocks")
+        blocks = existing(self, vit, "blocks")
         return CodaPrompts(blocks, tasks, self.components, self.length, vit.width, random.key(ctx.seed, self.name))
 
     def begin(self, named: Mapping[str, Tensor], task: int) -> None:
@@ -176,7 +176,7 @@ class PromptDual(TaskPrompted):
             raise ValueError(f"general and expert must be different blocks; got {self.general} and {self.expert}")
 
     def build(self, vit: ViT, ctx: Context) -> Prompts:
-        general, expert = (self.existing(vit, getattr(self, option), option) for option in ("general", "expert"))
+        general, expert = (existing(self, vit, option) for option in ("general", "expert"))
         key = random.key(ctx.seed, self.name)
         return DualPrompts(general, expert, ctx.facts.tasks, self.length, vit.width, key)
 
