@@ -65,6 +65,7 @@ PARTS: dict[str, str] = {
     "fedas": "personal.fedas:FedAS",
     "fedl2p": "personal.fedl2p:FedL2P",
     "fedweit": "personal.fedweit:FedWeIT",
+    "fed-cprompt": "pretrained.prompts:FedCPrompt",
     "ffa-lora": "pretrained.lora:FFALoRA",
     "lora": "pretrained.lora:LoRA",
     "lorm": "pretrained.lorm:LoRM",
@@ -180,6 +181,12 @@ PRESETS: dict[str, Preset] = {
     "prompt-dual": _preset("prompts for all tasks, and for each", "fedavg", "prompt-dual", **_BY_SAMPLES),
     "prompt-coda": _preset(
         "prompts as weighted sums of components, some for every task", "fedavg", "prompt-coda", **_BY_SAMPLES
+    ),
+    "fed-cprompt": _preset(
+        "CODA-Prompt with features near the received model's and away from the last task's",
+        "fedavg",
+        "fed-cprompt",
+        **_BY_SAMPLES,
     ),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }
