@@ -117,7 +117,7 @@ class DualPrompts(TaskPrompts):
         chosen = self._chosen(cosines)
         if self.training:
             self.pull = (1.0 - cosines.gather(1, chosen.unsqueeze(1))).mean()
-        prefixes = {int(name): _halves(p.expand(len(query), -1, -1, -1)) for name, p in self.general.items()}
+        prefixes = {int(name): _halves(p.expand(query.shape[0], -1, -1, -1)) for name, p in self.general.items()}
         prefixes |= {int(name): _halves(p.index_select(0, chosen)) for name, p in self.expert.items()}
         return vit.class_token(tokens, prefixes)
 
@@ -125,7 +125,7 @@ class DualPrompts(TaskPrompts):
         """(n,) the task whose expert each sample uses."""
         task = self.task.detach()
         if self.training:
-            return task.long().expand(len(cosines))
+            return task.long().expand(cosines.shape[0])
         later = torch.arange(self.tasks, device=task.device) > task
         return cosines.masked_fill(later, -torch.inf).argmax(1)
 
