@@ -32,7 +32,8 @@ from everfed.streams.options import (
 from everfed.streams.planned import CACHE_BYTES, PlannedStream
 
 _MEANINGLESS = (
-    "partition", "validation", "max_train", "max_test", "image_size", "channels", "encoder", "label", "order",
+    "partition", "validation", "max_train", "max_test", "image_size", "channels", "encoder", "label",
+    "label_kind", "order",
 )  # fmt: skip
 DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 
