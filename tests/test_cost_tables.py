@@ -58,6 +58,6 @@ def test_entrants_take_turns_and_tell_ratios() -> None:
     base, lwf = entrants
     assert [len(one.seconds) for one in entrants] == [2, 2]
     assert base.times("bytes_down", base) == 1.0 and lwf.times("bytes_down", base) > 1.0
-    found = table.told(lwf, base)
+    found = table.costs(lwf, base)
     assert found["bytes_by_part"]["lwf"]["down"] > 0 and found["times_base"]["later_tasks"] > 0
-    assert "lwf" in table.row(found, table.told(base, base))
+    assert "lwf" in table.row(found, table.costs(base, base))

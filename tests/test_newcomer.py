@@ -174,7 +174,7 @@ name = "er"
 
 
 def test_own_images(work: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="the extra `images` is not installed")
     for label, value in (("ant", 0), ("bee", 80), ("cat", 160), ("dog", 240)):
         (work / "photos" / label).mkdir(parents=True)
         for number in range(10):

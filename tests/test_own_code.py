@@ -219,6 +219,9 @@ PRESET_OF = {cls: name for name in ("fedgp", *methods.PRESETS) for cls in map(ty
 OTHERS: dict[str, Any] = {
     "policy": {"kind": "coordinated", "exchanges": 4},
     "gradients": {"layers": "last", "projection": 7},
+    "levels": 1,
+    "length": 10,
+    "targets": ("fc1",),
 }
 
 
@@ -226,6 +229,8 @@ def other(cls: type[everfed.Part], name: str, default: Any) -> Any:
     """A value of an option that is not its default: another number, another of the allowed words."""
     if name in OTHERS:
         return OTHERS[name]
+    if isinstance(default, tuple):
+        return (*default, 7)
     if isinstance(default, str):
         return next(word for word in allowed_words(cls, name) if word != default)
     if isinstance(default, bool | None):

@@ -129,7 +129,7 @@ def test_a_report_is_written_by_calling_the_package_however_it_was_imported() ->
 
 
 def test_trackers_are_observers_from_python_too() -> None:
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="the extra `trackers` is not installed")
     assert (everfed.run(TINY, track=["tensorboard"]).folder / "tensorboard").is_dir()
 
 
@@ -292,7 +292,7 @@ def test_without_pandas_there_are_plain_lists(finished: everfed.Result, monkeypa
 
 
 def test_the_plot_has_every_task_and_the_loss(finished: everfed.Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib").use("agg")
+    pytest.importorskip("matplotlib", reason="the extra `plots` is not installed").use("agg")
     scores, losses = finished.plot().axes
     assert [line.get_label() for line in scores.lines] == ["task 1", "task 2"]
     assert scores.lines[0].get_ydata().tolist() == [100 * row[0] for row in finished.data["accuracy_matrix"]]

@@ -12,6 +12,7 @@ From the accuracy matrix (`matrix`)
     forgetting_standard            the usual definition: the same number
     forgetting_clipped             no task counts less than 0 (FedGP's code; compare its tables with this one)
     forgetting_full                the maximum also runs over rows before a task was learned (FedGP, STAMP as printed)
+    forgetting_avg_incremental     mean over the task ends of the forgetting until then
     forgetting_mfcl_code           accuracy right after learning, less the final one, divided by T (MFCL's code)
     bwt, fwt                       backward and forward transfer
     over_time                      any of these after task 1, 2, ..., T
@@ -73,6 +74,7 @@ from everfed.metrics.matrix import (
     average_incremental_accuracy,
     bwt,
     forgetting,
+    forgetting_avg_incremental,
     forgetting_clipped,
     forgetting_full,
     forgetting_mfcl_code,
@@ -103,6 +105,7 @@ __all__ = [
     "experiment_reproduced",
     "first_and_later",
     "forgetting",
+    "forgetting_avg_incremental",
     "forgetting_clipped",
     "forgetting_factor",
     "forgetting_factor_relative",

@@ -87,6 +87,11 @@ def forgetting_standard(matrix: Matrix) -> Entry:
     return forgetting(matrix)
 
 
+def forgetting_avg_incremental(matrix: Matrix) -> Entry:
+    """Mean over the task ends t > 1 of the forgetting until then, as `acc_avg_incremental` is of the accuracy."""
+    return mean(over_time(forgetting, matrix)[1:])
+
+
 def forgetting_clipped(matrix: Matrix) -> Entry:
     """As FedGP's code: the maximum includes the last row, so no task counts less than 0."""
     return mean(_drops(matrix, lambda i, last: range(i, last + 1)))
@@ -153,6 +158,7 @@ def _of_matrix(matrix: Matrix, baseline: float | Sequence[float] | None) -> dict
         "forgetting_clipped": forgetting_clipped(matrix),
         "forgetting_standard": forgetting_standard(matrix),
         "forgetting_full": forgetting_full(matrix),
+        "forgetting_avg_incremental": forgetting_avg_incremental(matrix),
         "forgetting_mfcl_code": forgetting_mfcl_code(matrix),
         "bwt": bwt(matrix),
         "fwt": None if baseline is None else fwt(matrix, baseline),

@@ -275,6 +275,7 @@ def write_in_pieces(path: Path, rounds: int) -> None:
             file.flush()
 
 
+@pytest.mark.slow
 def test_five_hundred_runs_and_a_long_one(tmp_path: Path, watch: Callable[..., Any]) -> None:
     long_run(tmp_path / "long", 10_000)
     methods = ("fedavg", "der", "fedgp+der")

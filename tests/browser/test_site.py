@@ -28,7 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, pytest.param(1440, marks=pytest.mark.slow)])
 def test_pages_fit_and_equations_are_typeset(site: Path, watch: Callable[..., Any], width: int) -> None:
     one = watch("file://", viewport={"width": width, "height": 844})
     for name in PAGES:

@@ -119,6 +119,7 @@ def test_two_processes_and_a_kill_give_what_one_process_gives(work: Path, alone:
     assert all(run["metrics"] for row in table["rows"] for run in row["runs"])
 
 
+@pytest.mark.slow
 def test_both_of_two_processes_finish_and_nothing_is_computed_twice(work: Path) -> None:
     both = [started(work, "--jobs", "1"), started(work, "--jobs", "2")]
     texts = [ended(process) for process in both]
@@ -129,6 +130,7 @@ def test_both_of_two_processes_finish_and_nothing_is_computed_twice(work: Path) 
     assert all("written to cells" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced_and_its_cell_goes_on(work: Path, alone: dict[str, Any]) -> None:
     parent = started(work, "--jobs", "2")
     until(lambda: rounds(work / "cells" / FOLDERS[0]) > 0)

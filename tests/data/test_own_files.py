@@ -25,7 +25,7 @@ from everfed.data import download as downloads
 from everfed.data.download import Archive, fetch
 from everfed.streams.options import OptionError
 
-Image = pytest.importorskip("PIL.Image")
+Image = pytest.importorskip("PIL.Image", reason="the extra `images` is not installed")
 
 
 # images --------------------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ def test_a_csv_with_labels_of_text(tmp_path: Path, delimiter: str) -> None:
 
 
 def test_a_parquet_table_gives_the_same_and_is_found_by_name(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas", reason="the extra `notebooks` is not installed")
+    pytest.importorskip("pyarrow", reason="the extra `tables` is not installed")
     pandas.DataFrame(ROWS, columns=["age", "dose", "label"]).to_parquet(tmp_path / "clinic.parquet")
     one, two = load("clinic", tmp_path), load(write_csv(tmp_path / "other.csv"))
     assert (one.x_train == two.x_train).all() and (one.y_test == two.y_test).all()
@@ -143,7 +143,7 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path: Path, header: str, rows: 
 
 
 def test_damaged_tables_are_named(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow", reason="the extra `tables` is not installed")
     for name in ("t.parquet", "t.csv"):
         (tmp_path / name).write_bytes(b"\xff\xfe nothing")
         with pytest.raises(DataError, match=f"{name}: cannot be read"):

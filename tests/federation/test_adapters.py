@@ -53,6 +53,6 @@ def test_real_processes_measure_the_same(tmp_path: Path) -> None:
         recipes = {m: small.recipe(NETWORK, "stream.max_train=20", method=m) for m in ("fedavg", "lora")}
         runs = {method: small.serve(recipe, method) for method, recipe in recipes.items()}
         results = {method: json.loads((folder / "result.json").read_text()) for method, folder in runs.items()}
-        sizes = {method: result["engine"]["piece_bytes_received"] for method, result in results.items()}
+        sizes = {method: result["environment"]["piece_bytes_received"] for method, result in results.items()}
         assert sizes["lora"] < 0.03 * sizes["fedavg"]
         assert outcome(runs["lora"]) == outcome(simulated(recipes["lora"], tmp_path / "reference"))

@@ -45,6 +45,12 @@ class TestWorkedExamples:
         assert metrics.fwt(M1, 0.1) == near(0)
         assert metrics.fwt(M1, [0.1, 0.1, 0.1]) == near(0)
 
+    def test_forgetting_averaged_over_the_task_ends(self) -> None:
+        """-0.1 after the second task, whose first rose; ((0.7 - 0.3) + (0.4 - 0.35)) / 2 after the third."""
+        matrix = [[0.6, 0.0, 0.0], [0.7, 0.4, 0.0], [0.3, 0.35, 0.5]]
+        assert metrics.forgetting_avg_incremental(matrix) == near((-0.1 + 0.225) / 2)
+        assert metrics.forgetting_avg_incremental([[0.6]]) is None
+
     def test_forward_transfer_with_a_baseline_of_each_task(self) -> None:
         """((a[1,2] - b_2) + (a[2,3] - b_3)) / 2; the first task has none, so its baseline is not used."""
         matrix = [[0.9, 0.5, None], [0.8, 0.9, 0.7], [0.7, 0.8, 0.9]]
@@ -191,6 +197,7 @@ class TestSummary:
             "forgetting_clipped": near(0.25),
             "forgetting_standard": near(0.25),
             "forgetting_full": near(0.25),
+            "forgetting_avg_incremental": near((0.3 + 0.25) / 2),
             "forgetting_mfcl_code": near(0.5 / 3),
             "bwt": near(-0.25),
             "fwt": near(0),

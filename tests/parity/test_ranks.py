@@ -127,7 +127,11 @@ def test_without_torchrun_it_says_how(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "more"),
     [
-        ("mfcl", ("gen_steps=4", "gen_chunk=2", "gen_batch=8", "gen_light=true", "syn_batch=4")),
+        pytest.param(
+            "mfcl",
+            ("gen_steps=4", "gen_chunk=2", "gen_batch=8", "gen_light=true", "syn_batch=4"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "fedcil", ("server_steps=3", "server_chunk=2", "server_batch=4", "width=8"), marks=pytest.mark.slow
         ),

@@ -23,7 +23,7 @@ from everfed.core.step import Step
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, TreeError
 from everfed.parts.aggregate.average import FedAvg
-from tests.support.presets import each_kind, each_preset
+from tests.support.presets import each_kind
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 from tests.support.wire import crossed, run_over_wire
 
@@ -41,7 +41,7 @@ def test_every_preset_equals_eager_bit_for_bit(name: str) -> None:
     assert_same(bench.run(), run_over_wire(bench))
 
 
-@pytest.mark.parametrize("name", each_preset())
+@pytest.mark.parametrize("name", each_kind())
 def test_with_batchnorm_dropout_augmentation_and_partial_participation(name: str) -> None:
     stream = Toy(clients=2, augmented=True, cohorts={0: (0, 1), 1: (1,), 2: (0,), 3: (0, 1)})
     bench = Bench(name, stream=stream, module=Norm, seed=3)

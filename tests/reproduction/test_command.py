@@ -14,7 +14,8 @@ from everfed.reproduction.published import SETS, Published
 from everfed.reproduction.tables import Paper
 from everfed.reproduction.targets import Target
 
-QUICK = ("--scale", "small", "--columns", "rotated", "--methods", "fedavg,fedgp", "--seeds", "2", "--engine", "eager")
+QUICK = ("--scale", "small", "--columns", "rotated", "--methods", "fedavg,fedgp", "--seeds", "2", "--engine", "eager",
+         "--jobs", "1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
