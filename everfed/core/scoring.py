@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,6 +73,12 @@ def score_tasks(
         counts = correct_counts(outputs, data.y.to(device), seen_mask, own, exam.top_k)
         rows.append(torch.stack([torch.tensor(len(data), device=device), *(counts[rule] for rule in RULES)]))
     return torch.stack(rows).cpu()
+
+
+def stacked(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Rows of `score_tasks` that were lists meanwhile, as they were: int64 or float64. torch.tensor would make float32
+    of the latter."""
+    return torch.from_numpy(np.array(rows))
 
 
 def row_value(stream: Stream, row: Sequence[float], rule: str, score: str | None = None) -> float | None:

@@ -190,7 +190,10 @@ def _check_pair(name: str, part: str, x: Tensor, y: Tensor) -> None:
 def _check_classes(name: str, part: str, y: Tensor, classes: int) -> None:
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= classes:
-        raise DataError(f"{name}: {part} labels run from {low} to {high}, allowed: 0 to {classes - 1}")
+        raise DataError(
+            f"{name}: {part} labels run from {low} to {high}, allowed: 0 to {classes - 1}; if they are numbers to "
+            "predict, stream.label_kind = 'regression'"
+        )
 
 
 def _check_alike(name: str, train: Tensor, test: Tensor) -> None:

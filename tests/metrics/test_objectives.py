@@ -117,7 +117,12 @@ def test_scores_below_zero_and_infinite_errors() -> None:
 
 
 def test_units_and_directions_follow_the_score() -> None:
-    for name, kind, better in (("f1", "percent", 1), ("accuracy", "percent", 1), ("mse", "plain", -1), ("r2", "plain", 1)):
+    for name, kind, better in (
+        ("f1", "percent", 1),
+        ("accuracy", "percent", 1),
+        ("mse", "plain", -1),
+        ("r2", "plain", 1),
+    ):
         score = SCORES[name]
         assert [METRICS["acc"].kind_of(score), METRICS["acc"].better_of(score)] == [kind, better]
         assert [METRICS["forgetting"].kind_of(score), METRICS["forgetting"].better_of(score)] == [kind, -1]

@@ -44,7 +44,8 @@ TARGETS: dict[str, np.ndarray] = {
 KINDS = ["labels", "numbers"]
 WORK_WITH_ANY_LOSS = ("fedavg", "fedprox", "er", "der", "der++", "agem", "ewc", "si", "fedgp", "fedgp+er", "fedgp+der")
 NEED_CLASSES = (
-    *("lwf", "fedlwf2t", "mfcl", "glfc", "fedcil", "af-fcl", "target", "lander", "fedweit", "ogd", "stamp", "fedas"),
+    *("lwf", "fedlwf2t", "mfcl", "glfc", "fedcil", "af-fcl", "target", "lander", "fedweit", "ogd", "fedas"),
+    *("stamp", "stamp-temporal"),
     *("herding", "ridge", "ranpac", "fedproto", "fedproto-personal", "ccvr", "hgp"),
 )
 
@@ -114,7 +115,9 @@ def test_zeros_and_ones_of_any_type_are_labels(dtype: Any) -> None:
     ],
 )
 def test_targets_of_other_shapes_or_of_two_kinds_are_refused(train: np.ndarray, test: np.ndarray) -> None:
-    message = r"targets are train .* test .*; allowed, and alike in both parts: one class.*\(n,\); several labels.*0 and 1"
+    message = (
+        r"targets are train .* test .*; allowed, and alike in both parts: one class.*\(n,\); several labels.*0 and 1"
+    )
     with pytest.raises(DataError, match=message):
         streams.from_arrays(X[:60], train[:60], X[60:], test[60:], scenario="domain-incremental", transform="permute")
 
@@ -125,11 +128,15 @@ def test_what_is_wrong_with_targets_is_named() -> None:
     given: dict[str, Any] = {"scenario": "domain-incremental", "transform": "permute"}
     with pytest.raises(DataError, match="arrays: sample 4 has no finite target"):
         streams.from_arrays(X[:60], number[:60], X[60:], number[60:], **given)
-    with pytest.raises(DataError, match="test targets have 3 columns, expected 2|train targets have 3 columns, expected 2"):
+    with pytest.raises(
+        DataError, match="test targets have 3 columns, expected 2|train targets have 3 columns, expected 2"
+    ):
         streams.from_arrays(X[:60], labels[:60], X[60:], labels[60:], **given, classes=2)
     with pytest.raises(DataError, match=r"targets are float64 of shape \(60,\); allowed: several labels a sample"):
         streams.from_arrays(X[:60], TARGETS["number"][:60], X[60:], number[60:], **given, label_kind="multi-label")
-    with pytest.raises(OptionError, match="stream.label_kind: 'words' is not one of .*: classes, multi-label, regression"):
+    with pytest.raises(
+        OptionError, match="stream.label_kind: 'words' is not one of .*: classes, multi-label, regression"
+    ):
         stream("labels", label_kind="words")
     with pytest.raises(OptionError, match="label_kind: digits has classes targets, not regression"):
         streams.build({"dataset": "digits", "scenario": "domain-incremental", "label_kind": "regression"}, 0, 1)
@@ -138,7 +145,9 @@ def test_what_is_wrong_with_targets_is_named() -> None:
 @pytest.mark.parametrize("scenario", ["class-incremental", "task-incremental", "task-pool"])
 def test_scenarios_that_divide_classes_are_refused(scenario: str) -> None:
     y = TARGETS["labels"]
-    message = f"stream.scenario: {scenario} divides single classes.*multi-label targets; allowed: domain-incremental, multi"
+    message = (
+        f"stream.scenario: {scenario} divides single classes.*multi-label targets; allowed: domain-incremental, multi"
+    )
     with pytest.raises(OptionError, match=message):
         streams.from_arrays(X[:60], y[:60], X[60:], y[60:], scenario=scenario)
 
@@ -185,12 +194,12 @@ def test_data_sets_have_the_same_targets(kind: str, as_set: Any) -> None:
 
 
 def test_a_column_of_a_table_may_be_what_is_predicted(tmp_path: Path) -> None:
-    lines = [f"{a},{b},{2 * a - b + 0.5}" for a, b in np.random.default_rng(1).integers(0, 9, (40, 2))]
+    lines = [f"{a},{b},{2 * a + b + 0.5}" for a, b in np.random.default_rng(1).integers(0, 9, (40, 2))]
     path = tmp_path / "t.csv"
     path.write_text("\n".join(["a,b,target", *lines]))
     source = load(path)
     assert (source.targets, source.classes, len(source.x_train), len(source.x_test)) == ("regression", 1, 32, 8)
-    assert torch.equal(source.y_train[:, 0], 2 * source.x_train[:, 0] - source.x_train[:, 1] + 0.5)
+    assert torch.equal(source.y_train[:, 0], 2 * source.x_train[:, 0] + source.x_train[:, 1] + 0.5)
     path.write_text("\n".join(["a,b,target", *(line.replace(".5", "") for line in lines)]))  # whole numbers
     assert load(path).targets == "classes" and load(path, label_kind="regression").targets == "regression"
     table = {"dataset": str(path), "scenario": "domain-incremental", "transform": "permute", "clients": 2, "tasks": 2}
@@ -204,7 +213,13 @@ def test_an_npz_may_hold_several_labels(tmp_path: Path) -> None:
 
 
 # engines -------------------------------------------------------------------------------------------------------------
-CASES = [("labels", "fedavg"), ("labels", "fedgp+er"), ("numbers", "fedavg"), ("numbers", "fedgp+er"), ("numbers", "der")]
+CASES = [
+    ("labels", "fedavg"),
+    ("labels", "fedgp+er"),
+    ("numbers", "fedavg"),
+    ("numbers", "fedgp+er"),
+    ("numbers", "der"),
+]
 
 
 def on_processes(case: Bench) -> Outcome:
@@ -237,12 +252,16 @@ def test_every_engine_gives_the_same_bits(kind: str, method: str, tmp_path: Path
 @pytest.mark.parametrize("method", WORK_WITH_ANY_LOSS)
 def test_methods_that_work_with_any_loss(kind: str, method: str) -> None:
     case = bench(kind, method)
+    if method == "ewc":  # the penalty must not exceed what plain SGD can follow; squared errors have a large curvature
+        case = case.change(options={"ewc": {"weight": 1.0}})
     assert torch.isfinite(case.run().params).all()
 
 
 @pytest.mark.parametrize("method", NEED_CLASSES)
 def test_methods_that_need_classes_are_refused(method: str) -> None:
-    with pytest.raises(CompositionError, match="needs one class for every sample, but stream 'arrays-permute', scored by f1"):
+    with pytest.raises(
+        CompositionError, match="needs one class for every sample, but stream 'arrays-permute', scored by f1"
+    ):
         methods.build(method).fit_stream(stream("labels"))
 
 
@@ -264,7 +283,7 @@ def test_counts_of_clients_that_score_are_added_up(kind: str) -> None:
 # runs and reports ----------------------------------------------------------------------------------------------------
 def test_a_regression_that_learns_and_forgets(tmp_path: Path) -> None:
     """The features of task 2 are permuted: what is learned of task 1 is lost, so its error grows."""
-    settings = recipe(train={"rounds_per_task": 12, "local_epochs": 3, "optimizer": {"lr": 0.05}}, eval={"every": 1})
+    settings = recipe(train={"rounds_per_task": 12, "local_epochs": 5, "optimizer": {"lr": 0.1}}, eval={"every": 1})
     found = everfed.run(settings, tmp_path / "a", stream=stream("numbers", rounds_per_task=12))
     first, second = found.data["accuracy_matrix"]
     assert second[0] > first[0] and found.metrics["forgetting"] == pytest.approx(second[0] - first[0])
