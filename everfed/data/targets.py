@@ -44,6 +44,13 @@ def storage_targets(y: np.ndarray | Tensor, kind: str, name: str) -> Tensor:
     return torch.from_numpy(numbers)
 
 
+def blank_targets(kind: str, width: int) -> Tensor:
+    """Targets of no sample in storage form."""
+    if kind == CLASSES:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.zeros((0, width), dtype=torch.uint8 if kind == MULTI_LABEL else torch.float32)
+
+
 def strata(y: np.ndarray | Tensor) -> np.ndarray:
     """(n,) int64 groups by which samples are held out and divided among clients: classes; the first label of a sample
     that has several (one group more for those without any); tenths of the first number."""

@@ -174,7 +174,8 @@ def from_function(
 ) -> Stream:
     """A stream of periods that a user's own function yields for every client (`everfed.streams.feed`).
 
-    classes: as many as may ever appear. `options` are those of `build` for scenario "own".
+    classes: as many as may ever appear; the number of labels or targets with label_kind = "multi-label" or
+    "regression". `options` are those of `build` for scenario "own".
     """
     _, common, own = _split_options({"scenario": Own.scenario, "classes": classes, **options})
     return Own(make, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
 from everfed.data.targets import CLASSES
 from everfed.streams.draws import generator
-from everfed.streams.objectives import objective_of
+from everfed.streams.objectives import ByObjective, objective_of
 from everfed.streams.options import (
     USUAL_NORMALISATION,
     OptionError,
@@ -49,7 +49,7 @@ class Division:
         return self.order[self.ends[client] : self.ends[client + 1]]
 
 
-class IncrementalStream(PlannedStream):
+class IncrementalStream(ByObjective, PlannedStream):
     """A data set, divided among tasks and clients.
 
     A scenario defines the classes of a task (`classes_of`), its samples (`view`), the division among clients that it
@@ -83,8 +83,7 @@ class IncrementalStream(PlannedStream):
         self._rows = choose_rows(source, self.seed, self.scale, options.validation, options.max_train, options.max_test)
         # groups decide which task and client has a sample; they are the classes where every sample has one
         self._y_train, self._y_test = source.strata("train"), source.strata("test")
-        self.objective = objective_of(source)
-        self.score, self.also = self.objective.score, self.objective.also
+        self._score_by(objective_of(source.targets, source.classes, source.y_train))
 
     # What a scenario decides
 
@@ -162,20 +161,6 @@ class IncrementalStream(PlannedStream):
             **self.facts(),
             "who_got_what": [self._report(d) for d in sorted(self._divisions)],
         }
-
-    # Loss and score
-
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """The loss of the targets: cross-entropy, binary cross-entropy for several labels, mean squared error."""
-        return self.objective.loss(outputs, y)
-
-    def measure(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """The sums that the score is made of; of targets that are no classes."""
-        return self.objective.sums(outputs, y)
-
-    def value(self, score: str, sums: Sequence[float]) -> float | None:
-        """The score that sums stand for; None where nothing was scored."""
-        return self.objective.value(score, sums)
 
     # How data comes about
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.data.source import Source
 from everfed.data.targets import MULTI_LABEL, REGRESSION
 from everfed.scores import score_value
 
@@ -36,13 +35,37 @@ class Objective(Protocol):
     def value(self, score: str, sums: Sequence[float]) -> float | None: ...
 
 
-def objective_of(source: Source) -> Objective:
-    """By the kind of the source's targets."""
-    if source.targets == MULTI_LABEL:
-        return MultiLabel(source.classes)
-    if source.targets == REGRESSION:
-        return Regression(tuple(source.y_train.double().mean(0).tolist()))
+def objective_of(targets: str, width: int, y: Tensor | None = None) -> Objective:
+    """Of targets of one of the kinds in `everfed.data.targets`. width: outputs of the network. y: some of the targets,
+    where there are any yet."""
+    if targets == MULTI_LABEL:
+        return MultiLabel(width)
+    if targets == REGRESSION:
+        return Regression((0.0,) * width if y is None else tuple(y.double().mean(0).tolist()))
     return SingleLabel()
+
+
+class ByObjective:
+    """Loss and scores of a stream, by an objective. It stands before the stream among the bases."""
+
+    objective: Objective
+    score: str
+    also: tuple[str, ...]
+
+    def _score_by(self, objective: Objective) -> None:
+        self.objective, self.score, self.also = objective, objective.score, objective.also
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy of classes, binary cross-entropy of several labels, mean squared error of numbers."""
+        return self.objective.loss(outputs, y)
+
+    def measure(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The sums that scores are made of."""
+        return self.objective.sums(outputs, y)
+
+    def value(self, score: str, sums: Sequence[float]) -> float | None:
+        """The score that sums stand for; None where nothing was scored."""
+        return self.objective.value(score, sums)
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,40 @@ def test_an_npz_may_hold_several_labels(tmp_path: Path) -> None:
     assert (source.targets, source.class_names, len(source.x_test)) == ("multi-label", ("sun", "rain", "snow"), 18)
 
 
+# periods as they arrive ----------------------------------------------------------------------------------------------
+def arriving(kind: str, **changes: Any) -> Stream:
+    y = TARGETS[kind]
+
+    def periods(client: int) -> list[Any]:
+        rows = np.arange(client, 90, 3)
+        return [(X[half], y[half]) for half in np.array_split(rows, 2)]
+
+    given = {"label_kind": "multi-label" if kind == "labels" else "regression", "tasks": 2, "clients": 3}
+    width = 1 if y.ndim == 1 else y.shape[1]
+    return streams.from_function(periods, **{"classes": width, "rounds_per_task": 2, **given, **changes})
+
+
+@pytest.mark.parametrize("kind", ["labels", "number", "numbers"])
+def test_periods_of_ones_own_are_scored_on_every_clients_tests(kind: str) -> None:
+    made = arriving(kind)
+    for client in range(3):
+        train, test = made.data(client, 1), made.test_of(client, 1)
+        assert (len(train), len(test)) == (12, 3) and train.y.dtype == stream(kind).data(0, 0).y.dtype
+    outcome = Bench("fedgp+er", stream=made).run()  # type: ignore[arg-type]
+    row = outcome.state.rows[1][0]
+    assert row is not None and row[0] == 3 * 3
+    assert made.value(made.score, [row[0], row[1], *row[4:]]) is not None
+
+
+def test_a_server_without_data_knows_the_shape_of_targets() -> None:
+    assert arriving("labels", input_shape=[FEATURES]).test(0).y.shape == (0, 3)
+    assert arriving("number", input_shape=[FEATURES]).test(0).y.dtype == torch.float32
+    with pytest.raises(DataError, match="client 0, period 0: targets have 3 columns, expected stream.classes = 2"):
+        arriving("labels", classes=2)
+    with pytest.raises(DataError, match=r"client 0, period 0: targets are float64 of shape \(15,\); allowed: several"):
+        arriving("number", label_kind="multi-label")
+
+
 # engines -------------------------------------------------------------------------------------------------------------
 CASES = [
     ("labels", "fedavg"),
