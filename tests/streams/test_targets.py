@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, TensorDataset
 import everfed
 from everfed import methods, streams
 from everfed.core import tree
-from everfed.core.context import World
+from everfed.core.context import TrainOptions, World
+from everfed.core.optimizer import Optimizer
 from everfed.core.runner import EvalOptions
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
@@ -288,6 +289,23 @@ def test_methods_that_work_with_any_loss(kind: str, method: str) -> None:
     case = bench(kind, method)
     if method == "ewc":  # the penalty must not exceed what plain SGD can follow; squared errors have a large curvature
         case = case.change(options={"ewc": {"weight": 1.0}})
+    assert torch.isfinite(case.run().params).all()
+
+
+def of_images(kind: str) -> Stream:
+    """For networks that take images."""
+    images, y = np.random.default_rng(0).integers(0, 256, (90, 4, 4), dtype=np.uint8), TARGETS[kind]
+    given: dict[str, Any] = {"scenario": "domain-incremental", "tasks": 2, "clients": 3, "rounds_per_task": 2}
+    return streams.from_arrays(images[:60], y[:60], images[60:], y[60:], **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", [name for name in methods.names() if not methods.build(name).needs("classes")])
+def test_every_method_that_is_not_refused_runs(kind: str, method: str) -> None:
+    train = TrainOptions(1, 5, Optimizer(lr=0.01))
+    case = Bench(method, stream=of_images(kind), train=train)  # type: ignore[arg-type]
+    case.build_method().fit_stream(case.stream)
     assert torch.isfinite(case.run().params).all()
 
 
