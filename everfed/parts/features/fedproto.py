@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed import (
+    CLASSES,
     MODEL,
     Batch,
     Context,
@@ -49,6 +50,7 @@ class FedProto(Part):
     weighting: str = "count"
 
     name = "fedproto"
+    needs = frozenset({CLASSES})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everfed import (
+    CLASSES,
     CompositionError,
     Context,
     Data,
@@ -62,6 +63,8 @@ def feature_rows(client: State, message: Message, data: Data, ctx: Context) -> I
 @dataclass(frozen=True)
 class ReplacesHead(Part):
     """A part whose server makes the classifier's head, from features that are the same on every client."""
+
+    needs = frozenset({CLASSES})
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         others = [part.name for part in parts if isinstance(part, ReplacesHead)]
