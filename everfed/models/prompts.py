@@ -37,17 +37,22 @@ class TaskPrompts(Prompts):
 
 # CODA-Prompt ----------------------------------------------------------------------------------------------------------
 class Components(nn.Module):
-    """The components of one block: prompts P (tasks, m, length, width), attention A and keys K (tasks, m, width)."""
+    """The components of one block: prompts P (tasks, m, length, width), attention A and keys K (tasks, m, width).
+    softmax: a component's attention is used as the softmax over its entries."""
 
-    def __init__(self, tasks: int, count: int, length: int, width: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, tasks: int, count: int, length: int, width: int, generator: torch.Generator, softmax: bool = False
+    ) -> None:
         super().__init__()
+        self.softmax = softmax
         self.P = nn.Parameter(torch.randn(tasks, count, length, width, generator=generator))
         self.A = nn.Parameter(torch.randn(tasks, count, width, generator=generator))
         self.K = nn.Parameter(torch.randn(tasks, count, width, generator=generator))
 
     def weights(self, query: Tensor) -> Tensor:
         """(n, tasks, m): cos(q * A_m, K_m)."""
-        seen = query.unsqueeze(1) * self.A.float().flatten(0, 1)
+        attention = self.A.float().flatten(0, 1)
+        seen = query.unsqueeze(1) * (attention.softmax(-1) if self.softmax else attention)
         cosines = functional.cosine_similarity(seen, self.K.float().flatten(0, 1), dim=-1)
         return cosines.unflatten(1, self.K.shape[:2])
 
@@ -62,11 +67,20 @@ class Components(nn.Module):
 class CodaPrompts(TaskPrompts):
     """CODA-Prompt (Smith et al., 2023): in every chosen block a weighted sum of all components of the tasks so far."""
 
-    def __init__(self, blocks: Sequence[int], tasks: int, count: int, length: int, width: int, seed: int) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        tasks: int,
+        count: int,
+        length: int,
+        width: int,
+        seed: int,
+        softmax: bool = False,
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.blocks = nn.ModuleDict(
-            {str(block): Components(tasks, count, length, width, generator) for block in blocks}
+            {str(block): Components(tasks, count, length, width, generator, softmax) for block in blocks}
         )
         self.tasks = tasks
 

@@ -112,7 +112,7 @@ class ViT(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, (self.image // patch) ** 2 + 1, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=EPS)
-        self.head = nn.Linear(width, classes)
+        self.head: nn.Module = nn.Linear(width, classes)
         self.prompts: Prompts | None = None
         self._draw()
 
