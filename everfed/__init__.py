@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from everfed.core.optimizer import Optimizer
     from everfed.core.part import (
         BOUNDARIES,
+        CLASSES,
         HELD_OUT,
         HISTORY,
         TASK_ID,
@@ -61,7 +62,7 @@ _PUBLIC = {
     "core.message": "MODEL Each Message Once",
     "core.method": "Method compose",
     "core.optimizer": "Optimizer",
-    "core.part": "BOUNDARIES HELD_OUT HISTORY TASK_ID TOGETHER Part Protection Tables "
+    "core.part": "BOUNDARIES CLASSES HELD_OUT HISTORY TASK_ID TOGETHER Part Protection Tables "
     "options_of overrides refuse_personal",
     "core.phase": "ALWAYS BEGIN END FIRST Cohort Model Phase Position Slots State every",
     "core.reduce": "Collect Mean Reducer Sum",
@@ -79,6 +80,7 @@ __all__ = [
     "ALWAYS",
     "BEGIN",
     "BOUNDARIES",
+    "CLASSES",
     "END",
     "FIRST",
     "HELD_OUT",

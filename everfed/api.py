@@ -115,11 +115,13 @@ class LoadedRun:
         return torch.cat(parts)
 
     def predict(self, samples: Any, batch_size: int = 256) -> np.ndarray:
-        """(n,) the most likely class of every sample, as a number; `class_names` has the names."""
-        if self.description.score != "accuracy":
-            raise RunError(f"predict is for classifiers; this run is scored by {self.description.score}: use `outputs`")
-        found: np.ndarray = self.outputs(samples, batch_size).argmax(1).numpy()
-        return found
+        """(n,) the most likely class of every sample, as a number; `class_names` has the names. For several labels a
+        sample (n, labels) true where a label's probability is above 0.5, for regression (n, targets) numbers."""
+        score = self.description.score
+        if score not in ("accuracy", "f1", "mse"):
+            raise RunError(f"predict is for classifiers and regression; this run is scored by {score}: use `outputs`")
+        outputs: np.ndarray = self.outputs(samples, batch_size).numpy()
+        return outputs.argmax(1) if score == "accuracy" else outputs > 0 if score == "f1" else outputs
 
 
 def default_folder(recipe: Recipe) -> Path:

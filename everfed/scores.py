@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 PERCENT, PLAIN = "percent", "plain"  # a fraction shown times 100, or a number as it is
+SCORE, SAME = "score", None  # the kind and the better direction of whatever the run is scored by
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,17 @@ class Score:
 
     def text(self, value: float, digits: int = 2) -> str:
         """With its unit: "45.35 %", or "12.34"."""
-        return f"{100 * value:.{digits}f} %" if self.kind == PERCENT else f"{value:.{digits}f}"
+        return f"{100 * value:.{digits}f} %" if self.kind == PERCENT else plain_text(value, digits)
 
 
 SCORES = {
     "accuracy": Score("Accuracy", "Acc", "acc"),
     "map": Score("mAP", "mAP", "mAP"),
     "perplexity": Score("Perplexity", "Perplexity", "perplexity", PLAIN, -1, "perplexity", "forgetting_factor"),
+    "f1": Score("F1 (macro)", "F1", "F1"),
+    "f1_micro": Score("F1 (micro)", "F1 micro", "F1 micro"),
+    "mse": Score("Mean squared error", "MSE", "MSE", PLAIN, -1),
+    "r2": Score("R²", "R²", "R²", PLAIN),
 }
 
 
@@ -49,15 +54,24 @@ def score_of(name: str) -> Score:
 
 @dataclass(frozen=True)
 class Metric:
-    """heading: "{short}" and "{word}" stand for the score's own. better: 1 more, -1 less, 0 neither."""
+    """heading: "{short}" and "{word}" stand for the score's own. kind: SCORE, that of the score. better: 1 more, -1
+    less, 0 neither; SAME, as the score."""
 
     heading: str
-    kind: str = PERCENT
-    better: int = 1
+    kind: str = SCORE
+    better: int | None = SAME
 
     def named(self, score: Score) -> str:
         """The heading on a stream with that score."""
         return self.heading.format(short=score.short, word=score.word)
+
+    def kind_of(self, score: Score) -> str:
+        """PERCENT or PLAIN on a stream with that score."""
+        return score.kind if self.kind == SCORE else self.kind
+
+    def better_of(self, score: Score) -> int:
+        """Which way is better on a stream with that score."""
+        return score.better if self.better is SAME else self.better
 
 
 # The metrics of result.json that tables show, in this order.
@@ -65,14 +79,26 @@ METRICS = {
     "acc": Metric("{short}"),
     "acc_task": Metric("{short} task-IL"),
     "perplexity": Metric("Perplexity", PLAIN, -1),
-    "forgetting": Metric("Forgetting", PERCENT, -1),
+    "forgetting": Metric("Forgetting", SCORE, -1),
     "forgetting_factor": Metric("Forgetting factor", PLAIN, -1),
-    "bwt": Metric("BWT"),
+    "bwt": Metric("BWT", SCORE, 1),
     "learning_accuracy": Metric("Learning {word}"),
     "acc_avg_incremental": Metric("Avg incr {word}"),
     "acc_last_rounds": Metric("Last rounds {word}"),
     "rounds_to_best": Metric("Rounds to best", PLAIN, -1),
 }
+
+
+def plain_text(value: float, digits: int = 2) -> str:
+    """A number as it is; below 1 with three significant digits, since errors may be small."""
+    return f"{value:.{digits}f}" if abs(value) >= 1 or value == 0 else f"{value:.3g}"
+
+
+def score_value(score: str, total: float, count: float) -> float | None:
+    """The score that `total` over `count` things stands for; None when nothing was scored."""
+    if not count:
+        return None
+    return perplexity(total, count) if score == "perplexity" else total / count
 
 
 def perplexity(nll: float, tokens: float) -> float:

@@ -14,6 +14,7 @@ from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
 from everfed.comparison.cells import Cell, Observer, Output
 from everfed.progress import Several, watching
+from everfed.scores import score_of
 
 
 class Terminal(Output):
@@ -55,11 +56,10 @@ class Terminal(Output):
 def _ending(event: dict[str, Any]) -> str:
     if event["event"] == "fault":
         return str(event["message"])
-    shown = {
-        key: value for key, value in event["metrics"].items() if key in ("acc", "perplexity") and value is not None
-    }
-    scores = ", ".join(f"{key} {value:.3f}" for key, value in shown.items())
-    return f"{scores} after {event['seconds']:.1f} s"
+    score = score_of(event.get("score", "accuracy"))
+    value = event["metrics"].get(score.main)
+    scored = "" if value is None else f"{score.word} {value:.3f}"
+    return f"{scored} after {event['seconds']:.1f} s"
 
 
 def _with_folder(observer: Observer, folder: Path) -> Observer:

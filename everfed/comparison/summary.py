@@ -12,7 +12,7 @@ from typing import Any
 
 from everfed.comparison.cells import Outcome
 from everfed.markdown import markdown_table
-from everfed.scores import METRICS, PERCENT, Score, score_of
+from everfed.scores import METRICS, PERCENT, Score, plain_text, score_of
 from everfed.store.files import write_atomic
 
 SHOWN = tuple(key for key in METRICS if key != "bwt")  # a terminal is narrow, and bwt is close to forgetting
@@ -81,7 +81,7 @@ def table(found: Sequence[Row], heading: str) -> tuple[list[str], list[list[str]
     metrics = [key for key in SHOWN if any(key in row.spreads for row in found)]
     lines = []
     for row in found:
-        scores = [_text(row.spreads.get(key), METRICS[key].kind) for key in metrics]
+        scores = [_text(row.spreads.get(key), METRICS[key].kind_of(score)) for key in metrics]
         costs = [size(round(row.mean("bytes_up"))), duration(row.mean("seconds"))] if row.spreads else ["-", "-"]
         finished = sum(outcome.result is not None for outcome in row.outcomes)
         lines.append([row.name, f"{finished}/{len(row.outcomes)}", *scores, *costs])
@@ -91,9 +91,9 @@ def table(found: Sequence[Row], heading: str) -> tuple[list[str], list[list[str]
 def _text(spread: dict[str, float] | None, kind: str) -> str:
     if spread is None:
         return "-"
-    scale = 100 if kind == PERCENT else 1
-    mean = f"{scale * spread['mean']:.2f}"
-    return mean if spread["count"] == 1 else f"{mean} ± {scale * spread['deviation']:.2f}"
+    scale, text = (100, "{:.2f}".format) if kind == PERCENT else (1, plain_text)
+    mean = text(scale * spread["mean"])
+    return mean if spread["count"] == 1 else f"{mean} ± {text(scale * spread['deviation'])}"
 
 
 def as_dict(found: Sequence[Row]) -> list[dict[str, Any]]:

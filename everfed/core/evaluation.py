@@ -15,7 +15,7 @@ from everfed.core.phase import EVALUATE, Phase
 from everfed.core.phase_runner import Exchange
 from everfed.core.reduce import Sum
 from everfed.core.run_state import RunState
-from everfed.core.scoring import RULES, Exam, score_value
+from everfed.core.scoring import Exam, row_value
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,8 @@ class Evaluation:
 
     def _record(self, moment: Moment, counts: list[list[float]]) -> None:
         """A point of the curves, and an event, by the rule that the recipe names."""
-        plan, score = moment.plan, self.world.stream.score
-        column = 1 + RULES.index(self.options.logits)
-        accuracies = [score_value(score, row[column], row[0]) for row in counts]
+        plan, stream = moment.plan, self.world.stream
+        accuracies = [row_value(stream, row, self.options.logits) for row in counts]
         place = {"round": moment.round, "task": plan.task}
         self.state.curves.append({**place, "accuracy": accuracies})
         known = [a for a in accuracies[: plan.task + 1] if a is not None]
@@ -97,7 +96,7 @@ class Evaluation:
                 "event": "evaluation",
                 **place,
                 "task_end": plan.evaluate,
-                "score": score,  # what the numbers under "accuracy" and "acc" are
+                "score": stream.score,  # what the numbers under "accuracy" and "acc" are
                 "accuracy": accuracies,
                 "acc": sum(known) / len(known) if known else None,
             }

@@ -11,6 +11,7 @@ from everfed.core import layout
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import (
     BOUNDARIES,
+    CLASSES,
     HELD_OUT,
     HISTORY,
     HOOKS,
@@ -27,7 +28,7 @@ from everfed.core.stream import Stream
 
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()
-_STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER})
+_STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER, CLASSES})
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class Method:
         return {phase: parts for phase, parts in seen.items() if parts}
 
     def fit_stream(self, stream: Stream) -> None:
-        """Refuse a stream that hides what a part needs, or on which clients change tasks at different rounds where a
-        part needs them to do so together."""
+        """Refuse a stream that hides what a part needs, on which clients change tasks at different rounds where a part
+        needs them to do so together, or whose samples have no class where a part needs it."""
         for part in self.parts:
             hidden = []
             if not stream.boundaries and (
@@ -122,6 +123,12 @@ class Method:
                     f"method {self.name!r}: part {part.name!r} needs all clients to end a task in the same round, but "
                     f"on stream {stream.name!r} each does by its own clock; choose another method, or leave out "
                     "stream.asynchronous"
+                )
+            if stream.score != "accuracy" and CLASSES in part.needs:
+                raise CompositionError(
+                    f"method {self.name!r}: part {part.name!r} needs one class for every sample, but stream "
+                    f"{stream.name!r}, scored by {stream.score}, has other targets; choose a method that works with "
+                    "any loss, such as fedavg, fedprox, er, der, agem, ewc, si or fedgp"
                 )
 
 

@@ -46,6 +46,7 @@ TASK_ID = "task_id"  # must know which task it is in
 HISTORY = "history"  # reads the data of earlier tasks (an upper bound, not a method for real clients)
 HELD_OUT = "held_out"  # measures on test sets (in a simulation, not a method for real clients)
 TOGETHER = "together"  # all clients must change tasks in the same round
+CLASSES = "classes"  # every sample must have one class: neither several labels, nor numbers, tokens or boxes
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ def options_of(part: Part) -> dict[str, Any]:
 
 __all__ = [
     "BOUNDARIES",
+    "CLASSES",
     "HELD_OUT",
     "HISTORY",
     "HOOKS",

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from everfed.core.data import Data
 from everfed.core.part import Model, State
-from everfed.core.stream import HeldOut
+from everfed.core.stream import HeldOut, Stream
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
-from everfed.scores import perplexity
 
 RULES = ("full", "seen", "task")
 _LOGITS_AT_ONCE = 2**24
@@ -56,8 +56,8 @@ def score_tasks(
 ) -> Tensor:
     """(tasks, 4) int64 on the host: samples scored, then correct under `full`, `seen` and `task` logits.
 
-    On a stream that is not scored by accuracy: what its `measure_all` gives, the sum under every rule, and the further
-    scores in `also` as further columns.
+    On a stream that is not scored by accuracy: what its `measure_all` gives, the first sum under every rule, and the
+    others as further columns.
     state, message: a client's own, for a personalised forward pass. client: whose tests, where each has its own.
     """
     stream, device = trainer.stream, trainer.device
@@ -75,11 +75,16 @@ def score_tasks(
     return torch.stack(rows).cpu()
 
 
-def score_value(score: str, total: float, count: float) -> float | None:
-    """The score that `total` over `count` things stands for; None when nothing was scored."""
-    if not count:
-        return None
-    return perplexity(total, count) if score == "perplexity" else total / count
+def stacked(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Rows of `score_tasks` that were lists meanwhile, as they were: int64 or float64. torch.tensor would make float32
+    of the latter."""
+    return torch.from_numpy(np.array(rows))
+
+
+def row_value(stream: Stream, row: Sequence[float], rule: str, score: str | None = None) -> float | None:
+    """The score of a row of `score_tasks` under a rule; score: one of the stream's further ones in `also`."""
+    sums = [row[0], row[1 + RULES.index(rule)], *row[1 + len(RULES) :]]
+    return stream.value(score or stream.score, sums)
 
 
 def _measured(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.data import Data
+from everfed.scores import score_value
 
 _TEST_SHARE = 0.1  # of the device memory that is free when the first test set is copied
 
@@ -82,8 +83,8 @@ class Stream(ABC):
     classes: int
     input_shape: tuple[int, ...]
     class_names: Sequence[str] = ()
-    score: str = "accuracy"  # or "perplexity", "map": then the stream defines `measure` or `measure_all`
-    also: tuple[str, ...] = ()  # further scores that `measure_all` gives
+    score: str = "accuracy"  # or another of `everfed.scores`: then the stream defines `measure` or `measure_all`
+    also: tuple[str, ...] = ()  # further scores, from the same sums (`value`)
     boundaries: bool = True  # may a method know when a task begins or ends?
     task_ids: bool = True  # may a method know which task it is in?
     asynchronous: bool = False  # do clients change tasks at different rounds?
@@ -140,18 +141,25 @@ class Stream(ABC):
         return functional.cross_entropy(outputs, y)
 
     def measure(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """(2,) float64: how many things were scored, and the sum of their scores (tokens and negative log-likelihood,
-        say). Of a stream whose score is not accuracy."""
+        """(1 + k,) float64: how many things were scored, and the sums that `value` makes scores of; by default the sum
+        of their scores (negative log-likelihoods of tokens, say). Of a stream whose score is not accuracy."""
         raise NotImplementedError(f"stream {self.name!r} is scored by {self.score}: it must define measure")
 
     def measure_all(self, outputs: Iterable[Tensor], y: Tensor) -> Tensor:
-        """(2 + len(also),) float64 of a whole test set, whose outputs come in pieces; for a score that is no sum over
-        samples. Then the sums of the further scores in `also`."""
-        total, start = torch.zeros(2, dtype=torch.float64), 0
+        """The same of a whole test set, whose outputs come in pieces; a stream with a score that is no sum over samples
+        defines it."""
+        total, start = torch.zeros(1, dtype=torch.float64), 0
         for piece in outputs:
-            total += self.measure(piece, y[start : start + len(piece)].to(piece.device)).cpu()
+            total = total + self.measure(piece, y[start : start + len(piece)].to(piece.device)).cpu()
             start += len(piece)
         return total
+
+    def value(self, score: str, sums: Sequence[float]) -> float | None:
+        """The stream's score, or a further one in `also`, from the sums of `measure_all`, added up over clients where
+        these score; None where nothing was scored. By default there is a sum for each, in this order."""
+        if not sums[0]:
+            return None
+        return score_value(score, sums[(self.score, *self.also).index(score) + 1], sums[0])
 
     # where clients differ ----------------------------------------------------------------------------------------
     def data_in(self, client: int, index: int) -> Data:

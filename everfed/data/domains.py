@@ -38,6 +38,17 @@ class Domains:
                     f"{self.sources[0].classes}; domains must share their classes"
                 )
 
+            if source.targets != self.sources[0].targets:
+                raise DataError(
+                    f"{self.name}: the targets of domain {name!r} are {source.targets} and those of {self.names[0]!r} "
+                    f"{self.sources[0].targets}; domains must share their kind"
+                )
+
+    @property
+    def targets(self) -> str:
+        """Of all domains, one of `everfed.data.targets.KINDS`."""
+        return self.sources[0].targets
+
     def chosen(self, names: tuple[str, ...]) -> Domains:
         """Only these domains, in this order."""
         for name in names:

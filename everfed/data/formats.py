@@ -14,6 +14,7 @@ import numpy as np
 
 from everfed.data.errors import DataError
 from everfed.data.split import held_out
+from everfed.data.targets import strata
 
 # A set that comes without a test part gets one: this share of every class, drawn with this seed.
 TEST_FRACTION = 0.2
@@ -119,7 +120,8 @@ def split_arrays(x: np.ndarray, y: np.ndarray, class_names: Sequence[str] | None
     """A fixed test part, a fifth of every class, the same on every machine."""
     if len(x) != len(y):
         raise DataError(f"{len(x)} samples but {len(y)} labels")
-    train, test = held_out(np.reshape(y, -1), TEST_FRACTION, np.random.default_rng(SPLIT_SEED))
+    groups = np.reshape(y, -1) if y.dtype.kind != "f" and y.size == len(y) else strata(y)
+    train, test = held_out(groups, TEST_FRACTION, np.random.default_rng(SPLIT_SEED))
     return Arrays(x[train], y[train], x[test], y[test], tuple(class_names) if class_names else None)
 
 

@@ -20,7 +20,7 @@ from everfed.core.stream import digest_of
 from everfed.data import transforms
 from everfed.data.errors import DataError
 from everfed.data.hub import label_column, sample_column
-from everfed.data.source import Source, numbered_labels, storage_form, storage_labels
+from everfed.data.source import Source, make_targets, storage_form
 from everfed.store.files import digest, make_folder
 
 CHUNK = 64  # samples decoded at once
@@ -139,25 +139,32 @@ def lazy_source(
     class_names: Sequence[str] | None,
     cache: str | Path | None,
     workers: int,
+    label_kind: str | None = None,
 ) -> Source:
-    """A source of two data sets. targets: their labels, where they cannot be found without decoding."""
+    """A source of two data sets. targets: their labels, where they cannot be found without decoding. label_kind: as in
+    `make_source`."""
     y = tuple(labels_of(one, name) for one in (train, test)) if targets is None else targets
     names = class_names or getattr(train, "classes", None) or _feature_names(train)
-    if classes is None and not names:
-        numbered = numbered_labels(np.asarray(y[0]), np.asarray(y[1]))
-        y, names = numbered[:2], numbered[2]
+    found = make_targets(name, y[0], y[1], classes, names, label_kind)
     folder = _cache_folder(cache)
-    labels = [storage_labels(part if isinstance(part, Tensor) else np.asarray(part), name) for part in y]
     x = [
         Samples(_reader(one), len(one), folder, name=f"{name} {part}", workers=workers)
         for part, one in (("train", train), ("test", test))
     ]
     if cache is not None:  # other data in the same folder gets other files
-        for samples, own in zip(x, labels, strict=True):
+        for samples, own in zip(x, found[:2], strict=True):
             samples.name += f" {digest_of(samples.name, own, samples.probe())}"
-    classes = classes or len(names or ())
-    named = tuple(map(str, names)) if names else tuple(map(str, range(classes)))
-    return Source(name, x[0], labels[0], x[1], labels[1], classes, named, "data sets in Python")  # type: ignore[arg-type]
+    given: dict[str, Any] = {"x_train": x[0], "x_test": x[1]}
+    return Source(
+        name,
+        y_train=found.train,
+        y_test=found.test,
+        classes=found.classes,
+        class_names=found.names,
+        origin="data sets in Python",
+        targets=found.kind,
+        **given,
+    )
 
 
 def labels_of(dataset: Any, name: str) -> np.ndarray:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everfed.data.errors import DataError
+from everfed.data.targets import CLASSES, KINDS, kind_of, storage_targets, strata
 
 # An image axis of one of these lengths is taken for the channels.
 CHANNELS = (1, 3, 4)
@@ -21,8 +23,9 @@ class Source:
     """A data set with its own train and test parts.
 
     x_*: uint8 images (n, channels, height, width), float32 features (n, ...) or int64 tokens (n, length).
-    y_*: (n,) int64 class ids below `classes`. origin: where the data came from, for reports. encoder: what made
-    features of texts; "" where nothing did.
+    y_*: by `targets`, one of `everfed.data.targets.KINDS`: (n,) int64 class ids below `classes`; (n, classes) uint8, 0
+    or 1, for several labels a sample; (n, classes) float32 for regression. So `classes` is the width of the head.
+    origin: where the data came from, for reports. encoder: what made features of texts; "" where nothing did.
     """
 
     name: str
@@ -34,10 +37,16 @@ class Source:
     class_names: tuple[str, ...]
     origin: str
     encoder: str = ""
+    targets: str = CLASSES
 
     def __post_init__(self) -> None:
-        _check_pair(self.name, "train", self.x_train, self.y_train, self.classes)
-        _check_pair(self.name, "test", self.x_test, self.y_test, self.classes)
+        _check_pair(self.name, "train", self.x_train, self.y_train)
+        _check_pair(self.name, "test", self.x_test, self.y_test)
+        for part, y in (("train", self.y_train), ("test", self.y_test)):
+            if self.targets == CLASSES:
+                _check_classes(self.name, part, y, self.classes)
+            elif y.shape[1] != self.classes:
+                raise DataError(f"{self.name}: {part} targets have {y.shape[1]} columns, expected {self.classes}")
         _check_alike(self.name, self.x_train, self.x_test)
         if len(self.class_names) != self.classes:
             raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
@@ -45,8 +54,14 @@ class Source:
     @property
     def test_labels(self) -> str:
         """A digest of the test labels in their order, which identifies a published test part whatever file holds it."""
-        labels = self.y_test.numpy(force=True).astype("<i8")
+        labels = self.y_test.numpy(force=True)
+        labels = labels.astype("<i8") if self.targets == CLASSES else labels
         return hashlib.sha256(labels.tobytes()).hexdigest()[:16]
+
+    def strata(self, part: str) -> np.ndarray:
+        """(n,) groups of the samples of "train" or "test" by which they are held out and divided; classes themselves
+        where every sample has one."""
+        return strata(self.y_train if part == "train" else self.y_test)
 
 
 def make_source(
@@ -60,17 +75,47 @@ def make_source(
     classes: int | None = None,
     class_names: Sequence[str] | None = None,
     encoder: str = "",
+    label_kind: str | None = None,
 ) -> Source:
-    """A source from arrays in any of the usual layouts; classes default to the names given, else to the labels seen.
-    Labels that are text, or do not count from 0 without a gap, are numbered in their order and give the names."""
-    if classes is None and not class_names:
-        y_train, y_test, class_names = numbered_labels(y_train, y_test)
-    train, test = storage_labels(y_train, name), storage_labels(y_test, name)
-    if classes is None:
-        classes = len(class_names or ())
-    names = tuple(class_names) if class_names else tuple(str(c) for c in range(classes))
+    """A source from arrays in any of the usual layouts. label_kind: one of KINDS; by default by type and shape."""
+    targets = make_targets(name, y_train, y_test, classes, class_names, label_kind)
     x = storage_form(x_train, name), storage_form(x_test, name)
-    return Source(name, x[0], train, x[1], test, classes, names, origin, encoder)
+    train, test, classes, names, kind = targets
+    return Source(name, x[0], train, x[1], test, classes, names, origin, encoder, kind)
+
+
+class Targets(NamedTuple):
+    """The targets of both parts in storage form, the width of the head with the names of its outputs, one of KINDS."""
+
+    train: Tensor
+    test: Tensor
+    classes: int
+    names: tuple[str, ...]
+    kind: str
+
+
+def make_targets(
+    name: str,
+    y_train: np.ndarray | Tensor,
+    y_test: np.ndarray | Tensor,
+    classes: int | None,
+    class_names: Sequence[str] | None,
+    kind: str | None = None,
+) -> Targets:
+    """Targets from arrays. Classes default to the names given, else to the labels seen: labels that are text, or do not
+    count from 0 without a gap, are numbered in their order and give the names."""
+    if kind is not None and kind not in KINDS:
+        raise DataError(f"{name}: label_kind = {kind!r} is not one of the allowed values: {', '.join(KINDS)}")
+    kind = kind or kind_of(y_train, y_test, name)
+    if kind != CLASSES:
+        train, test = storage_targets(y_train, kind, name), storage_targets(y_test, kind, name)
+    else:
+        if classes is None and not class_names:
+            y_train, y_test, class_names = numbered_labels(y_train, y_test)
+        train, test = storage_labels(y_train, name), storage_labels(y_test, name)
+    if classes is None:
+        classes = train.shape[1] if kind != CLASSES and not class_names else len(class_names or ())
+    return Targets(train, test, classes, tuple(map(str, class_names or range(classes))), kind)
 
 
 def numbered_labels(
@@ -135,14 +180,20 @@ def _as_tensor(array: np.ndarray | Tensor, name: str) -> Tensor:
         raise DataError(f"{name}: arrays of type {array.dtype} are not supported") from problem
 
 
-def _check_pair(name: str, part: str, x: Tensor, y: Tensor, classes: int) -> None:
+def _check_pair(name: str, part: str, x: Tensor, y: Tensor) -> None:
     if len(x) != len(y):
         raise DataError(f"{name}: {len(x)} {part} samples but {len(y)} {part} labels")
     if len(x) == 0:
         raise DataError(f"{name}: the {part} part is empty")
+
+
+def _check_classes(name: str, part: str, y: Tensor, classes: int) -> None:
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= classes:
-        raise DataError(f"{name}: {part} labels run from {low} to {high}, allowed: 0 to {classes - 1}")
+        raise DataError(
+            f"{name}: {part} labels run from {low} to {high}, allowed: 0 to {classes - 1}; if they are numbers to "
+            "predict, stream.label_kind = 'regression'"
+        )
 
 
 def _check_alike(name: str, train: Tensor, test: Tensor) -> None:

@@ -43,9 +43,11 @@ def load(
     *,
     image_size: int | None = None,
     label: str | None = None,
+    label_kind: str | None = None,
 ) -> Source:
     """The data set of that name. texts: how a set of texts becomes vectors. image_size: pixels a side that the
-    images of a folder are resized to. label: the column of a table that has the labels.
+    images of a folder are resized to. label: the column of a table that has the labels. label_kind: of a user's own
+    npz or table, as in `make_source`.
 
     `digits` is embedded; `hub:<dataset>` comes from the Hugging Face hub; the named sets come from the data folder
     (`data_dir`, else the environment variable EVERFED_DATA); anything else is a user's own npz, table (CSV,
@@ -61,7 +63,7 @@ def load(
     folder = data_folder(data_dir)
     if is_text(name, folder):
         return _load_texts(name, folder, texts or TextOptions())
-    return _load_known(name, folder) if name in KNOWN else _load_own(name, folder, image_size, label)
+    return _load_known(name, folder) if name in KNOWN else _load_own(name, folder, image_size, label, label_kind)
 
 
 def _load_texts(name: str, folder: Path | None, options: TextOptions) -> Source:
@@ -101,15 +103,17 @@ def _load_known(name: str, folder: Path | None) -> Source:
     return _from_arrays(name, arrays._replace(class_names=names), files[0], known.classes)
 
 
-def _load_own(name: str, folder: Path | None, image_size: int | None, label: str | None) -> Source:
+def _load_own(
+    name: str, folder: Path | None, image_size: int | None, label: str | None, label_kind: str | None
+) -> Source:
     places = [Path(name).expanduser()]
     if folder:
         places += [folder / name, *(folder / f"{name}{suffix}" for suffix in (".npz", *TABLES))]
     for place in places:
         if place.is_file() and place.suffix == ".npz":
-            return _from_arrays(place.stem, read_npz(place), place)
+            return _from_arrays(place.stem, read_npz(place), place, label_kind=label_kind)
         if place.is_file() and place.suffix in TABLES:
-            return _from_arrays(place.stem, read_table(place, label), place)
+            return _from_arrays(place.stem, read_table(place, label), place, label_kind=label_kind)
         if place.is_dir():
             return _from_arrays(place.name, read_image_folder(place, image_size), place)
     known = (EMBEDDED, *KNOWN, *KNOWN_TEXTS)
@@ -119,11 +123,12 @@ def _load_own(name: str, folder: Path | None, image_size: int | None, label: str
     )
 
 
-def _from_arrays(name: str, arrays: Arrays, path: Path, classes: int | None = None) -> Source:
+def _from_arrays(
+    name: str, arrays: Arrays, path: Path, classes: int | None = None, label_kind: str | None = None
+) -> Source:
+    names, origin = arrays.class_names, str(path.absolute())
     try:
-        return make_source(
-            name, *arrays[:4], class_names=arrays.class_names, classes=classes, origin=str(path.absolute())
-        )
+        return make_source(name, *arrays[:4], class_names=names, classes=classes, origin=origin, label_kind=label_kind)
     except DataError as problem:
         raise DataError(f"{path}: {problem}") from problem
 

@@ -17,9 +17,9 @@ Columns = dict[str, np.ndarray]  # text, or numbers
 
 
 def read_table(path: Path, label: str | None = None) -> Arrays:
-    """The numbers of a table as features, float32, and its labels, text or whole numbers. label: the column of labels,
-    else the one that is called like one of LABELS. A column `split` with train and test divides the rows; without it a
-    fixed fifth of every class is for testing."""
+    """The numbers of a table as features, float32, and its labels: text, whole numbers, or fractions. label: the column
+    of labels, else the one that is called like one of LABELS. A column `split` with train and test divides the rows;
+    without it a fixed fifth of every class (or tenth of the fractions) is for testing."""
     columns = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
     name = _label_column(path, columns, label)
     y = _labels(path, name, columns.pop(name))
@@ -83,7 +83,7 @@ def _label_column(path: Path, columns: Columns, label: str | None) -> str:
 
 
 def _labels(path: Path, name: str, values: np.ndarray) -> np.ndarray:
-    """Whole numbers where all of them are, else text."""
+    """Whole numbers where all of them are, fractions (regression) where some are, else text."""
     words = values.astype(str)
     if (np.char.strip(words) == "").any() or (words == "None").any():
         raise DataError(f"{path}: column {name!r} has rows without a label; remove them")
@@ -91,9 +91,9 @@ def _labels(path: Path, name: str, values: np.ndarray) -> np.ndarray:
         numbers = words.astype(np.float64)
     except ValueError:
         return words
-    if not np.isfinite(numbers).all() or (numbers != np.rint(numbers)).any():
-        raise DataError(f"{path}: column {name!r} holds fractions; labels are classes: words or whole numbers")
-    return numbers.astype(np.int64)
+    if not np.isfinite(numbers).all():
+        raise DataError(f"{path}: column {name!r} holds numbers that are not finite; remove these rows")
+    return numbers if (numbers != np.rint(numbers)).any() else numbers.astype(np.int64)
 
 
 def _numbers(path: Path, name: str, values: np.ndarray) -> np.ndarray:

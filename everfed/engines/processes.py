@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
@@ -24,7 +23,7 @@ from everfed.core.engine import ClientError, Engine
 from everfed.core.message import MODEL, Message, common, own, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.scoring import Exam
+from everfed.core.scoring import Exam, stacked
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.base import BuildModule, ClientStore, failed, new_trainer
@@ -193,7 +192,7 @@ class Processes(Engine):
                 crew, task = running.pop(pipe)  # type: ignore[call-overload]
                 rows[task] = self._counts(crew, task)
                 start(crew)
-        return torch.tensor([rows[task] for task in exam.tasks])
+        return stacked([rows[task] for task in exam.tasks])
 
     def _counts(self, crew: Crew, task: int) -> list[int]:
         try:

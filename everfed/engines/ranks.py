@@ -25,7 +25,7 @@ from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducing, Shared, Total
-from everfed.core.scoring import Exam
+from everfed.core.scoring import Exam, stacked
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.group import Group
@@ -107,12 +107,12 @@ class Ranks(Engine):
     def evaluate(self, model: Model, exam: Exam) -> Tensor:
         """Each rank scores some of the tasks."""
         own = exam.tasks[self.group.rank :: self.group.size]
-        rows: dict[str, list[int]] = {}
+        rows: dict[str, list[float]] = {}
         if own:
             counts = self.inner.evaluate(model, Exam(own, exam.seen, exam.split, exam.top_k))
             rows = {str(task): row for task, row in zip(own, counts.tolist(), strict=True)}
         found = {int(task): row for part in self.group.gather(rows) for task, row in part.items()}
-        return torch.tensor([found[task] for task in exam.tasks])
+        return stacked([found[task] for task in exam.tasks])
 
     def total(self, value: int) -> int:
         return sum(self.group.gather(value))

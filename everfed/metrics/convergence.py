@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from everfed.metrics.numbers import Entry, Matrix, Row, accuracies, mean
+from everfed.metrics.numbers import Entry, Matrix, Row, Unbounded, accuracies, mean
 
 Curves = Sequence[Matrix]
 
@@ -71,4 +71,5 @@ def _best(values: Row) -> Entry:
 
 
 def _rounds(curves: Curves, t: int) -> list[list[Entry]]:
-    return [accuracies(row, t + 1, f"curves[{t}][{r}]") for r, row in enumerate(curves[t])]
+    bounded = not isinstance(curves[t], Unbounded)
+    return [accuracies(row, t + 1, f"curves[{t}][{r}]", bounded) for r, row in enumerate(curves[t])]

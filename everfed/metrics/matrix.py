@@ -12,8 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from everfed.metrics.convergence import Curves, acc_last_rounds, learning_accuracy_best, rounds_to_best_sum
-from everfed.metrics.numbers import Entry, Matrix, accuracies, difference, maximum, mean, weighted_mean
+from everfed.metrics.numbers import Entry, Matrix, Unbounded, accuracies, difference, maximum, mean, weighted_mean
+from everfed.scores import PERCENT, SCORES, Score
 
+CHANGES = frozenset(  # metrics of how scores change; a positive one says the same whichever way the score is better
+    {"forgetting", "forgetting_clipped", "forgetting_standard", "forgetting_full", "forgetting_mfcl_code", "bwt", "fwt"}
+)
+COUNTS = frozenset({"rounds_to_best"})  # metrics in a unit of their own
 Result = TypeVar("Result")
 
 
@@ -24,13 +29,23 @@ def rectangular(matrix: Matrix) -> list[list[Entry]]:
     width = max(len(row) for row in matrix)
     if width < len(matrix):
         raise ValueError(f"the accuracy matrix has {len(matrix)} rows (tasks learned) but only {width} columns (tasks)")
-    return [accuracies(row, width, f"accuracy_matrix[{t}]") for t, row in enumerate(matrix)]
+    bounded = not isinstance(matrix, Unbounded)
+    rows = [accuracies(row, width, f"accuracy_matrix[{t}]", bounded) for t, row in enumerate(matrix)]
+    return rows if bounded else Unbounded(rows)  # type: ignore[return-value]
+
+
+def oriented(matrix: Matrix, score: Score) -> Matrix:
+    """The matrix of a score with more being better: as it is for fractions, else with its sign changed where less is
+    better. Metrics of change (CHANGES) then mean the same for every score."""
+    if score.kind == PERCENT and score.better > 0:
+        return matrix
+    return Unbounded([[None if v is None else score.better * v for v in row] for row in matrix])
 
 
 def over_time(metric: Callable[[Matrix], Result], matrix: Matrix) -> list[Result]:
     """The metric after task 1, 2, ..., T: the curves Acc_t and Fgt_t of the papers' figures."""
     rows = rectangular(matrix)
-    return [metric(rows[:t]) for t in range(1, len(rows) + 1)]
+    return [metric(type(rows)(rows[:t])) for t in range(1, len(rows) + 1)]
 
 
 def acc_t(matrix: Matrix, t: int | None = None) -> Entry:
@@ -116,12 +131,22 @@ def summary(
     n_test: Sequence[int] | None = None,
     baseline: float | Sequence[float] | None = None,
     curves: Curves | None = None,
+    score: Score = SCORES["accuracy"],
 ) -> dict[str, Entry]:
     """Every metric under its name, for result.json; None where it is undefined or its input was not given.
 
     n_test: test samples of each task. baseline: b_i of `fwt`. curves: accuracies after every round, see `convergence`.
+    score: what the entries are. Forgetting is above 0 where a task got worse, bwt and fwt where one got better, also
+    where less is better; "best" is the lowest there.
     """
-    return {**_of_matrix(matrix, baseline), **_of_sizes(matrix, n_test), **_of_curves(matrix, curves)}
+    sign = score.better
+    if baseline is not None:
+        baseline = sign * baseline if isinstance(baseline, int | float) else [sign * one for one in baseline]
+    matrix = oriented(matrix, score)
+    curves = None if curves is None else [oriented(task, score) for task in curves]
+    found = {**_of_matrix(matrix, baseline), **_of_sizes(matrix, n_test), **_of_curves(matrix, curves)}
+    unchanged = CHANGES | COUNTS
+    return {key: value if value is None or key in unchanged else sign * value for key, value in found.items()}
 
 
 def _of_matrix(matrix: Matrix, baseline: float | Sequence[float] | None) -> dict[str, Entry]:

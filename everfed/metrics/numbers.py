@@ -10,6 +10,10 @@ Row = Sequence[Entry]
 Matrix = Sequence[Row]
 
 
+class Unbounded(list[Row]):
+    """A matrix of a score that is no fraction: its entries may be any number."""
+
+
 def measured(values: Iterable[Entry]) -> list[float] | None:
     """All values, or None when one of them is missing or there are none."""
     found = list(values)
@@ -42,13 +46,14 @@ def maximum(values: Iterable[Entry]) -> Entry:
 
 
 def difference(a: Entry, b: Entry) -> Entry:
-    """a - b; None when either is missing."""
-    return None if a is None or b is None else a - b
+    """a - b; None when either is missing, or both are infinite."""
+    found = None if a is None or b is None else a - b
+    return None if found is None or math.isnan(found) else found
 
 
-def accuracies(row: Row, width: int, name: str) -> list[Entry]:
-    """The row, checked to hold fractions or None, and padded with None to at least `width` entries."""
+def accuracies(row: Row, width: int, name: str, bounded: bool = True) -> list[Entry]:
+    """The row, checked to hold fractions (bounded) or None, and padded with None to at least `width` entries."""
     for i, value in enumerate(row):
-        if value is not None and not 0 <= value <= 1:
+        if bounded and value is not None and not 0 <= value <= 1:
             raise ValueError(f"{name}[{i}] is {value}; allowed: an accuracy in [0, 1], or None where not measured")
     return [*row, *[None] * (width - len(row))]

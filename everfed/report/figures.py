@@ -58,7 +58,7 @@ CURVES = {
         series.forgetting_by_task,
         Axis("Forgetting", "%"),
         by_task=True,
-        none="Forgetting needs two tasks that have ended, and a score where more is better.",
+        none="Forgetting needs two tasks that have ended; perplexities have a forgetting factor instead.",
     ),
     "bytes": Curve(
         "Bytes sent",
@@ -178,7 +178,7 @@ def axis(spec: Curve, groups: Sequence[Group]) -> Axis:
     measured = score(groups)
     if not spec.score or measured.unit:
         return Axis(spec.y.name.format(score=measured.title), spec.y.unit, spec.y.floor, spec.y.ceiling)
-    return Axis(measured.title)
+    return Axis(spec.y.name.format(score=measured.title))
 
 
 def score(groups: Sequence[Group]) -> Score:

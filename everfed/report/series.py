@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everfed.metrics.matrix import forgetting, over_time
+from everfed.metrics.matrix import forgetting, oriented, over_time
 from everfed.metrics.numbers import mean as _mean
 from everfed.metrics.statistics import mean_and_deviation
 from everfed.report.groups import Group
@@ -110,9 +110,12 @@ def acc_by_task(run: Run) -> Points:
 
 
 def forgetting_by_task(run: Run) -> Points:
-    """Fgt_t as FedGP defines it, from the second task on, as fractions; there is none where less is better."""
-    matrix = _whole_matrix(run)
-    return _numbered(over_time(forgetting, matrix)) if matrix and score_of(run.score).better > 0 else {}
+    """Fgt_t as FedGP defines it, from the second task on, in the unit of the score; there is none of a score with a
+    metric of its own for what was lost."""
+    matrix, score = _whole_matrix(run), score_of(run.score)
+    if not matrix or score.lost != "forgetting":
+        return {}
+    return _numbered(over_time(forgetting, oriented(matrix, score)))
 
 
 def _whole_matrix(run: Run) -> Matrix:

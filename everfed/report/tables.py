@@ -277,7 +277,7 @@ def comparison(groups: Sequence[Group]) -> Table:
 
 
 def _column(metric: Metric, score: Score) -> Column:
-    return Column(metric.named(score), metric.kind, metric.better)
+    return Column(metric.named(score), metric.kind_of(score), metric.better_of(score))
 
 
 def _rank(group: Group, found: dict[str, Spread]) -> float:

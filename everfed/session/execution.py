@@ -106,7 +106,7 @@ def _drive(
             _save_results(folder, assembly, engine, final, summary)
         if (warning := at_chance(assembly.stream, summary)) is not None:
             notify({"event": "warning", "message": warning})
-        notify({"event": "end", "metrics": summary["metrics"], "seconds": final.seconds})
+        notify({"event": "end", "score": summary["score"], "metrics": summary["metrics"], "seconds": final.seconds})
         return summary
     finally:
         engine.close()

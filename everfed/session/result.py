@@ -12,10 +12,11 @@ import everfed
 from everfed import engines
 from everfed.core.part import State
 from everfed.core.run_state import RunState
-from everfed.core.scoring import RULES, score_value
+from everfed.core.scoring import RULES, row_value
 from everfed.core.stream import Stream
 from everfed.metrics import convergence, language
 from everfed.metrics import matrix as accuracy_matrix
+from everfed.scores import score_of
 from everfed.session.assembly import Assembly
 
 
@@ -33,8 +34,8 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
     n_test = [int(row[0]) for row in _last_full_row(state) if row is not None]
     curves = _curves(state, stream)
     by_logits = {
-        rule: _scores(stream.score, state, column, n_test, curves if rule == recipe.eval.logits else None)
-        for column, rule in enumerate(RULES, start=1)
+        rule: _scores(stream, stream.score, rule, state, n_test, curves if rule == recipe.eval.logits else None)
+        for rule in RULES
     }
     chosen = by_logits[recipe.eval.logits]
     return {
@@ -112,8 +113,7 @@ def _summaries(assembly: Assembly, state: RunState) -> dict[str, Any]:
 
 def _further(stream: Stream, state: RunState, n_test: list[int]) -> dict[str, Any]:
     """by_score: the scores that a stream measures beside its own."""
-    first = 1 + len(RULES)
-    found = {name: _scores(name, state, column, n_test, None) for column, name in enumerate(stream.also, start=first)}
+    found = {name: _scores(stream, name, RULES[0], state, n_test, None) for name in stream.also}
     return {"by_score": found} if found else {}
 
 
@@ -129,13 +129,13 @@ def _curves(state: RunState, stream: Stream) -> convergence.Curves | None:
 
 
 def _scores(
-    score: str, state: RunState, column: int, n_test: list[int], curves: convergence.Curves | None
+    stream: Stream, score: str, rule: str, state: RunState, n_test: list[int], curves: convergence.Curves | None
 ) -> dict[str, Any]:
     rows = [
-        [score_value(score, row[column], row[0]) if row else None for row in state.rows[task]]
+        [row_value(stream, row, rule, score) if row else None for row in state.rows[task]]
         for task in sorted(state.rows)
     ]
-    baseline = [score_value(score, row[column], row[0]) for row in state.initial] if state.initial else None
+    baseline = [row_value(stream, row, rule, score) for row in state.initial] if state.initial else None
     return {"accuracy_matrix": rows, "metrics": _summary(score, rows, n_test, curves, baseline)}
 
 
@@ -153,7 +153,7 @@ def _summary(
             rows, n_test, curves = _only(tested, rows), [n_test[task] for task in tested], None
             baseline = None if baseline is None else [baseline[task] for task in tested]
         known = None if baseline is None or None in baseline else [b for b in baseline if b is not None]
-        return accuracy_matrix.summary(rows, n_test=n_test, curves=curves, baseline=known)
+        return accuracy_matrix.summary(rows, n_test=n_test, curves=curves, baseline=known, score=score_of(score))
     return language.summary([[v for v in row if v is not None] for row in rows if None not in row], n_test)
 
 

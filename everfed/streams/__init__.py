@@ -22,6 +22,7 @@ from everfed.data.partition import FLWR_PREFIX, KINDS
 from everfed.data.source import Source, make_source
 from everfed.data.sources import TextOptions, data_folder, load
 from everfed.data.tables import SUFFIXES as TABLES
+from everfed.data.targets import CLASSES
 from everfed.streams.class_incremental import ClassIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
 from everfed.streams.driving import Driving
@@ -81,15 +82,16 @@ def build(
     kind, common, own = _split_options(table)
     seed = own.pop("seed", seed)
     read: Callable[..., Any] = getattr(kind, "read", partial(_read, common))  # a scenario may need more than one set
-    make: Callable[..., Stream] = kind  # the type of its first argument differs by scenario
-    return make(read(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+    return _make(kind, read(dataset, data_dir), common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
 def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> Source:
     texts = TextOptions(common.encoder, common.max_train, common.max_test)
     if common.label is not None and Path(dataset).suffix not in TABLES:
         raise OptionError("label", f"names a column of a table ({', '.join(TABLES)}); {dataset} is none, leave it out")
-    source = load(dataset, data_dir, texts, image_size=common.image_size, label=common.label)
+    source = load(
+        dataset, data_dir, texts, image_size=common.image_size, label=common.label, label_kind=common.label_kind
+    )
     if common.encoder is None or source.encoder:
         return source
     if is_of_texts(common.encoder):
@@ -113,14 +115,16 @@ def from_arrays(
     classes: int | None = None,
     **options: Any,
 ) -> Stream:
-    """A stream of a user's own arrays: images or features x (n, ...) and whole-number labels y (n,).
+    """A stream of a user's own arrays: images or features x (n, ...) and targets y: classes (n,), whole numbers or
+    words; several labels a sample (n, labels), 0 or 1; or numbers for regression, floats (n,) or (n, targets).
 
     `options` are those of `build`. Labels count from 0; `classes` is needed when some class has no sample.
     """
     kind, common, own = _split_options({"scenario": scenario, **options})
-    source = make_source(name, x_train, y_train, x_test, y_test, origin="arrays in memory", classes=classes)
-    make: Callable[..., Stream] = kind
-    return make(source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+    arrays = (x_train, y_train, x_test, y_test)
+    label_kind = common.label_kind
+    source = make_source(name, *arrays, origin="arrays in memory", classes=classes, label_kind=label_kind)
+    return _make(kind, source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
 def from_datasets(
@@ -143,8 +147,9 @@ def from_datasets(
 
     A sample is decoded when a client first sees it, by `workers` threads, brought to `image_size` and `channels`, and
     lies from then on in a memory-mapped file: in the folder `cache`, where later runs find it, or in a temporary one.
-    targets: the labels of both sets, where reading them from the sets would decode every sample. `options` are those of
-    `build`; random transforms belong into `augment`, since a set's own would be drawn only once.
+    targets: the labels of both sets, of any kind that `from_arrays` takes, where reading them from the sets would
+    decode every sample. `options` are those of `build`; random transforms belong into `augment`, since a set's own
+    would be drawn only once.
     """
     kind, common, own = _split_options({"scenario": scenario, **options})
     if not issubclass(kind, IncrementalStream) or kind is MultiDomain:
@@ -159,9 +164,9 @@ def from_datasets(
         class_names=class_names,
         cache=cache,
         workers=workers,
+        label_kind=common.label_kind,
     )
-    make: Callable[..., Stream] = kind
-    return make(source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+    return _make(kind, source, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
 
 
 def from_function(
@@ -169,10 +174,27 @@ def from_function(
 ) -> Stream:
     """A stream of periods that a user's own function yields for every client (`everfed.streams.feed`).
 
-    classes: as many as may ever appear. `options` are those of `build` for scenario "own".
+    classes: as many as may ever appear; the number of labels or targets with label_kind = "multi-label" or
+    "regression". `options` are those of `build` for scenario "own".
     """
     _, common, own = _split_options({"scenario": Own.scenario, "classes": classes, **options})
     return Own(make, common, seed=seed, rounds_per_task=rounds_per_task, scale=scale, **own)
+
+
+def _make(kind: type[PlannedStream], source: Any, common: Options, **settings: Any) -> Stream:
+    """The stream; raises OptionError for a scenario that divides classes where samples have none of their own."""
+    targets = getattr(source, "targets", None)  # only data sets have kinds of targets
+    if targets is not None and common.label_kind not in (None, targets):
+        raise OptionError("label_kind", f"{source.name} has {targets} targets, not {common.label_kind}; leave it out")
+    if targets not in (None, CLASSES) and issubclass(kind, IncrementalStream) and not kind.any_targets:
+        able = [name for name, one in _CLASSES.items() if issubclass(one, IncrementalStream) and one.any_targets]
+        raise OptionError(
+            "scenario",
+            f"{kind.scenario} divides single classes among tasks, and {source.name} has {targets} targets; allowed: "
+            f"{', '.join(able)}",
+        )
+    make: Callable[..., Stream] = kind  # the type of its first argument differs by scenario
+    return make(source, common, **settings)
 
 
 def _split_options(table: Mapping[str, Any]) -> tuple[type[PlannedStream], Options, dict[str, Any]]:

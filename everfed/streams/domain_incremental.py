@@ -26,6 +26,7 @@ class DomainIncremental(IncrementalStream):
 
     scenario = "domain-incremental"
     about = "the same classes in every task, seen through another rotation or pixel permutation"
+    any_targets = True
 
     def __init__(self, source: Source, options: Options, *, transform: str = "rotate", **settings: Any) -> None:
         require_choice("transform", transform, TRANSFORMS)

@@ -29,7 +29,7 @@ from everfed.streams.planned import PlannedStream
 
 HOME, AWAY = 0, 1
 _MEANINGLESS = (  # augment: a mirrored image would need mirrored boxes
-    *("partition", "normalise", "augment", "image_size", "channels", "encoder", "label"),
+    *("partition", "normalise", "augment", "image_size", "channels", "encoder", "label", "label_kind"),
     *("asynchronous", "without", "order", "drift"),
 )
 

@@ -28,6 +28,7 @@ from everfed.core.data import Data
 from everfed.data.errors import DataError
 from everfed.data.source import storage_form, storage_labels
 from everfed.data.split import held_out
+from everfed.data.targets import CLASSES, storage_targets, strata
 from everfed.naming import load_object
 from everfed.streams.draws import generator
 
@@ -37,7 +38,8 @@ Array = np.ndarray | Tensor
 @dataclass(frozen=True)
 class Period:
     """Data of one period. x: (n, ...) images, features or tokens in any of the usual layouts; y: (n,) class numbers
-    from 0. test: a pair (x, y) for scoring, never for training; None: a share of x and y is held out instead."""
+    from 0, or the targets that stream.label_kind names. test: a pair (x, y) for scoring, never for training; None: a
+    share of x and y is held out instead."""
 
     x: Array
     y: Array
@@ -62,6 +64,7 @@ class Feed:
     every class of a period without tests of its own, held out by `seed`. Only the newest period's training samples are
     kept; an earlier one is read by calling the function again, unless `once` (a real client's stream cannot be read
     twice). form: an empty tensor with the dtype and shape of samples; by default those of the first period.
+    targets: one of `everfed.data.targets.KINDS`.
     """
 
     def __init__(
@@ -74,12 +77,13 @@ class Feed:
         seed: int = 0,
         once: bool = False,
         form: Tensor | None = None,
+        targets: str = CLASSES,
     ) -> None:
         self.make = named_function(make) if isinstance(make, str) else make
         self.client, self.classes, self.test_share, self.seed, self.once = client, classes, test_share, seed, once
         self.tests: list[Data] = []
         self._ends: list[int] = []  # how many samples had arrived after each period
-        self._form = form
+        self._form, self.targets = form, targets
         self._newest: Arrived | None = None
         self._restart()
 
@@ -144,7 +148,7 @@ class Feed:
         if period.test is not None:
             return Arrived(self._numbered(x, y), self._numbered(*self._checked(*period.test)))
         rng = generator(self.seed, "held out of a period", self.client, self._read)
-        kept, held = (torch.from_numpy(rows) for rows in held_out(y.numpy(), self.test_share, rng))
+        kept, held = (torch.from_numpy(rows) for rows in held_out(strata(y), self.test_share, rng))
         return Arrived(self._numbered(x[kept], y[kept]), self._numbered(x[held], y[held]))
 
     def _numbered(self, x: Tensor, y: Tensor) -> Data:
@@ -154,7 +158,7 @@ class Feed:
 
     def _checked(self, x: Array, y: Array) -> tuple[Tensor, Tensor]:
         where = self._where()
-        samples, labels = storage_form(x, where), storage_labels(y, where)
+        samples, labels = storage_form(x, where), self._labels(y, where)
         if len(samples) != len(labels):
             raise DataError(f"{where}: {len(samples)} samples but {len(labels)} labels")
         self._form = samples[:0] if self._form is None else self._form
@@ -163,8 +167,19 @@ class Feed:
                 f"{where}: samples are {_form(samples)}, those of the stream {_form(self._form)}; all periods of all "
                 "clients must have the same dtype and shape, those of stream.input_shape and stream.dtype if given"
             )
-        _check_classes(labels, self.classes, where)
         return samples, labels
+
+    def _labels(self, y: Array, where: str) -> Tensor:
+        if self.targets == CLASSES:
+            labels = storage_labels(y, where)
+            _check_classes(labels, self.classes, where)
+            return labels
+        labels = storage_targets(y, self.targets, where)
+        if labels.shape[1] != self.classes:
+            raise DataError(
+                f"{where}: targets have {labels.shape[1]} columns, expected stream.classes = {self.classes}"
+            )
+        return labels
 
 
 def _form(samples: Tensor) -> str:

@@ -6,7 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from everfed.data.errors import PartitionError
 from everfed.data.lazy import MAPPED_BYTES, Samples
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
+from everfed.data.targets import CLASSES
 from everfed.streams.draws import generator
+from everfed.streams.objectives import ByObjective, objective_of
 from everfed.streams.options import (
     USUAL_NORMALISATION,
     OptionError,
@@ -47,12 +49,15 @@ class Division:
         return self.order[self.ends[client] : self.ends[client + 1]]
 
 
-class IncrementalStream(PlannedStream):
+class IncrementalStream(ByObjective, PlannedStream):
     """A data set, divided among tasks and clients.
 
     A scenario defines the classes of a task (`classes_of`), its samples (`view`), the division among clients that it
-    uses (`division_of`) and its entries in `describe` (`facts`).
+    uses (`division_of`) and its entries in `describe` (`facts`). any_targets: does it work for samples with several
+    labels, or with numbers, too?
     """
+
+    any_targets: ClassVar[bool] = False
 
     def __init__(
         self, source: Source, options: Options, *, seed: int, rounds_per_task: int, scale: float = 1.0
@@ -76,7 +81,9 @@ class IncrementalStream(PlannedStream):
         self.normalise = options.normalise or _usual_normalisation(source)
         self._mean, self._std = _constants(self.normalise, source)
         self._rows = choose_rows(source, self.seed, self.scale, options.validation, options.max_train, options.max_test)
-        self._y_train, self._y_test = source.y_train.numpy(force=True), source.y_test.numpy(force=True)
+        # groups decide which task and client has a sample; they are the classes where every sample has one
+        self._y_train, self._y_test = source.strata("train"), source.strata("test")
+        self._score_by(objective_of(source.targets, source.classes, source.y_train))
 
     # What a scenario decides
 
@@ -107,8 +114,7 @@ class IncrementalStream(PlannedStream):
         rows = self._divisions[self.division_of(kind)][client]
         if self.options.holds_nothing(client, kind):
             rows = rows[:0]
-        x, y = self.source.x_train, self._y_train
-        return self._cache.get((client, kind), lambda: self._materialise(x, y, rows, kind))
+        return self._cache.get((client, kind), lambda: self._materialise("train", rows, kind))
 
     def task_of(self, client: int, ids: np.ndarray) -> np.ndarray:
         """The tasks in which the client saw the samples with these ids (n,), for reports on buffers."""
@@ -135,7 +141,10 @@ class IncrementalStream(PlannedStream):
         source = self.source
         x = (part.probe() if isinstance(part, Samples) else part for part in (source.x_train, source.x_test))
         tensors = (*x, source.y_train, source.y_test)
-        return digest_of(json.dumps([self.scenario, _plain(vars(self.options))], sort_keys=True), *tensors)
+        options = {
+            key: value for key, value in vars(self.options).items() if key != "label_kind"
+        }  # the targets have it
+        return digest_of(json.dumps([self.scenario, _plain(options)], sort_keys=True), *tensors)
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, the sizes, and the classes of every client in every division."""
@@ -145,6 +154,7 @@ class IncrementalStream(PlannedStream):
             "origin": self.source.origin,
             "samples": {part: len(rows) for part, rows in vars(self._rows).items()},
             "test_labels": self.source.test_labels,
+            "targets": self.source.targets,
             **_plain(vars(self.options)),
             "normalise": _plain(self.normalise),
             "encoder": self.source.encoder or None,
@@ -162,7 +172,9 @@ class IncrementalStream(PlannedStream):
                 )
 
     def _pool(self, rows: np.ndarray, y: np.ndarray, task: int) -> np.ndarray:
-        """The rows whose class belongs to `task`."""
+        """The rows whose class belongs to `task`; all of them where samples have no single class."""
+        if self.source.targets != CLASSES:
+            return rows
         return rows[np.isin(y[rows], self.classes_of(task))]
 
     def _divide(self, division: int) -> Division:
@@ -178,13 +190,15 @@ class IncrementalStream(PlannedStream):
         return Division.of([pool[part] for part in parts])
 
     def _held_out(self, task: int, split: str) -> Data:
-        x, y, rows = self.source.x_test, self._y_test, self._rows.test
         if split == "validation":
-            x, y, rows = self.source.x_train, self._y_train, self._rows.validation
-        return self._materialise(x, y, self._pool(rows, y, task), task)
+            return self._materialise("train", self._pool(self._rows.validation, self._y_train, task), task)
+        return self._materialise("test", self._pool(self._rows.test, self._y_test, task), task)
 
-    def _materialise(self, x: Tensor | Samples, y: np.ndarray, rows: np.ndarray, task: int) -> Data:
-        labels, ids = torch.from_numpy(y[rows]).to(x.device), rows + task * len(x)
+    def _materialise(self, part: str, rows: np.ndarray, task: int) -> Data:
+        """The samples of the source's part ("train" or "test") at `rows`, as the task shows them."""
+        source = self.source
+        x, y = (source.x_train, source.y_train) if part == "train" else (source.x_test, source.y_test)
+        labels, ids = y[torch.from_numpy(rows).to(y.device)].to(x.device), rows + task * len(x)
         if isinstance(x, Samples):
             seen = f"{self.scenario} {self.seed} {self.facts()} task {task}"
             return Data(x.mapped(rows, lambda some: self.view(some, task), seen), labels, ids)

@@ -25,6 +25,7 @@ class MultiDomain(IncrementalStream):
 
     scenario = "multi-domain"
     about = "the same classes in every task, from another data set or domain each time"
+    any_targets = True
 
     read = staticmethod(load_domains)
 
@@ -122,6 +123,7 @@ def _in_one_format(domains: Domains, options: Options) -> Source:
         first.classes,
         first.class_names,
         origin,
+        targets=first.targets,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from everfed.data import augment as augmentations
 from everfed.data.errors import PartitionError
 from everfed.data.partition import check_options
+from everfed.data.targets import KINDS
 from everfed.errors import SettingError
 
 # (mean, std) per channel of the named normalisations; a single entry serves every channel.
@@ -45,7 +46,8 @@ class Options:
     transform of torchvision's v2. validation: share of every class held out of the training data, [0, 1).
     boundaries: False hides from methods when tasks begin and end. max_train, max_test: at most so many samples.
     image_size, channels: bring images to this format first. encoder: turns texts into vectors ("auto" by default).
-    label: the column of a table that has the labels.
+    label: the column of a table that has the labels. label_kind: "classes", "multi-label" or "regression"; None: by the
+    type and shape of the labels.
 
     asynchronous: each client changes tasks by its own clock (`everfed.streams.clocks`). availability, deadline: clients
     come and go, and reply late (`everfed.streams.attendance`). without: {client: tasks in which it holds no data}.
@@ -67,6 +69,7 @@ class Options:
     channels: int | None = None
     encoder: str | None = None
     label: str | None = None
+    label_kind: str | None = None
     asynchronous: Mapping[str, Any] | None = None
     availability: Mapping[str, Any] | None = None
     deadline: Mapping[str, Any] | None = None
@@ -88,6 +91,8 @@ class Options:
         for key in ("encoder", "label"):
             if not isinstance(getattr(self, key), str | None):
                 raise OptionError(key, f"expected a name, got {getattr(self, key)!r}")
+        if self.label_kind is not None:
+            require_choice("label_kind", self.label_kind, KINDS)
         _check_partition(self.partition)
         if self.normalise is not None:
             normalisation(self.normalise)

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data, DataCache
+from everfed.data.targets import CLASSES, blank_targets
 from everfed.streams.draws import generator
 from everfed.streams.feed import Arrived, Feed, MakeStream, named_function
+from everfed.streams.objectives import ByObjective, objective_of
 from everfed.streams.options import (
     OptionError,
     Options,
@@ -37,10 +39,11 @@ _MEANINGLESS = (
 DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
 
 
-class Own(PlannedStream):
-    """classes: the width of the head, as many classes as may ever appear. test_share: of every period, held out where
-    it has no tests of its own. input_shape, dtype: of a sample in storage form, (channels, height, width) and "uint8"
-    for images; by default those of the first period (a server without data needs them)."""
+class Own(ByObjective, PlannedStream):
+    """classes: the width of the head, as many classes as may ever appear, or the labels or numbers of a sample where
+    `label_kind` is "multi-label" or "regression". test_share: of every period, held out where it has no tests of its
+    own. input_shape, dtype: of a sample in storage form, (channels, height, width) and "uint8" for images; by default
+    those of the first period (a server without data needs them)."""
 
     scenario = "own"
     about = "periods that a function of your own yields for every client; scored on each client's own tests"
@@ -69,11 +72,13 @@ class Own(PlannedStream):
             raise OptionError("classes", "expected the number of classes that may ever appear: the width of the head")
         require_whole("classes", classes)
         self.make, self.classes, self.test_share = make, classes, test_share
+        self.targets = options.label_kind or CLASSES
+        self._score_by(objective_of(self.targets, classes))
         self.name = f"{getattr(make, '__name__', 'stream')}-own"
         self._feeds: tuple[int, dict[int, Feed]] = (os.getpid(), {})
         self._cache = DataCache(CACHE_BYTES)
         self._form: Tensor | None = None  # dtype and shape of samples: of the first period, or as given
-        self._blank = self._first_form() if input_shape is None else _blank(input_shape, dtype)
+        self._blank = self._first_form() if input_shape is None else self._given_form(input_shape, dtype)
         self._form = self._blank.x
         self.input_shape = tuple(self._blank.x.shape[1:])
         if options.augment != "none" and len(self.input_shape) != 3:
@@ -101,7 +106,9 @@ class Own(PlannedStream):
         return self._blank if found is None else found
 
     def labels_of(self, client: int, task: int) -> tuple[int, ...]:
-        """The classes that occur in a client's period."""
+        """The classes that occur in a client's period; all outputs where samples have no class."""
+        if self.targets != CLASSES:
+            return self.labels(task)
         found: list[int] = torch.cat([self.data(client, task).y, self.test_of(client, task).y]).unique().tolist()
         return tuple(found)
 
@@ -137,7 +144,7 @@ class Own(PlannedStream):
         feeds = self._feeds[1]
         if client not in feeds:
             options: dict[str, Any] = {"test_share": self.test_share, "seed": self.seed, "form": self._form}
-            feeds[client] = Feed(self.make, client, self.classes, **options)
+            feeds[client] = Feed(self.make, client, self.classes, **options, targets=self.targets)
         return feeds[client]
 
     def _thinned(self, client: int, task: int) -> Data:
@@ -158,11 +165,10 @@ class Own(PlannedStream):
                 return arrived.train.take(np.zeros(0, dtype=np.int64))
         raise OptionError("dataset", f"none of the {self.clients} clients has a period; the stream is empty")
 
-
-def _blank(input_shape: Sequence[int], dtype: str | None) -> Data:
-    for size in input_shape:
-        require_whole("input_shape", size)
-    dtype = dtype or ("uint8" if len(input_shape) == 3 else "float32")
-    require_choice("dtype", dtype, DTYPES)
-    none = torch.zeros((0, *input_shape), dtype=DTYPES[dtype])
-    return Data(none, torch.zeros(0, dtype=torch.int64), np.zeros(0, dtype=np.int64))
+    def _given_form(self, input_shape: Sequence[int], dtype: str | None) -> Data:
+        for size in input_shape:
+            require_whole("input_shape", size)
+        dtype = dtype or ("uint8" if len(input_shape) == 3 else "float32")
+        require_choice("dtype", dtype, DTYPES)
+        none = torch.zeros((0, *input_shape), dtype=DTYPES[dtype])
+        return Data(none, blank_targets(self.targets, self.classes), np.zeros(0, dtype=np.int64))

@@ -24,7 +24,17 @@ from everfed.streams.options import OptionError, Options, refuse_unused, require
 from everfed.streams.planned import CACHE_BYTES, SPLITS, PlannedStream, require_index
 
 MASKING = ("dynamic", "static")
-_MEANINGLESS = ("partition", "normalise", "augment", "image_size", "channels", "encoder", "label", "order")
+_MEANINGLESS = (
+    "partition",
+    "normalise",
+    "augment",
+    "image_size",
+    "channels",
+    "encoder",
+    "label",
+    "label_kind",
+    "order",
+)
 
 
 class Division(NamedTuple):

@@ -26,7 +26,7 @@ def choose_rows(
     source: Source, seed: int, scale: float, validation: float, max_train: int | None, max_test: int | None
 ) -> Rows:
     """The samples a stream may use; validation samples never come from the test part."""
-    y_train, y_test = source.y_train.numpy(force=True), source.y_test.numpy(force=True)
+    y_train, y_test = source.strata("train"), source.strata("test")
     pool = _thinned(y_train, scale, max_train, generator(seed, "thin train"))
     least = min(1.0, LEAST_TESTS * source.classes / len(y_test))  # a handful of tests would score 0 or 100 %
     test = _thinned(y_test, max(scale, least), max_test, generator(seed, "thin test"))

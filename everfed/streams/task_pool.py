@@ -97,10 +97,10 @@ class TaskPool(IncrementalStream):
     def data(self, client: int, task: int) -> Data:
         """The client's training samples of its task's classes; ids are task * (size of the source) + position."""
         labels = self.labels_of(client, task)
-        x, y, rows = self.source.x_train, self._y_train, self._divisions[0][client]
+        y, rows = self._y_train, self._divisions[0][client]
         if self.options.holds_nothing(client, task):
             rows = rows[:0]
-        return self._cache.get((client, task), lambda: self._materialise(x, y, rows[np.isin(y[rows], labels)], task))
+        return self._cache.get((client, task), lambda: self._materialise("train", rows[np.isin(y[rows], labels)], task))
 
     # What a scenario decides
 
@@ -155,10 +155,10 @@ class TaskPool(IncrementalStream):
                 raise OptionError("dataset", f"class {label} has no test sample to be scored on")
 
     def _held_out_of(self, labels: tuple[int, ...], split: str) -> Data:
-        x, y, rows = self.source.x_test, self._y_test, self._rows.test
+        part, y, rows = "test", self._y_test, self._rows.test
         if split == "validation":
-            x, y, rows = self.source.x_train, self._y_train, self._rows.validation
-        return self._materialise(x, y, rows[np.isin(y[rows], labels)], 0)
+            part, y, rows = "train", self._y_train, self._rows.validation
+        return self._materialise(part, rows[np.isin(y[rows], labels)], 0)
 
     def _report(self, division: int) -> dict[str, Any]:
         """Of all training images, whatever the tasks."""

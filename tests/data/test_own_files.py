@@ -130,7 +130,7 @@ def test_a_column_divides_the_rows_and_another_may_be_the_label(tmp_path: Path) 
         ("age,dose,label", [("1", "x", "ill")], "column 'dose' holds text; features are numbers"),
         ("age,dose,label", [("1", "nan", "ill")], "column 'dose' has no number in row 2"),
         ("age,dose,label", [("1", "", "ill")], "column 'dose' holds text"),
-        ("age,dose,label", [("1", "2", "0.5")], "column 'label' holds fractions"),
+        ("age,dose,label", [("1", "2", "inf")], "column 'label' holds numbers that are not finite"),
         ("age,dose,label", [("1", "2", "")], "column 'label' has rows without a label"),
         ("age,dose,label", [("1", "2")], "row 2 has 2 values where the first line has 3"),
         ("age,dose,label", [], "needs a first line with the names"),

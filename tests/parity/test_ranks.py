@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -90,6 +91,20 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_squared_errors_on_two_ranks_equal_those_of_one_process(tmp_path: Path) -> None:
+    """A table with numbers to predict."""
+    rows = np.random.default_rng(0).normal(size=(80, 3))
+    lines = ["a,b,c,target", *(f"{a},{b},{c},{a + 2 * b - c}" for a, b, c in rows)]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    more = (f"stream.dataset={tmp_path / 't.csv'}", "stream.transform=permute", "model.kind=mlp")
+    run_ranks(2, arguments(tmp_path / "ranks", "fedgp+er", "ranks", *more))
+    run_eager(tmp_path / "eager", "fedgp+er", *more)
+    ours, theirs = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("ranks", "eager"))
+    assert ours["score"] == "mse" and ours["n_test"] == theirs["n_test"]
+    for left, right in zip(ours["accuracy_matrix"], theirs["accuracy_matrix"], strict=True):
+        assert left == pytest.approx(right, rel=1e-6)
+
+
 @pytest.mark.parametrize("reducer", ["median", "norm-clipping", "geometric-median"])
 def test_robust_reducers_see_the_clients_of_all_ranks(reducer: str, tmp_path: Path) -> None:
     """The trimmed mean: below."""

@@ -54,7 +54,7 @@ def test_tasks_that_nobody_was_scored_on_are_left_out_of_the_metrics() -> None:
         1: [[10, 7], None, None],
         2: [[10, 6], None, [10, 8]],
     }
-    found = _scores("accuracy", state(rows), 1, [10, 0, 10], None)
+    found = _scores(Toy(), "accuracy", "full", state(rows), [10, 0, 10], None)
     assert found["accuracy_matrix"] == [[0.9, None, None], [0.7, None, None], [0.6, None, 0.8]]
     assert found["metrics"]["acc"] == pytest.approx(0.7) and found["metrics"]["forgetting"] == pytest.approx(0.3)
 
@@ -66,7 +66,7 @@ def test_the_last_row_is_the_end_of_the_run_where_its_last_task_has_no_test() ->
         1: [[10, 7], [10, 6], None],
         2: [[10, 5], [10, 4], None],
     }
-    assert _scores("accuracy", state(rows), 1, [10, 10, 0], None)["metrics"]["acc"] == pytest.approx(0.45)
+    assert _scores(Toy(), "accuracy", "full", state(rows), [10, 10, 0], None)["metrics"]["acc"] == pytest.approx(0.45)
 
 
 def test_rounds_are_counted_only_where_every_round_was_scored() -> None:

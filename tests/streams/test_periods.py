@@ -365,7 +365,9 @@ def test_without_zero_shot_earlier_models_were_not_scored_on_all_periods(file: P
 
 
 def test_herding_needs_classes(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="memory.policy = 'herding' needs classes, which this stream has not"):
+    with pytest.raises(
+        everfed.UserError, match="part 'memory' needs one class for every sample, .* scored by perplexity"
+    ):
         everfed.run(recipe(file, "herding"), tmp_path / "run")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from everfed import (
+    CLASSES,
     MODEL,
     Batch,
     Context,
@@ -48,6 +49,7 @@ class FedProto(Part):
     weighting: str = "count"
 
     name = "fedproto"
+    needs = frozenset({CLASSES})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed import (
+    CLASSES,
     CompositionError,
     Context,
     Data,
@@ -74,6 +75,8 @@ def class_sums(client: State, message: Message, data: Data, ctx: Context) -> tup
 @dataclass(frozen=True)
 class ReplacesHead(Part):
     """A part whose server makes the classifier's head, from features that are the same on every client."""
+
+    needs = frozenset({CLASSES})
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         others = [part.name for part in parts if isinstance(part, ReplacesHead)]

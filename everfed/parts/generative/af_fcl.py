@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from everfed import (
     BOUNDARIES,
+    CLASSES,
     END,
     MODEL,
     Cohort,
@@ -91,7 +92,7 @@ class AFFCL(Part):
     variance_floor: float = 1e-4
 
     name = "af-fcl"
-    needs = frozenset({BOUNDARIES})
+    needs = frozenset({BOUNDARIES, CLASSES})
 
     def __post_init__(self) -> None:
         one_of(self, **CHOICES)

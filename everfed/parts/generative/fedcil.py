@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from everfed import (
     BOUNDARIES,
+    CLASSES,
     MODEL,
     Cohort,
     Collect,
@@ -87,7 +88,7 @@ class FedCIL(Part):
     weighting: str = "samples"
 
     name = "fedcil"
-    needs = frozenset({BOUNDARIES})
+    needs = frozenset({BOUNDARIES, CLASSES})
 
     def __post_init__(self) -> None:
         one_of(self, **CHOICES)

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from everfed import (
     BOUNDARIES,
+    CLASSES,
     END,
     MODEL,
     Cohort,
@@ -92,7 +93,7 @@ class GLFC(Part):
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         """Boundaries only for a head that grows and for the model of a task's end; otherwise clients detect changes."""
         known = self.head == "seen" or self.old_model == "last"
-        return frozenset({memory.NAME, BOUNDARIES} if known else {memory.NAME})
+        return frozenset({memory.NAME, CLASSES, *([BOUNDARIES] if known else [])})
 
     # the old model, on the server ----------------------------------------------------------------------------------
     def server_slots(self, ctx: Context) -> Tree:

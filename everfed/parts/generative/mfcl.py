@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from everfed import (
     BOUNDARIES,
+    CLASSES,
     END,
     MODEL,
     TOGETHER,
@@ -104,7 +105,8 @@ class MFCL(Part):
     keep_adam: bool = False
 
     name = "mfcl"
-    needs = frozenset({BOUNDARIES, TOGETHER})  # one generator serves all clients, so their old classes must be the same
+    # one generator serves all clients, so their old classes must be the same
+    needs = frozenset({BOUNDARIES, TOGETHER, CLASSES})
 
     def __post_init__(self) -> None:
         one_of(self, **CHOICES)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from everfed import (
     BOUNDARIES,
+    CLASSES,
     END,
     MODEL,
     TOGETHER,
@@ -82,7 +83,8 @@ class SyntheticReplay(Part):
     lr_student: float = 0.2
     upsamplings: int = 0
 
-    needs = frozenset({BOUNDARIES, TOGETHER})  # one pool serves all clients, so their old classes must be the same
+    # one pool serves all clients, so their old classes must be the same
+    needs = frozenset({BOUNDARIES, TOGETHER, CLASSES})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch", "n_syn", "syn_round", "synth_batch", "g_steps", "nz", "kd_batch")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from everfed import (
+    CLASSES,
     MODEL,
     TOGETHER,
     Context,
@@ -79,7 +80,8 @@ class Memory(Part):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({TOGETHER}) if self.chooser.together else frozenset()
+        together = {TOGETHER} if self.chooser.together else set()
+        return frozenset(together | ({CLASSES} if self.chooser.needs_classes else set()))
 
     def phases(self) -> tuple[Phase, ...]:
         return self.chooser.phases(self)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from everfed import (
+    CLASSES,
     MODEL,
     Collect,
     CompositionError,
@@ -55,6 +56,7 @@ class FedAS(Part):
     align_batch: int = 16
 
     name = "fedas"
+    needs = frozenset({CLASSES})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "align_epochs", "align_lr")

@@ -34,6 +34,7 @@ from torch.func import functional_call
 
 from everfed import (
     BOUNDARIES,
+    CLASSES,
     END,
     FIRST,
     MODEL,
@@ -91,7 +92,7 @@ class FedWeIT(Part):
     share: float = 0.3
 
     name = "fedweit"
-    needs = frozenset({BOUNDARIES})
+    needs = frozenset({BOUNDARIES, CLASSES})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "sparsity", "retention", "weight_decay")

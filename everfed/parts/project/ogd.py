@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from everfed import (
+    CLASSES,
     END,
     MODEL,
     Cohort,
@@ -64,6 +65,7 @@ class OGD(Part):
     project: str = "auto"
 
     name = "ogd"
+    needs = frozenset({CLASSES})
     changes = frozenset({"before"})  # the basis is large and stays as it is
 
     def __post_init__(self) -> None:

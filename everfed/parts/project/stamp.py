@@ -23,6 +23,7 @@ from torch import Tensor
 
 from everfed import (
     BOUNDARIES,
+    CLASSES,
     END,
     MODEL,
     Cohort,
@@ -84,7 +85,7 @@ class STAMP(Part):
     match_first: bool = False
 
     name = "stamp"
-    needs = frozenset({BOUNDARIES})
+    needs = frozenset({BOUNDARIES, CLASSES})
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from everfed import (
     BOUNDARIES,
+    CLASSES,
     MODEL,
     Context,
     Data,
@@ -53,7 +54,7 @@ class FedLwF2T(Part):
     outputs: str = "known"
 
     name = "fedlwf2t"
-    needs = frozenset({BOUNDARIES})
+    needs = frozenset({BOUNDARIES, CLASSES})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "alpha", "beta")

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everfed import END, MODEL, Cohort, Context, Once, Part, Phase, Schedule, State, Step, Tables, Tree
+from everfed import CLASSES, END, MODEL, Cohort, Context, Once, Part, Phase, Schedule, State, Step, Tables, Tree
 from everfed.parts.shared.checks import at_least, positive
 from everfed.parts.shared.teacher import among, classes_of, divergence, frozen_outputs, mask_of, tasks_before
 
@@ -29,6 +29,7 @@ class LwF(Part):
     temperature: float = 2.0
 
     name = "lwf"
+    needs = frozenset({CLASSES})
 
     def __post_init__(self) -> None:
         at_least(self, 0, "weight")
