@@ -65,9 +65,11 @@ PARTS: dict[str, str] = {
     "fedas": "personal.fedas:FedAS",
     "fedl2p": "personal.fedl2p:FedL2P",
     "fedweit": "personal.fedweit:FedWeIT",
+    "fed-cprompt": "pretrained.prompts:FedCPrompt",
     "ffa-lora": "pretrained.lora:FFALoRA",
     "lora": "pretrained.lora:LoRA",
     "lorm": "pretrained.lorm:LoRM",
+    "pilora": "pretrained.pilora:PILoRA",
     "prompt-coda": "pretrained.prompts:PromptCODA",
     "prompt-dual": "pretrained.prompts:PromptDual",
     "prompt-l2p": "pretrained.prompts:PromptL2P",
@@ -174,10 +176,17 @@ PRESETS: dict[str, Preset] = {
     ),
     "regmean": _preset("linear layers merged in least squares by the Gram matrices of their inputs", "regmean"),
     "lorm": _preset("LoRA with one factor at a time, merged in closed form", "lorm"),
+    "pilora": _preset("prototypes of classes, and one LoRA for every task, orthogonal to earlier ones", "pilora"),
     "prompt-l2p": _preset("prompts of a pool, chosen for each sample by keys", "fedavg", "prompt-l2p", **_BY_SAMPLES),
     "prompt-dual": _preset("prompts for all tasks, and for each", "fedavg", "prompt-dual", **_BY_SAMPLES),
     "prompt-coda": _preset(
         "prompts as weighted sums of components, some for every task", "fedavg", "prompt-coda", **_BY_SAMPLES
+    ),
+    "fed-cprompt": _preset(
+        "CODA-Prompt with features near the received model's and away from the last task's",
+        "fedavg",
+        "fed-cprompt",
+        **_BY_SAMPLES,
     ),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }

@@ -37,17 +37,22 @@ class TaskPrompts(Prompts):
 
 # CODA-Prompt ----------------------------------------------------------------------------------------------------------
 class Components(nn.Module):
-    """The components of one block: prompts P (tasks, m, length, width), attention A and keys K (tasks, m, width)."""
+    """The components of one block: prompts P (tasks, m, length, width), attention A and keys K (tasks, m, width).
+    softmax: a component's attention is used as the softmax over its entries."""
 
-    def __init__(self, tasks: int, count: int, length: int, width: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, tasks: int, count: int, length: int, width: int, generator: torch.Generator, softmax: bool = False
+    ) -> None:
         super().__init__()
+        self.softmax = softmax
         self.P = nn.Parameter(torch.randn(tasks, count, length, width, generator=generator))
         self.A = nn.Parameter(torch.randn(tasks, count, width, generator=generator))
         self.K = nn.Parameter(torch.randn(tasks, count, width, generator=generator))
 
     def weights(self, query: Tensor) -> Tensor:
         """(n, tasks, m): cos(q * A_m, K_m)."""
-        seen = query.unsqueeze(1) * self.A.float().flatten(0, 1)
+        attention = self.A.float().flatten(0, 1)
+        seen = query.unsqueeze(1) * (attention.softmax(-1) if self.softmax else attention)
         cosines = functional.cosine_similarity(seen, self.K.float().flatten(0, 1), dim=-1)
         return cosines.unflatten(1, self.K.shape[:2])
 
@@ -62,11 +67,20 @@ class Components(nn.Module):
 class CodaPrompts(TaskPrompts):
     """CODA-Prompt (Smith et al., 2023): in every chosen block a weighted sum of all components of the tasks so far."""
 
-    def __init__(self, blocks: Sequence[int], tasks: int, count: int, length: int, width: int, seed: int) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[int],
+        tasks: int,
+        count: int,
+        length: int,
+        width: int,
+        seed: int,
+        softmax: bool = False,
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.blocks = nn.ModuleDict(
-            {str(block): Components(tasks, count, length, width, generator) for block in blocks}
+            {str(block): Components(tasks, count, length, width, generator, softmax) for block in blocks}
         )
         self.tasks = tasks
 
@@ -103,7 +117,7 @@ class DualPrompts(TaskPrompts):
         chosen = self._chosen(cosines)
         if self.training:
             self.pull = (1.0 - cosines.gather(1, chosen.unsqueeze(1))).mean()
-        prefixes = {int(name): _halves(p.expand(len(query), -1, -1, -1)) for name, p in self.general.items()}
+        prefixes = {int(name): _halves(p.expand(query.shape[0], -1, -1, -1)) for name, p in self.general.items()}
         prefixes |= {int(name): _halves(p.index_select(0, chosen)) for name, p in self.expert.items()}
         return vit.class_token(tokens, prefixes)
 
@@ -111,7 +125,7 @@ class DualPrompts(TaskPrompts):
         """(n,) the task whose expert each sample uses."""
         task = self.task.detach()
         if self.training:
-            return task.long().expand(len(cosines))
+            return task.long().expand(cosines.shape[0])
         later = torch.arange(self.tasks, device=task.device) > task
         return cosines.masked_fill(later, -torch.inf).argmax(1)
 

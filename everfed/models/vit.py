@@ -112,7 +112,7 @@ class ViT(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, (self.image // patch) ** 2 + 1, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=EPS)
-        self.head = nn.Linear(width, classes)
+        self.head: nn.Module = nn.Linear(width, classes)
         self.prompts: Prompts | None = None
         self._draw()
 
@@ -148,7 +148,7 @@ class ViT(nn.Module):
         if x.shape[-1] != self.image:
             x = functional.interpolate(x, size=(self.image, self.image), mode="bilinear")
         tokens = self.patch_embed(x)
-        return torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], 1) + self.pos_embed
+        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], 1) + self.pos_embed
 
     def run_blocks(self, tokens: Tensor, prefixes: Mapping[int, Prefix] | None = None) -> Tensor:
         """The tokens after all blocks; block i attends to prefixes[i], too."""

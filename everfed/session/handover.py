@@ -15,12 +15,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from everfed import models
+from everfed import methods, models
 from everfed.core.client import new_state, personal_model
-from everfed.core.context import Moment
-from everfed.core.layout import EXTRAS, Extras
+from everfed.core.context import Context, Facts, Moment, TrainOptions
+from everfed.core.data import Data
+from everfed.core.layout import EXTRAS, AdaptsNetwork, Extras, Layout
 from everfed.core.message import MODEL
-from everfed.core.part import Model, State
+from everfed.core.part import Model, State, options_of
 from everfed.core.phase import EVALUATE
 from everfed.data import transforms
 from everfed.data.source import storage_form
@@ -48,7 +49,8 @@ class Description:
     normalised: uint8 images 0..255, float32, or int64 tokens. mean, std: subtracted and divided by, per channel, after
     uint8 is scaled to [0, 1]; both empty where nothing is, mean None where the stream has its own way. score: what
     outputs are scored by; with "accuracy" they are logits of the classes. recipe: digest of what decides
-    the run's numbers (`assembly.fingerprint`).
+    the run's numbers (`assembly.fingerprint`). adapted: the parts that changed the network, {part: "module:Name",
+    option: value}, in order. tasks: of the run, for which such parts keep adapters or prompts.
     """
 
     kind: str
@@ -62,6 +64,8 @@ class Description:
     options: Mapping[str, Any] = field(default_factory=dict)
     rebuilding: Mapping[str, Any] = field(default_factory=dict)
     recipe: str = ""
+    adapted: Sequence[Mapping[str, Any]] = ()
+    tasks: int = 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, default=list)
@@ -92,6 +96,12 @@ def describe(assembly: Assembly, module: nn.Module) -> Description:
         {key: value for key, value in (model.model_extra or {}).items() if key not in left_out},
         module.rebuilding() if isinstance(module, Rebuilds) else {},
         fingerprint(assembly),
+        [
+            {"part": f"{type(part).__module__}:{type(part).__qualname__}", **options_of(part)}
+            for part in assembly.world.method.parts
+            if isinstance(part, AdaptsNetwork)
+        ],
+        assembly.world.facts.tasks,
     )
 
 
@@ -140,6 +150,7 @@ def load(file: Path, description: Description, model: nn.Module | None = None) -
     module = models.build(
         kind, description.input_shape, description.classes, 0, options, rebuilding=description.rebuilding
     )
+    adapt(module, description)
     tensors = safetensors.torch.load_file(file)
     attach_extras(module, tensors)
     try:
@@ -147,6 +158,22 @@ def load(file: Path, description: Description, model: nn.Module | None = None) -
     except RuntimeError as error:
         raise HandoverError(f"{file} does not fit the network {description.kind!r}: {error}") from error
     return module.eval()
+
+
+def adapt(module: nn.Module, description: Description) -> None:
+    """Change the network as the run's method did: adapters, prompts. Their values come from the file."""
+    if not description.adapted:
+        return
+    nothing = Data(torch.zeros(0), torch.zeros(0), np.zeros(0, dtype=np.int64))
+    shape, layout = description.input_shape, Layout.of(module)
+    facts = Facts(description.classes, shape, 1, description.tasks, 1, 1, layout, nothing, torch.zeros(0))
+    parts = [
+        methods.part_class(one["part"])(**{key: value for key, value in one.items() if key != "part"})
+        for one in description.adapted
+    ]
+    for part in parts:
+        assert isinstance(part, AdaptsNetwork)
+        part.adapt_network(module, Context(0, facts, TrainOptions()))
 
 
 def attach_extras(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from everfed import methods
 from everfed.core.client import Reply
 from everfed.core.context import Moment, TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.phase import EVALUATE, TRAIN, Phase
+from everfed.core.phase import EVALUATE, TRAIN, Model, Phase
 from everfed.core.runner import Runner
 from everfed.core.tree import TreeError, from_bytes, to_bytes
 from everfed.federation.checking import (
@@ -30,6 +30,7 @@ from everfed.federation.checking import (
     expected_reply,
     find_other_forms,
 )
+from everfed.federation.engine import _sent_model
 from tests.support.toy import Bench, Norm
 from tests.support.wire import Wire
 
@@ -183,9 +184,12 @@ class Checked(Wire):
 
     runner: Runner
     seen = 0
+    model: Model | None = None  # as it was last sent: whole, or the pieces that are trained
 
     def exchange(self, phase, clients, message, moment):  # type: ignore[no-untyped-def]
-        checker = ReplyChecker(expected_reply(self.runner.world, phase, moment, self.runner.state.model, "r"))
+        self.model = _sent_model(message) or self.model
+        assert self.model is not None
+        checker = ReplyChecker(expected_reply(self.runner.world, phase, moment, self.model, "r"))
         replies = dict(super().exchange(phase, clients, message, moment))
         assert find_other_forms(checker.expected, replies) == {}
         for client, reply in replies.items():

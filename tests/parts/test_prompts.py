@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from everfed import methods
 from everfed.core.context import TrainOptions
+from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
+from everfed.core.part import CompositionError, Part
 from everfed.models.prompts import CodaPrompts, DualPrompts, PoolPrompts
 from everfed.models.vit import ViT
-from everfed.parts.pretrained.prompts import orthonormal
+from everfed.parts.aggregate.average import FedAvg
+from everfed.parts.pretrained.prompts import FedCPrompt, before_task, contrast, orthonormal
+from everfed.parts.shared.features import features
 from tests.parts.test_lora import ClassToy, entries, plain_outputs
 from tests.support.toy import SMALL, Bench, Outcome, Toy, tiny_vit
 
-METHODS = ("prompt-l2p", "prompt-dual", "prompt-coda")
+METHODS = ("prompt-l2p", "prompt-dual", "prompt-coda", "fed-cprompt")
 
 
 def network(prompts: Any = None) -> ViT:
@@ -94,6 +98,94 @@ def test_a_task_begins_orthogonal_to_the_last_one() -> None:
 def test_a_pool_larger_than_the_width_is_refused() -> None:
     with pytest.raises(CompositionError, match=r"prompt-coda.components must be at most 4: .* of 2 tasks .* got 5"):
         Bench("prompt-coda", {"prompt-coda": {**SMALL["prompt-coda"], "components": 5}}).run()
+
+
+# Fed-CPrompt ----------------------------------------------------------------------------------------------------------
+WEIGHTS = {"near": 1000.0, "far": 10.0}
+
+
+@pytest.mark.parametrize(("apart", "value"), [(0.05, 0.0), (0.02, 0.6), (0.0, 1.0), (4.0, 0.0)])
+def test_the_contrast_with_the_last_task_is_a_hinge(apart: float, value: float) -> None:
+    """Two samples at squared distance `apart` from the last task's features, and none from the received model's."""
+    z = torch.zeros(2, 4, dtype=torch.float64)
+    previous = z + (apart / 4) ** 0.5
+    assert float(contrast(z, z, previous, **WEIGHTS)) == pytest.approx(value, abs=1e-12)
+
+
+def test_the_contrast_of_the_first_task_is_the_squared_drift() -> None:
+    z = torch.zeros(2, 4)
+    assert float(contrast(z, z, **WEIGHTS)) == 0.0
+    assert float(contrast(z + 0.1, z, **WEIGHTS)) == pytest.approx(1000 * 2 * 4 * 0.01)
+    assert float(contrast(z + 0.1, z, z, **WEIGHTS)) == pytest.approx(80.0 - 0.8 + 1.0)
+
+
+def test_the_last_tasks_features_are_those_of_its_global_model() -> None:
+    """Bit for bit, though only the current model is sent."""
+    bench = Bench("fed-cprompt", stream=ClassToy())
+    ended, later = bench.run(rounds=2).state.model, bench.run(rounds=3).state.model
+    x, trainer = bench.stream.test(1).x, bench.trainer()
+    old, new, rebuilt = (features(trainer, model, x) for model in (ended, later, before_task(later, bench.layout())))
+    assert torch.equal(rebuilt, old) and not torch.allclose(new, old, atol=1e-4)
+
+
+def test_the_terms_of_a_step_in_the_second_task() -> None:
+    """At the received model z = z_g, so that a first step's loss is cross-entropy and max(0, 1 - far |z - z_p|^2)."""
+    options = {"fed-cprompt": {**SMALL["fed-cprompt"], "far": 0.001}}
+    train = TrainOptions(1, 12, Optimizer(lr=0.0))
+    bench = Bench("fed-cprompt", options, stream=ClassToy(clients=1, rounds_per_task=1), train=train)
+    outcome, data, trainer = bench.run(), bench.stream.data(0, 1), bench.trainer()
+    model = outcome.state.model
+    z, previous = (features(trainer, one, data.x) for one in (model, before_task(model, bench.layout())))
+    apart = 0.001 * float((z - previous).square().sum())
+    entropy = torch.nn.functional.cross_entropy(trainer.outputs(model, data.x), data.y)
+    losses = [event["loss"] for event in outcome.events if "loss" in event]
+    assert 0 < apart < 1 and losses[1] == pytest.approx(float(entropy) + 1 - apart, rel=1e-5)
+    first = torch.nn.functional.cross_entropy(
+        trainer.outputs(bench.run(rounds=1).state.model, bench.stream.data(0, 0).x), bench.stream.data(0, 0).y
+    )
+    assert losses[0] == pytest.approx(float(first), rel=1e-5)
+
+
+def test_a_large_weight_keeps_features_near_the_received_models() -> None:
+    drifts = []
+    for near in (0.0, 1.0, 3.0):
+        options = {"fed-cprompt": {**SMALL["fed-cprompt"], "near": near}}
+        bench = Bench("fed-cprompt", options, stream=Toy(clients=1, tasks=1, rounds_per_task=1))
+        x, trainer = bench.stream.test(0).x, bench.trainer()
+        start, end = (features(trainer, bench.run(rounds=r).state.model, x) for r in (0, 1))
+        drifts.append(float((end - start).square().sum()))
+    assert drifts[0] > drifts[1] > drifts[2]
+
+
+def test_attention_is_a_softmax_over_its_entries() -> None:
+    prompts = CodaPrompts((0,), 2, 3, 4, 8, seed=0, softmax=True)
+    components, query = prompts.blocks["0"], torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    shares = components.A[1, 2].softmax(0)
+    one = torch.nn.functional.cosine_similarity(query[4] * shares, components.K[1, 2], dim=0).detach()
+    assert float(components.weights(query)[4, 1, 2].detach()) == pytest.approx(float(one), abs=1e-6)
+    with torch.no_grad():
+        before = components.weights(query)
+        components.A += 3.0  # the same for all entries
+    assert torch.allclose(components.weights(query), before, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Doubled(Part):
+    name = "doubled"
+
+    def forward(self, module: nn.Module, x: Tensor, own: Any, message: Any) -> Tensor:
+        return 2.0 * module(x)  # type: ignore[no-any-return]
+
+
+def test_a_part_that_changes_the_forward_pass_is_refused_by_the_contrast() -> None:
+    with pytest.raises(CompositionError, match="'fed-cprompt' compares features .*; 'doubled' changes"):
+        compose(FedAvg(), FedCPrompt(), Doubled())
+
+
+@pytest.mark.parametrize("option", ["near", "far"])
+def test_weights_of_the_contrast_are_not_negative(option: str) -> None:
+    with pytest.raises(methods.MethodError, match=rf"method.fed-cprompt.{option} must be at least 0; got -1"):
+        methods.build("fed-cprompt", {"fed-cprompt": {option: -1.0}})
 
 
 # DualPrompt -----------------------------------------------------------------------------------------------------------
@@ -185,7 +277,7 @@ def test_predictions_do_not_depend_on_the_batch(method: str) -> None:
 
 
 # all of them ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("method", ["prompt-dual", "prompt-coda", "fedgp+prompt-coda"])
+@pytest.mark.parametrize("method", ["prompt-dual", "prompt-coda", "fedgp+prompt-coda", "fed-cprompt"])
 def test_after_a_task_nothing_of_it_changes(method: str) -> None:
     """Not even by weight decay or momentum: prompts, keys, and the head's rows of its classes."""
     train = TrainOptions(2, 5, Optimizer(lr=0.1, momentum=0.9, weight_decay=0.1))
@@ -202,6 +294,7 @@ def test_after_a_task_nothing_of_it_changes(method: str) -> None:
     ("method", "numbers"),
     [
         ("prompt-coda", 2 * 2 * (2 * 8 + 8 + 8)),  # blocks x components x (P, A, K)
+        ("fed-cprompt", 2 * 2 * (2 * 8 + 8 + 8)),
         ("prompt-dual", 2 * 2 * 8 + 2 * 2 * 8 + 8),  # general, expert, key
     ],
 )

@@ -14,7 +14,7 @@ from everfed.reproduction.published import SETS, Published
 from everfed.reproduction.tables import Paper
 from everfed.reproduction.targets import Target
 
-QUICK = ("--scale", "small", "--columns", "rotated", "--methods", "fedavg,fedgp", "--seeds", "2", "--engine", "eager",
+QUICK = ("--scale", "0.005", "--columns", "rotated", "--methods", "fedavg,fedgp", "--seeds", "2", "--engine", "eager",
          "--jobs", "1")  # fmt: skip
 
 
@@ -64,16 +64,16 @@ def test_the_list_shows_every_table_and_what_it_costs() -> None:
 def test_a_table_from_nothing_and_again(data: Path) -> None:
     first = reproduce("fedgp/table1", *QUICK, "--data", str(data))
     assert first.exit_code == 0, first.output
-    assert "4 runs (0 finished already); 2 of 2 cells can be run; --scale 0.05" in first.output
+    assert "4 runs (0 finished already); 2 of 2 cells can be run; --scale 0.005" in first.output
     assert "not judged:" in first.output and "68.02 ± 3.1" in first.output
-    out = Path("runs/reproduce-0.05")
+    out = Path("runs/reproduce-0.005")
     results = sorted(out.rglob("result.json"))
     assert [path.parent.name for path in results] == ["fedavg-0", "fedavg-1", "fedgp-0", "fedgp-1"]
     found = json.loads((out / "fedgp-table1.json").read_text())
     acc = [json.loads(path.read_text())["metrics"]["acc"] for path in results[:2]]
     assert found["cells"][0]["ours"] == pytest.approx(100 * sum(acc) / 2)
     reasons = found["cells"][0]["lacking"]
-    assert "--scale 0.05" in reasons and "447 of the 60,000 published training samples" in reasons
+    assert "--scale 0.005" in reasons and "141 of the 60,000 published training samples" in reasons
     assert found["cells"][1]["paired"]["ours"]["count"] == 2 and "not judged" in found["cells"][1]["verdict"]
 
     before = {path: path.stat().st_mtime_ns for path in results}

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import everfed
 from everfed.cli import app
 from everfed.session.export import export
-from tests.session.test_handover import CLASSES, NAMES, SHAPE, TINY_VIT, Net, recipe, write_data
+from tests.session.test_handover import ADAPTERS, CLASSES, NAMES, SHAPE, TINY_VIT, Net, recipe, write_data
 
 IMAGES = np.random.default_rng(5).integers(0, 256, (3, *SHAPE)).astype(np.uint8)
 
@@ -47,6 +47,17 @@ def test_torch_export_takes_pixels_of_any_number(run: Path, tmp_path: Path) -> N
     assert cli(str(run), "--to", "torch-export", "--out", str(tmp_path / "out")).exit_code == 0
     program = torch.export.load(tmp_path / "out/model.pt2").module()
     torch.testing.assert_close(program(torch.from_numpy(IMAGES)), everfed.load(run).outputs(IMAGES))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pilora", "prompt-dual"])
+def test_torch_export_of_a_vision_transformer_takes_any_number(method: str, tmp_path: Path) -> None:
+    model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2}
+    table = {"name": method, **({method: ADAPTERS[method]} if method in ADAPTERS else {})}
+    everfed.run(recipe(write_data(tmp_path), model=model, method=table), tmp_path / "run")
+    done = cli(str(tmp_path / "run"), "--to", "torch-export", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    program = torch.export.load(tmp_path / "out/model.pt2").module()
+    torch.testing.assert_close(program(torch.from_numpy(IMAGES)), everfed.load(tmp_path / "run").outputs(IMAGES))
 
 
 def test_onnx_takes_pixels_of_any_number(run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import everfed
+from everfed.api import reassemble
 from everfed.session import handover
+from everfed.store.run import RunFolder
 from everfed.streams import from_arrays
 
 SHAPE, CLASSES = (3, 8, 8), 4
@@ -129,6 +131,30 @@ def test_a_network_with_low_rank_factors_is_loaded(tmp_path: Path) -> None:
     loaded = everfed.load(tmp_path / "run").model.state_dict()
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in loaded)
     assert len(result.data["frozen_sha256"]) == 64
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 2},
+    "lorm": {"rank": 2},
+    "pilora": {"rank": 2},
+    "prompt-l2p": {"pool": 4, "top": 2},
+    "prompt-dual": {"general": [0], "expert": []},
+    "prompt-coda": {"components": 2, "blocks": [0]},
+    "fed-cprompt": {"components": 2, "blocks": [0], "near": 1.0},
+}
+
+
+@pytest.mark.parametrize("method", ADAPTERS)
+def test_a_network_that_a_method_adapted_is_loaded(method: str, tmp_path: Path) -> None:
+    """Its outputs are those of the network that was trained, bit for bit."""
+    model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2}
+    data = write_data(tmp_path)
+    everfed.run(recipe(data, model=model, method={"name": method, method: ADAPTERS[method]}), tmp_path / "run")
+    trained = reassemble(RunFolder.open(tmp_path / "run"), on_cpu=True).build_module()
+    trained.load_state_dict(safetensors.torch.load_file(tmp_path / "run/model.safetensors"))
+    data.unlink()
+    x = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(everfed.load(tmp_path / "run").model(x), trained.eval()(x))
 
 
 def test_what_a_method_adds_to_the_network_is_loaded_too(tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "ranpac": {"width": 16},
     "mfcl": {"gen_steps": 5, "gen_chunk": 2, "gen_batch": 8, "syn_batch": 4, "z_dim": 6, "gen_light": True},
     "target": {"syn_round": 3, "warmup": 1, **SMALL_SYNTHESIS},
+    "fed-cprompt": {"components": 2, "length": 2, "blocks": (0, 1), "near": 1.0, "far": 0.1},
     "prompt-coda": {"components": 2, "length": 2, "blocks": (0, 1)},
     "prompt-dual": {"length": 2, "general": (0,), "expert": (1,)},
     "prompt-l2p": {"pool": 4, "length": 2, "top": 2},

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from everfed import (
     CLASSES,
@@ -36,9 +35,9 @@ from everfed import (
     refuse_personal,
 )
 from everfed.core.client import synchronises
-from everfed.parts.features.statistics import feature_rows
+from everfed.parts.features.statistics import class_sums
 from everfed.parts.shared.checks import at_least, one_of
-from everfed.parts.shared.features import head_weight, keep_features, kept_features
+from everfed.parts.shared.features import keep_features, kept_features
 
 
 @dataclass(frozen=True)
@@ -83,19 +82,10 @@ class FedProto(Part):
         """In float64, which secure aggregation does not clip."""
         if not self.weight or not synchronises(ctx):
             return None, {}
-        counts, sums = self._sums({**client}, {**message, MODEL: fitted.model}, data, ctx)
+        counts, sums = class_sums(client, {**message, MODEL: fitted.model}, data, ctx)
         if self.weighting == "client":
             sums, counts = sums / counts.clamp(min=1).unsqueeze(1), counts.clamp(max=1)
         return None, {"sums": sums, "counts": counts}
-
-    def _sums(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
-        counts = torch.zeros(ctx.facts.classes, dtype=torch.float64)
-        sums = torch.zeros(ctx.facts.classes, head_weight(ctx.facts.layout).shape[1], dtype=torch.float64)
-        for features, y in feature_rows(client, message, data, ctx):
-            labels = functional.one_hot(y, ctx.facts.classes).double()
-            counts += labels.sum(0).cpu()
-            sums += (labels.T @ features.double()).cpu()
-        return counts, sums
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:

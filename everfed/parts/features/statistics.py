@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from everfed import (
     CLASSES,
@@ -58,6 +59,17 @@ def feature_rows(client: State, message: Message, data: Data, ctx: Context) -> I
                 _ = module(inputs) if part is None else part.forward(module, inputs, state, sent)
             found.append(seen[-1][: len(some)].float())
         yield torch.cat(found), y
+
+
+def class_sums(client: State, message: Message, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
+    """(counts (classes,), sums of features (classes, F)) over a client's samples, float64 on the host."""
+    counts = torch.zeros(ctx.facts.classes, dtype=torch.float64)
+    sums = torch.zeros(ctx.facts.classes, head_weight(ctx.facts.layout).shape[1], dtype=torch.float64)
+    for features, y in feature_rows(client, message, data, ctx):
+        labels = functional.one_hot(y, ctx.facts.classes).double()
+        counts += labels.sum(0).cpu()
+        sums += (labels.T @ features.double()).cpu()
+    return counts, sums
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from everfed import BEGIN, Cohort, CompositionError, Context, Entry, Layout, Model, Phase, Position, Slots, State
+from everfed import BEGIN, Cohort, CompositionError, Context, Entry, Layout, Model, Phase, Position, Slots, State, Tree
 from everfed.core.pieces import Spans
 from everfed.models import lora
 from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
@@ -27,7 +27,37 @@ from everfed.parts.shared.checks import at_least
 
 
 @dataclass(frozen=True)
-class LoRA(Piecewise):
+class TaskAdapted(Piecewise):
+    """Factors of its own for every task; a round trains the current task's and the head's rows of its classes."""
+
+    def phases(self) -> tuple[Phase, ...]:
+        begin = Phase(
+            "adapter",
+            cohort=Cohort.SERVER,
+            when=BEGIN,
+            position=Position.BEFORE,
+            update=self._begin,
+            update_model=self._next,
+        )
+        return (begin,)
+
+    def _begin(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+        """The part's server slots in the task that begins."""
+        return None
+
+    def _next(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
+        """The network uses the factors of the task that begins."""
+        return None, at_task(model, ctx)
+
+    def pieces(self, layout: Layout, labels: Sequence[tuple[int, ...]]) -> Mapping[str, Spans]:
+        return {**factor_pieces(layout), **head_pieces(layout, labels)}
+
+    def trained(self, piece: str, server: State, ctx: Context) -> bool:
+        return of_task(piece, task_of(ctx))
+
+
+@dataclass(frozen=True)
+class LoRA(TaskAdapted):
     """rank, targets, alpha: of the adapters, where the network has none yet (`model.lora`): of which layers, by the
     ends of their names (none: all linear layers but the head), and their scale alpha / rank (0: 1)."""
 
@@ -60,21 +90,6 @@ class LoRA(Piecewise):
             for layer in lora.layers(module).values():
                 layer.hold(ctx.facts.tasks, ctx.seed)
                 layer.follow(clock, self.merge)
-
-    # which task's factors ------------------------------------------------------------------------------------------
-    def phases(self) -> tuple[Phase, ...]:
-        return (Phase("adapter", cohort=Cohort.SERVER, when=BEGIN, position=Position.BEFORE, update_model=self._next),)
-
-    def _next(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
-        """The network uses the factors of the task that begins."""
-        return None, at_task(model, ctx)
-
-    # what is trained and sent --------------------------------------------------------------------------------------
-    def pieces(self, layout: Layout, labels: Sequence[tuple[int, ...]]) -> Mapping[str, Spans]:
-        return {**factor_pieces(layout), **head_pieces(layout, labels)}
-
-    def trained(self, piece: str, server: State, ctx: Context) -> bool:
-        return of_task(piece, task_of(ctx))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from everfed import (
-    BEGIN,
     END,
     MODEL,
     Cohort,
@@ -41,7 +40,6 @@ from everfed import (
     Optimizer,
     Part,
     Phase,
-    Position,
     Reducer,
     Slots,
     State,
@@ -87,14 +85,6 @@ class LoRM(LoRA):
 
     # which factor, which classes -------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
-        begin = Phase(
-            "adapter",
-            cohort=Cohort.SERVER,
-            when=BEGIN,
-            position=Position.BEFORE,
-            update=self._begin,
-            update_model=self._next,
-        )
         end = Phase(
             "grams",
             cohort=Cohort.ALL,
@@ -104,7 +94,7 @@ class LoRM(LoRA):
             update=self._keep,
             update_model=self._merge_tasks,
         )
-        return begin, end
+        return *super().phases(), end
 
     def _begin(self, server: State, reduced: Tree, ctx: Context) -> Tree:
         return {"since": ctx.round, "classes": torch.tensor(ctx.train.stream.labels(task_of(ctx)))}

@@ -1,4 +1,4 @@
-"""Prompts of a frozen Vision Transformer, averaged: L2P, DualPrompt and CODA-Prompt as federated methods.
+"""Prompts of a frozen Vision Transformer, averaged: L2P, DualPrompt, CODA-Prompt and Fed-CPrompt as federated methods.
 
 Trained and averaged are the prompts and keys of the current task, and the head's rows of its classes; those of earlier
 tasks stay as they are. L2P has one pool for all tasks and needs no boundaries.
@@ -7,26 +7,30 @@ tasks stay as they are. L2P has one pool for all tasks and needs no boundaries.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from everfed import (
     BEGIN,
+    MODEL,
+    Batch,
     Cohort,
     CompositionError,
     Context,
     Layout,
     Model,
+    Optimizer,
     Part,
     Phase,
     Position,
     Slots,
     State,
     Step,
+    refuse_personal,
 )
 from everfed.core import random
 from everfed.core.pieces import Spans
@@ -35,6 +39,8 @@ from everfed.models.vit import Prompts, ViT
 from everfed.parts.pretrained.lora import at_task, row_of
 from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
 from everfed.parts.shared.checks import at_least
+from everfed.parts.shared.features import keep_features, kept_features
+from everfed.parts.shared.teacher import frozen_pass, refuse_changed_forward
 
 PREFIX = "prompts."  # what the names of all prompt parameters begin with
 
@@ -47,12 +53,21 @@ def adopt(module: ViT, prompts: Prompts) -> None:
 
 
 def require_vit(part: Part, module: nn.Module) -> ViT:
+    """The network itself; CompositionError for one that is not everfed's own Vision Transformer."""
     if not isinstance(module, ViT):
         raise CompositionError(
-            f"part {part.name!r} puts prompts into the attention of everfed's own Vision Transformer; set "
+            f"part {part.name!r} changes the attention of everfed's own Vision Transformer; set "
             f"model.kind = 'vit' (it reads weights of timm and Hugging Face); got a {type(module).__name__}"
         )
     return module
+
+
+def existing(part: Part, vit: ViT, option: str) -> list[int]:
+    """The blocks that an option names; CompositionError for those that the network has not."""
+    depth, wanted = len(vit.blocks), getattr(part, option)
+    if any(block not in range(depth) for block in wanted):
+        raise CompositionError(f"method.{part.name}.{option} must be below the network's depth, {depth}; got {wanted}")
+    return list(wanted)
 
 
 def pull_term(step: Step, weight: float) -> Tensor | None:
@@ -72,15 +87,6 @@ class TaskPrompted(Piecewise):
     @abstractmethod
     def build(self, vit: ViT, ctx: Context) -> Prompts:
         """The prompts of all tasks, the same in every process."""
-
-    def existing(self, vit: ViT, wanted: Sequence[int], option: str) -> list[int]:
-        """Raises CompositionError for blocks that the network has not."""
-        depth = len(vit.blocks)
-        if any(block >= depth for block in wanted):
-            raise CompositionError(
-                f"method.{self.name}.{option} must be below the network's depth, {depth}; got {wanted}"
-            )
-        return list(wanted)
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase("prompts", cohort=Cohort.SERVER, when=BEGIN, position=Position.BEFORE, update_model=self._next),)
@@ -121,6 +127,7 @@ class PromptCODA(TaskPrompted):
     blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
 
     name = "prompt-coda"
+    softmax: ClassVar[bool] = False  # over the entries of a component's attention
 
     def __post_init__(self) -> None:
         at_least(self, 1, "components")
@@ -135,8 +142,8 @@ class PromptCODA(TaskPrompted):
                 f"method.{self.name}.components must be at most {vit.width // tasks}: the components of {tasks} tasks "
                 f"are orthogonal vectors of {vit.width} numbers; got {self.components}"
             )
-        blocks = self.existing(vit, self.blocks, "blocks")
-        return CodaPrompts(blocks, tasks, self.components, self.length, vit.width, random.key(ctx.seed, self.name))
+        blocks, key = existing(self, vit, "blocks"), random.key(ctx.seed, self.name)
+        return CodaPrompts(blocks, tasks, self.components, self.length, vit.width, key, self.softmax)
 
     def begin(self, named: Mapping[str, Tensor], task: int) -> None:
         for name, tensor in named.items():
@@ -153,6 +160,60 @@ def orthonormal(rows: Tensor, earlier: Tensor) -> Tensor:
     found = basis[:, len(earlier) :].T
     signs = torch.where((found * rows).sum(1, keepdim=True) < 0, -1.0, 1.0)
     return (signs * found).to(rows.dtype)
+
+
+@dataclass(frozen=True)
+class FedCPrompt(PromptCODA):
+    """Fed-CPrompt (Bagwe et al., 2023): CODA-Prompt with a contrastive term on the features z of a minibatch,
+
+        max(0, sum(near |z - z_g|^2 - far |z - z_p|^2) + 1),        in the first task near sum |z - z_g|^2
+
+    z_g: under the model that was received in this round, z_p: under the global model at the end of the last task.
+    near, far: weights. Other options as those of CODA-Prompt."""
+
+    near: float = 1000.0
+    far: float = 10.0
+
+    name = "fed-cprompt"
+    softmax = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "near", "far")
+
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        refuse_personal(self, parts)
+        refuse_changed_forward(self, parts)
+        return ()
+
+    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
+        return {"contrast": 1} if ctx.current_task else {}
+
+    def batches(self, step: Step) -> dict[str, Batch]:
+        keep_features(step, self.name)
+        return {}
+
+    def loss(self, step: Step) -> Tensor:
+        received, inputs = step.message[MODEL], step.inputs(step.x)
+        models = [received, *([before_task(received, step.layout)] if self.name in step.message else [])]
+        frozen = [frozen_pass(step, model, inputs)[1] for model in models]
+        return contrast(kept_features(step, self.name), *frozen, near=self.near, far=self.far)
+
+
+def contrast(z: Tensor, received: Tensor, previous: Tensor | None = None, *, near: float, far: float) -> Tensor:
+    """Fed-CPrompt's term for features (n, F); `previous` is None in the first task."""
+    drift = near * (z - received).square().sum()
+    if previous is None:
+        return drift
+    return (drift - far * (z - previous).square().sum() + 1.0).clamp(min=0.0)
+
+
+def before_task(model: Model, layout: Layout) -> Model:
+    """A model whose features are those that the global model had at the end of the last task: components of earlier
+    tasks never change, and those of the current one are not used."""
+    params = model["params"].clone()
+    layout.param(CLOCK).view(params).sub_(1.0)
+    return {**model, "params": params}
 
 
 @dataclass(frozen=True)
@@ -176,7 +237,7 @@ class PromptDual(TaskPrompted):
             raise ValueError(f"general and expert must be different blocks; got {self.general} and {self.expert}")
 
     def build(self, vit: ViT, ctx: Context) -> Prompts:
-        general, expert = (self.existing(vit, getattr(self, option), option) for option in ("general", "expert"))
+        general, expert = (existing(self, vit, option) for option in ("general", "expert"))
         key = random.key(ctx.seed, self.name)
         return DualPrompts(general, expert, ctx.facts.tasks, self.length, vit.width, key)
 

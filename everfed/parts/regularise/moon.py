@@ -18,7 +18,6 @@ from torch.nn import functional
 from everfed import (
     MODEL,
     Batch,
-    CompositionError,
     Context,
     Data,
     Fitted,
@@ -29,13 +28,12 @@ from everfed import (
     State,
     Step,
     Tree,
-    overrides,
     refuse_personal,
 )
 from everfed.core.client import OWN
 from everfed.parts.shared.checks import at_least, positive
 from everfed.parts.shared.features import keep_features, kept_features
-from everfed.parts.shared.teacher import frozen_pass
+from everfed.parts.shared.teacher import frozen_pass, refuse_changed_forward
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,7 @@ class MOON(Part):
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
-        for part in parts:
-            if overrides(part, "forward"):
-                raise CompositionError(
-                    f"part 'moon' compares features of the network itself; {part.name!r} changes its forward pass"
-                )
+        refuse_changed_forward(self, parts)
         return ()
 
     def batches(self, step: Step) -> dict[str, Batch]:

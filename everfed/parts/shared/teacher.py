@@ -6,13 +6,13 @@ to task.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed import Context, Model, Step
+from everfed import CompositionError, Context, Model, Part, Step, overrides
 from everfed.core.replica import frozen_forward
 from everfed.parts.shared.features import head_inputs
 from everfed.parts.shared.layers import in_precision
@@ -35,6 +35,15 @@ def frozen_pass(step: Step, model: Model, inputs: Tensor) -> tuple[Tensor, Tenso
     with in_precision(step.ctx.train), head_inputs(step.replica.module) as seen:
         outputs: Tensor = frozen_forward(step.replica, model, inputs)
     return outputs.float(), seen[0].float()
+
+
+def refuse_changed_forward(part: Part, parts: Sequence[Part]) -> None:
+    """For parts that compare features with those of `frozen_pass`, which runs the network itself."""
+    for other in parts:
+        if overrides(other, "forward"):
+            raise CompositionError(
+                f"part {part.name!r} compares features of the network itself; {other.name!r} changes its forward pass"
+            )
 
 
 def soft_cross_entropy(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
