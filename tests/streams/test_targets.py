@@ -48,7 +48,7 @@ KINDS = ["labels", "numbers"]
 WORK_WITH_ANY_LOSS = ("fedavg", "fedprox", "er", "der", "der++", "agem", "ewc", "si", "fedgp", "fedgp+er", "fedgp+der")
 NEED_CLASSES = (
     *("lwf", "fedlwf2t", "mfcl", "glfc", "fedcil", "af-fcl", "target", "lander", "fedweit", "ogd", "fedas"),
-    *("stamp", "stamp-temporal"),
+    *("stamp", "stamp-temporal", "pilora"),
     *("herding", "ridge", "ranpac", "fedproto", "fedproto-personal", "ccvr", "hgp"),
 )
 
