@@ -137,7 +137,10 @@ def test_show_explains_a_method() -> None:
         assert words in found, words
     assert all(len(line) <= 100 for line in found.splitlines())
     robust = json.loads(says("show", "mfcl", "--json"))
-    assert robust["needs"] == ["boundaries", "together"] and robust["parts"]["mfcl"]["options"]["gen_steps"] == 5000
+    assert (
+        robust["needs"] == ["boundaries", "classes", "together"]
+        and robust["parts"]["mfcl"]["options"]["gen_steps"] == 5000
+    )
 
 
 def test_every_method_and_recipe_can_be_shown() -> None:

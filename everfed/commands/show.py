@@ -126,6 +126,10 @@ def _recipe(name: str) -> Facts:
     }
 
 
+# what a network has an output for, by the kind of targets
+OUTPUTS = {"classes": "classes", "multi-label": "labels, several a sample", "regression": "numbers to predict"}
+
+
 def _dataset(name: str, data: Path | None, found: bool, where: str) -> Facts:
     from everfed.data import DataError, load
 
@@ -140,7 +144,7 @@ def _dataset(name: str, data: Path | None, found: bool, where: str) -> Facts:
     return {
         **facts,
         "samples": f"{len(source.x_train)} to train on, {len(source.x_test)} to test, each {shape}",
-        "classes": f"{source.classes}: {', '.join(source.class_names[:12])}{more}",
+        OUTPUTS[source.targets]: f"{source.classes}: {', '.join(source.class_names[:12])}{more}",
     }
 
 

@@ -141,9 +141,8 @@ class IncrementalStream(ByObjective, PlannedStream):
         source = self.source
         x = (part.probe() if isinstance(part, Samples) else part for part in (source.x_train, source.x_test))
         tensors = (*x, source.y_train, source.y_test)
-        options = {
-            key: value for key, value in vars(self.options).items() if key != "label_kind"
-        }  # the targets have it
+        # without label_kind: the type of the targets has it, and streams of earlier versions keep their identity
+        options = {key: value for key, value in vars(self.options).items() if key != "label_kind"}
         return digest_of(json.dumps([self.scenario, _plain(options)], sort_keys=True), *tensors)
 
     def describe(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from everfed.core.context import World
 from everfed.engines.eager import Eager
 from everfed.monitor import FeatureShift
 from everfed.store.clients import ClientStore
+from tests.streams.test_targets import of_images
 from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Outcome, Toy
 
@@ -63,6 +64,13 @@ def test_graphs_equal_eager(method: str) -> None:
     assert distance(result, reference) < TOLERANCE
     assert result.state.rows.keys() == reference.state.rows.keys()
     assert result.state.traffic.as_dict() == reference.state.traffic.as_dict()
+
+
+@pytest.mark.parametrize("targets", ["labels", "numbers"])
+@pytest.mark.parametrize("method", ["fedavg", "fedgp+er", "der"])
+def test_graphs_equal_eager_on_other_targets(method: str, targets: str) -> None:
+    case = Bench(method, stream=of_images(targets), train=TrainOptions(2, 5, Optimizer(lr=0.01)))  # type: ignore[arg-type]
+    assert distance(captured(case), on_gpu(case)) < TOLERANCE
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedgp+der", "er"])

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
+from typer.testing import CliRunner
 
 import everfed
 from everfed import methods, streams
+from everfed.cli import app
 from everfed.core import tree
 from everfed.core.context import TrainOptions, World
 from everfed.core.optimizer import Optimizer
@@ -46,7 +48,7 @@ KINDS = ["labels", "numbers"]
 WORK_WITH_ANY_LOSS = ("fedavg", "fedprox", "er", "der", "der++", "agem", "ewc", "si", "fedgp", "fedgp+er", "fedgp+der")
 NEED_CLASSES = (
     *("lwf", "fedlwf2t", "mfcl", "glfc", "fedcil", "af-fcl", "target", "lander", "fedweit", "ogd", "fedas"),
-    *("stamp", "stamp-temporal"),
+    *("stamp", "stamp-temporal", "pilora"),
     *("herding", "ridge", "ranpac", "fedproto", "fedproto-personal", "ccvr", "hgp"),
 )
 
@@ -211,6 +213,24 @@ def test_an_npz_may_hold_several_labels(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=X, y=TARGETS["labels"], names=["sun", "rain", "snow"])
     source = load(tmp_path / "a.npz")
     assert (source.targets, source.class_names, len(source.x_test)) == ("multi-label", ("sun", "rain", "snow"), 18)
+
+
+def test_domains_may_have_several_labels(tmp_path: Path) -> None:
+    for name, rows in (("a", slice(0, 45)), ("b", slice(45, 90))):
+        np.savez(tmp_path / f"{name}.npz", x=X[rows], y=TARGETS["labels"][rows])
+    table = {"dataset": "a+b", "scenario": "multi-domain", "tasks": 2, "clients": 2}
+    made = streams.build(table, 0, 1, tmp_path)
+    assert made.score == "f1" and [len(made.test(task)) for task in range(2)] == [9, 9]
+    assert sum(len(made.data(client, 1)) for client in range(2)) == 36
+    np.savez(tmp_path / "d.npz", x=X, y=np.hstack([TARGETS["numbers"], TARGETS["numbers"][:, :1]]))
+    with pytest.raises(DataError, match="the targets of domain 'd' are regression and those of 'a' multi-label"):
+        streams.build({**table, "dataset": "a+d"}, 0, 1, tmp_path)
+
+
+def test_a_data_set_is_shown_with_what_is_predicted(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X, y=TARGETS["labels"], names=["sun", "rain", "snow"])
+    shown = CliRunner().invoke(app, ["show", str(tmp_path / "a.npz")]).output
+    assert "labels, several a sample: 3: sun, rain, snow" in shown
 
 
 # periods as they arrive ----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed import (
+    CLASSES,
     MODEL,
     Collect,
     CompositionError,
@@ -72,6 +73,7 @@ class PILoRA(TaskAdapted):
     temperature: float = 0.2
 
     name = "pilora"
+    needs = TaskAdapted.needs | {CLASSES}
 
     def __post_init__(self) -> None:
         at_least(self, 1, "rank")
