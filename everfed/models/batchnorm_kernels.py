@@ -88,12 +88,8 @@ def _partial_moments(
 
 
 @triton.jit
-def _normalise(
-    x_ptr, r_ptr, w_ptr, b_ptr, rm_ptr, rv_ptr, count_ptr, y_ptr, mean_ptr, rstd_ptr, pm_ptr, ps_ptr,
-    M, C, per_part, parts, momentum, eps, slope,
-    RESIDUAL: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    cols = tl.program_id(1) * K + tl.arange(0, K)
+def _combined(pm_ptr, ps_ptr, cols, M, C, per_part, parts, P: tl.constexpr):
+    """(mean, biased variance) of some columns, from the partial moments of all blocks of rows."""
     part = tl.arange(0, P)
     there = (part < parts)[:, None]
     counts = tl.where(there, tl.minimum(per_part, M - part * per_part)[:, None].to(tl.float32), 0.0)
@@ -101,7 +97,17 @@ def _normalise(
     squares = tl.load(ps_ptr + part[:, None] * C + cols[None, :], there, 0.0)
     mean = tl.sum(means * counts, 0) / M
     away = means - mean[None, :]
-    var = tl.sum(squares + counts * away * away, 0) / M
+    return mean, tl.sum(squares + counts * away * away, 0) / M
+
+
+@triton.jit
+def _normalise(
+    x_ptr, r_ptr, w_ptr, b_ptr, rm_ptr, rv_ptr, count_ptr, y_ptr, mean_ptr, rstd_ptr, pm_ptr, ps_ptr,
+    M, C, per_part, parts, momentum, eps, slope,
+    RESIDUAL: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    cols = tl.program_id(1) * K + tl.arange(0, K)
+    mean, var = _combined(pm_ptr, ps_ptr, cols, M, C, per_part, parts, P)
     rstd = 1.0 / tl.sqrt(var + eps)
     w = tl.load(w_ptr + cols).to(tl.float32) * rstd
     b = tl.load(b_ptr + cols).to(tl.float32)
@@ -157,15 +163,9 @@ def _map_backward(
 @triton.jit
 def _combine(pm_ptr, ps_ptr, mean_ptr, var_ptr, M, C, per_part, parts, P: tl.constexpr, K: tl.constexpr):
     cols = tl.program_id(0) * K + tl.arange(0, K)
-    part = tl.arange(0, P)
-    there = (part < parts)[:, None]
-    counts = tl.where(there, tl.minimum(per_part, M - part * per_part)[:, None].to(tl.float32), 0.0)
-    means = tl.load(pm_ptr + part[:, None] * C + cols[None, :], there, 0.0)
-    squares = tl.load(ps_ptr + part[:, None] * C + cols[None, :], there, 0.0)
-    mean = tl.sum(means * counts, 0) / M
-    away = means - mean[None, :]
+    mean, var = _combined(pm_ptr, ps_ptr, cols, M, C, per_part, parts, P)
     tl.store(mean_ptr + cols, mean)
-    tl.store(var_ptr + cols, tl.sum(squares + counts * away * away, 0) / M)
+    tl.store(var_ptr + cols, var)
 
 
 @triton.jit
