@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import CompositionError, Data, Optimizer, TrainOptions, Tree, methods
+from everfed import CLASSES, CompositionError, Data, Optimizer, TrainOptions, Tree, methods
 from everfed.core import tree
 from everfed.parts.memory.buffer import NAME, Memory, filled, stored
 from everfed.parts.memory.policies import POLICIES, ReFed, make_policy
@@ -217,7 +217,7 @@ def test_a_policy_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("everfed.parts.memory.buffer.make_policy", counted)
     part = Memory(policy="herding")
-    assert part.chooser is part.chooser and part.capturable and not part.needs and part.phases()
+    assert part.chooser is part.chooser and part.capturable and part.needs == {CLASSES} and part.phases()
     assert made == ["herding"]
 
 
