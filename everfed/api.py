@@ -377,7 +377,7 @@ def _reading(recipe: Source | Reading, method: str | None = None, seed: int | No
 
 @contextmanager
 def _shown(progress: bool | None) -> Iterator[Sequence[Observer]]:
-    """Observers that show a run where a person looks on, or where `progress` asks for it."""
+    """Observers that show a run in a terminal or a notebook, or where `progress` asks for it."""
     if progress is False:
         yield ()
         return

@@ -290,7 +290,7 @@ def notebook_display() -> Callable[..., Any] | None:
 
 
 def is_watched() -> bool:
-    """Does a person look on? In a terminal and in a notebook."""
+    """Is the output shown in a terminal or a notebook?"""
     return sys.stdout.isatty() or notebook_display() is not None
 
 
@@ -335,7 +335,7 @@ def _columns(width: int) -> tuple[ProgressColumn, ...]:
 
 @contextmanager
 def shown(progress: bool | None, title: str = "", several: Several | None = None) -> Iterator[tuple[Observer, ...]]:
-    """Observers that show a run from Python. progress: None for where a person looks on (`is_watched`)."""
+    """Observers that show a run from Python. progress: None for terminals and notebooks (`is_watched`)."""
     if not (is_watched() if progress is None else progress):
         yield ()
         return

@@ -128,7 +128,7 @@ class Method:
                 raise CompositionError(
                     f"method {self.name!r}: part {part.name!r} needs one class for every sample, but stream "
                     f"{stream.name!r}, scored by {stream.score}, has other targets; choose a method that works with "
-                    "any loss, such as fedavg, fedprox, er, der, agem, ewc, si or fedgp"
+                    "any loss: `everfed show METHOD` lists what a method needs"
                 )
 
 
