@@ -164,7 +164,7 @@ class Blueprint(Hashable, Protocol):
 def initial_weights(blueprint: Blueprint, seed: int) -> Model:
     """The network's first weights, on the host; the same seed gives the same on every machine."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         module = blueprint.build()
     return Layout.of(module).read(module)
 

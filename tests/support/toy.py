@@ -253,35 +253,44 @@ class Bench:
 
     def build_module(self) -> nn.Module:
         """The network with its first weights and the method's extra parameters."""
-        bare = self.bare_module()
-        return attach(bare, self.build_method().parts, Context(self.seed, self._facts(Layout.of(bare)), self.train))
+        return self._network(self.build_method())
 
     def bare_module(self) -> nn.Module:
-        shape, classes = self.stream.input_shape, self.stream.classes
-        if self.module in (None, Norm) and any(
-            isinstance(part, Piecewise | PromptL2P) for part in self.build_method().parts
-        ):
-            return self.change(module=tiny_vit).bare_module()
-        if self.module is None:
+        return self._bare(self.build_method())
+
+    def _network(self, method: Method) -> nn.Module:
+        bare = self._bare(method)
+        return attach(bare, method.parts, Context(self.seed, self._facts(Layout.of(bare)), self.train))
+
+    def _bare(self, method: Method) -> nn.Module:
+        shape, classes, module = self.stream.input_shape, self.stream.classes, self.module
+        if module in (None, Norm) and any(isinstance(part, Piecewise | PromptL2P) for part in method.parts):
+            module = tiny_vit
+        if module is None:
             return models.build("mlp", shape, classes, self.seed, {"hidden": [8]})
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return self.module(shape, classes)
+            torch.default_generator.manual_seed(self.seed)
+            return module(shape, classes)
 
     def layout(self) -> Layout:
-        return Layout.of(self.build_module(), self.build_method().is_personal)
+        return self._start()[1]
 
     def model(self) -> Model:
         """The shared model before the first round."""
-        layout = self.layout()
-        vectors = layout.read(self.build_module())
+        _, layout, vectors = self._start()
         return {**vectors, "params": vectors["params"][: layout.shared]}
 
     def world(self) -> World:
-        module, method = self.build_module(), self.build_method()
-        layout = Layout.of(module, method.is_personal)
-        facts = self._facts(layout, layout.read(module)["params"][layout.shared :])
+        method, layout, vectors = self._start()
+        facts = self._facts(layout, vectors["params"][layout.shared :])
         return World(method, self.stream, facts, self.train, self.seed)
+
+    def _start(self) -> tuple[Method, Layout, Model]:
+        """A method with the layout and the first weights of its network, those that stay on clients included."""
+        method = self.build_method()
+        module = self._network(method)
+        layout = Layout.of(module, method.is_personal)
+        return method, layout, layout.read(module)
 
     def _facts(self, layout: Layout, personal: Tensor | None = None) -> Facts:
         stream = self.stream
