@@ -22,8 +22,9 @@ def through_bytes(stopped: Outcome) -> tuple[RunState, ClientStore]:
     return RunState.from_tree(crossed(stopped.state.to_tree())), store
 
 
-def assert_resumes(bench: Bench, rounds: int) -> None:
-    whole = bench.run()
+def assert_resumes(bench: Bench, rounds: int, whole: Outcome | None = None) -> None:
+    """whole: the same run without a stop, where the test has made it already."""
+    whole = whole or bench.run()
     state, store = through_bytes(bench.run(rounds=rounds))
     assert state.round == rounds
     resumed = bench.run(state=state, store=store)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -223,6 +224,13 @@ class Outcome:
     def clients(self) -> dict[int, State]:
         return {client: self.store.get(client) or {} for client in self.store.clients()}
 
+    def copy(self) -> Outcome:
+        """Nothing that happens later changes it."""
+        store = ClientStore()
+        for client, state in self.clients.items():
+            store.put(client, deepcopy(state))
+        return Outcome(deepcopy(self.state), store, list(self.events))
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -332,7 +340,7 @@ class Bench:
         rounds: int | None = None,
     ) -> Outcome:
         """Run to the end of the stream, or until `rounds` rounds are over; from `state` and `store` when given."""
-        world, store = self.world(), store or ClientStore()
+        world, store = self.world(), ClientStore() if store is None else store
         events: list[Event] = []
         runner = Runner(
             world,
@@ -346,6 +354,17 @@ class Bench:
         with suppress(Paused):
             runner.run()
         return Outcome(runner.state, store, events)
+
+    def after(self, *rounds: int) -> list[Outcome]:
+        """The run after each of these numbers of rounds, which rise. One run: it goes on after every stop; what is
+        handed out are copies. Events are those since the stop before."""
+        found: list[Outcome] = []
+        state, store = None, ClientStore()
+        for count in rounds:
+            reached = self.run(state=state, store=store, rounds=count)
+            state = reached.state
+            found.append(reached.copy())
+        return found
 
 
 class Paused(Exception):
