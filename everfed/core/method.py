@@ -177,7 +177,7 @@ def _check_hooks(part: Part) -> None:
 
 
 @cache
-def _misspelt(part: type[Part]) -> tuple[tuple[str, str], ...]:
+def _misspelt(part: type) -> tuple[tuple[str, str], ...]:
     """Methods of a class that are nearly called like a hook, with its name; kept, since comparing names is slow."""
     own = [
         name
