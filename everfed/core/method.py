@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
+from typing import Any
 
 from everfed.core import layout
 from everfed.core.optimizer import Optimizer
@@ -172,7 +173,8 @@ def _check_needs(part: Part, parts: tuple[Part, ...]) -> None:
 
 def _check_hooks(part: Part) -> None:
     """Refuse a misspelt hook: it would never be called."""
-    for name, hook in _misspelt(type(part)):
+    kind: Any = type(part)  # mypy takes no class for hashable whose instances define equality
+    for name, hook in _misspelt(kind):
         raise CompositionError(f"part {part.name!r} has a method {name!r}, which is no hook: {hook!r}?")
 
 
