@@ -22,6 +22,11 @@ from torch.nn.modules.conv import _ConvNd
 from everfed.core.layout import Layout
 from everfed.core.phase import Model
 
+try:
+    from everfed.core import sgd_kernel
+except ImportError:  # Triton comes with PyTorch's CUDA builds only
+    sgd_kernel = None  # type: ignore[assignment]
+
 _LOW = (_ConvNd, nn.Linear)  # layers that run in bfloat16: matrix units do their work
 
 
@@ -50,6 +55,7 @@ class Replica:
             isinstance(m, _BatchNorm) or getattr(m, "mixes_samples", False) for m in module.modules()
         )
         self.low: Tensor | None = None
+        self._update: sgd_kernel.Update | None = None
         if precision == "bf16":
             self._lower()
 
@@ -88,6 +94,18 @@ class Replica:
         chosen = {entry.name for entry in self.layout.within(span)}
         some = [p for e, p in zip(self.layout.params, self.trainable, strict=True) if e.name in chosen]
         return self.layout.flatten_gradient(torch.autograd.grad(loss, some, materialize_grads=True), span)
+
+    @property
+    def can_descend(self) -> bool:
+        """Is there a kernel for `descend`?"""
+        return sgd_kernel is not None and self.params.is_cuda and len(self.trainable) <= sgd_kernel.MOST
+
+    def descend(self, loss: Tensor, rate: Tensor, decay: float, momentum: float, velocity: Tensor | None) -> None:
+        """A step of SGD down the gradient of `loss`; the module is up to date afterwards."""
+        gradients = torch.autograd.grad(loss, self.trainable, materialize_grads=True)
+        if self._update is None:
+            self._update = sgd_kernel.Update(self.layout, self.device)
+        self._update(gradients, self.params, self.low, velocity, rate, decay, momentum)
 
     def model(self) -> Model:
         """A copy of the vectors."""

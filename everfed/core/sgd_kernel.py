@@ -1,8 +1,7 @@
-"""One Triton kernel for what follows the backward pass of a plain SGD step: gradients of the single parameters, of mixed
-types, are read where they lie, the vector of parameters moves, and its bfloat16 copy is written.
+"""A plain SGD step after the backward pass, as one Triton kernel: the gradients of the single parameters are read where
+they lie, the vector of parameters moves, and its bfloat16 copy is written.
 
-Done one after the other (one float32 vector of all gradients, the optimiser's update, the cast) the same takes twice the
-memory traffic.
+One after the other (a float32 vector of all gradients, the update, the cast) the same takes twice the memory traffic.
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everfed.core.layout import Layout
+
 BLOCK = 4096
+MOST = 128  # parameters: the addresses of their gradients are arguments of the kernel
 
 
 @triton.jit
@@ -65,26 +67,49 @@ def _descend(
                False, False, ALIGN, DECAY, MOMENTUM, LOW, BLOCK)  # fmt: skip
 
 
-def table(starts: Sequence[int], sizes: Sequence[int], narrow: Sequence[bool]) -> tuple[Tensor, int]:
-    """(blocks, 5) int32: which parameter, where it starts in the vector, in units of the second result, which block of
-    it, its size, is its gradient bfloat16?"""
-    unit = math.gcd(8, *starts)
-    rows = [
-        (which, start // unit, place, size, int(low))
-        for which, (start, size, low) in enumerate(zip(starts, sizes, narrow, strict=True))
-        for place in range(-(-size // BLOCK))
-    ]
-    return torch.tensor(rows, dtype=torch.int32), unit
+class Update:
+    """params -= rate (gradient + decay params), with momentum where there is a velocity. Made once for a model."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.entries = layout.params
+        self.unit = math.gcd(8, *(entry.start for entry in self.entries))
+        self.device = device
+        self.tables: dict[tuple[bool, ...], Tensor] = {}
+
+    def __call__(
+        self,
+        gradients: Sequence[Tensor],
+        params: Tensor,
+        low: Tensor | None,
+        velocity: Tensor | None,
+        rate: Tensor,
+        decay: float,
+        momentum: float,
+    ) -> None:
+        """gradients: one of each parameter, float32 or bfloat16. low: the parameters' bfloat16 copy."""
+        flat = [_readable(entry.flat(gradient)) for entry, gradient in zip(self.entries, gradients, strict=True)]
+        table = self._table(tuple(gradient.dtype == torch.bfloat16 for gradient in flat))
+        _descend[(len(table),)](
+            params, params if low is None else low, params if velocity is None else velocity, rate, table,
+            tuple(gradient.data_ptr() // 16 for gradient in flat), decay, momentum,
+            COUNT=len(flat), ALIGN=self.unit, DECAY=decay != 0, MOMENTUM=velocity is not None,
+            LOW=low is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+
+    def _table(self, narrow: tuple[bool, ...]) -> Tensor:
+        """(blocks, 5) int32: which parameter, where it starts in the vector (in units), which block of it, its size, is
+        its gradient bfloat16?"""
+        if narrow not in self.tables:
+            rows = [
+                (which, entry.start // self.unit, block, entry.size, int(low))
+                for which, (entry, low) in enumerate(zip(self.entries, narrow, strict=True))
+                for block in range(-(-entry.size // BLOCK))
+            ]
+            self.tables[narrow] = torch.tensor(rows, dtype=torch.int32).to(self.device)
+        return self.tables[narrow]
 
 
-def descend(
-    params: Tensor, low: Tensor | None, velocity: Tensor | None, rate: Tensor, blocks: Tensor, gradients: Sequence[Tensor],
-    decay: float, momentum: float, unit: int,
-) -> None:  # fmt: skip
-    """params, its copy `low` and `velocity` are moved in place. gradients: each as its flat slice of the vector."""
-    _descend[(len(blocks),)](
-        params, params if low is None else low, params if velocity is None else velocity, rate, blocks,
-        tuple(gradient.data_ptr() // 16 for gradient in gradients), decay, momentum,
-        COUNT=len(gradients), ALIGN=unit, DECAY=decay != 0, MOMENTUM=velocity is not None,
-        LOW=low is not None, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+def _readable(gradient: Tensor) -> Tensor:
+    """As a type and at an address that the kernel can read."""
+    gradient = gradient if gradient.dtype in (torch.bfloat16, torch.float32) else gradient.float()
+    return gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()

@@ -1,7 +1,7 @@
 """Triton kernels of `fused.py`. An activation (n, C, h, w), channels-last, is a matrix of M = n h w rows and C columns.
 
 Small ones (few rows) are normalised by one kernel, whose programs hold some columns whole. Larger ones take two. In the
-first each program sums over a block of rows; the last program of a column group to finish combines the sums of all, in a
+first each program sums over a block of rows; the last program of a column group to finish combines all sums, in a
 fixed order. The second maps every element. A tile is loaded whole before the first sum is taken: on tensors that lie in
 the cache, waiting for loads one after the other is what takes time.
 """
@@ -62,7 +62,7 @@ def _small_forward(
 
 @triton.jit
 def _is_last(count_ptr, group, programs):
-    """Is this the last of a group's programs to come here? It sees what the others stored before, and resets the count."""
+    """Is this the last of a group's programs? It then sees what the others have stored, and sets the count back to 0."""
     tl.debug_barrier()  # all threads of this program have stored
     last = tl.atomic_add(count_ptr + group, 1) == programs - 1
     if last:

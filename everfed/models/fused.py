@@ -19,8 +19,9 @@ from torch.nn import functional
 
 try:
     from everfed.models import batchnorm_kernels as kernels
+    from everfed.models import pooling_kernels as pooling
 except ImportError:  # Triton comes with PyTorch's CUDA builds only
-    kernels = None  # type: ignore[assignment]
+    kernels = pooling = None  # type: ignore[assignment]
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -63,6 +64,38 @@ def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
         and not torch.compiler.is_compiling()
         and _plain(x)
         and (residual is None or (_plain(residual) and residual.shape == x.shape and residual.dtype == x.dtype))
+    )
+
+
+def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False) -> Tensor:
+    """max_pool2d(relu(convolution(x)), 2); flat: with one row for each image."""
+    if not _poolable(convolution):
+        return _pooled(convolution(x), flat)
+    out = convolution._conv_forward(x, convolution.weight, None)  # type: ignore[operator]
+    bias: Tensor = convolution.bias  # type: ignore[assignment]
+    if not (out.is_cuda and _plain(out) and min(out.shape[2:]) > 1 and not torch.compiler.is_compiling()):
+        return _pooled(out + bias.to(out.dtype).view(1, -1, 1, 1), flat)
+    y: Tensor = _Pooled.apply(out, bias, flat)
+    return y
+
+
+def _pooled(x: Tensor, flat: bool) -> Tensor:
+    y = functional.max_pool2d(functional.relu(x), 2)
+    return y.flatten(1) if flat else y
+
+
+def _poolable(convolution: nn.Module) -> bool:
+    return (
+        pooling is not None
+        and type(convolution) is nn.Conv2d
+        and convolution.bias is not None
+        and convolution.weight.is_cuda
+        and not (
+            convolution._forward_hooks
+            or convolution._forward_pre_hooks
+            or convolution._backward_hooks
+            or convolution._backward_pre_hooks
+        )
     )
 
 
@@ -141,6 +174,24 @@ class _Mapped(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         dx, dresidual = kernels.mapped_backward(dy, y, scale, ctx.residual, ctx.slope)
         return dx, dresidual, None, None, None
+
+
+class _Pooled(torch.autograd.Function):
+    """max_pool2d(relu(x + bias), 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, flat: bool) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.flat = flat
+        return pooling.forward(x, bias, flat)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            y = _pooled(x + bias.to(x.dtype).view(1, -1, 1, 1), ctx.flat)
+            return (*torch.autograd.grad(y, (x, bias), dy, create_graph=True), None)
+        return (*pooling.backward(dy, x, bias, ctx.flat), None)
 
 
 class _Moments(torch.autograd.Function):
