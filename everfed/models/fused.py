@@ -20,28 +20,36 @@ from torch.nn import functional
 try:
     from everfed.models import batchnorm_kernels as kernels
     from everfed.models import pooling_kernels as pooling
+    from everfed.models import thin_kernels as thin
 except ImportError:  # Triton comes with PyTorch's CUDA builds only
-    kernels = pooling = None  # type: ignore[assignment]
+    kernels = pooling = thin = None  # type: ignore[assignment]
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def batch_norm_act(x: Tensor, norm: nn.Module, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
     """act(norm(x) + residual)."""
+    return batch_norm_act_twice(x, norm, residual, slope, twice=False)[0]
+
+
+def batch_norm_act_twice(
+    x: Tensor, norm: nn.Module, residual: Tensor | None = None, slope: float = 0.0, twice: bool = True
+) -> tuple[Tensor, Tensor]:
+    """act(norm(x) + residual) for two uses: a tensor for each, whose gradients the backward kernel adds up."""
     if not (isinstance(norm, nn.BatchNorm2d) and _fusable(x, norm, residual)):  # a frozen one is a layer of its own
-        return _composed(norm(x), residual, slope)
+        y = _composed(norm(x), residual, slope)
+        return y, y
     for hook in norm._forward_pre_hooks.values():  # as a call of the layer would
         changed = hook(norm, (x,))
         x = x if changed is None else changed[0] if isinstance(changed, tuple) else changed
-    y: Tensor
     if norm.training:
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        y = _Trained.apply(x, residual, norm.weight, norm.bias, running, norm.momentum, norm.eps, slope)
-    else:
-        assert norm.running_mean is not None and norm.running_var is not None
-        scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-        y = _Mapped.apply(x, residual, scale, norm.bias - norm.running_mean * scale, slope)
-    return y
+        made = _Trained.apply(x, residual, norm.weight, norm.bias, running, norm.momentum, norm.eps, slope, twice)
+        return made if twice else (made, made)
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    y = _Mapped.apply(x, residual, scale, norm.bias - norm.running_mean * scale, slope)
+    return y, y
 
 
 def _composed(x: Tensor, residual: Tensor | None, slope: float) -> Tensor:
@@ -69,34 +77,56 @@ def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
 
 def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False) -> Tensor:
     """max_pool2d(relu(convolution(x)), 2); flat: with one row for each image."""
-    if not _poolable(convolution):
+    if not (pooling is not None and _without_hooks(convolution) and convolution.bias is not None):
         return _pooled(convolution(x), flat)
-    out = convolution._conv_forward(x, convolution.weight, None)  # type: ignore[operator]
-    bias: Tensor = convolution.bias  # type: ignore[assignment]
-    if not (out.is_cuda and _plain(out) and min(out.shape[2:]) > 1 and not torch.compiler.is_compiling()):
-        return _pooled(out + bias.to(out.dtype).view(1, -1, 1, 1), flat)
-    y: Tensor = _Pooled.apply(out, bias, flat)
+    assert isinstance(convolution, nn.Conv2d) and convolution.bias is not None
+    out = _convolve(x, convolution)
+    if not (_plain(out) and min(out.shape[2:]) > 1 and not torch.compiler.is_compiling()):
+        return _pooled(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), flat)
+    y: Tensor = _Pooled.apply(out, convolution.bias, flat)
     return y
+
+
+def first_convolution(x: Tensor, convolution: nn.Module) -> Tensor:
+    """convolution(x), for one without a bias whose input may be images."""
+    if thin is not None and _without_hooks(convolution) and convolution.bias is None:
+        assert isinstance(convolution, nn.Conv2d)
+        return _convolve(x, convolution)
+    out: Tensor = convolution(x)
+    return out
+
+
+def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
+    """convolution(x) without its bias."""
+    weight = convolution.weight
+    if not (
+        thin is not None
+        and thin.fits(convolution)
+        and weight.dtype == torch.bfloat16
+        and (x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cuda"))
+        and not x.requires_grad
+        and 0 < x.numel() < 2**31
+        and not torch.compiler.is_compiling()
+        and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))
+    ):
+        return convolution._conv_forward(x, weight, None)
+    y: Tensor = _Thin.apply(x, weight, convolution.padding)
+    return y
+
+
+def _without_hooks(layer: nn.Module) -> bool:
+    """Is this a plain convolution on a CUDA device that may be computed without a call of the layer?"""
+    return (
+        type(layer) is nn.Conv2d
+        and layer.weight.is_cuda
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+    )
 
 
 def _pooled(x: Tensor, flat: bool) -> Tensor:
     y = functional.max_pool2d(functional.relu(x), 2)
     return y.flatten(1) if flat else y
-
-
-def _poolable(convolution: nn.Module) -> bool:
-    return (
-        pooling is not None
-        and type(convolution) is nn.Conv2d
-        and convolution.bias is not None
-        and convolution.weight.is_cuda
-        and not (
-            convolution._forward_hooks
-            or convolution._forward_pre_hooks
-            or convolution._backward_hooks
-            or convolution._backward_pre_hooks
-        )
-    )
 
 
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,20 +161,26 @@ class _Trained(torch.autograd.Function):
         momentum: float,
         eps: float,
         slope: float,
-    ) -> Tensor:
+        twice: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         y, mean, rstd = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope)
         ctx.save_for_backward(x, residual, y if residual is not None else None, weight, bias, mean, rstd)
         ctx.eps, ctx.slope = eps, slope
-        return y
+        ctx.set_materialize_grads(False)  # no zeros for a use that has no gradient
+        return (y, y.detach()) if twice else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         x, residual, y, weight, bias, mean, rstd = ctx.saved_tensors
+        dy, again = ([d for d in incoming if d is not None] + [None, None])[:2]
+        if dy is None:
+            return (None,) * 9
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            dy = dy if again is None else dy + again
             grads = _differentiable(dy, x, residual, weight, bias, ctx.eps, ctx.slope)
         else:
-            grads = kernels.backward(dy, x, y, weight, bias, mean, rstd, ctx.slope)
-        return (*grads, None, None, None, None)
+            grads = kernels.backward(dy, again, x, y, weight, bias, mean, rstd, ctx.slope)
+        return (*grads, None, None, None, None, None)
 
 
 def _differentiable(
@@ -174,6 +210,24 @@ class _Mapped(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         dx, dresidual = kernels.mapped_backward(dy, y, scale, ctx.residual, ctx.slope)
         return dx, dresidual, None, None, None
+
+
+class _Thin(torch.autograd.Function):
+    """A convolution of few inputs, which need no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.padding = padding
+        return thin.forward(x, weight, padding)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            y = functional.conv2d(x.to(weight.dtype), weight, None, 1, ctx.padding)
+            return None, torch.autograd.grad(y, weight, dy, create_graph=True)[0], None
+        return None, thin.backward(dy, x, weight, ctx.padding), None
 
 
 class _Pooled(torch.autograd.Function):

@@ -90,7 +90,7 @@ def forward(x: Tensor, bias: Tensor, flat: bool) -> Tensor:
     images, columns, height, width = x.shape
     shape = (images, columns, height // 2, width // 2)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_order(flat))
-    count, group = images * shape[2] * shape[3], min(_width(columns), 32)
+    count, group = images * shape[2] * shape[3], _width(columns, 32)
     _forward[(-(-count // _WINDOWS), columns // group)](
         x, bias, y, count, height, width, columns, flat, R=_WINDOWS, K=group, num_warps=4
     )
@@ -103,7 +103,7 @@ def backward(dy: Tensor, x: Tensor, bias: Tensor, flat: bool) -> tuple[Tensor, T
     dy = dy.contiguous(memory_format=torch.contiguous_format if flat else torch.channels_last)
     dx = torch.zeros_like(x) if height % 2 or width % 2 else torch.empty_like(x)
     db = torch.empty_like(bias)
-    count, group = images * (height // 2) * (width // 2), min(_width(columns), 32)
+    count, group = images * (height // 2) * (width // 2), _width(columns, 32)
     rows = 32
     tiles = -(-count // (rows * 128))
     parts = -(-count // (rows * tiles))

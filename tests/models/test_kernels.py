@@ -1,5 +1,5 @@
-"""The Triton kernels under Triton's interpreter, on the CPU, against PyTorch in float64 and closed forms; on a GPU they run
-in tests/gpu/test_fused.py."""
+"""The Triton kernels under Triton's interpreter, on the CPU, against PyTorch and closed forms. On a GPU they run in
+tests/gpu/test_fused.py."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ def error(got: Tensor, truth: Tensor) -> float:
     return ((got.double() - truth).norm() / truth.norm()).item()
 
 
-@pytest.mark.parametrize("small", [2048, 0])  # rows up to which one kernel does it all
-@pytest.mark.parametrize(("slope", "residual"), [(0.0, False), (0.2, True)])
+@pytest.mark.parametrize("small", [1024, 0])  # rows up to which one kernel does it all
+@pytest.mark.parametrize(("slope", "residual", "twice"), [(0.0, False, True), (0.2, True, True), (0.0, True, False)])
 @pytest.mark.parametrize("shape", [(2, 16, 3, 5), (3, 64, 9, 11)])
-def test_batchnorm_forward_backward_and_statistics(batchnorm, monkeypatch, shape, slope, residual, small) -> None:
+def test_batchnorm_and_its_statistics(batchnorm, monkeypatch, shape, slope, residual, twice, small) -> None:
     monkeypatch.setattr(batchnorm, "_SMALL", small)
     # several tiles to a program, and a last one that is not full
     monkeypatch.setattr(batchnorm, "sum_cut", lambda rows, columns: batchnorm.Cut(2, 64, 16, 4))
-    monkeypatch.setattr(batchnorm, "gradient_cut", lambda rows, columns: batchnorm.Cut(3, 32, 16, 4))
     torch.manual_seed(0)
     norm, exact = nn.BatchNorm2d(shape[1]), nn.BatchNorm2d(shape[1]).double()
     with torch.no_grad():
@@ -51,11 +50,13 @@ def test_batchnorm_forward_backward_and_statistics(batchnorm, monkeypatch, shape
     weight, bias = norm.weight.detach(), norm.bias.detach()
     running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
     y, mean, rstd = batchnorm.forward(x, r if residual else None, weight, bias, running, 0.1, 1e-5, slope)
-    dx, dr, dw, db = batchnorm.backward(dy, x, y if residual else None, weight, bias, mean, rstd, slope)
+    again = maps(*shape) if twice else None
+    dx, dr, dw, db = batchnorm.backward(dy, again, x, y if residual else None, weight, bias, mean, rstd, slope)
     x64, r64 = x.double().requires_grad_(), r.double().requires_grad_()
     y64 = functional.leaky_relu(exact(x64) + r64 if residual else exact(x64), slope)
+    incoming = dy.double() if again is None else dy.double() + again.double()
     wanted = [x64, exact.weight, exact.bias, *([r64] if residual else [])]
-    truth = [y64, *torch.autograd.grad(y64, wanted, dy.double()), exact.running_mean, exact.running_var]
+    truth = [y64, *torch.autograd.grad(y64, wanted, incoming), exact.running_mean, exact.running_var]
     got = [y, dx, dw, db, *([dr] if residual else []), norm.running_mean, norm.running_var]
     assert all(error(a, b) < 2e-6 for a, b in zip(got, truth, strict=True))
     assert norm.num_batches_tracked == 1
@@ -111,3 +112,37 @@ def test_sgd_of_gradients_of_mixed_types(momentum: float) -> None:
     update(gradients, params, low, velocity if momentum else None, torch.tensor(0.5), 0.25, momentum)
     assert torch.equal(params, want) and torch.equal(low.float(), want)
     assert not momentum or torch.equal(velocity, moved)
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(1, 32, 5, 2), (3, 16, 3, 0)])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_of_few_inputs(inputs: int, outputs: int, side: int, padding: int, order) -> None:
+    thin = importlib.import_module("everfed.models.thin_kernels")
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(inputs, outputs, side, padding=padding, bias=False).double().to(memory_format=order)
+    assert thin.fits(convolution)
+    x = torch.randn(2, inputs, 9, 11).contiguous(memory_format=order)
+    want = convolution(x.double())
+    dy = torch.randn_like(want)
+    (gradient,) = torch.autograd.grad(want, convolution.weight, dy)
+    weight = convolution.weight.detach().float()
+    got = thin.forward(x, weight, convolution.padding)
+    dw = thin.backward(dy.float(), x, weight, convolution.padding)
+    assert got.is_contiguous(memory_format=torch.channels_last) and dw.stride() == weight.stride()
+    assert error(got, want) < 2e-6 and error(dw, gradient) < 2e-6
+
+
+def test_which_convolutions_have_few_inputs() -> None:
+    thin = importlib.import_module("everfed.models.thin_kernels")
+    assert not any(
+        thin.fits(convolution)
+        for convolution in (
+            nn.Conv2d(3, 32, 5),  # 75 taps
+            nn.Conv2d(1, 20, 5),
+            nn.Conv2d(1, 32, 5, stride=2),
+            nn.Conv2d(1, 32, 5, padding="same"),
+            nn.Conv2d(1, 32, 3, dilation=2),
+            nn.Conv2d(2, 32, 3, groups=2),
+            nn.Conv2d(1, 32, 3, padding=1, padding_mode="reflect"),
+        )
+    )
