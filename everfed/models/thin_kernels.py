@@ -1,4 +1,4 @@
-"""Triton kernels of `fused.thin_convolution`: a convolution of few inputs (an image's colours), as a network begins with.
+"""Triton kernels for a convolution of few inputs (an image's colours), as a network begins with.
 
     y = P W^T,   dW = dy^T P      P: (positions, taps), what each position of the output sees of the input
 
