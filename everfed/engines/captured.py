@@ -27,7 +27,7 @@ from everfed.core.tree import Tree, leaves, map_tensors
 
 SEVERAL = 8  # short steps in one graph
 OFTEN = 64  # replays of a step before it is captured several times in one graph
-_SHORT = 1.0  # milliseconds: below, the host needs a good part of a step's time to launch it
+_SHORT = 0.5  # milliseconds: below, the host needs a good part of a step's time to launch it
 WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces
 _SLACK = 1.25  # room for clients a little larger than the one a workspace was made for
 
