@@ -4,6 +4,9 @@ they lie, the vector of parameters moves, and its bfloat16 copy is written.
 One after the other (a float32 vector of all gradients, the update, the cast) the same takes twice the memory traffic.
 """
 
+# Triton kernels have no types
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import math

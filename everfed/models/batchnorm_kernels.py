@@ -385,9 +385,7 @@ def mapped(x: Tensor, residual: Tensor | None, scale: Tensor, shift: Tensor, slo
     """act(scale x + shift + residual), scale and shift per channel, float32."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
     cut, y, has = map_cut(rows, columns), torch.empty_like(x), residual is not None
-    _map[cut.grid(rows, columns)](
-        x, residual if has else x, scale, shift, y, rows, columns, slope, has, **cut.options
-    )
+    _map[cut.grid(rows, columns)](x, residual if has else x, scale, shift, y, rows, columns, slope, has, **cut.options)
     return y
 
 

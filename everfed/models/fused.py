@@ -1,28 +1,29 @@
-"""BatchNorm, an optional residual sum and (leaky) ReLU as one operation, with Triton kernels on a GPU.
+"""Layers that follow each other as one operation, with Triton kernels on a GPU.
 
-    y = act(BatchNorm(x) + residual),   act(v) = v for v > 0, slope * v otherwise (slope 0: ReLU, 1: no activation)
+    batch_norm_act    act(BatchNorm(x) + residual), act(v) = v for v > 0, slope * v otherwise (0: ReLU, 1: none)
+    conv_relu_pool    max_pool2d(relu(convolution(x)), 2)
+    first_convolution convolution(x) of images, whose few channels PyTorch's kernels are not made for
 
-PyTorch reads and writes the activations once for each of them, forward and backward; for small networks that is a third
+PyTorch reads and writes the activations once for each of them, forward and backward; in small networks that is a third
 of a training step. The kernels are used for channels-last tensors on CUDA; everything else (CPUs, no Triton, gradients
-of the layer's parameters in evaluation mode, `torch.compile`) takes PyTorch's own operations. Sums are taken in a fixed
-order, so results repeat bit for bit; they differ from PyTorch's by rounding.
+of a BatchNorm's parameters in evaluation mode, `torch.compile`) takes PyTorch's own operations. Sums are taken in a
+fixed order, so results repeat bit for bit; they differ from PyTorch's by rounding.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-try:
-    from everfed.models import batchnorm_kernels as kernels
-    from everfed.models import pooling_kernels as pooling
-    from everfed.models import thin_kernels as thin
-except ImportError:  # Triton comes with PyTorch's CUDA builds only
-    kernels = pooling = thin = None  # type: ignore[assignment]
+from everfed.core.kernels import load_kernels
+
+kernels = load_kernels("everfed.models.batchnorm_kernels")
+pooling = load_kernels("everfed.models.pooling_kernels")
+thin = load_kernels("everfed.models.thin_kernels")
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -77,9 +78,8 @@ def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
 
 def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False) -> Tensor:
     """max_pool2d(relu(convolution(x)), 2); flat: with one row for each image."""
-    if not (pooling is not None and _without_hooks(convolution) and convolution.bias is not None):
+    if not (pooling is not None and _is_plain_convolution(convolution) and convolution.bias is not None):
         return _pooled(convolution(x), flat)
-    assert isinstance(convolution, nn.Conv2d) and convolution.bias is not None
     out = _convolve(x, convolution)
     if not (_plain(out) and min(out.shape[2:]) > 1 and not torch.compiler.is_compiling()):
         return _pooled(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), flat)
@@ -89,8 +89,7 @@ def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False) -> Ten
 
 def first_convolution(x: Tensor, convolution: nn.Module) -> Tensor:
     """convolution(x), for one without a bias whose input may be images."""
-    if thin is not None and _without_hooks(convolution) and convolution.bias is None:
-        assert isinstance(convolution, nn.Conv2d)
+    if _is_plain_convolution(convolution) and convolution.bias is None:
         return _convolve(x, convolution)
     out: Tensor = convolution(x)
     return out
@@ -114,8 +113,8 @@ def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
     return y
 
 
-def _without_hooks(layer: nn.Module) -> bool:
-    """Is this a plain convolution on a CUDA device that may be computed without a call of the layer?"""
+def _is_plain_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Is this a convolution on a CUDA device that may be computed without a call of the layer?"""
     return (
         type(layer) is nn.Conv2d
         and layer.weight.is_cuda
