@@ -1,4 +1,4 @@
-"""Short steps of equal shapes are replayed several at a time: the same result, on the CPU, where a graph is its body."""
+"""Short steps of equal shapes are replayed several at a time; on the CPU, where a graph is replaced by its body."""
 
 from __future__ import annotations
 

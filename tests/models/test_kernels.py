@@ -146,3 +146,17 @@ def test_which_convolutions_have_few_inputs() -> None:
             nn.Conv2d(1, 32, 3, padding=1, padding_mode="reflect"),
         )
     )
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (32, 10)])
+def test_cross_entropy_and_its_gradient(shape: tuple[int, int]) -> None:
+    """Also with a target that does not count and logits that are left out."""
+    kernel = importlib.import_module("everfed.core.loss_kernel")
+    torch.manual_seed(0)
+    logits, y = 10 * torch.randn(shape), torch.randint(0, shape[1] - 1, shape[:1])
+    logits[:, -1], y[1] = -torch.inf, kernel.IGNORED
+    logits64 = logits.double().requires_grad_()
+    want = functional.cross_entropy(logits64, y)
+    loss, gradient = kernel.cross_entropy(logits, y)
+    assert error(loss, want) < 1e-6 and error(gradient, torch.autograd.grad(want, logits64)[0]) < 1e-6
+    assert kernel.fits(logits) and not kernel.fits(torch.zeros(300, 100)) and not kernel.fits(torch.zeros(2, 3, 4))
