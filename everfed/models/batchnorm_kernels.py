@@ -20,6 +20,10 @@ _PARTS = 128  # blocks of rows over which partial sums are taken, at most
 _GROUPS = 4096  # groups of columns, at most: channels / 16
 
 
+# one compiled kernel for batches of all sizes
+_kernel = triton.jit(do_not_specialize=["M", "per_part", "parts"])
+
+
 @triton.jit
 def _act(v, slope):
     return tl.where(v > 0, v, v * slope)
@@ -35,7 +39,7 @@ def _track(rm_ptr, rv_ptr, count_ptr, cols, mean, var, M, momentum, program):
         tl.store(count_ptr, tl.load(count_ptr) + 1)
 
 
-@triton.jit
+@_kernel
 def _small_forward(
     x_ptr, r_ptr, w_ptr, b_ptr, rm_ptr, rv_ptr, count_ptr, y_ptr, mean_ptr, rstd_ptr,
     M, C, momentum, eps, slope, RESIDUAL: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -105,7 +109,7 @@ def _combined(pm_ptr, ps_ptr, cols, M, C, per_part, parts, P: tl.constexpr):
     return mean, tl.sum(squares + counts * away * away, 0) / M
 
 
-@triton.jit
+@_kernel
 def _moments(
     x_ptr, rm_ptr, rv_ptr, batches_ptr, mean_ptr, spread_ptr, pm_ptr, ps_ptr, count_ptr,
     M, C, per_part, parts, momentum, eps,
@@ -127,7 +131,7 @@ def _moments(
             tl.store(spread_ptr + cols, var)
 
 
-@triton.jit
+@_kernel
 def _normalise(
     x_ptr, r_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, y_ptr, M, C, slope,
     RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -146,7 +150,7 @@ def _normalise(
         tl.store(y_ptr + place, _act(y, slope), inside)
 
 
-@triton.jit
+@_kernel
 def _map(
     x_ptr, r_ptr, scale_ptr, shift_ptr, y_ptr, M, C, slope,
     RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -163,7 +167,7 @@ def _map(
         tl.store(y_ptr + place, _act(y, slope), inside)
 
 
-@triton.jit
+@_kernel
 def _map_backward(
     dy_ptr, y_ptr, scale_ptr, dx_ptr, dr_ptr, M, C, slope,
     RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -181,7 +185,7 @@ def _map_backward(
             tl.store(dr_ptr + place, g, inside)
 
 
-@triton.jit
+@_kernel
 def _moments_backward(
     x_ptr, mean_ptr, dmean_ptr, dvar_ptr, dx_ptr, M, C, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +219,7 @@ def _gradient_in(
     return tl.where(out > 0, dy, dy * slope)
 
 
-@triton.jit
+@_kernel
 def _small_backward(
     dy_ptr, again_ptr, x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dx_ptr, dr_ptr, dw_ptr, db_ptr,
     M, C, slope, TWICE: tl.constexpr, RESIDUAL: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -238,7 +242,7 @@ def _small_backward(
     tl.store(db_ptr + cols, db)
 
 
-@triton.jit
+@_kernel
 def _gradient_sums(
     dy_ptr, again_ptr, x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dr_ptr, dw_ptr, db_ptr,
     pw_ptr, pb_ptr, count_ptr,
@@ -275,7 +279,7 @@ def _total(partial_ptr, cols, C, parts, P: tl.constexpr):
     return tl.sum(tl.load(partial_ptr + part * C + cols[None, :], part < parts, 0.0, cache_modifier=".cg"), 0)
 
 
-@triton.jit
+@_kernel
 def _gradient_out(
     dy_ptr, again_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, dx_ptr, M, C, slope,
     TWICE: tl.constexpr, RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,

@@ -44,7 +44,7 @@ def _elements(x_ptr, place, inside, width, C):
     return a, b, c, tl.maximum(top, low, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "parts"])
 def _forward(
     x_ptr, b_ptr, y_ptr, count, height, width, C, FLAT: tl.constexpr, R: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def _forward(
     tl.store(y_ptr + _pooled_place(windows, cols, (height // 2) * (width // 2), C, FLAT), y, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "parts"])
 def _backward(
     dy_ptr, x_ptr, b_ptr, dx_ptr, db_ptr, pb_ptr, count_ptr, count, height, width, C, parts,
     FLAT: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,

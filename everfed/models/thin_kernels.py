@@ -38,7 +38,7 @@ def _weights(tap, channel, wo, wc, wh, ww, C: tl.constexpr, KW: tl.constexpr):
     return channel * wo + (tap % C) * wc + (tap // (C * KW)) * wh + ((tap // C) % KW) * ww
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "parts"])
 def _forward(
     x_ptr, w_ptr, y_ptr, M, high, wide, out_high, out_wide, sn, sc, sh, sw, wo, wc, wh, ww,
     C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
@@ -52,7 +52,7 @@ def _forward(
     tl.store(y_ptr + at[:, None] * O + channel, y, (at < M)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "parts"])
 def _partial_weights(
     dy_ptr, x_ptr, partial_ptr, M, high, wide, out_high, out_wide, sn, sc, sh, sw,
     C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
@@ -69,7 +69,7 @@ def _partial_weights(
     tl.store(partial_ptr + tl.program_id(0) * (TAPS * O) + place, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "parts"])
 def _sum_weights(
     partial_ptr, dw_ptr, parts, wo, wc, wh, ww,
     C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr, O: tl.constexpr,
