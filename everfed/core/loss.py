@@ -17,7 +17,7 @@ def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
     """As functional.cross_entropy: the mean over all targets but -100. On a GPU one kernel for loss and gradient."""
     if not _has_kernel(outputs, y):
         return functional.cross_entropy(outputs, y)
-    loss: Tensor = _CrossEntropy.apply(outputs, y)
+    loss: Tensor = _CrossEntropy.apply(outputs, y)  # type: ignore[no-untyped-call]
     return loss
 
 

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed import Optimizer, TrainOptions, models
+from everfed.core import loss
 from everfed.core.context import World
+from everfed.core.kernels import load_kernels
 from everfed.core.layout import Layout
 from everfed.core.replica import Replica
 from everfed.engines import captured
@@ -18,6 +20,7 @@ from everfed.models import fused
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Toy
 
+sgd_kernel = load_kernels("everfed.core.sgd_kernel")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or fused.kernels is None, reason="needs a CUDA device and Triton"),
@@ -189,31 +192,35 @@ def test_a_convolution_of_few_inputs(inputs: int) -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_in_one_kernel(momentum: float) -> None:
-    """Against the gradient as a vector, the optimiser's update and the cast, on a network whose gradients are of both
-    types; the update itself differs by rounding alone."""
+    """Against one vector of the gradients, the optimiser's update and the cast; gradients of both types."""
+    torch.manual_seed(0)
     module = models.build("resnet18", (3, 32, 32), 10, 0, {}, channels_last=True)
-    optimizer = Optimizer(lr=0.1, momentum=momentum, weight_decay=0.01)
     replica = Replica(module, Layout.of(module), torch.device("cuda"), "bf16")
-    rate = torch.tensor(0.1, device="cuda")
-    x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.arange(8, device="cuda")
-    start, first = replica.params.clone(), optimizer.init(replica.params)
-
-    def loss() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            return functional.cross_entropy(replica.module(x).float(), y)
-
-    moments = {name: moment.clone() for name, moment in first.items()}
-    optimizer.apply(replica.params, replica.gradient(loss()), moments, rate)
-    replica.refresh()
-    expected = [replica.params.clone(), replica.low.clone()]  # type: ignore[union-attr]
-    replica.params.copy_(start)
-    replica.refresh()
-    replica.descend(loss(), rate, optimizer.weight_decay, momentum, first.get("momentum"))
-    assert replica.can_descend
-    assert error(replica.params - start, expected[0].double() - start.double()) < 1e-5
+    optimizer = Optimizer(lr=0.1, momentum=momentum, weight_decay=0.01)
+    gradients = tuple(torch.randn_like(parameter) for parameter in replica.trainable)
+    assert {gradient.dtype for gradient in gradients} == {torch.bfloat16, torch.float32} and replica.can_descend
+    rate, params = torch.tensor(0.1, device="cuda"), replica.params.clone()
+    moments = {name: torch.randn_like(moment) for name, moment in optimizer.init(params).items()}
+    velocity = moments["momentum"].clone() if momentum else None
+    update = sgd_kernel.Update(replica.layout, replica.device)
+    update(gradients, replica.params, replica.low, velocity, rate, optimizer.weight_decay, momentum)
+    optimizer.apply(params, replica.layout.flatten_gradient(gradients), moments, rate)
+    assert error(replica.params, params.double()) < 1e-6
     assert torch.equal(replica.low, replica.params.bfloat16())
-    assert error(replica.low, expected[1].double()) < 1e-3
-    assert not momentum or error(first["momentum"], moments["momentum"].double()) < 1e-5
+    assert velocity is None or error(velocity, moments["momentum"].double()) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(32, 10), (128, 100), (20, 200)])
+def test_cross_entropy(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    logits, y = torch.randn(shape, device="cuda").requires_grad_(), torch.randint(0, shape[1], shape[:1], device="cuda")
+    logits64 = logits.detach().double().requires_grad_()
+    ours, true = loss.cross_entropy(logits, y), functional.cross_entropy(logits64, y)
+    assert loss._has_kernel(logits, y) and error(ours, true) < 1e-6
+    pairs = [torch.autograd.grad(value, at, create_graph=True)[0] for value, at in ((ours, logits), (true, logits64))]
+    assert error(torch.autograd.grad(loss.cross_entropy(logits, y), logits)[0], pairs[1]) < 1e-5
+    again = [torch.autograd.grad(g.square().sum(), at)[0] for g, at in zip(pairs, (logits, logits64), strict=True)]
+    assert error(*pairs) < 1e-5 and error(*again) < 1e-4
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedgp+der"])

@@ -59,3 +59,5 @@ def test_a_block_adds_its_input() -> None:
     conv = smaller.shortcut[0]
     expected = torch.einsum("oi,nihw->nohw", conv.weight[:, :, 0, 0], x[:, :, ::2, ::2])
     torch.testing.assert_close(smaller(x), (expected / (1 + 1e-5) ** 0.5).relu())
+    for block in (same, smaller):  # inside the network: the input for two uses, and so the output
+        assert all(torch.equal(output, block(x)) for output in block(torch.zeros_like(x), x))
