@@ -68,11 +68,14 @@ def bench(method: str) -> Bench:
     return Bench(method, stream=stream, train=TrainOptions(2, 4, Optimizer(lr=0.1)), module=Norm)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedgp+der"])
-def test_several_steps_at_once_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "SEVERAL", 3)
     monkeypatch.setattr(captured, "OFTEN", 4)
-    case = bench(method)
+
+
+def test_several_steps_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = bench("fedgp+der")
     model, _ = trained(case, monkeypatch, milliseconds=0.1)
     assert torch.equal(model, case.run().params)
 
@@ -80,14 +83,10 @@ def test_several_steps_at_once_change_nothing(method: str, monkeypatch: pytest.M
 def test_they_are_captured_when_a_step_is_short_and_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 times five full minibatches, and one that is smaller. After 4 single steps three go at once: the first five
     are four single ones and one more, the next fifteen times five are three and two."""
-    monkeypatch.setattr(captured, "SEVERAL", 3)
-    monkeypatch.setattr(captured, "OFTEN", 4)
     _, replays = trained(bench("fedavg"), monkeypatch, milliseconds=0.1)
     assert replays == [5 + 15 * 2, 16, 15]
 
 
 def test_long_steps_are_captured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "SEVERAL", 3)
-    monkeypatch.setattr(captured, "OFTEN", 4)
     _, replays = trained(bench("fedavg"), monkeypatch, milliseconds=5.0)
     assert replays == [16 * 5, 16]
