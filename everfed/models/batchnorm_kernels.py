@@ -17,7 +17,6 @@ from torch import Tensor
 
 _SMALL = 1024  # rows that one program holds for 8 columns
 _PARTS = 128  # blocks of rows over which partial sums are taken, at most
-_GROUPS = 4096  # groups of columns, at most: channels / 16
 
 
 # one compiled kernel for batches of all sizes
@@ -310,8 +309,10 @@ def forward(
     momentum: float,
     eps: float,
     slope: float,
+    counts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, 1 / standard deviation). running: BatchNorm's mean, variance and count of batches, moved in place."""
+    """(y, mean, 1 / standard deviation). running: BatchNorm's mean, variance and count of batches, moved in place.
+    counts: (C / 16,) int32, zeros before and after; no other kernel may use them at the same time."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
     y = torch.empty_like(x)  # keeps channels-last
     mean, rstd = torch.empty((2, columns), device=x.device).unbind()
@@ -322,7 +323,7 @@ def forward(
             rows, columns, momentum, eps, slope, has, R=_power(rows), K=8, num_warps=_warps(rows),
         )  # fmt: skip
         return y, mean, rstd
-    _launch_moments(x, running, mean, rstd, momentum, eps)
+    _launch_moments(x, running, mean, rstd, momentum, eps, counts)
     cut = map_cut(rows, columns)
     _normalise[cut.grid(rows, columns)](
         x, residual if has else x, weight, bias, mean, rstd, y, rows, columns, slope, has, **cut.options
@@ -331,14 +332,20 @@ def forward(
 
 
 def _launch_moments(
-    x: Tensor, running: tuple[Tensor, Tensor, Tensor] | None, mean: Tensor, spread: Tensor, momentum: float, eps: float
+    x: Tensor,
+    running: tuple[Tensor, Tensor, Tensor] | None,
+    mean: Tensor,
+    spread: Tensor,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
 ) -> None:
     rows, columns = x.numel() // x.shape[1], x.shape[1]
     cut = sum_cut(rows, columns)
     grid = cut.grid(rows, columns)
     means, squares = torch.empty((2, grid[0], columns), device=x.device).unbind()
     _moments[grid](
-        x, *(running or (x, x, x)), mean, spread, means, squares, _counts(x.device),
+        x, *(running or (x, x, x)), mean, spread, means, squares, counts,
         rows, columns, cut.rows, grid[0], momentum, eps, running is not None, P=_power(grid[0]), **cut.options,
     )  # fmt: skip
 
@@ -353,6 +360,7 @@ def backward(
     mean: Tensor,
     rstd: Tensor,
     slope: float,
+    counts: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias). again: a second gradient of the output, to be added. y: given where there was a
     residual."""
@@ -374,7 +382,7 @@ def backward(
     grid = cut.grid(rows, columns)
     pw, pb = torch.empty((2, grid[0], columns), device=x.device).unbind()
     _gradient_sums[grid](
-        *inputs, dr if has else dx, dw, db, pw, pb, _counts(x.device),
+        *inputs, dr if has else dx, dw, db, pw, pb, counts,
         rows, columns, grid[0], slope, two, has, P=_power(grid[0]), **cut.options,
     )  # fmt: skip
     cut = map_cut(rows, columns)
@@ -408,7 +416,7 @@ def mapped_backward(dy: Tensor, y: Tensor, scale: Tensor, residual: bool, slope:
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """(mean, biased variance) per channel."""
     mean, variance = torch.empty((2, x.shape[1]), device=x.device).unbind()
-    _launch_moments(x, None, mean, variance, 0.0, 0.0)
+    _launch_moments(x, None, mean, variance, 0.0, 0.0, new_counts(x))
     return mean, variance
 
 
@@ -419,6 +427,11 @@ def moments_backward(x: Tensor, mean: Tensor, dmean: Tensor, dvariance: Tensor) 
         x, mean, dmean.contiguous(), dvariance.contiguous(), dx, rows, columns, **cut.options
     )
     return dx
+
+
+def new_counts(x: Tensor) -> Tensor:
+    """Zeros, one for each group of columns: how many programs have finished with it."""
+    return torch.zeros(x.shape[1] // 16, dtype=torch.int32, device=x.device)
 
 
 class Cut(NamedTuple):
@@ -452,18 +465,6 @@ def map_cut(rows: int, columns: int) -> Cut:
 
 def _width(columns: int, most: int) -> int:
     return next(width for width in (64, 32, 16) if width <= most and columns % width == 0)
-
-
-_COUNTS: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _counts(device: torch.device) -> Tensor:
-    """Zeros, one for each group of columns: how many programs of the group are done. Kernels of one stream come one
-    after the other and leave zeros behind; those of several streams must not share them."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    if (device, stream) not in _COUNTS:
-        _COUNTS[device, stream] = torch.zeros(_GROUPS, dtype=torch.int32, device=device)
-    return _COUNTS[device, stream]
 
 
 def _power(number: int) -> int:

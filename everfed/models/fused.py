@@ -45,7 +45,8 @@ def batch_norm_act_twice(
         x = x if changed is None else changed[0] if isinstance(changed, tuple) else changed
     if norm.training:
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        made = _Trained.apply(x, residual, norm.weight, norm.bias, running, norm.momentum, norm.eps, slope, twice)
+        how = (norm.momentum, norm.eps, slope, twice, _counts(norm, x))
+        made = _Trained.apply(x, residual, norm.weight, norm.bias, running, *how)
         return made if twice else (made, made)
     assert norm.running_mean is not None and norm.running_var is not None
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
@@ -83,7 +84,7 @@ def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False) -> Ten
     out = _convolve(x, convolution)
     if not (_plain(out) and min(out.shape[2:]) > 1 and not torch.compiler.is_compiling()):
         return _pooled(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), flat)
-    y: Tensor = _Pooled.apply(out, convolution.bias, flat)
+    y: Tensor = _Pooled.apply(out, convolution.bias, flat, _counts(convolution, out))
     return y
 
 
@@ -128,6 +129,15 @@ def _pooled(x: Tensor, flat: bool) -> Tensor:
     return y.flatten(1) if flat else y
 
 
+def _counts(layer: nn.Module, x: Tensor) -> Tensor:
+    """Zeros that the layer's kernels count with and leave as zeros. They stay with the layer, which is computed by one
+    stream at a time, as its running statistics and gradients are."""
+    kept: Tensor | None = layer.__dict__.get("_counts")
+    if kept is None or kept.device != x.device:
+        kept = layer.__dict__["_counts"] = kernels.new_counts(x)
+    return kept
+
+
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """(mean, biased variance) per channel of activations (n, C, ...), in float32, with gradients."""
     if kernels is not None and x.is_cuda and _plain(x) and not torch.compiler.is_compiling():
@@ -161,10 +171,11 @@ class _Trained(torch.autograd.Function):
         eps: float,
         slope: float,
         twice: bool,
+        counts: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, mean, rstd = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope)
+        y, mean, rstd = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope, counts)
         ctx.save_for_backward(x, residual, y if residual is not None else None, weight, bias, mean, rstd)
-        ctx.eps, ctx.slope = eps, slope
+        ctx.eps, ctx.slope, ctx.counts = eps, slope, counts
         ctx.set_materialize_grads(False)  # no zeros for a use that has no gradient
         return (y, y.detach()) if twice else y
 
@@ -173,13 +184,13 @@ class _Trained(torch.autograd.Function):
         x, residual, y, weight, bias, mean, rstd = ctx.saved_tensors
         dy, again = ([d for d in incoming if d is not None] + [None, None])[:2]
         if dy is None:
-            return (None,) * 9
+            return (None,) * 10
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             dy = dy if again is None else dy + again
             grads = _differentiable(dy, x, residual, weight, bias, ctx.eps, ctx.slope)
         else:
-            grads = kernels.backward(dy, again, x, y, weight, bias, mean, rstd, ctx.slope)
-        return (*grads, None, None, None, None, None)
+            grads = kernels.backward(dy, again, x, y, weight, bias, mean, rstd, ctx.slope, ctx.counts)
+        return (*grads, *[None] * 6)
 
 
 def _differentiable(
@@ -233,9 +244,9 @@ class _Pooled(torch.autograd.Function):
     """max_pool2d(relu(x + bias), 2)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, flat: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, flat: bool, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.flat = flat
+        ctx.flat, ctx.counts = flat, counts
         return pooling.forward(x, bias, flat)
 
     @staticmethod
@@ -243,8 +254,8 @@ class _Pooled(torch.autograd.Function):
         x, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             y = _pooled(x + bias.to(x.dtype).view(1, -1, 1, 1), ctx.flat)
-            return (*torch.autograd.grad(y, (x, bias), dy, create_graph=True), None)
-        return (*pooling.backward(dy, x, bias, ctx.flat), None)
+            return (*torch.autograd.grad(y, (x, bias), dy, create_graph=True), None, None)
+        return (*pooling.backward(dy, x, bias, ctx.flat, ctx.counts), None, None)
 
 
 class _Moments(torch.autograd.Function):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everfed.models.batchnorm_kernels import _counts, _is_last, _power, _total, _width
+from everfed.models.batchnorm_kernels import _is_last, _power, _total, _width
 
 _WINDOWS = 64  # of one program, in the forward pass
 
@@ -97,8 +97,8 @@ def forward(x: Tensor, bias: Tensor, flat: bool) -> Tensor:
     return y.flatten(1) if flat else y
 
 
-def backward(dy: Tensor, x: Tensor, bias: Tensor, flat: bool) -> tuple[Tensor, Tensor]:
-    """(dx, dbias)."""
+def backward(dy: Tensor, x: Tensor, bias: Tensor, flat: bool, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dbias). counts: as for BatchNorm."""
     images, columns, height, width = x.shape
     dy = dy.contiguous(memory_format=torch.contiguous_format if flat else torch.channels_last)
     dx = torch.zeros_like(x) if height % 2 or width % 2 else torch.empty_like(x)
@@ -109,7 +109,7 @@ def backward(dy: Tensor, x: Tensor, bias: Tensor, flat: bool) -> tuple[Tensor, T
     parts = -(-count // (rows * tiles))
     partial = torch.empty((parts, columns), device=x.device)
     _backward[(parts, columns // group)](
-        dy, x, bias, dx, db, partial, _counts(x.device), count, height, width, columns, parts,
+        dy, x, bias, dx, db, partial, counts, count, height, width, columns, parts,
         flat, P=_power(parts), TILES=tiles, R=rows, K=group, num_warps=4,
     )  # fmt: skip
     return dx, db

@@ -49,9 +49,10 @@ def test_batchnorm_and_its_statistics(batchnorm, monkeypatch, shape, slope, resi
     x, r, dy = 2 * maps(*shape) + 3, maps(*shape), maps(*shape)
     weight, bias = norm.weight.detach(), norm.bias.detach()
     running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-    y, mean, rstd = batchnorm.forward(x, r if residual else None, weight, bias, running, 0.1, 1e-5, slope)
+    counts = batchnorm.new_counts(x)
+    y, mean, rstd = batchnorm.forward(x, r if residual else None, weight, bias, running, 0.1, 1e-5, slope, counts)
     again = maps(*shape) if twice else None
-    dx, dr, dw, db = batchnorm.backward(dy, again, x, y if residual else None, weight, bias, mean, rstd, slope)
+    dx, dr, dw, db = batchnorm.backward(dy, again, x, y if residual else None, weight, bias, mean, rstd, slope, counts)
     x64, r64 = x.double().requires_grad_(), r.double().requires_grad_()
     y64 = functional.leaky_relu(exact(x64) + r64 if residual else exact(x64), slope)
     incoming = dy.double() if again is None else dy.double() + again.double()
@@ -59,8 +60,7 @@ def test_batchnorm_and_its_statistics(batchnorm, monkeypatch, shape, slope, resi
     truth = [y64, *torch.autograd.grad(y64, wanted, incoming), exact.running_mean, exact.running_var]
     got = [y, dx, dw, db, *([dr] if residual else []), norm.running_mean, norm.running_var]
     assert all(error(a, b) < 2e-6 for a, b in zip(got, truth, strict=True))
-    assert norm.num_batches_tracked == 1
-    assert all(not counts.any() for counts in batchnorm._COUNTS.values())
+    assert norm.num_batches_tracked == 1 and not counts.any()
 
 
 def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> None:
@@ -75,7 +75,7 @@ def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> N
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("shape", [(3, 16, 6, 8), (2, 32, 7, 5)])
-def test_bias_relu_and_pooling(shape, flat) -> None:
+def test_bias_relu_and_pooling(batchnorm, shape, flat) -> None:
     """Small whole numbers, so that equal elements of a window, zeros and an odd last row and column are all there."""
     pooling = importlib.import_module("everfed.models.pooling_kernels")
     torch.manual_seed(0)
@@ -86,9 +86,8 @@ def test_bias_relu_and_pooling(shape, flat) -> None:
     dy = torch.randint(-3, 4, want.shape).float()
     got = pooling.forward(x.detach(), bias.detach(), flat)
     assert torch.equal(got, want)
-    pairs = zip(
-        pooling.backward(dy, x.detach(), bias.detach(), flat), torch.autograd.grad(want, [x, bias], dy), strict=True
-    )
+    gradients = pooling.backward(dy, x.detach(), bias.detach(), flat, batchnorm.new_counts(x))
+    pairs = zip(gradients, torch.autograd.grad(want, [x, bias], dy), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
