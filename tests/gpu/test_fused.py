@@ -164,16 +164,17 @@ def test_convolution_relu_and_pooling(inputs, outputs, side, shape, flat) -> Non
     exact = nn.Conv2d(inputs, outputs, side, padding=side // 2).cuda().double()
     exact.load_state_dict(layer.state_dict())
     x = torch.randn(shape, device="cuda").bfloat16().to(memory_format=torch.channels_last)
-    y = fused.conv_relu_pool(x, layer, flat)
-    y64 = functional.max_pool2d(functional.relu(exact(x.double())), 2)
-    y64 = y64.flatten(1) if flat else y64
-    dy = torch.randn_like(y64)
-    got = torch.autograd.grad(y, [layer.weight, layer.bias], dy.bfloat16())
-    truth = torch.autograd.grad(y64, [exact.weight, exact.bias], dy)
-    assert y.dtype == torch.bfloat16 and y.shape == y64.shape
-    assert error(y, y64) < 4e-3
-    # where two elements of a window are equal after rounding, another one of them may get the gradient
-    assert all(error(a, b) < 4e-2 for a, b in zip(got, truth, strict=True))
+    y64 = fused._pooled(exact(x.double()), flat)
+    dy = torch.randn_like(y64).bfloat16()
+    truth = [y64, *torch.autograd.grad(y64, [exact.weight, exact.bias], dy.double())]
+    ours, theirs = (
+        [y, *torch.autograd.grad(y, [layer.weight, layer.bias], dy)]
+        for y in (fused.conv_relu_pool(x, layer, flat), fused._pooled(layer(x), flat))
+    )
+    assert ours[0].dtype == torch.bfloat16 and ours[0].shape == y64.shape
+    # elements of a window that are equal after rounding: another one of them may get the gradient, so that even
+    # PyTorch's weights are off by some per cent
+    assert all(error(a, b) < 1.1 * error(c, b) for a, b, c in zip(ours, truth, theirs, strict=True))
 
 
 @pytest.mark.parametrize("inputs", [1, 3])
