@@ -6,7 +6,6 @@ the way. Clients of a phase are dealt to the slots by size, so that no slot wait
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +59,7 @@ class Graphs(OneTrainer):
         self._draws_globally = draws_globally(build_module(), world)
         self.tuner = Tuner(1, 1, self.device) if self._draws_globally else Tuner(slots, host_threads, self.device)
         self.slots: list[CapturedTrainer] = []
-        self._lock = threading.Lock()
+        self._capturing = ThreadPoolExecutor(1, thread_name_prefix="capture")
         self._warned: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
 
@@ -78,7 +77,7 @@ class Graphs(OneTrainer):
         """Run some clients on all slots, wait for them on the device, and yield their replies in order."""
         data = {client: self.data.get(self.world, client, phase, moment) for client in clients}
         setting = self.tuner.choose(len(clients))
-        slots = self._use_slots(setting.slots)
+        slots = self._use_slots(setting.slots, max(map(len, data.values())))
         captures, started = sum(slot.captures for slot in slots), time.monotonic()
         hands = deal({client: len(own) for client, own in data.items()}, len(slots))
         replies: dict[int, Reply] = {}
@@ -103,6 +102,8 @@ class Graphs(OneTrainer):
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or threads > self._executor._max_workers:
+            if self._executor is not None:
+                self._executor.shutdown()
             self._executor = ThreadPoolExecutor(threads, thread_name_prefix="slot")
         return self._executor
 
@@ -127,7 +128,7 @@ class Graphs(OneTrainer):
         for slot in slots:
             torch.cuda.current_stream(self.device).wait_stream(slot.cuda_stream)
 
-    def _use_slots(self, number: int) -> list[CapturedTrainer]:
+    def _use_slots(self, number: int, largest: int) -> list[CapturedTrainer]:
         while len(self.slots) < number:
             self.slots.append(
                 CapturedTrainer(
@@ -137,12 +138,14 @@ class Graphs(OneTrainer):
                     self.device,
                     self._precision,
                     self.world.method.owner("forward"),
-                    capture_lock=self._lock,
+                    capturing=self._capturing,
                     compiled=self._compiled,
                     on_eager=self._warn_eager,
                     draws_globally=self._draws_globally,
                 )
             )
+        for slot in self.slots:
+            slot.largest = max(slot.largest, largest)
         return self.slots[:number]
 
     def _warn_eager(self, part: Part) -> None:
@@ -162,6 +165,8 @@ class Graphs(OneTrainer):
             "slots": self.tuner.setting.slots,
             "host_threads": self.tuner.setting.threads,
             "compiled": self._compiled,
+            "captures": sum(slot.captures for slot in self.slots),
+            "capture_seconds": round(sum(slot.capture_seconds for slot in self.slots), 3),
             "threads": torch.get_num_threads(),
             "peak_device_bytes": torch.cuda.max_memory_allocated(self.device),
         }
@@ -169,6 +174,7 @@ class Graphs(OneTrainer):
     def close(self) -> None:
         """Let go of graphs and replicas."""
         torch.cuda.synchronize(self.device)
+        self._capturing.shutdown()
         self.slots.clear()
         if self._executor is not None:
             self._executor.shutdown()
