@@ -50,5 +50,5 @@ def test_one_slot_captures_every_shape_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_slots_served_by_several_threads_capture_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     found = described(3, 3)
-    # a client each, the largest first: 14, 9 and 3 samples, then 30 (which does not fit into what was made for 14), 6 and 4
+    # a client each, the largest first: 14, 9 and 3 samples, then 30 (which 14's workspace cannot hold), 6 and 4
     assert found["captures"] == len({4, 2}) + len({4, 5}) + len({3}) + len({4, 2}) + len({2}) + len({4})
