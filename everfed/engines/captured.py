@@ -38,7 +38,8 @@ class CapturedTrainer(Trainer):
 
     capturing: runs the captures of all slots, one at a time, in a single thread: cuDNN remembers by thread which
     kernels it found to be fastest, so that a shape is tuned once for all slots. draws_globally: the network has random
-    layers of its own, so there must be no other slot. largest: the size of the largest client known so far.
+    layers of its own, so there must be no other slot. largest: the size of the largest client known so far. shapes: the
+    sizes of last minibatches that this slot has met, for dealing clients to slots.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class CapturedTrainer(Trainer):
         self.draws_globally = draws_globally
         self.cuda_stream = torch.cuda.Stream(self.device)
         self.captures, self.capture_seconds = 0, 0.0
-        self.largest = 0
+        self.largest, self.shapes = 0, set[int]()
         self._capturing = capturing
         self._on_eager = on_eager
         self._pool = torch.cuda.graph_pool_handle()

@@ -7,7 +7,7 @@ the way. Clients of a phase are dealt to the slots by size, so that no slot wait
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTra
 from everfed.engines.captured import CapturedTrainer
 from everfed.engines.device_data import DeviceData
 from everfed.engines.loops import LoopingTrainer
-from everfed.engines.slots import Tuner, deal
+from everfed.engines.slots import Tuner, deal, seat
 
 WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
 
@@ -79,7 +79,7 @@ class Graphs(OneTrainer):
         setting = self.tuner.choose(len(clients))
         slots = self._use_slots(setting.slots, max(map(len, data.values())))
         captures, started = sum(slot.captures for slot in slots), time.monotonic()
-        hands = deal({client: len(own) for client, own in data.items()}, len(slots))
+        hands = self._deal(slots, {client: len(own) for client, own in data.items()})
         replies: dict[int, Reply] = {}
 
         def work(thread: int) -> None:
@@ -99,6 +99,14 @@ class Graphs(OneTrainer):
                 self.tuner.measured(setting, samples / (time.monotonic() - started))
         for client in clients:
             yield client, replies.pop(client)
+
+    def _deal(self, slots: Sequence[CapturedTrainer], sizes: Mapping[int, int]) -> list[list[int]]:
+        """The clients of every slot: balanced, and where slots have graphs for their last minibatches already."""
+        shapes = {client: size % self.world.options.batch_size for client, size in sizes.items()}
+        hands = seat(deal(sizes, len(slots)), shapes, [slot.shapes for slot in slots])
+        for slot, hand in zip(slots, hands, strict=True):
+            slot.shapes.update(shapes[client] for client in hand)
+        return hands
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or threads > self._executor._max_workers:

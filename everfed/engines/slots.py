@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,19 @@ def deal(sizes: Mapping[int, int], hands: int) -> list[list[int]]:
         dealt[hand].append(client)
         heapq.heappush(piles, (load + sizes[client], hand))
     return dealt
+
+
+def seat(hands: Sequence[list[int]], shapes: Mapping[int, int], known: Sequence[AbstractSet[int]]) -> list[list[int]]:
+    """The same hands, one for every slot, in the order in which slots have captured most of their shapes before.
+
+    shapes: the size of each client's last minibatch. known: those that each slot has met.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    met = [[len({shapes[client] for client in hand} & own) for own in known] for hand in hands]
+    numbers, slots = linear_sum_assignment(met, maximize=True)
+    by_slot = dict(zip(slots.tolist(), numbers.tolist(), strict=True))
+    return [hands[by_slot[slot]] for slot in range(len(known))]
 
 
 class Setting(NamedTuple):
