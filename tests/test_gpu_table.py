@@ -19,36 +19,36 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "warning", "time": 104.5, "message": ""},
     phase(110.0, 0, 0),  # 6 s
     phase(111.0, 0, 1),
-    phase(112.0, 0, 2),
-    phase(113.0, 0, 3),
-    {"event": "evaluation", "time": 113.5, "task": 0, "round": 3},
-    {"event": "checkpoint", "time": 113.75, "round": 4},
-    phase(116.75, 1, 4),  # 3 s
-    {"event": "measure", "phase": "train", "time": 117.75, "task": 1, "round": 4},  # of the same round: 4 s
-    phase(119.75, 1, 5),
-    phase(121.75, 1, 6),
-    phase(123.75, 1, 7),
-    {"event": "evaluation", "time": 124.75, "task": 1, "round": 7},
-    {"event": "end", "time": 125.0},
+    phase(112.0, 0, 2),  # the fastest of the later half
+    phase(113.5, 0, 3),
+    {"event": "evaluation", "time": 114.0, "task": 0, "round": 3},
+    {"event": "checkpoint", "time": 114.25, "round": 4},
+    phase(117.25, 1, 4),  # 3 s
+    {"event": "measure", "phase": "train", "time": 118.25, "task": 1, "round": 4},  # of the same round: 4 s
+    phase(120.25, 1, 5),
+    phase(122.25, 1, 6),
+    phase(124.25, 1, 7),
+    {"event": "evaluation", "time": 125.25, "task": 1, "round": 7},
+    {"event": "end", "time": 125.5},
 ]
 
 
 def test_every_second_of_a_run_is_counted_once() -> None:
-    found = table.split(EVENTS, begun=100.0, ended=127.0, full=10)
+    found = table.split(EVENTS, begun=100.0, ended=127.5, full=10)
     assert found["seconds"] == {
         "start_up": 4.0,
         "warm_rounds": 4 * 1.0 + 4 * 2.0,
-        "first_rounds": 5.0 + 2.0,
+        "first_rounds": 5.0 + 0.5 + 2.0,
         "scoring": 1.5,
         "checkpoints": 0.25,
         "end": 2.25,
     }
-    assert sum(found["seconds"].values()) == found["total_s"] == 27.0
+    assert sum(found["seconds"].values()) == found["total_s"] == 27.5
     assert found["warm_round_s_by_task"] == [1.0, 2.0]
     assert found["first_round_s_by_task"] == [6.0, 4.0]
-    assert found["total_over_warm_rounds"] == 27 / 12
+    assert found["total_over_warm_rounds"] == 27.5 / 12
     assert found["expected"] == {
-        "rounds_per_task": 10, "total_s": 27.0 - 12.0 + 30.0, "total_over_warm_rounds": 45 / 30
+        "rounds_per_task": 10, "total_s": 27.5 - 12.0 + 30.0, "total_over_warm_rounds": 45.5 / 30
     }  # fmt: skip
 
 
