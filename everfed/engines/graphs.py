@@ -92,11 +92,12 @@ class Graphs(OneTrainer):
         else:
             list(self._pool(setting.threads).map(work, range(setting.threads)))
         self._join(slots)
-        if phase.name == TRAIN and self.tuner.searching:
+        if captures != sum(slot.captures for slot in slots):
+            torch.cuda.empty_cache()  # of the trial runs before captures, once for all of them
+        elif phase.name == TRAIN and self.tuner.searching:
             torch.cuda.synchronize(self.device)
-            if captures == sum(slot.captures for slot in slots):
-                samples = sum(reply.samples for reply in replies.values())
-                self.tuner.measured(setting, samples / (time.monotonic() - started))
+            samples = sum(reply.samples for reply in replies.values())
+            self.tuner.measured(setting, samples / (time.monotonic() - started))
         for client in clients:
             yield client, replies.pop(client)
 

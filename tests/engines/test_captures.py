@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from everfed.core.context import World
 from everfed.core.schedule import Table
 from everfed.engines.captured import CapturedTrainer, Workspace, kernel_search, share_of_steps
 from everfed.engines.eager import Eager
+from everfed.engines.graphs import Graphs
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Toy
 
@@ -142,6 +144,16 @@ def test_the_share_of_steps_counts_the_shapes_of_all_tables() -> None:
     assert [share_of_steps({"core": core}, index) for index in (0, 4, 5)] == [5 / 6, 5 / 6, 1 / 6]
     both = {"core": core, "der": {"rows": Table.of([four] * 2 + [one] * 4)}}
     assert [share_of_steps(both, index) for index in (0, 2, 5)] == [2 / 6, 3 / 6, 1 / 6]
+
+
+def test_slots_remember_the_last_minibatches_that_they_met() -> None:
+    slots: list[Any] = [SimpleNamespace(shapes=set()) for _ in range(3)]
+    engine: Any = SimpleNamespace(world=SimpleNamespace(options=TrainOptions(batch_size=32)))
+    first = Graphs._deal(engine, slots, {0: 64 + 5, 1: 32 + 9, 2: 7})
+    met = {min(slot.shapes): hand for slot, hand in zip(slots, first, strict=True)}
+    assert met == {5: [0], 9: [1], 7: [2]}
+    second = Graphs._deal(engine, slots, {0: 96 + 7, 1: 64 + 5, 2: 32 + 9})  # the largest has the shape of the smallest
+    assert {min(slot.shapes): hand for slot, hand in zip(slots, second, strict=True)} == {7: [0], 5: [1], 9: [2]}
 
 
 @pytest.mark.parametrize(
