@@ -92,11 +92,10 @@ class CapturedTrainer(Trainer):
             self._gradients[key] = CapturedGradient(self, ctx, x, y, mode)
         return self._gradients[key](model, x, y, ctx.key(f"{tag}/dropout"))
 
-    def capture(
-        self, body: Callable[[], None], prepare: Callable[[], None], tuned: bool = True
-    ) -> torch.cuda.CUDAGraph:
+    def capture(self, body: Callable[[], None], prepare: Callable[[], None], tuned: bool) -> torch.cuda.CUDAGraph:
         """Capture `body`. It is run for real first, so `prepare` must be able to restore what it changes. tuned: let
-        cuDNN try several kernels for every convolution, which takes seconds for a new shape."""
+        cuDNN try several kernels for every convolution of a new shape; worth its time only for what is replayed often.
+        """
         started = time.monotonic()
         graph = self._capturing.submit(self._capture, body, prepare, tuned).result()
         self.captures += 1
@@ -290,7 +289,7 @@ class CapturedGradient:
         self.x.copy_(x, non_blocking=True)
         self.y.copy_(y, non_blocking=True)
         if self.graph is None:
-            self.graph = self.trainer.capture(self._body, prepare)
+            self.graph = self.trainer.capture(self._body, prepare, tuned=False)  # a few times a round, not every step
         prepare()
         with self.trainer.seeding():
             self.trainer.seed(seed)

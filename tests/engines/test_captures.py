@@ -129,7 +129,7 @@ def test_all_slots_capture_in_one_thread_and_errors_reach_the_caller(captures: C
     assert captures.threads != {threading.get_ident()}
     slot = run(case, captures)[1]
     with pytest.raises(ZeroDivisionError):
-        slot.capture(lambda: print(1 // 0), lambda: None)
+        slot.capture(lambda: print(1 // 0), lambda: None, tuned=False)
 
 
 def test_kernels_are_searched_only_for_shapes_that_are_frequent(captures: Captures) -> None:
