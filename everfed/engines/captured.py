@@ -13,7 +13,6 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from everfed.core.replica import global_generators, seed_global
 from everfed.core.step import Step, train_step
 from everfed.core.trainer import Fitted, Job, Trainer, changing
 from everfed.core.tree import Tree, leaves, map_tensors
+from everfed.engines.capturing import Capturing
 
 WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces
 _SLACK = 1.25  # room for clients a little larger than those known when a workspace was made
@@ -36,16 +36,15 @@ _FREE_SHARE = 0.2  # of the device's memory: below it, cached memory is released
 class CapturedTrainer(Trainer):
     """One slot: a replica on its own CUDA stream.
 
-    capturing: runs the captures of all slots, one at a time, in a single thread: cuDNN remembers by thread which
-    kernels it found to be fastest, so that a shape is tuned once for all slots. draws_globally: the network has random
-    layers of its own, so there must be no other slot. largest: the size of the largest client known so far. shapes: the
+    capturing: runs the captures of all slots, one at a time. draws_globally: the network has random layers of its own,
+    so there must be no other slot. largest: the size of the largest client known so far. shapes: the
     sizes of last minibatches that this slot has met, for dealing clients to slots.
     """
 
     def __init__(
         self,
         *args: Any,
-        capturing: Executor,
+        capturing: Capturing,
         compiled: bool = False,
         on_eager: Callable[[Part], None],
         draws_globally: bool = False,
@@ -75,6 +74,7 @@ class CapturedTrainer(Trainer):
         workspace.load(job)
         with self.seeding():
             for index in range(job.schedule.steps):
+                self._capturing.pause()
                 workspace.replay(job.plans, index)
         return workspace.read(job)
 
@@ -97,7 +97,7 @@ class CapturedTrainer(Trainer):
         cuDNN try several kernels for every convolution of a new shape; worth its time only for what is replayed often.
         """
         started = time.monotonic()
-        graph = self._capturing.submit(self._capture, body, prepare, tuned).result()
+        graph = self._capturing.run(self._capture, body, prepare, tuned)
         self.captures += 1
         self.capture_seconds += time.monotonic() - started  # waiting for other slots' captures included
         return graph
@@ -111,9 +111,8 @@ class CapturedTrainer(Trainer):
             self.cuda_stream.synchronize()
             release_memory(self.device)
             graph.register_generator_state(self.replica.generator)
-            # not by torch.cuda.graph, which waits for all slots and gives their cached memory back, each time.
-            # "thread_local": the slots' threads go on working meanwhile
-            with no_garbage_collection():
+            # not by torch.cuda.graph, which waits for all slots and gives their cached memory back, each time
+            with no_garbage_collection(), self._capturing.alone():
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     body()
@@ -127,7 +126,7 @@ class CapturedTrainer(Trainer):
         if found is None or not found.holds(job):
             larger = self._workspaces[key] = Workspace(self, job, found)
             if found is not None:
-                self._capturing.submit(found.free).result()  # not in the middle of another slot's capture
+                self._capturing.run(found.free)  # not in the middle of another slot's capture
             found = larger
         return found
 

@@ -25,6 +25,7 @@ from everfed.core.replica import adopt_dropout
 from everfed.core.tree import leaves
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
 from everfed.engines.captured import CapturedTrainer
+from everfed.engines.capturing import Capturing
 from everfed.engines.device_data import DeviceData
 from everfed.engines.loops import LoopingTrainer
 from everfed.engines.slots import Tuner, deal, seat
@@ -59,7 +60,7 @@ class Graphs(OneTrainer):
         self._draws_globally = draws_globally(build_module(), world)
         self.tuner = Tuner(1, 1, self.device) if self._draws_globally else Tuner(slots, host_threads, self.device)
         self.slots: list[CapturedTrainer] = []
-        self._capturing = ThreadPoolExecutor(1, thread_name_prefix="capture")
+        self._capturing = Capturing()
         self._warned: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
 
@@ -84,7 +85,8 @@ class Graphs(OneTrainer):
 
         def work(thread: int) -> None:
             for client, slot in _in_turn(hands, slots, thread, setting.threads):
-                replies[client] = self._client(slot, phase, client, message, moment, data[client])
+                with self._capturing.working():
+                    replies[client] = self._client(slot, phase, client, message, moment, data[client])
 
         self._fork(slots)
         if setting.threads == 1:
@@ -183,7 +185,7 @@ class Graphs(OneTrainer):
     def close(self) -> None:
         """Let go of graphs and replicas."""
         torch.cuda.synchronize(self.device)
-        self._capturing.shutdown()
+        self._capturing.close()
         self.slots.clear()
         if self._executor is not None:
             self._executor.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from everfed import Optimizer, TrainOptions
 from everfed.core.context import World
 from everfed.core.schedule import Table
 from everfed.engines.captured import CapturedTrainer, Workspace, kernel_search, share_of_steps
+from everfed.engines.capturing import Capturing
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.store.clients import ClientStore
@@ -43,7 +43,7 @@ class Captures:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tuned: list[bool] = []
         self.threads: set[int] = set()
-        self.executor = ThreadPoolExecutor(1)
+        self.capturing = Capturing()
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(CapturedTrainer, "_capture", lambda *args: self._capture(*args))
@@ -60,7 +60,7 @@ class Captures:
 
     def slot(self, world: World, build_module: Any, largest: int = 0) -> CapturedTrainer:
         given = (world.stream, world.facts.layout, build_module, "cpu", "fp32", world.method.owner("forward"))
-        slot = CapturedTrainer(*given, capturing=self.executor, on_eager=lambda part: None)
+        slot = CapturedTrainer(*given, capturing=self.capturing, on_eager=lambda part: None)
         slot.largest = largest
         return slot
 
