@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,9 @@ from everfed.core.trainer import Fitted, Job, Trainer, changing
 from everfed.core.tree import Tree, leaves, map_tensors
 from everfed.engines.capturing import Capturing
 
+SEVERAL = 8  # short steps in one graph
+OFTEN = 64  # replays of a step before it is captured several times in one graph
+_SHORT = 0.5  # milliseconds: below, the host needs a good part of a step's time to launch it
 WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces
 _SLACK = 1.25  # room for clients a little larger than those known when a workspace was made
 _TUNED_SHARE = 0.25  # of a client's steps: shapes that are less frequent are captured with the kernels cuDNN proposes
@@ -73,9 +77,10 @@ class CapturedTrainer(Trainer):
         workspace = self._workspace(job)
         workspace.load(job)
         with self.seeding():
-            for index in range(job.schedule.steps):
+            index = 0
+            while index < job.schedule.steps:
                 self._capturing.pause()
-                workspace.replay(job.plans, index)
+                index += workspace.replay(job.plans, index)
         return workspace.read(job)
 
     def seeding(self) -> contextlib.AbstractContextManager[None]:
@@ -158,6 +163,9 @@ class Workspace:
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
         self.step: Step | None = None
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.several: dict[Hashable, torch.cuda.CUDAGraph] = {}  # of the same, SEVERAL steps
+        self.short: set[Hashable] = set()
+        self.replays: Counter[Hashable] = Counter()
 
     def _table(self, values: Any) -> Tensor:
         shape = (self.rounds, self.width, *values.shape[2:])
@@ -171,6 +179,7 @@ class Workspace:
     def free(self) -> None:
         """Let go of the graphs and their memory: the step refers back to this object, so it would stay for a while."""
         self.graphs.clear()
+        self.several.clear()
         self.step = None
 
     def load(self, job: Job) -> None:
@@ -203,24 +212,49 @@ class Workspace:
         self.total.zero_()
         self.index.zero_()
 
-    def replay(self, plans: dict[str, Tables], index: int) -> None:
-        """One step: the graph for its shapes, captured if they are new."""
-        key = tuple(int(table.lengths[index]) for own in plans.values() for table in own.values())
-        graph = self.graphs.get(key)
-        if graph is None:
-            graph = self._capture(plans, index, key)
+    def replay(self, plans: dict[str, Tables], index: int) -> int:
+        """One step, or several of equal shapes at once, by a graph that is captured if it is new. Returns how many."""
+        key = self._key(plans, index)
+        if self._at_once(plans, index, key):
+            if key not in self.several:
+                self.several[key] = self._capture(plans, index, SEVERAL)
+            self.several[key].replay()
+            return SEVERAL
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(plans, index)
         self.trainer.seed(self.job.seed, index)
-        graph.replay()
+        self.graphs[key].replay()
+        self.replays[key] += 1
+        return 1
 
-    def _capture(self, plans: dict[str, Tables], index: int, key: Hashable) -> torch.cuda.CUDAGraph:
+    def _key(self, plans: dict[str, Tables], index: int) -> Hashable:
+        return tuple(int(table.lengths[index]) for own in plans.values() for table in own.values())
+
+    def _at_once(self, plans: dict[str, Tables], index: int, key: Hashable) -> bool:
+        """Do the next steps have equal shapes, and is one graph for them worth its capture?"""
+        return (
+            key in self.short
+            and (self.replays[key] >= OFTEN or key in self.several)
+            and not self.trainer.draws_globally  # seeded before every step
+            and index + SEVERAL <= self.job.schedule.steps
+            and all(self._key(plans, i) == key for i in range(index + 1, index + SEVERAL))
+        )
+
+    def _capture(self, plans: dict[str, Tables], index: int, steps: int = 1) -> torch.cuda.CUDAGraph:
         """Captures at whatever step the shape first appears; what that costs the client's progress is put back."""
         lengths = {part: {name: int(t.lengths[index]) for name, t in own.items()} for part, own in plans.items()}
         saved = self._snapshot()
         self.trainer.replica.module.train()  # the mode is part of what is captured
         tuned = share_of_steps(plans, index) > _TUNED_SHARE
-        graph = self.trainer.capture(lambda: self._body(lengths), lambda: self._restore(saved), tuned)
+
+        def body() -> None:
+            for _ in range(steps):
+                self._body(lengths)
+
+        graph = self.trainer.capture(body, lambda: self._restore(saved), tuned)
+        if steps == 1 and _milliseconds(graph) < _SHORT:
+            self.short.add(self._key(plans, index))
         self._restore(saved)
-        self.graphs[key] = graph
         return graph
 
     def _body(self, lengths: dict[str, dict[str, int]]) -> None:
@@ -357,6 +391,16 @@ def _names(job: Job) -> set[str]:
 def _width(job: Job) -> int:
     """The largest number of entries that a step has in any table."""
     return max(table.values.shape[1] for own in job.plans.values() for table in own.values())
+
+
+def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """How long a replay takes now."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def _room(needed: float, before: int) -> int:

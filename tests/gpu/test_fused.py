@@ -1,12 +1,22 @@
-"""The Triton kernels of `everfed.models.fused` against PyTorch's layers in float64."""
+"""The Triton kernels of `everfed.models.fused` and of SGD's step against PyTorch's own operations in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from everfed import Optimizer, TrainOptions, models
+from everfed.core.context import World
+from everfed.core.layout import Layout
+from everfed.core.replica import Replica
+from everfed.engines import captured
+from everfed.engines.eager import Eager
+from everfed.engines.graphs import Graphs
 from everfed.models import fused
+from everfed.store.clients import ClientStore
+from tests.support.toy import Bench, Norm, Toy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,6 +79,26 @@ def test_training_forward_backward_and_statistics(shape, slope, residual, dtype)
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_two_uses_are_added(shape, residual, dtype) -> None:
+    torch.manual_seed(0)
+    norm, exact = layers(shape[1])
+    x, r = (2 * normed(shape, dtype) + 3).requires_grad_(), normed(shape, dtype).requires_grad_()
+    first, second = normed(shape, dtype), normed(shape, dtype)
+    x64, r64 = x.detach().double().requires_grad_(), r.detach().double().requires_grad_()
+    both = fused.batch_norm_act_twice(x, norm, r if residual else None)
+    y64 = fused._composed(exact(x64), r64 if residual else None, 0.0)
+    ours, true = ([x, r], [x64, r64]) if residual else ([x], [x64])
+    got = torch.autograd.grad(both, [*ours, norm.weight, norm.bias], (first, second), retain_graph=True)
+    truth = torch.autograd.grad(y64, [*true, exact.weight, exact.bias], first.double() + second.double())
+    assert torch.equal(*both)
+    assert all(error(a, b) < TOLERANCE[dtype] for a, b in zip(got, truth, strict=True))
+    (alone,) = torch.autograd.grad(both[1], x, second)
+    assert torch.equal(alone, torch.autograd.grad(fused.batch_norm_act(x, norm, r if residual else None), x, second)[0])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[:4])
 def test_evaluation_with_constant_parameters(shape, residual, dtype) -> None:
     torch.manual_seed(0)
@@ -118,3 +148,86 @@ def test_results_repeat_bit_for_bit() -> None:
         torch.autograd.grad(fused.batch_norm_act(x, norm), [x, norm.weight, norm.bias], dy) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "side", "shape"),
+    [(1, 32, 5, (32, 1, 28, 28)), (32, 64, 5, (20, 32, 14, 14)), (3, 64, 3, (20, 3, 15, 17))],
+)
+def test_convolution_relu_and_pooling(inputs, outputs, side, shape, flat) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(inputs, outputs, side, padding=side // 2).cuda().bfloat16().to(memory_format=torch.channels_last)
+    exact = nn.Conv2d(inputs, outputs, side, padding=side // 2).cuda().double()
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(shape, device="cuda").bfloat16().to(memory_format=torch.channels_last)
+    y = fused.conv_relu_pool(x, layer, flat)
+    y64 = functional.max_pool2d(functional.relu(exact(x.double())), 2)
+    y64 = y64.flatten(1) if flat else y64
+    dy = torch.randn_like(y64)
+    got = torch.autograd.grad(y, [layer.weight, layer.bias], dy.bfloat16())
+    truth = torch.autograd.grad(y64, [exact.weight, exact.bias], dy)
+    assert y.dtype == torch.bfloat16 and y.shape == y64.shape
+    assert error(y, y64) < 4e-3
+    # where two elements of a window are equal after rounding, another one of them may get the gradient
+    assert all(error(a, b) < 4e-2 for a, b in zip(got, truth, strict=True))
+
+
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_a_convolution_of_few_inputs(inputs: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(inputs, 64, 3, padding=1, bias=False).cuda().bfloat16()
+    exact = nn.Conv2d(inputs, 64, 3, padding=1, bias=False).cuda().double()
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(32, inputs, 32, 32, device="cuda").bfloat16()
+    y, y64 = fused.first_convolution(x, layer), exact(x.double())
+    dy = torch.randn_like(y64).bfloat16()
+    (got,), (truth,) = torch.autograd.grad(y, layer.weight, dy), torch.autograd.grad(y64, exact.weight, dy.double())
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert error(y, y64) < 4e-3 and error(got, truth) < 4e-3
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_in_one_kernel(momentum: float) -> None:
+    """Against the gradient as a vector, the optimiser's update and the cast, on a network whose gradients are of both
+    types; the update itself differs by rounding alone."""
+    module = models.build("resnet18", (3, 32, 32), 10, 0, {}, channels_last=True)
+    optimizer = Optimizer(lr=0.1, momentum=momentum, weight_decay=0.01)
+    replica = Replica(module, Layout.of(module), torch.device("cuda"), "bf16")
+    rate = torch.tensor(0.1, device="cuda")
+    x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.arange(8, device="cuda")
+    start, first = replica.params.clone(), optimizer.init(replica.params)
+
+    def loss() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return functional.cross_entropy(replica.module(x).float(), y)
+
+    moments = {name: moment.clone() for name, moment in first.items()}
+    optimizer.apply(replica.params, replica.gradient(loss()), moments, rate)
+    replica.refresh()
+    expected = [replica.params.clone(), replica.low.clone()]  # type: ignore[union-attr]
+    replica.params.copy_(start)
+    replica.refresh()
+    replica.descend(loss(), rate, optimizer.weight_decay, momentum, first.get("momentum"))
+    assert replica.can_descend
+    assert error(replica.params - start, expected[0].double() - start.double()) < 1e-5
+    assert torch.equal(replica.low, replica.params.bfloat16())
+    assert error(replica.low, expected[1].double()) < 1e-3
+    assert not momentum or error(first["momentum"], moments["momentum"].double()) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedgp+der"])
+def test_several_short_steps_in_one_graph_equal_eager_ones(method: str, monkeypatch) -> None:
+    monkeypatch.setattr(captured, "OFTEN", 3)
+    monkeypatch.setattr(captured, "SEVERAL", 3)
+    monkeypatch.setattr(captured, "_SHORT", 1e6)
+    stream = Toy(clients=3, samples=23, augmented=True)
+    case = Bench(method, stream=stream, train=TrainOptions(2, 4, Optimizer(lr=0.1)), module=Norm)
+
+    def graphs(world: World, store: ClientStore) -> Graphs:
+        return Graphs(world, store, case.build_module, "cuda", "fp32", slots=2, host_threads=1)
+
+    def eager(world: World, store: ClientStore) -> Eager:
+        return Eager(world, store, case.build_module, "cuda", "fp32")
+
+    assert error(case.run(graphs).params, case.run(eager).params.double()) < 1e-5
