@@ -15,6 +15,7 @@ from torch import nn
 from everfed import Optimizer, TrainOptions
 from everfed.core.context import World
 from everfed.core.schedule import Table
+from everfed.engines import captured
 from everfed.engines.captured import CapturedTrainer, Workspace, kernel_search, share_of_steps
 from everfed.engines.capturing import Capturing
 from everfed.engines.eager import Eager
@@ -47,6 +48,7 @@ class Captures:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(CapturedTrainer, "_capture", lambda *args: self._capture(*args))
+        monkeypatch.setattr(captured, "_milliseconds", lambda graph: 1.0)
 
     def _capture(
         self, slot: CapturedTrainer, body: Callable[[], None], prepare: Callable[[], None], tuned: bool
