@@ -35,7 +35,7 @@ def trained(case: Bench, monkeypatch: pytest.MonkeyPatch, milliseconds: float) -
     """The shared model, and how often each captured graph was replayed, the most frequent first."""
     replays: Counter[Any] = Counter()
 
-    def capture(trainer: CapturedTrainer, body: Callable[[], None], prepare: Callable[[], None], *_: Any) -> Body:
+    def capture(trainer: CapturedTrainer, body: Callable[[], None], prepare: Callable[[], None], tuned: bool) -> Body:
         prepare()
         body()
         return Body(body, trainer, replays)
