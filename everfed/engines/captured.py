@@ -132,6 +132,7 @@ class CapturedTrainer(Trainer):
             larger = self._workspaces[key] = Workspace(self, job, found)
             if found is not None:
                 self._capturing.run(found.free)  # not in the middle of another slot's capture
+                self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
             found = larger
         return found
 

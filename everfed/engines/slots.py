@@ -104,5 +104,6 @@ class Tuner:
         reserved = torch.cuda.memory_reserved(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         # beside other runs a process may have less than all
-        allowed = torch.cuda.get_per_process_memory_fraction(self.device) * total - reserved
+        number = torch.cuda.current_device() if self.device.index is None else self.device.index
+        allowed = torch.cuda.get_per_process_memory_fraction(number) * total - reserved
         return reserved / slots * (more - slots) < _MEMORY_SHARE * min(free, allowed)
