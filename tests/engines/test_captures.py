@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ class Captures:
         self.threads: set[int] = set()
         self.capturing = Capturing()
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", itertools.count().__next__)
         monkeypatch.setattr(CapturedTrainer, "_capture", lambda *args: self._capture(*args))
         monkeypatch.setattr(captured, "_milliseconds", lambda graph: 1.0)
 
@@ -120,6 +121,7 @@ def test_a_workspace_that_becomes_too_small_is_replaced_and_freed(captures: Capt
     assert [one.capacity for one in made] == [12, 18, 38]  # 9, 14 and 30 samples, a quarter more, and one
     assert all(not one.graphs and one.step is None for one in replaced)
     assert list(slot._workspaces.values()) == [last]
+    assert slot._pool == len(replaced)  # PyTorch refuses a pool whose graphs are all gone, so there is a new one each time
     assert torch.equal(params, case.run().params)
 
 
