@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from everfed import Optimizer, TrainOptions
 from everfed.core.context import World
 from everfed.engines import captured
 from everfed.engines.captured import CapturedTrainer
+from everfed.engines.capturing import Capturing
 from everfed.engines.eager import Eager
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Toy
@@ -35,7 +35,7 @@ def trained(case: Bench, monkeypatch: pytest.MonkeyPatch, milliseconds: float) -
     """The shared model, and how often each captured graph was replayed, the most frequent first."""
     replays: Counter[Any] = Counter()
 
-    def capture(trainer: CapturedTrainer, body: Callable[[], None], prepare: Callable[[], None], *_: Any) -> Body:
+    def capture(trainer: CapturedTrainer, body: Callable[[], None], prepare: Callable[[], None], tuned: bool) -> Body:
         prepare()
         body()
         return Body(body, trainer, replays)
@@ -54,7 +54,7 @@ def trained(case: Bench, monkeypatch: pytest.MonkeyPatch, milliseconds: float) -
             "cpu",
             "fp32",
             world.method.owner("forward"),
-            capture_lock=threading.Lock(),
+            capturing=Capturing(),
             on_eager=lambda part: None,
         )
         return made
