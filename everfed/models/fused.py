@@ -105,7 +105,7 @@ def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
         and weight.dtype == torch.bfloat16
         and (x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cuda"))
         and not x.requires_grad
-        and 0 < x.numel() * convolution.out_channels < 2**31  # more than the elements of the output
+        and 0 < x.numel() * convolution.out_channels < 2**31  # the output has no more elements
         and not torch.compiler.is_compiling()
         and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))
     ):
