@@ -121,7 +121,7 @@ def test_a_workspace_that_becomes_too_small_is_replaced_and_freed(captures: Capt
     assert [one.capacity for one in made] == [12, 18, 38]  # 9, 14 and 30 samples, a quarter more, and one
     assert all(not one.graphs and one.step is None for one in replaced)
     assert list(slot._workspaces.values()) == [last]
-    assert slot._pool == len(replaced)  # a new one each time: PyTorch refuses a pool whose graphs are all gone
+    assert slot._pool == len(replaced)  # PyTorch refuses a pool whose graphs are all gone
     assert torch.equal(params, case.run().params)
 
 
