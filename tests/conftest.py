@@ -15,6 +15,10 @@ from tests.support import cpu
 # Bit-exactness holds at one intra-op thread, so that is what the tests run at.
 torch.set_num_threads(1)
 
+# Triton's kernels run in its interpreter where there is no GPU; it has to know before it is imported.
+if not torch.backends.cuda.is_built():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Features of texts are cached; tests keep theirs out of the user's folder.
 os.environ.setdefault("EVERFED_CACHE", tempfile.mkdtemp(prefix="everfed-cache-"))
 
