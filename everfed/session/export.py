@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.models.pretrained import HuggingFace
-from everfed.session.handover import Description, HandoverError, normalised
+from everfed.session.handover import Description, HandoverError, check_shared, normalised
 
 SAMPLES = 4  # that the exported network is compared on
 TOLERANCE = 1e-4  # of the largest output: other runtimes add up in another order
@@ -38,6 +38,7 @@ def export(module: nn.Module, description: Description, to: str, folder: Path) -
     HandoverError, and leaves nothing, where the format does not fit or the outputs differ."""
     if to not in FORMATS:
         raise HandoverError(f"--to {to}: allowed: {', '.join(FORMATS)}")
+    check_shared(description)
     if folder.exists():
         raise HandoverError(f"{folder} exists already; name a new folder with --out")
     folder.mkdir(parents=True)

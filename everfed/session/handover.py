@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ class Description:
     uint8 is scaled to [0, 1]; both empty where nothing is, mean None where the stream has its own way. score: what
     outputs are scored by; with "accuracy" they are logits of the classes. recipe: digest of what decides
     the run's numbers (`assembly.fingerprint`). adapted: the parts that changed the network, {part: "module:Name",
-    option: value}, in order. tasks: of the run, for which such parts keep adapters or prompts.
+    option: value}, in order. tasks: of the run, for which such parts keep adapters or prompts. personal: how many
+    parameters every client has of its own, which in the file are as at the beginning.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Description:
     recipe: str = ""
     adapted: Sequence[Mapping[str, Any]] = ()
     tasks: int = 1
+    personal: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, default=list)
@@ -110,7 +112,7 @@ def save(folder: RunFolder, assembly: Assembly, model: Model) -> None:
     at the beginning."""
     module, personal = assembly.build_module(), assembly.world.facts.personal
     whole = {**model, "params": torch.cat([model["params"].cpu(), personal])}
-    description = describe(assembly, module)
+    description = replace(describe(assembly, module), personal=len(personal))
     folder.write_model(to_bytes(with_vectors(assembly, module, whole), description))
 
 
@@ -187,9 +189,19 @@ def attach_extras(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         module.extras = extras
 
 
+def check_shared(description: Description) -> None:
+    """Raises HandoverError where the shared network alone is none that was trained."""
+    if description.personal:
+        raise HandoverError(
+            f"every client has {description.personal:,} parameters of its own, which the shared network lacks; name a "
+            "client: everfed.load(folder, client=0), everfed export --client 0"
+        )
+
+
 # prediction -----------------------------------------------------------------------------------------------------------
 def as_samples(description: Description, x: np.ndarray | Tensor | Sequence[Any]) -> Tensor:
     """Images, features or tokens in the form that the run's samples had, before they are normalised."""
+    check_shared(description)
     if isinstance(x, Sequence):
         x = np.stack([np.asarray(one) for one in x])
     samples = storage_form(x, "predict")

@@ -258,10 +258,10 @@ def test_with_the_identity_for_a_random_layer_it_is_ridge(monkeypatch: pytest.Mo
     x = x.abs()
     monkeypatch.setattr("everfed.parts.features.ridge.projection", lambda seed, f, m, device: torch.eye(f))
     ours = bench({(0, 0): (x, y)}, {"ranpac": {"penalty": 1.0, "width": 4, "bits": 10}}, name="ranpac").run()
-    head = ours.params[CLASSES * 4 :].reshape(CLASSES, 4)
+    head = ours.params[: CLASSES * 4].reshape(CLASSES, 4)
     plain = bench({(0, 0): (x, y)}).run()
     assert torch.equal(head, plain.params.reshape(CLASSES, 4))
-    assert not ours.params[: CLASSES * 4].any()  # the network's own head is out of use
+    assert not ours.params[CLASSES * 4 :].any()  # the network's own head is out of use
 
 
 def test_the_random_layer_is_the_same_everywhere() -> None:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import everfed
 from everfed.api import reassemble
 from everfed.session import handover
+from everfed.session.export import export
 from everfed.store.run import RunFolder
 from everfed.streams import from_arrays
+from tests.support.toy import small_memory
 
 SHAPE, CLASSES = (3, 8, 8), 4
 NAMES = ("ash", "birch", "cedar", "date")
@@ -155,6 +157,30 @@ def test_a_network_that_a_method_adapted_is_loaded(method: str, tmp_path: Path) 
     data.unlink()
     x = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0))
     assert torch.equal(everfed.load(tmp_path / "run").model(x), trained.eval()(x))
+
+
+@pytest.mark.parametrize("method", ["ridge", "ranpac", "hgp", "ccvr", "regmean", "lora", "prompt-coda", "fedgp+lora"])
+def test_predictions_are_those_that_were_scored(method: str, tmp_path: Path) -> None:
+    model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2}
+    options = {**small_memory(method), **({method: ADAPTERS[method]} if method in ADAPTERS else {})}
+    table = recipe(write_data(tmp_path), model=model, method={"name": method, **options}, eval={"logits": "full"})
+    result = everfed.run(table, tmp_path / "run")
+    held = np.load(tmp_path / "trees.npz")
+    correct = everfed.load(tmp_path / "run").predict(held["x_test"]) == held["y_test"]
+    tasks = [held["y_test"] < 2, held["y_test"] >= 2]
+    assert result.data["accuracy_matrix"][-1] == [correct[task].mean() for task in tasks]
+
+
+@pytest.mark.parametrize("method", ["fedproto-personal", "fedas", "fedweit"])
+def test_a_shared_network_that_lacks_what_clients_keep_predicts_nothing(method: str, tmp_path: Path) -> None:
+    options = {"fedas": {"head": "3"}} if method == "fedas" else {}
+    everfed.run(recipe(write_data(tmp_path), method={"name": method, **options}), tmp_path / "run")
+    loaded = everfed.load(tmp_path / "run")
+    with pytest.raises(everfed.UserError, match="parameters of its own.*client=0"):
+        loaded.predict(np.zeros((1, 8, 8, 3), np.uint8))
+    with pytest.raises(everfed.UserError, match="--client 0"):
+        export(loaded.model, loaded.description, "torch", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_method_adds_to_the_network_is_loaded_too(tmp_path: Path) -> None:

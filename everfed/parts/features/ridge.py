@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +49,6 @@ from everfed import (
     overrides,
 )
 from everfed.core import random
-from everfed.core.layout import Extras, registered
 from everfed.core.pieces import TrainsPieces
 from everfed.parts.features.statistics import (
     MOST_SAMPLES,
@@ -64,7 +63,7 @@ from everfed.parts.features.statistics import (
     triangle,
 )
 from everfed.parts.shared.checks import at_least, one_of, positive
-from everfed.parts.shared.features import through_head
+from everfed.parts.shared.features import head_name
 
 GRID = tuple(10.0**exponent for exponent in range(-8, 9))
 _STEP_HOOKS = ("batches", "objective", "loss", "gradient", "after")
@@ -253,15 +252,16 @@ class RanPAC(Ridge):
         super().__post_init__()
         at_least(self, 1, "width")
 
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        """The head on the random features. That of the network itself is 0 as soon as there is one."""
-        return {"head": torch.zeros(ctx.facts.classes, self.width)}
-
-    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
-        outputs, features = through_head(module, x)
-        head = cast(Extras, module.extras)[self.name]["head"].detach()
-        matrix = projection(self.seed, features.shape[1], self.width, features.device).to(features.dtype)
-        return outputs + (features.detach() @ matrix).relu() @ head.T.to(features.dtype)
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+        """Put the head on random features beside the network's own."""
+        name = head_name(module)
+        path, weight = name.rpartition(".")[0], module.get_parameter(name)
+        if not path or not weight.requires_grad:
+            problem = "is frozen: let it be trainable" if path else "is the whole network: wrap it in one"
+            raise CompositionError(f"part {self.name!r} replaces the head, but {name} {problem}")
+        own, (parent, _, leaf) = module.get_submodule(path), path.rpartition(".")
+        matrix = projection(self.seed, weight.shape[1], self.width, weight.device)
+        setattr(module.get_submodule(parent), leaf, RandomHead(own, matrix, ctx.facts.classes))
 
     def hidden(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Products of whole numbers, so that h is the same wherever f, rounded to 10 bits, is."""
@@ -275,8 +275,26 @@ class RanPAC(Ridge):
     def write(self, params: Tensor, weight: Tensor, layout: Layout) -> Tensor:
         own = head_entries(layout)[0]
         super().write(params, torch.zeros(own.shape), layout)
-        layout.param(registered(self.name, "head", personal=False)).view(params).copy_(weight)
+        layout.param(own.name.removesuffix("own.weight") + "random").view(params).copy_(weight)
         return params
+
+
+class RandomHead(nn.Module):
+    """A network's own head and one on random features: own(f) + W relu(f P). own: 0 as soon as W is solved for. matrix:
+    P (F, M), a constant that no file and no message holds: it is drawn again."""
+
+    matrix: Tensor
+
+    def __init__(self, own: nn.Module, matrix: Tensor, classes: int) -> None:
+        super().__init__()
+        self.random = nn.Parameter(matrix.new_zeros(classes, matrix.shape[1]))
+        self.own = own
+        self.register_buffer("matrix", matrix, persistent=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = (features.detach() @ self.matrix.to(features.dtype)).relu()
+        outputs: Tensor = self.own(features)
+        return outputs + hidden @ self.random.detach().T.to(features.dtype)
 
 
 @lru_cache(maxsize=2)
