@@ -146,7 +146,7 @@ class Ridge(ReplacesHead):
         data = data.take(np.flatnonzero(~np.isin(data.ids, counted)))
         if len(data) == 0:
             return None, {}
-        self.check_head(ctx)
+        self.check_head(ctx, data)
         ids = torch.from_numpy(np.concatenate([counted, data.ids]))
         return {"host": {"counted": ids}}, self._reply(client, message, data, ctx)
 
@@ -262,6 +262,9 @@ class RanPAC(Ridge):
         own, (parent, _, leaf) = module.get_submodule(path), path.rpartition(".")
         matrix = projection(self.seed, weight.shape[1], self.width, weight.device)
         setattr(module.get_submodule(parent), leaf, RandomHead(own, matrix, ctx.facts.classes))
+
+    def head_layer(self, module: nn.Module) -> nn.Module:
+        return module.get_submodule(head_name(module).removesuffix(".own.weight"))
 
     def hidden(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Products of whole numbers, so that h is the same wherever f, rounded to 10 bits, is."""

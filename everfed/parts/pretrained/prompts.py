@@ -34,6 +34,7 @@ from everfed import (
 )
 from everfed.core import random
 from everfed.core.pieces import Spans
+from everfed.models import lora
 from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, TaskPrompts
 from everfed.models.vit import Prompts, ViT
 from everfed.parts.pretrained.lora import at_task, row_of
@@ -45,8 +46,12 @@ from everfed.parts.shared.teacher import frozen_pass, refuse_changed_forward
 PREFIX = "prompts."  # what the names of all prompt parameters begin with
 
 
-def adopt(module: ViT, prompts: Prompts) -> None:
-    """Freeze the network but for its head, and give it prompts."""
+def adopt(part: Part, module: ViT, prompts: Prompts) -> None:
+    """Freeze the network but for its head, and give it prompts. CompositionError where it has other adapters, which
+    would be frozen, too."""
+    if module.prompts is not None or lora.layers(module):
+        there = "prompts of another part" if module.prompts is not None else "LoRA layers (model.lora)"
+        raise CompositionError(f"part {part.name!r} freezes all but its prompts and the head, but there are {there}")
     module.requires_grad_(False)
     module.head.requires_grad_(True)
     module.prompts = prompts
@@ -82,7 +87,7 @@ class TaskPrompted(Piecewise):
 
     def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         vit = require_vit(self, module)
-        adopt(vit, self.build(vit, ctx))
+        adopt(self, vit, self.build(vit, ctx))
 
     @abstractmethod
     def build(self, vit: ViT, ctx: Context) -> Prompts:
@@ -276,7 +281,7 @@ class PromptL2P(Part):
         vit = require_vit(self, module)
         prompts = PoolPrompts(self.pool, self.length, self.top, vit.width, random.key(ctx.seed, self.name))
         prompts.task.requires_grad_(False)
-        adopt(vit, prompts)
+        adopt(self, vit, prompts)
 
     def loss(self, step: Step) -> Tensor | None:
         return pull_term(step, self.weight)
