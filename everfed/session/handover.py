@@ -24,7 +24,7 @@ from everfed.core.message import MODEL
 from everfed.core.part import Model, State, options_of
 from everfed.core.phase import EVALUATE
 from everfed.data import transforms
-from everfed.data.source import storage_form
+from everfed.data.source import one_sample, storage_form
 from everfed.engines.base import new_trainer
 from everfed.errors import UserError
 from everfed.models.pretrained import Rebuilds
@@ -203,7 +203,13 @@ def as_samples(description: Description, x: np.ndarray | Tensor | Sequence[Any])
     """Images, features or tokens in the form that the run's samples had, before they are normalised."""
     check_shared(description)
     if isinstance(x, Sequence):
-        x = np.stack([np.asarray(one) for one in x])
+        if len(x) == 0:
+            return torch.zeros((0, *description.input_shape), dtype=getattr(torch, description.dtype))
+        return torch.cat([_as_samples(description, one_sample(one, "predict")) for one in x])
+    return _as_samples(description, x)
+
+
+def _as_samples(description: Description, x: np.ndarray | Tensor) -> Tensor:
     samples = storage_form(x, "predict")
     if str(samples.dtype) != f"torch.{description.dtype}":
         raise HandoverError(
@@ -212,7 +218,10 @@ def as_samples(description: Description, x: np.ndarray | Tensor | Sequence[Any])
         )
     shape = description.input_shape
     if len(shape) == 3 and samples.dim() == 4 and samples.dtype == torch.uint8 and shape[1] == shape[2]:
-        samples = transforms.to_format(samples, shape[0], shape[1])
+        try:
+            samples = transforms.to_format(samples, shape[0], shape[1])
+        except ValueError as problem:
+            raise HandoverError(f"predict: {problem}") from problem
     if tuple(samples.shape[1:]) != shape:
         raise HandoverError(f"predict needs samples of shape {shape}; got {tuple(samples.shape[1:])}")
     return samples

@@ -105,6 +105,22 @@ def test_samples_of_another_form_are_refused(run: Path, wrong: np.ndarray) -> No
         everfed.load(run).predict(wrong)
 
 
+def test_pictures_of_several_sizes_and_modes_in_one_list(run: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the extra `images` is not installed")
+    red = image.new("RGB", (8, 8), (200, 0, 0))
+    given = [red, red.resize((20, 13)), red.convert("P"), red.convert("RGBA"), red.convert("L"), np.asarray(red)]
+    loaded = everfed.load(run)
+    outputs = loaded.outputs(given)
+    assert outputs.shape == (6, CLASSES) and loaded.outputs([]).shape == (0, CLASSES)
+    for place in (1, 3, 5):
+        torch.testing.assert_close(outputs[place], outputs[0])
+    assert not torch.equal(outputs[4], outputs[0])
+    with pytest.raises(everfed.UserError, match="mode 'F' has more than 8 bits"):
+        loaded.predict([red.convert("F")])
+    with pytest.raises(everfed.UserError, match="images with 4 channels cannot be given 3"):
+        loaded.predict(np.zeros((1, 8, 8, 4), np.uint8))
+
+
 def test_a_hugging_face_network_is_loaded_without_its_folder(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra `text` is not installed")
     (tmp_path / "vit").mkdir()
