@@ -1,4 +1,5 @@
-"""Prompts of a frozen Vision Transformer, averaged: L2P, DualPrompt, CODA-Prompt and Fed-CPrompt as federated methods.
+"""Prompts of a frozen Vision Transformer, averaged: L2P, DualPrompt, CODA-Prompt, Fed-CPrompt and HGP's own prompt as
+federated methods.
 
 Trained and averaged are the prompts and keys of the current task, and the head's rows of its classes; those of earlier
 tasks stay as they are. L2P has one pool for all tasks and needs no boundaries.
@@ -35,7 +36,7 @@ from everfed import (
 from everfed.core import random
 from everfed.core.pieces import Spans
 from everfed.models import lora
-from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, TaskPrompts
+from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts, TaskPrompts
 from everfed.models.vit import Prompts, ViT
 from everfed.parts.pretrained.lora import at_task, row_of
 from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
@@ -257,6 +258,30 @@ class PromptDual(TaskPrompted):
 
     def loss(self, step: Step) -> Tensor | None:
         return pull_term(step, self.weight)
+
+
+@dataclass(frozen=True)
+class PromptShared(TaskPrompted):
+    """The prompt of HGP: one for all samples and tasks. length: keys, and as many values, in every one of `blocks`."""
+
+    length: int = 100
+    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+
+    name = "prompt-shared"
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "length")
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+
+    def build(self, vit: ViT, ctx: Context) -> Prompts:
+        return SharedPrompts(existing(self, vit, "blocks"), self.length, vit.width, random.key(ctx.seed, self.name))
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Nothing begins with a task."""
+        return ()
+
+    def for_all_tasks(self, parameter: str) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
