@@ -45,7 +45,7 @@ class SharedPrompts(Prompts):
         self.blocks = nn.ParameterDict({str(block): _uniform(generator, 1, 2, length, width) for block in blocks})
 
     def forward(self, vit: ViT, tokens: Tensor) -> Tensor:
-        return vit.class_token(tokens, _for_all(self.blocks, len(tokens)))
+        return vit.class_token(tokens, _for_all(self.blocks, tokens.shape[0]))
 
 
 # CODA-Prompt ----------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class DualPrompts(TaskPrompts):
         chosen = self._chosen(cosines)
         if self.training:
             self.pull = (1.0 - cosines.gather(1, chosen.unsqueeze(1))).mean()
-        prefixes = _for_all(self.general, len(query))
+        prefixes = _for_all(self.general, query.shape[0])
         prefixes |= {int(name): _halves(p.index_select(0, chosen)) for name, p in self.expert.items()}
         return vit.class_token(tokens, prefixes)
 
