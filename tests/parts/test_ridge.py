@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from everfed import CompositionError, TrainOptions, compose, methods
+from everfed import MODEL, CompositionError, TrainOptions, compose, methods
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.models.vit import ViT
@@ -366,7 +366,7 @@ def test_group_sums_of_another_form_are_left_out(shape: tuple[int, ...]) -> None
     given = {"classes": torch.tensor([0, 1]), "clipped": 0}
     both = {"sums": {0: honest[0], 1: lie[0]}, "counts": {0: honest[1], 1: lie[1]}, **given}
     alone = {"sums": {0: honest[0]}, "counts": {0: honest[1]}, **given}
-    found, expected = (part._add({}, reduced, case.context()) for reduced in (both, alone))
+    found, expected = (part._add({MODEL: case.model()}, reduced, case.context()) for reduced in (both, alone))
     assert found is not None and expected is not None and torch.equal(found["weights"], expected["weights"])
 
 
