@@ -73,6 +73,7 @@ PARTS: dict[str, str] = {
     "prompt-coda": "pretrained.prompts:PromptCODA",
     "prompt-dual": "pretrained.prompts:PromptDual",
     "prompt-l2p": "pretrained.prompts:PromptL2P",
+    "prompt-shared": "pretrained.prompts:PromptShared",
     "regmean": "pretrained.regmean:RegMean",
 }
 
@@ -187,6 +188,9 @@ PRESETS: dict[str, Preset] = {
         "fedavg",
         "fed-cprompt",
         **_BY_SAMPLES,
+    ),
+    "prompt-hgp": _preset(
+        "one prompt for all tasks, and the head re-trained as by hgp", "fedavg", "prompt-shared", "hgp", **_BY_SAMPLES
     ),
     "ideal": _preset("joint training on all tasks so far, the upper bound", "fedavg", "ideal"),
 }

@@ -24,6 +24,7 @@ from everfed.core.part import (
     overrides,
 )
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
+from everfed.core.pieces import TrainsPieces
 from everfed.core.reduce import Reducer
 from everfed.core.stream import Stream
 
@@ -143,6 +144,9 @@ def compose(*parts: Part, name: str = "", optimizer: Optimizer = SGD) -> Method:
         owners = [part.name for part in parts if overrides(part, hook)]
         if len(owners) > 1:
             raise CompositionError(f"only one part may define {hook}(); got {', '.join(owners)}")
+    trainers = [part.name for part in parts if isinstance(part, TrainsPieces)]
+    if len(trainers) > 1:
+        raise CompositionError(f"only one part may train the model in pieces; got {', '.join(trainers)}")
     warnings: list[str] = []
     for part in parts:
         _check_hooks(part)

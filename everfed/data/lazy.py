@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from everfed.core.stream import digest_of
 from everfed.data import transforms
 from everfed.data.errors import DataError
 from everfed.data.hub import label_column, sample_column
-from everfed.data.source import Source, make_targets, storage_form
+from everfed.data.source import Source, make_targets, one_sample, storage_form
 from everfed.store.files import digest, make_folder
 
 CHUNK = 64  # samples decoded at once
@@ -114,18 +115,24 @@ class Samples:
         if found.dtype != self.dtype or found.shape != self.shape[1:]:
             raise DataError(
                 f"{self.name}: sample {index} is {found.dtype} {tuple(found.shape)}, where the first is {self.dtype} "
-                f"{tuple(self.shape[1:])}; for images of different sizes set stream.image_size"
+                f"{tuple(self.shape[1:])}; for images of different sizes or channels set stream.image_size and "
+                "stream.channels"
             )
         return found
 
     def _decoded(self, index: int) -> Tensor:
         try:
             value = self._read(index)
-        except (OSError, SyntaxError) as problem:  # Pillow reports a broken PNG as a SyntaxError
-            raise DataError(f"{self.name}: sample {index} cannot be read ({problem})") from problem
-        made = storage_form(_batch_of_one(value), self.name)
+        except Exception as problem:  # of the user's own data set
+            raise DataError(
+                f"{self.name}: sample {index} cannot be read ({type(problem).__name__}: {problem})"
+            ) from problem
+        made = storage_form(one_sample(value, self.name), self.name)
         if made.dtype == torch.uint8 and (self._size or self._channels):
-            made = transforms.to_format(made, self._channels or made.shape[1], self._size or made.shape[2])
+            try:
+                made = transforms.to_format(made, self._channels or made.shape[1], self._size or made.shape[2])
+            except ValueError as problem:
+                raise DataError(f"{self.name}: sample {index}: {problem}") from problem
         return made[0]
 
 
@@ -143,6 +150,8 @@ def lazy_source(
 ) -> Source:
     """A source of two data sets. targets: their labels, where they cannot be found without decoding. label_kind: as in
     `make_source`."""
+    for part, one in (("train", train), ("test", test)):
+        _require_indexed(one, f"{name} {part}")
     y = tuple(labels_of(one, name) for one in (train, test)) if targets is None else targets
     names = class_names or getattr(train, "classes", None) or _feature_names(train)
     found = make_targets(name, y[0], y[1], classes, names, label_kind)
@@ -181,7 +190,34 @@ def labels_of(dataset: Any, name: str) -> np.ndarray:
         return np.concatenate([labels_of(one, name) for one in dataset.datasets])
     if hasattr(dataset, "tensors"):  # torch's TensorDataset
         return np.asarray(dataset.tensors[1])
-    return np.asarray([dataset[index][1] for index in range(len(dataset))])
+    return np.asarray([_label(dataset, index, name) for index in range(len(dataset))])
+
+
+def _require_indexed(dataset: Any, name: str) -> None:
+    """Raises DataError for what is no data set with a length and samples by index."""
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not indexed:
+        raise DataError(
+            f"{name} is {type(dataset).__name__}, which has no samples by index; allowed: a data set with "
+            "`dataset[i]` and `len(dataset)`. What comes as it flows is a stream of its own: from_function"
+        )
+    if isinstance(dataset, Mapping):
+        raise DataError(f"{name} is a table of data sets ({', '.join(map(str, dataset))}); name one of them")
+    if len(dataset) == 0:
+        raise DataError(f"{name} is empty")
+
+
+def _label(dataset: Any, index: int, name: str) -> Any:
+    try:
+        item = dataset[index]
+    except Exception as problem:  # of the user's own data set
+        raise DataError(f"{name}: sample {index} cannot be read ({type(problem).__name__}: {problem})") from problem
+    if not isinstance(item, Sequence) or len(item) < 2 or item[1] is None:
+        raise DataError(
+            f"{name}: item {index} must be a sample and its label; got {type(item).__name__}; the labels of both sets "
+            "can be given as targets=(...)"
+        )
+    return item[1]
 
 
 def _reader(dataset: Any) -> Callable[[int], Any]:
@@ -195,13 +231,6 @@ def _feature_names(dataset: Any) -> Sequence[str] | None:
     if not hasattr(dataset, "features"):
         return None
     return getattr(dataset.features[label_column("dataset", dataset)], "names", None)
-
-
-def _batch_of_one(value: Any) -> Tensor | np.ndarray:
-    array = value if isinstance(value, Tensor) else np.asarray(value)
-    if array.ndim == 0:
-        raise DataError(f"a sample is an image or an array; got {type(value).__name__}")
-    return array[None]
 
 
 def _cache_folder(cache: str | Path | None) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,6 +129,19 @@ def numbered_labels(
     if known.dtype.kind in "iu" and len(known) and known[0] < 0:
         return y_train, y_test, tuple(map(str, range(int(known[-1]) + 1)))
     return np.searchsorted(known, train), np.searchsorted(known, test), tuple(str(label) for label in known.tolist())
+
+
+def one_sample(value: Any, name: str) -> Tensor | np.ndarray:
+    """(1, ...) one sample: an array, or a picture of Pillow in grey or colour, whatever its mode (a palette, with
+    transparency, CMYK)."""
+    if hasattr(value, "convert") and hasattr(value, "mode"):
+        if value.mode[0] in "IF":
+            raise DataError(f"{name}: a picture of mode {value.mode!r} has more than 8 bits; make it an array or 'L'")
+        value = value.convert("L" if value.mode in ("1", "L", "LA", "La") else "RGB")
+    array = value if isinstance(value, Tensor) else np.asarray(value)
+    if array.ndim == 0:
+        raise DataError(f"{name}: a sample is an image or an array; got {type(value).__name__}")
+    return array[None]
 
 
 def storage_form(x: np.ndarray | Tensor, name: str = "x") -> Tensor:

@@ -7,7 +7,7 @@ vector says all that is needed to use it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,18 @@ class LoRALinear(nn.Linear):
             functional.linear(x, down), up
         )
 
+    def without_factors(self) -> nn.Linear:
+        """The frozen layer alone, with the same tensors."""
+        plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        plain.weight, plain.bias = self.weight, self.bias
+        return plain
+
+    def merged(self) -> nn.Linear:
+        """A layer whose weight has the update that is used now."""
+        plain, (down, up) = self.without_factors(), self.factors()
+        plain.weight = nn.Parameter((self.weight + self.scale * up @ down).detach(), requires_grad=False)
+        return plain
+
     def factors(self) -> tuple[Tensor, Tensor]:
         """(A, B) of the update that the layer uses now: of one task, or of several on top of each other."""
         if len(self.lora_A) == 1:
@@ -96,6 +108,13 @@ class LoRALinear(nn.Linear):
 def layers(module: nn.Module) -> dict[str, LoRALinear]:
     """All LoRA layers by name, in order."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoRALinear)}
+
+
+def replace_layers(module: nn.Module, replacement: Callable[[LoRALinear], nn.Module]) -> None:
+    """Put another layer in the place of every LoRA layer."""
+    for name, layer in layers(module).items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, replacement(layer))
 
 
 def add(module: nn.Module, options: Mapping[str, Any], seed: int) -> None:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.errors import SettingError
+from everfed.naming import nearest
 
 TIMM, HF = "timm:", "hf:"
 WEIGHTS = "model.safetensors"
@@ -76,6 +77,11 @@ def build_timm(name: str, input_shape: tuple[int, ...], classes: int, **options:
         raise ModelError(
             f"model.kind = '{TIMM}{name}' needs the packages timm and torchvision ({missing})"
         ) from missing
+    if not timm.is_model(name):
+        raise ModelError(
+            f"model.kind = '{TIMM}{name}': timm {timm.__version__} has no such network."
+            f"{nearest(name, timm.list_models())} timm.list_models() lists all"
+        )
     usual: dict[str, Any] = {"pretrained": False, "num_classes": classes, "in_chans": input_shape[0]}
     found = timm.models.get_pretrained_cfg(name)
     if found is not None and found.fixed_input_size:  # a ViT's positions belong to one size

@@ -1,9 +1,9 @@
 """Learned prompts of a frozen Vision Transformer: a pool chosen by keys (L2P), general and expert ones (DualPrompt),
-weighted sums of components (CODA-Prompt).
+weighted sums of components (CODA-Prompt), and one for all samples and tasks (HGP).
 
-All of them ask the network without prompts first: the query is its class token. Prompts of several tasks lie along the
-first axis of a parameter, and which task is current is a parameter of the network itself (`task`), one number, so that
-a model vector says all that is needed to use it.
+All but the last ask the network without prompts first: the query is its class token. Prompts of several tasks lie
+along the first axis of a parameter, and which task is current is a parameter of the network itself (`task`), one
+number, so that a model vector says all that is needed to use it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,19 @@ class TaskPrompts(Prompts):
         """(n, width): the class token without prompts; no gradient."""
         with torch.no_grad():
             return vit.class_token(tokens).float()
+
+
+# HGP ------------------------------------------------------------------------------------------------------------------
+class SharedPrompts(Prompts):
+    """HGP's (Salami et al., 2024): one prompt of keys and values in every chosen block, for all samples and tasks."""
+
+    def __init__(self, blocks: Sequence[int], length: int, width: int, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.blocks = nn.ParameterDict({str(block): _uniform(generator, 1, 2, length, width) for block in blocks})
+
+    def forward(self, vit: ViT, tokens: Tensor) -> Tensor:
+        return vit.class_token(tokens, _for_all(self.blocks, tokens.shape[0]))
 
 
 # CODA-Prompt ----------------------------------------------------------------------------------------------------------
@@ -102,13 +115,9 @@ class DualPrompts(TaskPrompts):
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-
-        def drawn(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.rand(shape, generator=generator) * 2.0 - 1.0)
-
-        self.general = nn.ParameterDict({str(block): drawn(1, 2, length, width) for block in general})
-        self.expert = nn.ParameterDict({str(block): drawn(tasks, 2, length, width) for block in expert})
-        self.key = drawn(tasks, 1, width)
+        self.general = nn.ParameterDict({str(block): _uniform(generator, 1, 2, length, width) for block in general})
+        self.expert = nn.ParameterDict({str(block): _uniform(generator, tasks, 2, length, width) for block in expert})
+        self.key = _uniform(generator, tasks, 1, width)
         self.tasks = tasks
 
     def forward(self, vit: ViT, tokens: Tensor) -> Tensor:
@@ -117,7 +126,7 @@ class DualPrompts(TaskPrompts):
         chosen = self._chosen(cosines)
         if self.training:
             self.pull = (1.0 - cosines.gather(1, chosen.unsqueeze(1))).mean()
-        prefixes = {int(name): _halves(p.expand(query.shape[0], -1, -1, -1)) for name, p in self.general.items()}
+        prefixes = _for_all(self.general, query.shape[0])
         prefixes |= {int(name): _halves(p.index_select(0, chosen)) for name, p in self.expert.items()}
         return vit.class_token(tokens, prefixes)
 
@@ -128,6 +137,16 @@ class DualPrompts(TaskPrompts):
             return task.long().expand(cosines.shape[0])
         later = torch.arange(self.tasks, device=task.device) > task
         return cosines.masked_fill(later, -torch.inf).argmax(1)
+
+
+def _uniform(generator: torch.Generator, *shape: int) -> nn.Parameter:
+    """Drawn from -1 to 1."""
+    return nn.Parameter(torch.rand(shape, generator=generator) * 2.0 - 1.0)
+
+
+def _for_all(prompts: nn.ParameterDict, count: int) -> dict[int, Prefix]:
+    """Prompts (1, 2, length, width) by block, for `count` samples."""
+    return {int(name): _halves(p.expand(count, -1, -1, -1)) for name, p in prompts.items()}
 
 
 def _halves(prompts: Tensor) -> Prefix:
@@ -144,8 +163,8 @@ class PoolPrompts(TaskPrompts):
     def __init__(self, pool: int, length: int, top: int, width: int, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.prompt = nn.Parameter(torch.rand(pool, 1, length, width, generator=generator) * 2.0 - 1.0)
-        self.key = nn.Parameter(torch.rand(pool, 1, width, generator=generator) * 2.0 - 1.0)
+        self.prompt = _uniform(generator, pool, 1, length, width)
+        self.key = _uniform(generator, pool, 1, width)
         self.top = top
 
     def forward(self, vit: ViT, tokens: Tensor) -> Tensor:

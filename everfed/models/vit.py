@@ -8,6 +8,8 @@ A forward pass in pieces, for methods that change it (prompts): `embed`, then `r
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,12 +78,12 @@ class Patches(nn.Module):
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
-class Prompts(nn.Module):
+class Prompts(nn.Module, ABC):
     """Learned prompts of a ViT (`everfed.models.prompts`), which use it to turn embedded tokens into features."""
 
+    @abstractmethod
     def forward(self, vit: ViT, tokens: Tensor) -> Tensor:
         """(n, 1 + patches, width) -> (n, width)."""
-        raise NotImplementedError
 
 
 class ViT(nn.Module):
@@ -133,11 +135,15 @@ class ViT(nn.Module):
         return self.class_token(tokens) if self.prompts is None else self.prompts(self, tokens)
 
     def converted(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-        """A weight file's tensors under this network's names. The epsilon of layer norms is that of the config."""
+        """A weight file's tensors under this network's names. The epsilon of layer norms is that of the config;
+        positions of another image size are interpolated."""
         for layer in self.modules():
             if isinstance(layer, nn.LayerNorm):
                 layer.eps = float(config.get("layer_norm_eps", layer.eps))
-        return own_names(tensors)
+        named = own_names(tensors)
+        if "pos_embed" in named:
+            named["pos_embed"] = resized_positions(named["pos_embed"], self.pos_embed.shape[1])
+        return named
 
     def class_token(self, tokens: Tensor, prefixes: Mapping[int, Prefix] | None = None) -> Tensor:
         """(n, width): after all blocks and the last layer norm."""
@@ -165,6 +171,17 @@ def _side(input_shape: tuple[int, ...], patch: int, image: int) -> int:
     if side % patch:
         raise ValueError(f"image must be a multiple of patch; got {side} pixels a side, patch = {patch}")
     return side
+
+
+def resized_positions(positions: Tensor, count: int) -> Tensor:
+    """(1, 1 + patches, width) -> (1, count, width): the class token's apart, the others bicubic, as timm does; as they
+    are where either is no square of patches."""
+    old, new = (math.isqrt(length - 1) for length in (positions.shape[1], count))
+    if old == new or old**2 + 1 != positions.shape[1] or new**2 + 1 != count:
+        return positions
+    grid = positions[:, 1:].unflatten(1, (old, old)).permute(0, 3, 1, 2).float()
+    grid = functional.interpolate(grid, size=(new, new), mode="bicubic", antialias=True)
+    return torch.cat([positions[:, :1], grid.permute(0, 2, 3, 1).flatten(1, 2).to(positions.dtype)], 1)
 
 
 # weights of other sources --------------------------------------------------------------------------------------------

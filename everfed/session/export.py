@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from everfed.models import lora
 from everfed.models.pretrained import HuggingFace
-from everfed.session.handover import Description, HandoverError, normalised
+from everfed.parts.shared.features import head_name
+from everfed.session.handover import Description, HandoverError, check_shared, normalised
 
 SAMPLES = 4  # that the exported network is compared on
 TOLERANCE = 1e-4  # of the largest output: other runtimes add up in another order
@@ -38,6 +41,7 @@ def export(module: nn.Module, description: Description, to: str, folder: Path) -
     HandoverError, and leaves nothing, where the format does not fit or the outputs differ."""
     if to not in FORMATS:
         raise HandoverError(f"--to {to}: allowed: {', '.join(FORMATS)}")
+    check_shared(description)
     if folder.exists():
         raise HandoverError(f"{folder} exists already; name a new folder with --out")
     folder.mkdir(parents=True)
@@ -117,6 +121,8 @@ def _hf(module: nn.Module, description: Description, folder: Path, samples: Tens
         raise HandoverError(
             f"--to hf is for networks of transformers (model.kind = 'hf:FOLDER'), not {description.kind!r}"
         )
+    module = copy.deepcopy(module)
+    lora.replace_layers(module, lambda layer: layer.eval().merged())  # transformers knows no LoRA of everfed's
     names = dict(enumerate(description.class_names))
     if names:
         module.base.config.id2label = names
@@ -132,9 +138,13 @@ def _peft(module: nn.Module, description: Description, folder: Path, samples: Te
         import peft
     except ImportError as missing:
         raise HandoverError("--to peft needs PEFT; install it with: pip install 'everfed[peft]'") from missing
+    if lora.layers(module):
+        module = _with_peft_layers(module, description)
     place, adapted = next(((n, m) for n, m in module.named_modules() if isinstance(m, peft.PeftModel)), ("", None))
     if adapted is None:
-        raise HandoverError(f"--to peft is for networks with an adapter of PEFT; {description.kind!r} has none")
+        raise HandoverError(
+            f"--to peft is for networks with an adapter, of PEFT or of model.lora; {description.kind!r} has none"
+        )
     adapted.save_pretrained(str(folder))
     again = peft.PeftModel.from_pretrained(adapted.unload(), folder, local_files_only=True)
     if not place:
@@ -142,6 +152,27 @@ def _peft(module: nn.Module, description: Description, folder: Path, samples: Te
     parent, _, leaf = place.rpartition(".")
     setattr(module.get_submodule(parent), leaf, again)
     return _outputs(module.eval(), description, samples)
+
+
+def _with_peft_layers(module: nn.Module, description: Description) -> nn.Module:
+    """A copy with PEFT's LoRA layers in the place of everfed's; the factors of several tasks become one larger pair."""
+    import peft
+
+    plain, own = copy.deepcopy(module), lora.layers(module)
+    factors = {name: layer.eval().factors() for name, layer in own.items()}
+    ranks, scales = {len(down) for down, _ in factors.values()}, {layer.scale for layer in own.values()}
+    if {type(layer) for layer in own.values()} != {lora.LoRALinear} or len(ranks) > 1 or len(scales) > 1:
+        raise HandoverError(f"--to peft: the adapters of {description.kind!r} are no LoRA of whole layers and one rank")
+    lora.replace_layers(plain, lambda layer: layer.without_factors())
+    rank, alpha = ranks.pop(), cast(Any, scales.pop())  # a float, too, whatever PEFT declares
+    head = head_name(module).rpartition(".")[0].rpartition(".")[2]
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha * rank, target_modules=list(own), modules_to_save=[head])
+    adapted = peft.get_peft_model(plain, config)
+    for name, (down, up) in factors.items():
+        layer: Any = adapted.get_base_model().get_submodule(name)
+        layer.lora_A["default"].weight.data.copy_(down)
+        layer.lora_B["default"].weight.data.copy_(up)
+    return adapted.eval()
 
 
 FORMATS: dict[str, Callable[[nn.Module, Description, Path, Tensor], Tensor]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from everfed.core.message import MODEL
 from everfed.core.part import Model, State, options_of
 from everfed.core.phase import EVALUATE
 from everfed.data import transforms
-from everfed.data.source import storage_form
+from everfed.data.source import one_sample, storage_form
 from everfed.engines.base import new_trainer
 from everfed.errors import UserError
 from everfed.models.pretrained import Rebuilds
@@ -50,7 +50,8 @@ class Description:
     uint8 is scaled to [0, 1]; both empty where nothing is, mean None where the stream has its own way. score: what
     outputs are scored by; with "accuracy" they are logits of the classes. recipe: digest of what decides
     the run's numbers (`assembly.fingerprint`). adapted: the parts that changed the network, {part: "module:Name",
-    option: value}, in order. tasks: of the run, for which such parts keep adapters or prompts.
+    option: value}, in order. tasks: of the run, for which such parts keep adapters or prompts. personal: how many
+    parameters every client has of its own, which in the file are as at the beginning.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Description:
     recipe: str = ""
     adapted: Sequence[Mapping[str, Any]] = ()
     tasks: int = 1
+    personal: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, default=list)
@@ -110,7 +112,7 @@ def save(folder: RunFolder, assembly: Assembly, model: Model) -> None:
     at the beginning."""
     module, personal = assembly.build_module(), assembly.world.facts.personal
     whole = {**model, "params": torch.cat([model["params"].cpu(), personal])}
-    description = describe(assembly, module)
+    description = replace(describe(assembly, module), personal=len(personal))
     folder.write_model(to_bytes(with_vectors(assembly, module, whole), description))
 
 
@@ -187,11 +189,27 @@ def attach_extras(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         module.extras = extras
 
 
+def check_shared(description: Description) -> None:
+    """Raises HandoverError where the shared network alone is none that was trained."""
+    if description.personal:
+        raise HandoverError(
+            f"every client has {description.personal:,} parameters of its own, which the shared network lacks; name a "
+            "client: everfed.load(folder, client=0), everfed export --client 0"
+        )
+
+
 # prediction -----------------------------------------------------------------------------------------------------------
 def as_samples(description: Description, x: np.ndarray | Tensor | Sequence[Any]) -> Tensor:
     """Images, features or tokens in the form that the run's samples had, before they are normalised."""
+    check_shared(description)
     if isinstance(x, Sequence):
-        x = np.stack([np.asarray(one) for one in x])
+        if len(x) == 0:
+            return torch.zeros((0, *description.input_shape), dtype=getattr(torch, description.dtype))
+        return torch.cat([_as_samples(description, one_sample(one, "predict")) for one in x])
+    return _as_samples(description, x)
+
+
+def _as_samples(description: Description, x: np.ndarray | Tensor) -> Tensor:
     samples = storage_form(x, "predict")
     if str(samples.dtype) != f"torch.{description.dtype}":
         raise HandoverError(
@@ -200,7 +218,10 @@ def as_samples(description: Description, x: np.ndarray | Tensor | Sequence[Any])
         )
     shape = description.input_shape
     if len(shape) == 3 and samples.dim() == 4 and samples.dtype == torch.uint8 and shape[1] == shape[2]:
-        samples = transforms.to_format(samples, shape[0], shape[1])
+        try:
+            samples = transforms.to_format(samples, shape[0], shape[1])
+        except ValueError as problem:
+            raise HandoverError(f"predict: {problem}") from problem
     if tuple(samples.shape[1:]) != shape:
         raise HandoverError(f"predict needs samples of shape {shape}; got {tuple(samples.shape[1:])}")
     return samples

@@ -266,7 +266,9 @@ def test_timm_is_asked_for_the_network_without_downloading(monkeypatch: pytest.M
         return Net()
 
     found = SimpleNamespace(fixed_input_size=True)
-    fake = SimpleNamespace(create_model=create_model, models=SimpleNamespace(get_pretrained_cfg=lambda name: found))
+    fake = SimpleNamespace(
+        is_model=bool, create_model=create_model, models=SimpleNamespace(get_pretrained_cfg=lambda name: found)
+    )
     monkeypatch.setitem(sys.modules, "timm", fake)  # type: ignore[arg-type]
     build("timm:vit_tiny_patch16_224", depth=2, trainable=["head.*"])
     expected = {"name": "vit_tiny_patch16_224", "pretrained": False, "num_classes": 4, "in_chans": 3}
@@ -277,6 +279,10 @@ def test_timm_itself() -> None:
     pytest.importorskip("timm", reason="needs timm and torchvision", exc_type=ImportError)
     made = build("timm:vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=2, patch_size=4)
     assert made(torch.zeros(2, *SHAPE)).shape == (2, CLASSES)
+    with pytest.raises(models.ModelError, match=r"no such network. Did you mean .*vit_tiny_patch16_224"):
+        build("timm:vit_tinny_patch16_224")
+    with pytest.raises(models.ModelError, match="cannot be built from its options"):
+        build("timm:vit_tiny_patch16_224", nonsense=3)
 
 
 def test_an_unknown_kind_names_what_is_allowed() -> None:

@@ -203,6 +203,31 @@ def test_gaussians_of_earlier_classes_stay() -> None:
         assert after[client]["means"][2:].any() and not before[client]["means"][2:].any()
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_moments_of_the_tasks_classes_travel(levels: int) -> None:
+    """In every round: 2 F + 1 numbers a class, and which classes they are."""
+    outcome = Bench("hgp", {"hgp": {**SMALL, "levels": levels}}, ClassToy()).run()
+    assert outcome.state.traffic.up["hgp"] == 4 * 2 * 8 * 2 * (2 * 8 + 1 + 1)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"classes": torch.tensor([0, 99])},
+        {"classes": torch.tensor([-1, 0])},
+        {"counts": torch.ones(3)},
+        {"sums": torch.ones(2, 5)},
+        {"squares": torch.ones(3, 8)},
+    ],
+)
+def test_a_reply_that_does_not_fit_is_left_out(lie: dict[str, Tensor]) -> None:
+    part = methods.build("hgp").part("hgp")
+    honest = {"counts": torch.full((2,), 3.0), "sums": torch.ones(2, 8), "squares": torch.ones(2, 8) * 5}
+    replies = [{**honest, "classes": torch.tensor([0, 1])}, {**honest, "classes": torch.tensor([0, 1]), **lie}]
+    reduced = {key: {client: one[key].double() for client, one in enumerate(replies)} for key in replies[0]}
+    assert set(part.update({}, reduced, Bench("hgp").context())) == {"0"}
+
+
 def test_what_the_server_sees_and_what_the_record_holds() -> None:
     assert methods.build("hgp").reveals() == {"train": ["hgp"]}
     assert secured(methods.build("hgp", {"hgp": {"levels": 1}})).reveals() == {}

@@ -16,6 +16,7 @@ from everfed import CompositionError, Optimizer, TrainOptions, compose, methods
 from everfed.core import tree
 from everfed.privacy.secure import secured
 from tests.support.flaky import secure_run
+from tests.support.rehearsal_free import ClassToy
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Given, Linear, Norm, Toy
 
@@ -92,11 +93,26 @@ def test_a_step_takes_the_gradient_of_the_whole_loss() -> None:
         assert torch.allclose(seen.gradient, torch.autograd.grad(loss, params)[0], atol=1e-6)
 
 
-def test_the_numbers_that_travel() -> None:
-    """Classes x (features + 1) in 8 bytes up; prototypes in 4 bytes and a byte of `known` down, from round 1 on."""
-    traffic = Bench("fedproto").run().state.traffic
-    assert traffic.up["fedproto"] == 4 * 3 * 4 * (8 + 1) * 8
+@pytest.mark.parametrize(("stream", "classes"), [(Toy(), 4), (ClassToy(clients=3), 2)])
+def test_the_numbers_that_travel(stream: Toy, classes: int) -> None:
+    """Of the task's classes: features + 1 numbers in 8 bytes up, and which classes they are. Down, prototypes of all
+    four classes in 4 bytes and a byte of `known`, from round 1 on."""
+    traffic = Bench("fedproto", stream=stream).run().state.traffic
+    assert traffic.up["fedproto"] == 4 * 3 * classes * (8 + 1 + 1) * 8
     assert traffic.down["fedproto"] == 3 * 3 * 4 * (8 * 4 + 1)
+
+
+def test_replayed_samples_of_earlier_classes_do_not_move_their_prototypes() -> None:
+    options = {"memory": {"size": 8}, "er": {"mode": "union"}}
+    case = Bench(lambda: methods.build("er", options, ["fedavg", "fedproto", "memory", "er"]), stream=ClassToy())
+    before, after = (case.run(rounds=rounds).state.server["fedproto"] for rounds in (2, 4))
+    assert torch.equal(before["prototypes"][:2], after["prototypes"][:2])
+    assert before["known"].tolist() == [True, True, False, False] and after["known"].all()
+
+
+def test_where_tasks_are_hidden_all_classes_are_sent() -> None:
+    hidden = ClassToy(clients=3, boundaries=False, task_ids=False)
+    assert Bench("fedproto", stream=hidden).run().state.traffic.up["fedproto"] == 4 * 3 * 4 * (8 + 1 + 1) * 8
 
 
 def test_secure_aggregation_is_within_its_steps() -> None:

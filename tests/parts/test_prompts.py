@@ -16,15 +16,15 @@ from everfed.core.context import TrainOptions
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Part
-from everfed.models.prompts import CodaPrompts, DualPrompts, PoolPrompts
+from everfed.models.prompts import CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts
 from everfed.models.vit import ViT
 from everfed.parts.aggregate.average import FedAvg
-from everfed.parts.pretrained.prompts import FedCPrompt, before_task, contrast, orthonormal
+from everfed.parts.pretrained.prompts import FedCPrompt, PromptShared, before_task, contrast, orthonormal
 from everfed.parts.shared.features import features
 from tests.parts.test_lora import ClassToy, entries, plain_outputs
 from tests.support.toy import SMALL, Bench, Outcome, Toy, tiny_vit
 
-METHODS = ("prompt-l2p", "prompt-dual", "prompt-coda", "fed-cprompt")
+METHODS = ("prompt-l2p", "prompt-dual", "prompt-coda", "fed-cprompt", "prompt-hgp")
 
 
 def network(prompts: Any = None) -> ViT:
@@ -339,3 +339,39 @@ def test_an_empty_prompt_is_the_backbone() -> None:
     assert isinstance(module, ViT)
     module.prompts = None
     assert torch.equal(module.eval()(bench.stream.inputs(x)), plain_outputs(bench, x))
+
+
+# HGP's own prompt -----------------------------------------------------------------------------------------------------
+def test_one_prompt_for_all_samples_and_tasks() -> None:
+    """Its keys and values stand before those of attention in the chosen blocks, and nothing else changes."""
+    prompts = SharedPrompts((1,), 3, 8, seed=0)
+    vit = network()
+    tokens = vit.embed(images())
+    keys, values = prompts.blocks["1"][0]
+    expected = vit.class_token(tokens, {1: (keys.expand(5, -1, -1), values.expand(5, -1, -1))})
+    assert torch.equal(prompts(vit, tokens), expected) and not torch.equal(expected, vit.class_token(tokens))
+
+
+def test_published_sizes_of_hgps_prompt() -> None:
+    """Blocks 0 to 4, 100 keys and 100 values of 768 numbers: 768,000."""
+    part = methods.build("prompt-hgp").part("prompt-shared")
+    assert isinstance(part, PromptShared)
+    prompts = SharedPrompts(part.blocks, part.length, 768, seed=0)
+    assert sum(parameter.numel() for parameter in prompts.parameters()) == 768_000
+
+
+def test_hgp_sends_prompt_head_rows_and_moments() -> None:
+    """Up in a round: 2 blocks x 2 x 2 x 8 numbers and the task's two rows of 9, in 4 bytes."""
+    outcome = Bench("prompt-hgp", stream=ClassToy(clients=1, rounds_per_task=1)).run()
+    assert outcome.state.traffic.up["fedavg"] == 2 * 4 * (2 * 2 * 2 * 8 + 2 * 9)
+    assert outcome.state.traffic.up["hgp"] == 2 * 8 * 2 * (2 * 8 + 1 + 1)
+
+
+def test_prompts_do_not_move_while_the_server_trains_the_head() -> None:
+    stream = ClassToy(rounds_per_task=1)
+    ours = Bench("prompt-hgp", stream=stream)
+    parts: list[Any] = [{"part": "fedavg", "weighting": "samples"}, {"part": "prompt-shared", **SMALL["prompt-shared"]}]
+    plain = Bench(lambda: methods.build(parts=parts), stream=stream, module=tiny_vit)
+    found, expected = (case.layout().named(case.run(rounds=1).params) for case in (ours, plain))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) == name.startswith("prompts.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
-from everfed import CompositionError, TrainOptions, compose, methods
+from everfed import MODEL, CompositionError, TrainOptions, compose, methods
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.models.vit import ViT
-from everfed.parts.features.ridge import GRID, Ridge, best_penalty, held_out_errors, projection, solve_ridge
+from everfed.parts.features.ridge import (
+    GRID,
+    Ridge,
+    best_penalty,
+    grouped_gram,
+    held_out_errors,
+    projection,
+    solve_ridge,
+)
 from everfed.parts.features.statistics import held_out, rounded, symmetric, triangle
 from everfed.privacy.secure import secured
 from everfed.session.result import HasSummary
@@ -258,10 +268,10 @@ def test_with_the_identity_for_a_random_layer_it_is_ridge(monkeypatch: pytest.Mo
     x = x.abs()
     monkeypatch.setattr("everfed.parts.features.ridge.projection", lambda seed, f, m, device: torch.eye(f))
     ours = bench({(0, 0): (x, y)}, {"ranpac": {"penalty": 1.0, "width": 4, "bits": 10}}, name="ranpac").run()
-    head = ours.params[CLASSES * 4 :].reshape(CLASSES, 4)
+    head = ours.params[: CLASSES * 4].reshape(CLASSES, 4)
     plain = bench({(0, 0): (x, y)}).run()
     assert torch.equal(head, plain.params.reshape(CLASSES, 4))
-    assert not ours.params[: CLASSES * 4].any()  # the network's own head is out of use
+    assert not ours.params[CLASSES * 4 :].any()  # the network's own head is out of use
 
 
 def test_the_random_layer_is_the_same_everywhere() -> None:
@@ -282,6 +292,82 @@ def test_outputs_are_those_of_the_random_features() -> None:
     outputs = case.trainer().outputs(outcome.state.model, x)
     h = fixed((fixed(x) @ projection(0, 4, 30, torch.device("cpu")).double()).relu(), 5)
     assert torch.allclose(outputs.double(), h @ ridge(h, y, 1.0), atol=0.02)  # scored features are not rounded
+
+
+# STSA and STSA-E: weights of unit length, and G from first-order sums -------------------------------------------------
+def groups_of(h: Tensor, order: Sequence[int], groups: int) -> tuple[Tensor, Tensor]:
+    """sums (groups, 1, M) and counts (groups, 1) of one class, in groups of consecutive samples of an order."""
+    parts = h[list(order)].chunk(groups)
+    return torch.stack([part.sum(0) for part in parts]).unsqueeze(1), torch.tensor([[len(p)] for p in parts]).double()
+
+
+def test_one_sample_a_group_is_exact() -> None:
+    h = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double()
+    assert torch.allclose(grouped_gram(*groups_of(h, range(6), 6)), h.T @ h, atol=1e-12)
+
+
+def test_the_mean_over_all_orders_is_the_gram_matrix() -> None:
+    """720 orders of 6 samples in 3 groups of 2."""
+    h = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
+    found = [grouped_gram(*groups_of(h, order, 3)) for order in permutations(range(6))]
+    assert len(found) == 720 and torch.allclose(torch.stack(found).mean(0), h.T @ h, atol=1e-12)
+
+
+@given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=50)
+def test_the_estimate_is_no_less_than_what_the_groups_show(counts: list[int], seed: int) -> None:
+    """G_c - sum s s^T / n has no negative eigenvalue, for any group sizes; with one group it is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(count, 4, generator=generator).double() for count in counts]
+    sums, sizes = torch.stack([part.sum(0) for part in parts]).unsqueeze(1), torch.tensor(counts).double().unsqueeze(1)
+    seen = sum(torch.outer(part.sum(0), part.sum(0)) / len(part) for part in parts if len(part))
+    assert torch.linalg.eigvalsh(grouped_gram(sums, sizes) - seen).min() > -1e-9
+
+
+def test_groups_leave_sums_of_classes_exact_and_send_first_order_sums() -> None:
+    """groups x classes x (M + 1) whole numbers, and which classes they are; the server sees them all."""
+    options = {"ranpac": {"width": 16, "penalty": 1e6, "classifier": "cosine", "groups": 5}}
+    case, exact = (Bench("ranpac", {"ranpac": {**options["ranpac"], "groups": g}}, ClassToy()) for g in (5, 0))
+    ours, plain = case.run(), exact.run()
+    for key in ("products", "counts"):
+        assert torch.equal(ours.state.server["ranpac"][key].long(), plain.state.server["ranpac"][key])
+    assert ours.state.traffic.up["ranpac"] == 2 * 2 * 8 * (5 * 2 * (16 + 1) + 2)
+    assert case.build_method().reveals() == {"statistics": ["ranpac"]} and exact.build_method().reveals() == {}
+
+
+def test_as_many_groups_as_samples_give_the_exact_head() -> None:
+    stream = ClassToy(samples=5, rounds_per_task=1)
+    found = [Bench("ridge", {"ridge": {"penalty": 1.0, "groups": groups}}, stream).run().params for groups in (5, 0)]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def test_penalties_are_chosen_from_groups_too() -> None:
+    outcome = Bench("ridge", {"ridge": {"groups": 3}}, ClassToy()).run()
+    assert torch.isfinite(outcome.params).all() and len(outcome.state.server["ridge"]["penalties"]) == 2
+
+
+def test_weights_of_the_cosine_have_unit_length() -> None:
+    """The direction of every class is ridge's; predictions by cosine."""
+    heads = []
+    for kind in ("ridge", "cosine"):
+        case = Bench("ridge", {"ridge": {"penalty": 1e6, "classifier": kind}}, ClassToy())
+        heads.append(case.layout().named(case.run().params)["head.weight"])
+    torch.testing.assert_close(heads[1], functional.normalize(heads[0], dim=1), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(heads[1].norm(dim=1), torch.ones(4))
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 2, 7), (1, 4, 2, 8), (1, 5, 3, 8)])
+def test_group_sums_of_another_form_are_left_out(shape: tuple[int, ...]) -> None:
+    case = Bench("ridge", {"ridge": {"penalty": 1.0, "groups": 5}}, ClassToy())
+    part = case.build_method().part("ridge")
+    assert isinstance(part, Ridge)
+    honest = (torch.ones(1, 5, 2, 8).long(), torch.ones(1, 5, 2).long())
+    lie = (torch.ones(shape).long(), torch.ones(shape[:-1]).long())
+    given = {"classes": torch.tensor([0, 1]), "clipped": 0}
+    both = {"sums": {0: honest[0], 1: lie[0]}, "counts": {0: honest[1], 1: lie[1]}, **given}
+    alone = {"sums": {0: honest[0]}, "counts": {0: honest[1]}, **given}
+    found, expected = (part._add({MODEL: case.model()}, reduced, case.context()) for reduced in (both, alone))
+    assert found is not None and expected is not None and torch.equal(found["weights"], expected["weights"])
 
 
 # what travels and when ------------------------------------------------------------------------------------------------

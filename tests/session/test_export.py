@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import everfed
+from everfed import models
 from everfed.cli import app
 from everfed.session.export import export
 from tests.session.test_handover import ADAPTERS, CLASSES, NAMES, SHAPE, TINY_VIT, Net, recipe, write_data
+from tests.support.toy import small_memory
 
 IMAGES = np.random.default_rng(5).integers(0, 256, (3, *SHAPE)).astype(np.uint8)
 
@@ -49,10 +51,11 @@ def test_torch_export_takes_pixels_of_any_number(run: Path, tmp_path: Path) -> N
     torch.testing.assert_close(program(torch.from_numpy(IMAGES)), everfed.load(run).outputs(IMAGES))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "pilora", "prompt-dual"])
+@pytest.mark.parametrize("method", ["fedavg", "pilora", "prompt-dual", "prompt-hgp", "ranpac"])
 def test_torch_export_of_a_vision_transformer_takes_any_number(method: str, tmp_path: Path) -> None:
     model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2}
-    table = {"name": method, **({method: ADAPTERS[method]} if method in ADAPTERS else {})}
+    small = {**small_memory(method), **({"prompt-shared": {"length": 2, "blocks": [0]}} if "hgp" in method else {})}
+    table = {"name": method, **small, **({method: ADAPTERS[method]} if method in ADAPTERS else {})}
     everfed.run(recipe(write_data(tmp_path), model=model, method=table), tmp_path / "run")
     done = cli(str(tmp_path / "run"), "--to", "torch-export", "--out", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
@@ -142,3 +145,46 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
     done = cli(str(tmp_path / "run"), "--to", "peft", "--out", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out/adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("method", "rank"), [("fedavg", 2), ("lora", 4)])
+def test_everfeds_own_adapter_is_one_of_peft(method: str, rank: int, tmp_path: Path) -> None:
+    """On a plain network of the same weights it gives the trained outputs; two tasks' factors are a pair of rank 4."""
+    peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
+    sizes = {"patch": 4, "width": 8, "depth": 1, "heads": 2}
+    model = {"kind": "vit", **sizes, "lora": {"rank": 2, "targets": ["qkv", "fc1"], "alpha": 6}}
+    everfed.run(recipe(write_data(tmp_path), model=model, method={"name": method}), tmp_path / "run")
+    done = cli(str(tmp_path / "run"), "--to", "peft", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["modules_to_save"]) == (rank, 3 * rank, ["head"])
+    trained = everfed.load(tmp_path / "run").model
+    plain = models.build("vit", SHAPE, CLASSES, 5, sizes)
+    own = {name: value for name, value in trained.state_dict().items() if "lora_" not in name and "head" not in name}
+    assert not plain.load_state_dict(own, strict=False).unexpected_keys
+    adapted = peft.PeftModel.from_pretrained(plain, str(tmp_path / "out")).eval()
+    x = torch.randn(3, *SHAPE)
+    torch.testing.assert_close(adapted(x), trained(x), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_of_queries_and_values_alone_is_none_of_peft(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra `peft` is not installed")
+    model = {"kind": "vit", "patch": 4, "width": 8, "depth": 1, "heads": 2}
+    everfed.run(recipe(write_data(tmp_path), model=model, method={"name": "pilora"}), tmp_path / "run")
+    loaded = everfed.load(tmp_path / "run")
+    with pytest.raises(everfed.UserError, match="no LoRA of whole layers and one rank"):
+        export(loaded.model, loaded.description, "peft", tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", ["fedavg", "lora"])
+def test_adapters_are_merged_into_a_folder_of_transformers(method: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra `text` is not installed")
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit/config.json").write_text(json.dumps(TINY_VIT))
+    model = {"kind": f"hf:{tmp_path / 'vit'}", "lora": {"rank": 2}}
+    everfed.run(recipe(write_data(tmp_path), model=model, method={"name": method}), tmp_path / "run")
+    done = cli(str(tmp_path / "run"), "--to", "hf", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    x = torch.randn(3, *SHAPE)
+    torch.testing.assert_close(again(x).logits, everfed.load(tmp_path / "run").model(x), rtol=1e-4, atol=1e-4)

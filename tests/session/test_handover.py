@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import everfed
 from everfed.api import reassemble
 from everfed.session import handover
+from everfed.session.export import export
 from everfed.store.run import RunFolder
 from everfed.streams import from_arrays
+from tests.support.toy import small_memory
 
 SHAPE, CLASSES = (3, 8, 8), 4
 NAMES = ("ash", "birch", "cedar", "date")
@@ -103,6 +105,22 @@ def test_samples_of_another_form_are_refused(run: Path, wrong: np.ndarray) -> No
         everfed.load(run).predict(wrong)
 
 
+def test_pictures_of_several_sizes_and_modes_in_one_list(run: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the extra `images` is not installed")
+    red = image.new("RGB", (8, 8), (200, 0, 0))
+    given = [red, red.resize((20, 13)), red.convert("P"), red.convert("RGBA"), red.convert("L"), np.asarray(red)]
+    loaded = everfed.load(run)
+    outputs = loaded.outputs(given)
+    assert outputs.shape == (6, CLASSES) and loaded.outputs([]).shape == (0, CLASSES)
+    for place in (1, 3, 5):
+        torch.testing.assert_close(outputs[place], outputs[0])
+    assert not torch.equal(outputs[4], outputs[0])
+    with pytest.raises(everfed.UserError, match="mode 'F' has more than 8 bits"):
+        loaded.predict([red.convert("F")])
+    with pytest.raises(everfed.UserError, match="images with 4 channels cannot be given 3"):
+        loaded.predict(np.zeros((1, 8, 8, 4), np.uint8))
+
+
 def test_a_hugging_face_network_is_loaded_without_its_folder(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra `text` is not installed")
     (tmp_path / "vit").mkdir()
@@ -155,6 +173,30 @@ def test_a_network_that_a_method_adapted_is_loaded(method: str, tmp_path: Path) 
     data.unlink()
     x = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0))
     assert torch.equal(everfed.load(tmp_path / "run").model(x), trained.eval()(x))
+
+
+@pytest.mark.parametrize("method", ["ridge", "ranpac", "hgp", "ccvr", "regmean", "lora", "prompt-coda", "fedgp+lora"])
+def test_predictions_are_those_that_were_scored(method: str, tmp_path: Path) -> None:
+    model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2}
+    options = {**small_memory(method), **({method: ADAPTERS[method]} if method in ADAPTERS else {})}
+    table = recipe(write_data(tmp_path), model=model, method={"name": method, **options}, eval={"logits": "full"})
+    result = everfed.run(table, tmp_path / "run")
+    held = np.load(tmp_path / "trees.npz")
+    correct = everfed.load(tmp_path / "run").predict(held["x_test"]) == held["y_test"]
+    tasks = [held["y_test"] < 2, held["y_test"] >= 2]
+    assert result.data["accuracy_matrix"][-1] == [correct[task].mean() for task in tasks]
+
+
+@pytest.mark.parametrize("method", ["fedproto-personal", "fedas", "fedweit"])
+def test_a_shared_network_that_lacks_what_clients_keep_predicts_nothing(method: str, tmp_path: Path) -> None:
+    options = {"fedas": {"head": "3"}} if method == "fedas" else {}
+    everfed.run(recipe(write_data(tmp_path), method={"name": method, **options}), tmp_path / "run")
+    loaded = everfed.load(tmp_path / "run")
+    with pytest.raises(everfed.UserError, match="parameters of its own.*client=0"):
+        loaded.predict(np.zeros((1, 8, 8, 3), np.uint8))
+    with pytest.raises(everfed.UserError, match="--client 0"):
+        export(loaded.model, loaded.description, "torch", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_method_adds_to_the_network_is_loaded_too(tmp_path: Path) -> None:

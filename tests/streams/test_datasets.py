@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 import everfed
 from everfed.data.errors import DataError
@@ -165,6 +166,89 @@ def test_what_cannot_be_read_is_named(sets: tuple[Files, Files]) -> None:
         made.data(0, 0)
     with pytest.raises(OptionError, match="not made from two data sets"):
         from_datasets(*sets, scenario="own", **SETTINGS, classes=4)
+
+
+class Made(Dataset):  # type: ignore[type-arg]
+    """Items of a function, without labels apart."""
+
+    def __init__(self, item: Callable[[int], Any], count: int = 40) -> None:
+        self.item, self.count = item, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item(index)
+
+
+def picture(mode: str, size: tuple[int, int] = (6, 6)) -> Any:
+    return image.new("RGB", size, (200, 100, 0)).convert(mode)
+
+
+COLOUR, PALETTE = [200, 100, 0], [204, 102, 0]  # the nearest of Pillow's own palette
+GREY, BIT = [118], [0]  # Pillow: (200 * 19595 + 100 * 38470 + 2^15) >> 16
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("RGB", COLOUR), ("RGBA", COLOUR), ("CMYK", COLOUR), ("P", PALETTE), ("L", GREY), ("LA", GREY), ("1", BIT)],
+)
+def test_pictures_of_any_mode_are_grey_or_colour(mode: str, expected: list[int]) -> None:
+    """A palette's numbers are no brightness, and transparency is no channel."""
+    made = from_datasets(*[Made(lambda index: (picture(mode), index % 4))] * 2, **ONE_CLIENT)
+    assert made.input_shape == (len(expected), 6, 6) and made.data(0, 0).x.dtype == torch.uint8
+    assert made.data(0, 0).x[0, :, 2, 2].tolist() == expected
+
+
+def test_pictures_of_several_modes_and_sizes() -> None:
+    modes, sizes = ("L", "RGB", "RGBA", "P", "1", "CMYK", "LA"), ((6, 6), (9, 5), (3, 12))
+    held = Made(lambda index: (picture(modes[index % 7], sizes[index % 3]), torch.tensor(index % 4)))
+    made = from_datasets(held, held, **ONE_CLIENT, image_size=4, channels=3)
+    assert made.data(0, 0).x.shape == (40, 3, 4, 4) and made.data(0, 0).y.tolist() == [i % 4 for i in range(40)]
+    one_size = Made(lambda index: (picture(modes[index % 7]), index % 4))
+    with pytest.raises(DataError, match=r"sample 1 is .*\(3, 6, 6\).*stream.channels"):
+        from_datasets(one_size, one_size, **ONE_CLIENT).data(0, 0)
+
+
+def broken(index: int) -> Any:
+    if index == 7:
+        raise RuntimeError("no such disk")
+    return picture("RGB"), index % 4
+
+
+class Flowing(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(3, 6, 6), 0)] * 40)
+
+    def __len__(self) -> int:
+        return 40
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "iterable": (Flowing(), "train is Flowing, which has no samples by index.*from_function"),
+    "a number": (3, "train is int, which has no samples by index"),
+    "several sets": ({"train": [], "test": []}, r"a table of data sets \(train, test\); name one of them"),
+    "empty": (Made(broken, 0), "train is empty"),
+    "an item raises": (Made(broken), r"sample 7 cannot be read \(RuntimeError: no such disk\)"),
+    "dictionaries": (Made(lambda index: {"x": 1, "y": 2}), "item 0 must be a sample and its label; got dict"),
+    "no label": (Made(lambda index: (picture("RGB"), None)), "item 0 must be a sample and its label"),
+    "16 bits": (Made(lambda index: (picture("I"), 0)), "a picture of mode 'I' has more than 8 bits"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_data_set_is_refused_with_a_reason(name: str) -> None:
+    held, reason = REFUSED[name]
+    with pytest.raises(DataError, match=reason):
+        from_datasets(held, held, **ONE_CLIENT)
+
+
+def test_an_item_that_raises_later_is_named() -> None:
+    held = Made(broken)
+    held.targets = [index % 4 for index in range(40)]  # type: ignore[attr-defined]
+    made = from_datasets(held, held, **ONE_CLIENT)
+    with pytest.raises(DataError, match=r"train: sample 7 cannot be read \(RuntimeError: no such disk\)"):
+        made.data(0, 0)
 
 
 def test_a_run_equals_the_one_on_arrays(tmp_path: Path, sets: tuple[Files, Files]) -> None:

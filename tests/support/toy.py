@@ -197,6 +197,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "fed-cprompt": {"components": 2, "length": 2, "blocks": (0, 1), "near": 1.0, "far": 0.1},
     "prompt-coda": {"components": 2, "length": 2, "blocks": (0, 1)},
     "prompt-dual": {"length": 2, "general": (0,), "expert": (1,)},
+    "prompt-shared": {"length": 2, "blocks": (0, 1)},
     "prompt-l2p": {"pool": 4, "length": 2, "top": 2},
     "lander": {"syn_round": 3, "warmup": 1, "width": 5, "group": 3, **SMALL_SYNTHESIS},
 }

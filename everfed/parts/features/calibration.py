@@ -12,7 +12,7 @@ that class. Clients send n, mean and variance of every class of which they have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,11 @@ from everfed import (
 from everfed.core.client import synchronises
 from everfed.parts.features.statistics import (
     ReplacesHead,
+    class_moments,
     columns_of,
     feature_rows,
     head_entries,
+    of_all_classes,
     rounded,
     symmetric,
     task_classes,
@@ -54,6 +56,7 @@ from everfed.parts.shared.features import head_weight
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # classes (n,), generator -> features (n, F)
 _BITS = 10
+_MOMENTS = ("counts", "sums", "squares")  # by class
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class CCVR(Calibration):
         """Whole numbers, as in `statistics.py`: they do not depend on the partition."""
         if len(data) == 0:
             return None, {}
-        self.check_head(ctx)
+        self.check_head(ctx, data)
         classes = task_classes(ctx)
         size, columns = head_weight(ctx.facts.layout).shape[1], columns_of(classes, ctx.facts.classes)
         shape = (size,) if self.covariance == "diagonal" else (size, size)
@@ -161,11 +164,8 @@ class CCVR(Calibration):
     def _add(self, server: State, reduced: Tree, ctx: Context) -> Slots:
         if reduced.get("counts") is None:
             return None
-        held, total = server.get(self.name, {}), {}
-        for key in ("counts", "sums", "squares"):
-            value = reduced[key]
-            total[key] = torch.zeros(ctx.facts.classes, *value.shape[1:], dtype=torch.int64)
-            total[key][reduced["classes"]] = value
+        held, classes = server.get(self.name, {}), reduced["classes"]
+        total = {key: of_all_classes(reduced[key], classes, ctx.facts.classes) for key in _MOMENTS}
         return {key: value + held[key] if held else value for key, value in total.items()}
 
     def _head(self, server: State, model: Model, ctx: Context) -> tuple[None, Model]:
@@ -218,23 +218,18 @@ class HGP(Calibration):
             raise ValueError(f"levels must be 1 or 2; got {self.levels}")
 
     def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
-        """Of the trained model, without augmentation, in float64, which secure aggregation does not clip."""
+        """Of the trained model and the task's classes, without augmentation, in float64, which secure aggregation does
+        not clip."""
         if not synchronises(ctx):
             return None, {}
-        self.check_head(ctx)
-        counts = torch.zeros(ctx.facts.classes, dtype=torch.float64)
-        sums = torch.zeros(ctx.facts.classes, head_weight(ctx.facts.layout).shape[1], dtype=torch.float64)
-        squares = torch.zeros_like(sums)
-        for features, y in feature_rows(client, {**message, MODEL: fitted.model}, data, ctx):
-            labels, h = functional.one_hot(y, ctx.facts.classes).double(), features.double()
-            counts += labels.sum(0).cpu()
-            sums += (labels.T @ h).cpu()
-            squares += (labels.T @ h.square()).cpu()
-        return None, {"counts": counts, "sums": sums, "squares": squares}
+        self.check_head(ctx, data)
+        classes = task_classes(ctx)
+        found = class_moments(client, {**message, MODEL: fitted.model}, data, ctx)
+        return None, {**{key: v[classes] for key, v in zip(_MOMENTS, found, strict=True)}, "classes": classes}
 
     def reducers(self) -> Mapping[str, Reducer]:
         how: Reducer = Collect() if self.levels == 2 else Sum()
-        return {"counts": how, "sums": how, "squares": how}
+        return {**dict.fromkeys(_MOMENTS, how), "classes": Collect() if self.levels == 2 else Mean()}
 
     def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
         """The newest Gaussian of every class that has one, by client (two levels) or of all (one)."""
@@ -242,14 +237,24 @@ class HGP(Calibration):
             return None
         one_by_one = reduced if self.levels == 2 else {key: {0: value} for key, value in reduced.items()}
         held = dict(server.get(self.name, {}))
-        for client in one_by_one["counts"]:
-            new = gaussian(*(one_by_one[key][client] for key in ("counts", "sums", "squares")))
+        for client, classes in one_by_one["classes"].items():
+            moments = [one_by_one[key][client] for key in _MOMENTS]
+            if not self._fit(classes, moments, ctx):
+                continue
+            new = gaussian(*(of_all_classes(moment, classes.long(), ctx.facts.classes) for moment in moments))
             old, there = held.get(str(client)), new["counts"] > 0
             held[str(client)] = {
                 key: torch.where(there if value.dim() == 1 else there.unsqueeze(1), value, old[key]) if old else value
                 for key, value in new.items()
             }
         return held
+
+    @staticmethod
+    def _fit(classes: Tensor, moments: Sequence[Tensor], ctx: Context) -> bool:
+        """False for a reply that cannot be used: collected values come from anyone who takes part."""
+        shapes = [(len(classes),), *[(len(classes), head_weight(ctx.facts.layout).shape[1])] * 2]
+        in_range = bool(((classes >= 0) & (classes < ctx.facts.classes)).all())
+        return in_range and [tuple(moment.shape) for moment in moments] == shapes
 
     def phases(self) -> tuple[Phase, ...]:
         return (Phase("rebalance", Cohort.SERVER, update_model=self._head),)

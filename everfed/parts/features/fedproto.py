@@ -2,9 +2,9 @@
 
     L = CE + weight mean((f(x) - P_y)^2)            over a minibatch and the coordinates of features
 
-After training a client passes once over its samples and sends, for every class, how many it has and the sum of their
-features. The server's prototype P_c is their mean; a class that no client sent keeps its own. In a first round there
-are none, and no term. Models are averaged, too; `fedproto-personal` shares nothing but prototypes, as published.
+After training a client passes once over its samples and sends, for the task's classes, how many it has and the sum of
+their features. The server's prototype P_c is their mean; a class that no client sent keeps its own. In a first round
+there are none, and no term. Models are averaged, too; `fedproto-personal` shares prototypes alone, as published.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from everfed import (
     CLASSES,
     MODEL,
     Batch,
+    CompositionError,
     Context,
     Data,
     Fitted,
+    Mean,
     Message,
     Optimizer,
     Part,
@@ -35,7 +37,8 @@ from everfed import (
     refuse_personal,
 )
 from everfed.core.client import synchronises
-from everfed.parts.features.statistics import class_sums
+from everfed.core.pieces import TrainsPieces
+from everfed.parts.features.statistics import class_moments, of_all_classes, task_classes
 from everfed.parts.shared.checks import at_least, one_of
 from everfed.parts.shared.features import keep_features, kept_features
 
@@ -79,23 +82,25 @@ class FedProto(Part):
         return bool(self.weight) and self.name in step.message
 
     def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
-        """In float64, which secure aggregation does not clip."""
+        """Of the task's classes, in float64, which secure aggregation does not clip."""
         if not self.weight or not synchronises(ctx):
             return None, {}
-        counts, sums = class_sums(client, {**message, MODEL: fitted.model}, data, ctx)
+        classes = task_classes(ctx)
+        counts, sums, _ = (v[classes] for v in class_moments(client, {**message, MODEL: fitted.model}, data, ctx))
         if self.weighting == "client":
             sums, counts = sums / counts.clamp(min=1).unsqueeze(1), counts.clamp(max=1)
-        return None, {"sums": sums, "counts": counts}
+        return None, {"sums": sums, "counts": counts, "classes": classes}
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
-        return {"sums": Sum(), "counts": Sum()}
+        return {"sums": Sum(), "counts": Sum(), "classes": Mean()}
 
     def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
         if reduced.get("sums") is None:
             return None
-        own, there = server.get(self.name), reduced["counts"] > 0
-        means = (reduced["sums"] / reduced["counts"].clamp(min=1).unsqueeze(1)).float()
+        own, classes = server.get(self.name), reduced["classes"].long()
+        sums, counts = (of_all_classes(reduced[key], classes, ctx.facts.classes) for key in ("sums", "counts"))
+        means, there = (sums / counts.clamp(min=1).unsqueeze(1)).float(), counts > 0
         if own:
             means, there = torch.where(there.unsqueeze(1), means, own["prototypes"]), there | own["known"]
         return {"prototypes": means, "known": there}
@@ -108,6 +113,9 @@ class PersonalFedProto(FedProto):
     name = "fedproto-personal"
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        for part in parts:
+            if isinstance(part, TrainsPieces):
+                raise CompositionError(f"part {self.name!r} shares no parameters, but {part.name!r} averages some")
         return ()
 
     def is_personal(self, parameter: str) -> bool:

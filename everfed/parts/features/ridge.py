@@ -14,6 +14,12 @@ The penalty is chosen from sums, too: a fifth of the samples have sums G_v, Q_v 
     |H_v W - Y_v|^2 = n_v - 2 <W, Q_v> + <W, G_v W>
 
 is the squared error on them of any W. The head is then solved for on all samples.
+
+STSA-E ("Spatial-Temporal Statistics Aggregation", 2025) sends first-order sums alone: clients split their samples at
+random into groups, and send s_jc, the sum of h, and n_jc of every group j and class c. With N and P their sums over the
+K_c groups of all clients that are not empty, the server estimates, without bias where groups are random,
+
+    G_c = (N - 1) / (K_c - 1) sum_j s_j s_j^T / n_j - (N - K_c) / ((K_c - 1) N) P P^T,   G = sum_c G_c;   Q is exact
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +39,7 @@ from everfed import (
     END,
     MODEL,
     Cohort,
+    Collect,
     CompositionError,
     Context,
     Data,
@@ -43,6 +50,7 @@ from everfed import (
     Optimizer,
     Part,
     Phase,
+    Reducer,
     Slots,
     State,
     Sum,
@@ -50,7 +58,6 @@ from everfed import (
     overrides,
 )
 from everfed.core import random
-from everfed.core.layout import Extras, registered
 from everfed.core.pieces import TrainsPieces
 from everfed.parts.features.statistics import (
     MOST_SAMPLES,
@@ -65,7 +72,7 @@ from everfed.parts.features.statistics import (
     triangle,
 )
 from everfed.parts.shared.checks import at_least, one_of, positive
-from everfed.parts.shared.features import through_head
+from everfed.parts.shared.features import head_name, head_weight
 
 GRID = tuple(10.0**exponent for exponent in range(-8, 9))
 _STEP_HOOKS = ("batches", "objective", "loss", "gradient", "after")
@@ -75,7 +82,8 @@ _FINE = 8  # bits of the random layer's weights after the point
 @dataclass(frozen=True)
 class Ridge(ReplacesHead):
     """penalty: of the squared weights; by default the one of 10^-8 ... 10^8 with the least error on the held-out fifth.
-    classifier: "ridge", or "means": the nearest class mean by cosine, from the same sums.
+    classifier: "ridge"; "cosine": the same, with weights of unit length (STSA); or "means": the nearest class mean by
+    cosine, from the same sums. groups: 0, or into how many a client splits its samples for STSA-E's estimate of G.
 
     exchange: sums are sent once at the end of a "task", or every "round" in which a client has new samples; the latter
     needs no boundaries. train_first: the first task trains the network as the other parts say; then it is frozen.
@@ -87,13 +95,14 @@ class Ridge(ReplacesHead):
     train_first: bool = False
     sums: str = "fixed"
     bits: int = 10
+    groups: int = 0
 
     name = "ridge"
 
     def __post_init__(self) -> None:
         positive(self, "penalty")
-        at_least(self, 0, "bits")
-        one_of(self, classifier=("ridge", "means"), exchange=("task", "round"), sums=("fixed", "float"))
+        at_least(self, 0, "bits", "groups")
+        one_of(self, classifier=("ridge", "cosine", "means"), exchange=("task", "round"), sums=("fixed", "float"))
         if self.train_first and self.exchange == "round":
             raise ValueError(
                 "train_first must be false with exchange = 'round': features still change in the first task"
@@ -130,7 +139,10 @@ class Ridge(ReplacesHead):
     # the sums --------------------------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
         """Clients whose task ends (exchange = "task"), or all that are there."""
-        whole = {"gram": Sum(), "products": Sum(), "counts": Sum(), "classes": Mean(), "clipped": Sum()}
+        own: dict[str, Reducer] = {"gram": Sum(), "products": Sum(), "counts": Sum()}
+        if self.groups:
+            own = {"sums": Collect(), "counts": Collect()}
+        whole = {**own, "classes": Mean(), "clipped": Sum()}
         who, when = (Cohort.BOUNDARY, END) if self.exchange == "task" else (Cohort.ALL, ALWAYS)
         sums = Phase(
             "statistics", who, when, reduce=whole, run=self._sums, update=self._add, update_model=self._new_head
@@ -140,7 +152,7 @@ class Ridge(ReplacesHead):
     @property
     def pairs(self) -> int:
         """How many pairs (G, Q) are sent: one, or one to fit and one to choose the penalty."""
-        return 2 if self.penalty is None and self.classifier == "ridge" else 1
+        return 2 if self.penalty is None and self.classifier != "means" else 1
 
     def _sums(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
         """Sums over the samples that were not counted before, by id."""
@@ -148,12 +160,40 @@ class Ridge(ReplacesHead):
         data = data.take(np.flatnonzero(~np.isin(data.ids, counted)))
         if len(data) == 0:
             return None, {}
-        self.check_head(ctx)
+        self.check_head(ctx, data)
         ids = torch.from_numpy(np.concatenate([counted, data.ids]))
-        return {"host": {"counted": ids}}, self._reply(client, message, data, ctx)
+        reply = self._group_sums if self.groups else self._reply
+        return {"host": {"counted": ids}}, reply(client, message, data, ctx)
+
+    def _group_sums(self, client: State, message: Message, data: Data, ctx: Context) -> Tree:
+        """{sums (pairs, groups, classes, M), counts (pairs, groups, classes)} of random groups of samples."""
+        classes = self._classes(ctx)
+        columns = columns_of(classes, ctx.facts.classes)
+        pair = held_out(data.x).long() if self.pairs == 2 else torch.zeros(len(data), dtype=torch.int64)
+        group = torch.from_numpy(ctx.rng("groups").permutation(len(data)) % self.groups)
+        shape = (self.pairs, self.groups, len(classes))
+        counts, sums = torch.zeros(shape, dtype=torch.float64), None
+        clipped, start = 0, 0
+        for features, y in feature_rows(client, message, data, ctx):
+            h, over = self.hidden(features)
+            rows = slice(start, start + len(y))
+            places = (pair[rows], group[rows], columns[y.cpu()])
+            sums = torch.zeros(*shape, h.shape[1], dtype=torch.float64) if sums is None else sums
+            sums.index_put_(places, h.cpu(), accumulate=True)
+            counts.index_put_(places, torch.ones(len(y), dtype=torch.float64), accumulate=True)
+            clipped, start = clipped + int(over), start + len(y)
+        assert sums is not None  # there are samples
+        return {"sums": sums.to(self._kind), "counts": counts.to(self._kind), "classes": classes, "clipped": clipped}
+
+    def _classes(self, ctx: Context) -> Tensor:
+        return task_classes(ctx) if self.exchange == "task" else torch.arange(ctx.facts.classes)
+
+    @property
+    def _kind(self) -> torch.dtype:
+        return torch.int64 if self.sums == "fixed" else torch.float64
 
     def _reply(self, client: State, message: Message, data: Data, ctx: Context) -> Tree:
-        classes = task_classes(ctx) if self.exchange == "task" else torch.arange(ctx.facts.classes)
+        classes = self._classes(ctx)
         columns = columns_of(classes, ctx.facts.classes)
         group = held_out(data.x) if self.pairs == 2 else torch.zeros(len(data), dtype=torch.bool)
         gram: Tensor | None = None
@@ -173,9 +213,8 @@ class Ridge(ReplacesHead):
                 counts[pair] += labels[rows].sum(0)
             clipped, start = clipped + int(over), start + len(y)
         assert gram is not None  # there are samples
-        kind = torch.int64 if self.sums == "fixed" else torch.float64
         sent = {"gram": triangle(gram), "products": products, "counts": counts, "classes": classes}
-        return {**{key: value.cpu().to(kind) for key, value in sent.items()}, "clipped": clipped}
+        return {**{key: value.cpu().to(self._kind) for key, value in sent.items()}, "clipped": clipped}
 
     def _split(self, group: Tensor) -> list[Tensor]:
         return [~group, group] if self.pairs == 2 else [~group]
@@ -189,8 +228,10 @@ class Ridge(ReplacesHead):
     # the head --------------------------------------------------------------------------------------------------------
     def _add(self, server: State, reduced: Tree, ctx: Context) -> Slots:
         """G and Q of all clients and tasks so far, and the head that they give."""
-        if reduced.get("gram") is None:
+        if reduced.get("counts") is None:
             return None
+        if self.groups:
+            reduced = self._estimated(reduced, ctx)
         held, classes = server.get(self.name, {}), reduced["classes"].long()
         size, kind = reduced["products"].shape[1], reduced["gram"].dtype
         products = torch.zeros(self.pairs, size, ctx.facts.classes, dtype=kind)
@@ -205,6 +246,24 @@ class Ridge(ReplacesHead):
         clipped = int(reduced["clipped"]) + held.get("clipped", 0)
         return {**total, "weights": weights, "penalties": penalties, "clipped": clipped}
 
+    def _estimated(self, reduced: Tree, ctx: Context) -> Tree:
+        """G from the groups of all clients, Q and counts as their sums; a client whose sums have another form than they
+        must have is left out."""
+        shape = (self.pairs, self.groups, len(reduced["classes"]))
+        replies = zip(reduced["sums"].values(), reduced["counts"].values(), strict=True)
+        fitting = [(s, n) for s, n in replies if s.shape[:-1] == n.shape == shape and s.shape[-1] == self.size(ctx)]
+        sums = (
+            torch.cat([s.double() for s, _ in fitting], 1) if fitting else torch.zeros(*shape, self.size(ctx)).double()
+        )
+        counts = torch.cat([n.double() for _, n in fitting], 1) if fitting else torch.zeros(shape).double()
+        gram = torch.stack([grouped_gram(s, n) for s, n in zip(sums, counts, strict=True)])
+        products = {"products": sums.sum(1).transpose(1, 2), "counts": counts.sum(1)}
+        return {**reduced, "gram": triangle(gram), **products}
+
+    def size(self, ctx: Context) -> int:
+        """M, the number of features that the head works on."""
+        return head_weight(ctx.facts.layout).shape[1]
+
     def solve(self, total: Tree, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
         """(W (M, C) in float64, the penalty). On a GPU where there is one: it costs M^3, minutes of a CPU at 10,000."""
         gram, products, counts = (total[key].to(device).double() for key in ("gram", "products", "counts"))
@@ -213,7 +272,8 @@ class Ridge(ReplacesHead):
         if self.classifier == "means":
             return functional.normalize(products.sum(0), dim=0).cpu(), 0.0
         penalty = self.penalty or best_penalty(grams, products, float(counts[-1].sum()))
-        return solve_ridge(grams.sum(0), products.sum(0), penalty).cpu(), penalty
+        weights = solve_ridge(grams.sum(0), products.sum(0), penalty).cpu()
+        return functional.normalize(weights, dim=0) if self.classifier == "cosine" else weights, penalty
 
     def _new_head(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
         own = server.get(self.name, {})
@@ -235,7 +295,7 @@ class Ridge(ReplacesHead):
         own = server.get(self.name)
         if not own:
             return {}
-        chosen = {"penalty_from": "sums" if self.pairs == 2 else "recipe"} if self.classifier == "ridge" else {}
+        chosen = {"penalty_from": "sums" if self.pairs == 2 else "recipe"} if self.classifier != "means" else {}
         samples = int(own["counts"].sum())
         return {"penalties": own["penalties"], **chosen, "samples": samples, "clipped": own["clipped"]}
 
@@ -254,15 +314,22 @@ class RanPAC(Ridge):
         super().__post_init__()
         at_least(self, 1, "width")
 
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        """The head on the random features. That of the network itself is 0 as soon as there is one."""
-        return {"head": torch.zeros(ctx.facts.classes, self.width)}
+    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+        """Put the head on random features beside the network's own."""
+        name = head_name(module)
+        path, weight = name.rpartition(".")[0], module.get_parameter(name)
+        if not path or not weight.requires_grad:
+            problem = "is frozen: let it be trainable" if path else "is the whole network: wrap it in one"
+            raise CompositionError(f"part {self.name!r} replaces the head, but {name} {problem}")
+        own, (parent, _, leaf) = module.get_submodule(path), path.rpartition(".")
+        matrix = projection(self.seed, weight.shape[1], self.width, weight.device)
+        setattr(module.get_submodule(parent), leaf, RandomHead(own, matrix, ctx.facts.classes))
 
-    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
-        outputs, features = through_head(module, x)
-        head = cast(Extras, module.extras)[self.name]["head"].detach()
-        matrix = projection(self.seed, features.shape[1], self.width, features.device).to(features.dtype)
-        return outputs + (features.detach() @ matrix).relu() @ head.T.to(features.dtype)
+    def size(self, ctx: Context) -> int:
+        return self.width
+
+    def head_layer(self, module: nn.Module) -> nn.Module:
+        return module.get_submodule(head_name(module).removesuffix(".own.weight"))
 
     def hidden(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Products of whole numbers, so that h is the same wherever f, rounded to 10 bits, is."""
@@ -276,8 +343,26 @@ class RanPAC(Ridge):
     def write(self, params: Tensor, weight: Tensor, layout: Layout) -> Tensor:
         own = head_entries(layout)[0]
         super().write(params, torch.zeros(own.shape), layout)
-        layout.param(registered(self.name, "head", personal=False)).view(params).copy_(weight)
+        layout.param(own.name.removesuffix("own.weight") + "random").view(params).copy_(weight)
         return params
+
+
+class RandomHead(nn.Module):
+    """A network's own head and one on random features: own(f) + W relu(f P). own: 0 as soon as W is solved for. matrix:
+    P (F, M), a constant that no file and no message holds: it is drawn again."""
+
+    matrix: Tensor
+
+    def __init__(self, own: nn.Module, matrix: Tensor, classes: int) -> None:
+        super().__init__()
+        self.random = nn.Parameter(matrix.new_zeros(classes, matrix.shape[1]))
+        self.own = own
+        self.register_buffer("matrix", matrix, persistent=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = (features.detach() @ self.matrix.to(features.dtype)).relu()
+        outputs: Tensor = self.own(features)
+        return outputs + hidden @ self.random.detach().T.to(features.dtype)
 
 
 @lru_cache(maxsize=2)
@@ -294,6 +379,21 @@ def solve_ridge(gram: Tensor, products: Tensor, penalty: float) -> Tensor:
         return torch.cholesky_solve(products, factor)
     values, vectors = torch.linalg.eigh(gram)  # a penalty below the rounding of G
     return vectors @ ((vectors.T @ products) / (values.clamp(min=0.0) + penalty).unsqueeze(1))
+
+
+def grouped_gram(sums: Tensor, counts: Tensor) -> Tensor:
+    """(M, M) the estimate of sum h h^T from sums (groups, classes, M) and counts (groups, classes) of random groups."""
+    total = sums.new_zeros(sums.shape[-1], sums.shape[-1])
+    for own, count in zip(sums.transpose(0, 1), counts.T, strict=True):
+        there = count > 0
+        own, count = own[there], count[there]
+        groups, samples, whole = len(own), count.sum(), own.sum(0)
+        outer = (own / count.unsqueeze(1)).T @ own
+        if groups > 1:
+            outer = (samples - 1) / (groups - 1) * outer
+            outer -= (samples - groups) / ((groups - 1) * samples) * torch.outer(whole, whole)
+        total += outer
+    return total
 
 
 def held_out_errors(grams: Tensor, products: Tensor, count: float) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed import (
@@ -32,7 +32,7 @@ from everfed import (
 )
 from everfed.core.layout import KeepsLayers, KeepsParameters
 from everfed.core.message import MODEL
-from everfed.parts.shared.features import head_inputs, head_name, head_weight
+from everfed.parts.shared.features import head, head_inputs, head_name, head_weight
 from everfed.parts.shared.layers import in_precision
 
 LARGEST = 2**14  # of a rounded feature, in steps
@@ -61,15 +61,18 @@ def feature_rows(client: State, message: Message, data: Data, ctx: Context) -> I
         yield torch.cat(found), y
 
 
-def class_sums(client: State, message: Message, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
-    """(counts (classes,), sums of features (classes, F)) over a client's samples, float64 on the host."""
+def class_moments(client: State, message: Message, data: Data, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+    """(counts (classes,), sums of features (classes, F), sums of their squares) over a client's samples, float64 on the
+    host."""
     counts = torch.zeros(ctx.facts.classes, dtype=torch.float64)
     sums = torch.zeros(ctx.facts.classes, head_weight(ctx.facts.layout).shape[1], dtype=torch.float64)
+    squares = torch.zeros_like(sums)
     for features, y in feature_rows(client, message, data, ctx):
-        labels = functional.one_hot(y, ctx.facts.classes).double()
+        labels, h = functional.one_hot(y, ctx.facts.classes).double(), features.double()
         counts += labels.sum(0).cpu()
-        sums += (labels.T @ features.double()).cpu()
-    return counts, sums
+        sums += (labels.T @ h).cpu()
+        squares += (labels.T @ h.square()).cpu()
+    return counts, sums, squares
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,33 @@ class ReplacesHead(Part):
             )
         return {}
 
-    def check_head(self, ctx: Context) -> None:
-        """On a client, which has the network: refuse one whose last linear layer is frozen."""
-        name = head_name(ctx.train.replica.module)
+    def check_head(self, ctx: Context, data: Data) -> None:
+        """On a client, which has the network: refuse one whose last linear layer is frozen, or whose outputs are not
+        that layer's (two heads, distances to prototypes)."""
+        module = ctx.train.replica.module
+        name = head_name(module)
         if name != head_weight(ctx.facts.layout).name:
             raise CompositionError(f"the head, {name}, is frozen, but {self.name!r} replaces it: let it be trainable")
+        if len(data) and not _gives_outputs(self.head_layer(module), module, data, ctx):
+            raise CompositionError(
+                f"part {self.name!r} replaces a linear head, but the network's outputs are not those of {name}"
+            )
+
+    def head_layer(self, module: nn.Module) -> nn.Module:
+        """The layer whose outputs must be the network's."""
+        return head(module)
+
+
+def _gives_outputs(layer: nn.Module, module: nn.Module, data: Data, ctx: Context) -> bool:
+    """Is `layer` linear in its input, and are its outputs the network's?"""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_hook(lambda _, args, outputs: seen.append(outputs))
+    try:
+        with torch.no_grad(), in_precision(ctx.train):
+            outputs = module.eval()(ctx.train.stream.inputs(data.x[:1].to(ctx.train.device)))
+    finally:
+        handle.remove()
+    return isinstance(head(module), nn.Linear) and len(seen) == 1 and torch.equal(seen[0], outputs)
 
 
 def head_entries(layout: Layout) -> tuple[Entry, Entry | None]:
@@ -114,9 +139,17 @@ def head_entries(layout: Layout) -> tuple[Entry, Entry | None]:
 
 
 def task_classes(ctx: Context) -> Tensor:
-    """The classes of the task that ends, the same for all clients; all classes where clients' tasks differ."""
-    stream = ctx.train.stream
-    return torch.arange(ctx.facts.classes) if stream.asynchronous else torch.tensor(stream.labels(ctx.current_task))
+    """The current task's classes, the same for all clients; all classes where clients' tasks differ or are hidden."""
+    stream, task = ctx.train.stream, ctx.current_task
+    hidden = stream.asynchronous or task is None
+    return torch.arange(ctx.facts.classes) if hidden else torch.tensor(stream.labels(task))
+
+
+def of_all_classes(rows: Tensor, classes: Tensor, count: int) -> Tensor:
+    """(count, ...) the rows of some classes, and zeros for the others."""
+    found = rows.new_zeros(count, *rows.shape[1:])
+    found[classes] = rows
+    return found
 
 
 def columns_of(classes: Tensor, count: int) -> Tensor:

@@ -23,7 +23,7 @@ it at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,9 +33,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed import MODEL, Context, Data, Layout, Mean, Message, Model, Optimizer, Part, Phase, Slots, State, Step, Tree
+from everfed import (
+    MODEL,
+    CompositionError,
+    Context,
+    Data,
+    Layout,
+    Mean,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Phase,
+    Slots,
+    State,
+    Step,
+    Tree,
+)
+from everfed.core.pieces import TrainsPieces
 from everfed.parts.personal.meta_nets import MEAN, VARIANCE, MetaNets, Sites, symmetric_divergence
 from everfed.parts.personal.moments import InputMoments, input_moments
 from everfed.parts.shared.checks import at_least
@@ -73,6 +91,14 @@ class FedL2P(Part):
         at_least(self, 1, "terms", "hidden")
         if not 0.0 < self.validation < 1.0:
             raise ValueError(f"validation must lie between 0 and 1, both excluded; got {self.validation}")
+
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+        for part in parts:
+            if isinstance(part, TrainsPieces):
+                raise CompositionError(
+                    f"part {self.name!r} fine-tunes all layers, but {part.name!r} trains some at a time"
+                )
+        return ()
 
     def nets(self, layout: Layout) -> MetaNets:
         return MetaNets(Sites.of(layout), self.hidden, self.base_rate, self.limit)
@@ -172,6 +198,7 @@ class FedL2P(Part):
         seen = look.with_client(fitted.model)
         return {**seen.mixed(model, betas), "params": fitted.model["params"]}, seen
 
+    @sdpa_kernel(SDPBackend.MATH)  # fused kernels of attention have no second derivatives
     def hypergradient(
         self, meta: Tensor, nets: MetaNets, look: Look, tuned: Model, batch: Data, held: Data, ctx: Context
     ) -> Tensor:

@@ -75,6 +75,8 @@ class LoRA(TaskAdapted):
 
     def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         """Give every LoRA layer factors for all tasks."""
+        if getattr(module, "prompts", None) is not None:
+            raise CompositionError(f"part {self.name!r} freezes all but its factors and the head; leave prompts out")
         if any("lora_" in name for name, _ in module.named_parameters()) and not lora.layers(module):
             raise CompositionError(
                 f"part {self.name!r} keeps factors for every task, which the network's own LoRA layers cannot hold; "

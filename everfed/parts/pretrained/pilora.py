@@ -52,7 +52,7 @@ from everfed.core.pieces import Spans, cut, joined, pasted
 from everfed.models import lora
 from everfed.models.pilora import Prototypes, QueryValueLoRA
 from everfed.models.vit import Attention
-from everfed.parts.features.statistics import class_sums
+from everfed.parts.features.statistics import ReplacesHead, class_moments
 from everfed.parts.pretrained.lora import TaskAdapted, factor_pieces
 from everfed.parts.pretrained.piecewise import task_of
 from everfed.parts.pretrained.prompts import existing, require_vit
@@ -85,6 +85,9 @@ class PILoRA(TaskAdapted):
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
+        for part in parts:
+            if isinstance(part, ReplacesHead):
+                raise CompositionError(f"part {self.name!r} has prototypes in place of the head of {part.name!r}")
         return ()
 
     def adapt_network(self, module: nn.Module, ctx: Context) -> None:
@@ -122,7 +125,7 @@ class PILoRA(TaskAdapted):
         slots, _ = super().reply(client, message, fitted, data, ctx)
         if self.name not in message or not synchronises(ctx):
             return slots, {}
-        counts, sums = class_sums(client, {**message, MODEL: fitted.model}, data, ctx)
+        counts, sums, _ = class_moments(client, {**message, MODEL: fitted.model}, data, ctx)
         classes = message[self.name]["classes"].cpu()
         labels = classes[counts[classes] > 0]
         return slots, {"labels": labels, "features": (sums / counts.clamp(min=1).unsqueeze(1))[labels].float()}

@@ -1,4 +1,5 @@
-"""Prompts of a frozen Vision Transformer, averaged: L2P, DualPrompt, CODA-Prompt and Fed-CPrompt as federated methods.
+"""Prompts of a frozen Vision Transformer, averaged: L2P, DualPrompt, CODA-Prompt, Fed-CPrompt and HGP's own prompt as
+federated methods.
 
 Trained and averaged are the prompts and keys of the current task, and the head's rows of its classes; those of earlier
 tasks stay as they are. L2P has one pool for all tasks and needs no boundaries.
@@ -34,7 +35,8 @@ from everfed import (
 )
 from everfed.core import random
 from everfed.core.pieces import Spans
-from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, TaskPrompts
+from everfed.models import lora
+from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts, TaskPrompts
 from everfed.models.vit import Prompts, ViT
 from everfed.parts.pretrained.lora import at_task, row_of
 from everfed.parts.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
@@ -45,8 +47,12 @@ from everfed.parts.shared.teacher import frozen_pass, refuse_changed_forward
 PREFIX = "prompts."  # what the names of all prompt parameters begin with
 
 
-def adopt(module: ViT, prompts: Prompts) -> None:
-    """Freeze the network but for its head, and give it prompts."""
+def adopt(part: Part, module: ViT, prompts: Prompts) -> None:
+    """Freeze the network but for its head, and give it prompts. CompositionError where it has other adapters, which
+    would be frozen, too."""
+    if module.prompts is not None or lora.layers(module):
+        there = "prompts of another part" if module.prompts is not None else "LoRA layers (model.lora)"
+        raise CompositionError(f"part {part.name!r} freezes all but its prompts and the head, but there are {there}")
     module.requires_grad_(False)
     module.head.requires_grad_(True)
     module.prompts = prompts
@@ -82,7 +88,7 @@ class TaskPrompted(Piecewise):
 
     def adapt_network(self, module: nn.Module, ctx: Context) -> None:
         vit = require_vit(self, module)
-        adopt(vit, self.build(vit, ctx))
+        adopt(self, vit, self.build(vit, ctx))
 
     @abstractmethod
     def build(self, vit: ViT, ctx: Context) -> Prompts:
@@ -255,6 +261,30 @@ class PromptDual(TaskPrompted):
 
 
 @dataclass(frozen=True)
+class PromptShared(TaskPrompted):
+    """The prompt of HGP: one for all samples and tasks. length: keys, and as many values, in every one of `blocks`."""
+
+    length: int = 100
+    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+
+    name = "prompt-shared"
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "length")
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+
+    def build(self, vit: ViT, ctx: Context) -> Prompts:
+        return SharedPrompts(existing(self, vit, "blocks"), self.length, vit.width, random.key(ctx.seed, self.name))
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Nothing begins with a task."""
+        return ()
+
+    def for_all_tasks(self, parameter: str) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
 class PromptL2P(Part):
     """pool: prompts with a key each. length: tokens of a prompt. top: prompts that a sample uses. weight: of the term
     that pulls chosen keys towards the queries."""
@@ -276,7 +306,7 @@ class PromptL2P(Part):
         vit = require_vit(self, module)
         prompts = PoolPrompts(self.pool, self.length, self.top, vit.width, random.key(ctx.seed, self.name))
         prompts.task.requires_grad_(False)
-        adopt(vit, prompts)
+        adopt(self, vit, prompts)
 
     def loss(self, step: Step) -> Tensor | None:
         return pull_term(step, self.weight)

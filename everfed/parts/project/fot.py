@@ -29,6 +29,7 @@ from everfed import (
     MODEL,
     TOGETHER,
     Cohort,
+    CompositionError,
     Context,
     Data,
     Entry,
@@ -85,6 +86,15 @@ class FOT(Part):
         if weighting == "samples":
             return ("fot: its authors average clients uniformly; method.weighting is 'samples'",)
         return ()
+
+    def server_slots(self, ctx: Context) -> Tree:
+        """Nothing; refuses a network in which no hidden layer is trained."""
+        if not hidden_weights(ctx.facts.layout):
+            raise CompositionError(
+                f"part {self.name!r} projects updates of hidden layers, but none is trained: low-rank adapters and "
+                "frozen networks have none"
+            )
+        return {}
 
     def phases(self) -> tuple[Phase, ...]:
         return (
