@@ -36,9 +36,9 @@ def _require_allowed(module: str, name: str, key: str) -> None:
         raise NameProblem(f"{key} = {name!r}: policy code does not allow the module {module!r}")
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """` Did you mean a, b or c?`: the known names that come nearest."""
-    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.0)
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean a, b or c?`: the three known names that come nearest."""
+    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.0)
     *others, last = found
     return f" Did you mean {', '.join(others)} or {last}?" if others else f" Did you mean {last}?"
 

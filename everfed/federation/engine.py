@@ -72,14 +72,13 @@ class Federated(OneTrainer):
         patience: Patience,
         durable: Callable[[], Place],
         notify: Notify = lambda event: None,
-        device: str = "cpu",
         outlier: float = OUTLIER,
         allowed: Callable[[int], int | None] = lambda client: None,
     ) -> None:
         self.world, self.transport, self.identity = world, transport, identity
         self.outlier, self.claims = outlier, SampleClaims(world, allowed)
         self.patience, self.durable, self.notify = patience, durable, notify
-        self.trainer = new_trainer(world, build_module, device)
+        self.trainer = new_trainer(world, build_module, "cpu")
         self.name = transport.name
         first = world.facts.layout.read(build_module())
         self._model: Model = {**first, "params": first["params"][: world.facts.layout.shared]}
