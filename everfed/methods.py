@@ -8,11 +8,11 @@ Light to import: parts, and torch with them, are imported when a method is built
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everfed.errors import CompositionError
-from everfed.naming import load_object, nearest
+from everfed.naming import load_object, nearest, with_options
 
 if TYPE_CHECKING:
     from everfed.core.method import Method
@@ -282,11 +282,4 @@ def _named(entry: str | Mapping[str, Any]) -> tuple[type[Part], dict[str, Any]]:
 
 
 def _construct(cls: type[Part], options: dict[str, Any]) -> Part:
-    allowed = [field.name for field in fields(cls)]
-    for key in options:
-        if key not in allowed:
-            raise MethodError(f"method.{cls.name}.{key} is not an option; it has {', '.join(allowed) or 'none'}")
-    try:
-        return cls(**options)
-    except (TypeError, ValueError) as error:
-        raise MethodError(f"method.{cls.name}.{error}") from error
+    return with_options(cls, options, f"method.{cls.name}", error=MethodError)
