@@ -237,7 +237,10 @@ def build(
         preset = _find(name)
         chosen = [(part_class(part), dict(preset.fixed.get(part, {}))) for part in preset.parts]
     given = {key: dict(value) for key, value in (options or {}).items()}
-    built = [_construct(factory, {**own, **given.pop(factory.name, {})}) for factory, own in chosen]
+    built = [
+        with_options(cls, {**own, **given.pop(cls.name, {})}, f"method.{cls.name}", error=MethodError)
+        for cls, own in chosen
+    ]
     if given:
         known = ", ".join(part.name for part in built)
         raise MethodError(f"method.{next(iter(given))} names no part of this method; it has {known}")
@@ -279,7 +282,3 @@ def _find(name: str) -> Preset:
 def _named(entry: str | Mapping[str, Any]) -> tuple[type[Part], dict[str, Any]]:
     options = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "part"}
     return part_class(entry if isinstance(entry, str) else entry.get("part", "")), options
-
-
-def _construct(cls: type[Part], options: dict[str, Any]) -> Part:
-    return with_options(cls, options, f"method.{cls.name}", error=MethodError)
