@@ -14,7 +14,7 @@ from everfed.comparison import summary
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Finished runs by row, the best first. folder: of all run folders and the written tables. heading: what a row is.
-    note: of what the table says."""
+    note: about the scores."""
 
     folder: Path
     rows: Sequence[summary.Row]

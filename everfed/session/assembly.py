@@ -185,7 +185,7 @@ def build_method(recipe: Recipe) -> Method:
 
 
 def _refuse_blind_monitor(recipe: Recipe) -> None:
-    """A monitor that would never be told anything is no monitor."""
+    """Raises RecipeError for a monitor under a protection that hides from it what it watches."""
     hiding = [key for key in ("secure_aggregation", "dp") if getattr(recipe.privacy, key)]
     if recipe.monitor.kind != "none" and hiding:
         raise RecipeError(
@@ -214,7 +214,7 @@ def identity_of(module: nn.Module) -> str:
 
 
 def fingerprint(assembly: Assembly) -> str:
-    """Of all that decides a run's numbers, as far as it can be told: two runs that differ in it share no checkpoint.
+    """Of all that decides a run's numbers, as far as it is known: two runs that differ in it share no checkpoint.
     The engine is left out: a run may go on in another one. Defaults are, too: a later version may have more keys."""
     stream = assembly.stream
     left_out = {"engine", "federation", "compare", "monitor"}
