@@ -75,7 +75,7 @@ def join(
       everfed join --server fl.example.org:443 --certificate ca.crt \\
           --key site-a --name site-a --data my_site:make_stream
     """
-    from everfed.federation.extra import require_flower
+    from everfed.federation.flower import require_flower
 
     require_flower()
     from everfed.federation.joining import Joining

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.api import Result
 from everfed.comparison import summary
+from everfed.results import Result, as_frame, html_table, plot
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,8 +43,6 @@ class Comparison:
     @property
     def table(self) -> Any:
         """Every number as mean and deviation over seeds; a pandas frame, or a list of dicts without pandas."""
-        from everfed.results import as_frame
-
         rows = [
             {self.heading.lower(): row.name}
             | {f"{key}_{part}": spread[part] for key, spread in row.spreads.items() for part in ("mean", "deviation")}
@@ -54,8 +52,6 @@ class Comparison:
 
     def plot(self) -> Any:
         """A matplotlib figure: every row's mean score over the tasks, of its first seed."""
-        from everfed.results import plot
-
         first = [(name, runs[0]) for name, runs in self.results.items() if runs]
         return plot([(name, run.folder, run.data) for name, run in first])
 
@@ -72,8 +68,6 @@ class Comparison:
         return f"{markdown_table(*summary.table(self.rows, self.heading))}\n{self._note()}"
 
     def _repr_html_(self) -> str:
-        from everfed.results import html_table
-
         return html_table(*summary.table(self.rows, self.heading), self._note())
 
     def _note(self) -> str:

@@ -19,7 +19,7 @@ from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.session import handover
 from everfed.session.assembly import Assembly, fingerprint
-from everfed.session.outcome import save_pictures
+from everfed.session.pictures import save_pictures
 from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_fault
 from everfed.session.result import at_chance, result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
