@@ -195,16 +195,9 @@ def _refuse_blind_monitor(recipe: Recipe) -> None:
 
 
 def _train_options(recipe: Recipe) -> TrainOptions:
-    train = recipe.train
-    return TrainOptions(
-        local_epochs=train.local_epochs,
-        batch_size=train.batch_size,
-        optimizer=Optimizer(**train.optimizer.model_dump()),
-        sync_every=train.sync_every,
-        logits=train.logits,
-        drop_last=train.drop_last,
-        batchnorm=recipe.model.batchnorm,
-    )
+    train = recipe.train.model_dump(exclude={"rounds_per_task", "optimizer"})
+    optimizer = Optimizer(**recipe.train.optimizer.model_dump())
+    return TrainOptions(**train, optimizer=optimizer, batchnorm=recipe.model.batchnorm)
 
 
 def identity_of(module: nn.Module) -> str:
