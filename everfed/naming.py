@@ -39,6 +39,11 @@ def _require_allowed(module: str, name: str, key: str) -> None:
         raise NameProblem(f"{key} = {name!r}: policy code does not allow the module {module!r}")
 
 
+def split_names(text: str | None) -> list[str]:
+    """The names of a list with commas, as on the command line; none where there is no list."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean a, b or c?`: the three known names that come nearest."""
     found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.0)

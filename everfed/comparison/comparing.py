@@ -12,6 +12,7 @@ from everfed.comparison.grid import Grid, Shown, Streams, checked_jobs, streams_
 from everfed.comparison.result import Comparison
 from everfed.errors import RecipeError
 from everfed.methods import canonical
+from everfed.naming import split_names
 from everfed.recipe import MethodSection, Recipe, Sets, Source, as_entries, read
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def plan(
 
 def _methods(methods: Sequence[str] | None, recipe: Recipe) -> list[str]:
     if isinstance(methods, str):
-        methods = [name.strip() for name in methods.split(",") if name.strip()]
+        methods = split_names(methods)
     if methods is not None and not methods:
         raise RecipeError("--methods names none; write them with commas between, such as fedavg,der")
     if methods is not None:
