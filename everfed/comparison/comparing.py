@@ -47,7 +47,7 @@ def compare(
     return grid.run(settings, Shown(progress, observers))
 
 
-class Methods(Grid):
+class MethodGrid(Grid):
     """A run for every method and seed."""
 
     stem, heading = "compare", "Method"
@@ -62,7 +62,7 @@ def plan(
     sets: Sequence[str] = (),
     stream: Stream | Streams | None = None,
     scale: float = 1.0,
-) -> Methods:
+) -> MethodGrid:
     """The runs of a comparison. Raises UserError."""
     base = read(recipe, sets=[entry for entry in sets if not _is_method_option(entry)])
     names, numbers = _methods(methods, base), _seeds(seeds, base)
@@ -76,7 +76,7 @@ def plan(
             method, recipe, place, method=method, seed=seed, sets=given, stream=make(seed), scale=scale
         )
 
-    return Methods(_cells(cell, names, numbers, own, sets), folder, numbers, base.name)
+    return MethodGrid(_cells(cell, names, numbers, own, sets), folder, numbers, base.name)
 
 
 def _methods(methods: Sequence[str] | None, recipe: Recipe) -> list[str]:
