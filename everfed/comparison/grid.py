@@ -23,8 +23,8 @@ Streams = Callable[[int], "Stream"]  # the stream of a seed
 
 @dataclass(frozen=True)
 class Grid:
-    """folder: where the tables are written, as `stem`.json, .md and .csv. heading: what a row is. note: about the
-    scores."""
+    """The runs of a comparison or a sweep. folder: where the tables are written, as `stem`.json, .md and .csv.
+    heading: what a row is. note: about the scores."""
 
     cells: list[Cell]
     folder: Path
