@@ -177,6 +177,21 @@ def test_the_table_has_the_best_first_and_what_is_needed_beside_it(board: Path) 
     assert page.failures(records.read_all(board)) == [("ewc", "the loss is not finite")]
 
 
+def test_tries_that_ended_without_a_number_are_named_with_the_kind_of_reason(board: Path) -> None:
+    problems = [
+        "CUDA out of memory. Tried",
+        "took longer than the limit of 60 s for a run",
+        "the loss is not finite",
+        "x",
+    ]
+    for number, problem in enumerate(problems, 1):
+        added(board, "er", "tries", number, records.measured(None, problem, None))
+    assert page._lost_tries(records.read_all(board)) == (
+        " Tries that ended without a number: "
+        "diverged: er 1; failed: er 1; out of memory: er 1; over the time limit: er 1."
+    )
+
+
 def test_what_a_server_sees_and_what_a_method_needs() -> None:
     stamp, ewc = page.facts_of("split-digits", "stamp"), page.facts_of("split-digits", "ewc")
     assert not stamp.secure and stamp.sees.startswith("every client's fedomg/") and stamp.boundaries

@@ -7,6 +7,7 @@ started it and ends when that is gone. A worker that dies is replaced; its cell 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import resource
@@ -32,6 +33,7 @@ POLL = 0.5  # seconds between two looks at cells that other processes hold
 START = 6.0  # seconds until a worker has imported torch and begins
 DEATHS = 2  # a cell whose process died so often is given up
 MPS = "nvidia-cuda-mps-control"
+GPU_MEMORY = 0.9  # of a GPU's memory, for all runs together: contexts and libraries need some, too
 
 
 # how many ------------------------------------------------------------------------------------------------------
@@ -145,16 +147,24 @@ def _fit_in_memory() -> int:
 # workers -------------------------------------------------------------------------------------------------------
 
 
-class Worker:
-    """A process that runs cells. cores: those it may use; None for all."""
+@dataclass(frozen=True)
+class Share:
+    """What a worker may use of the machine. cores: None for all, where runs are on a GPU. gpu_memory: of 1."""
 
-    def __init__(self, settings: Settings, cores: Sequence[int] | None) -> None:
+    cores: Sequence[int] | None
+    gpu_memory: float = 1.0
+
+
+class Worker:
+    """A process that runs cells."""
+
+    def __init__(self, settings: Settings, share: Share) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.cores, self.since = cores, 0.0
+        self.share, self.since = share, 0.0
         self.cell: Cell | None = None
         # not daemonic: an engine inside may have processes of its own
-        self.process = context.Process(target=_work, args=(theirs, settings, cores), name="everfed-cell")
+        self.process = context.Process(target=_work, args=(theirs, settings, share), name="everfed-cell")
         # ctrl-C reaches all processes of a terminal, also those that cannot ignore it yet (`_work`)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -206,15 +216,15 @@ def _ready(busy: Mapping[Connection, Worker]) -> list[Connection]:
     return [pipe for pipe in wait(list(busy), timeout=POLL) if isinstance(pipe, Connection)] if busy else []
 
 
-def _shares(choice: Choice) -> list[list[int] | None]:
-    """The cores of every worker: an equal share each, so that the engine inside chooses for them; None for all."""
+def _shares(choice: Choice) -> list[Share]:
+    """An equal share for every worker, so that the engine inside chooses for it and none takes what others need."""
     if not choice.pinned or not hasattr(os, "sched_getaffinity"):
-        return [None] * choice.jobs
+        return [Share(None, GPU_MEMORY / choice.jobs)] * choice.jobs
     cores = sorted(os.sched_getaffinity(0))
-    return [cores[number :: choice.jobs] or [cores[number % len(cores)]] for number in range(choice.jobs)]
+    return [Share(cores[number :: choice.jobs] or [cores[number % len(cores)]]) for number in range(choice.jobs)]
 
 
-def _hand_out(queue: Queue, workers: list[Worker], settings: Settings, shares: Sequence[Sequence[int] | None]) -> None:
+def _hand_out(queue: Queue, workers: list[Worker], settings: Settings, shares: Sequence[Share]) -> None:
     """Give cells to idle workers; a worker is started when there is a cell for it."""
     while sum(worker.cell is not None for worker in workers) < len(shares):
         cell = queue.take()
@@ -265,7 +275,7 @@ def _died(cell: Cell, worker: Worker, queue: Queue, settings: Settings) -> None:
 
 def _replace(worker: Worker, workers: list[Worker], settings: Settings) -> None:
     worker.stop()
-    workers[workers.index(worker)] = Worker(settings, worker.cores)
+    workers[workers.index(worker)] = Worker(settings, worker.share)
 
 
 def _enforce_limit(queue: Queue, workers: list[Worker], settings: Settings) -> None:
@@ -287,14 +297,15 @@ def _error(kind: str, content: Any) -> Exception:
 # in the worker -------------------------------------------------------------------------------------------------
 
 
-def _work(pipe: Connection, settings: Settings, cores: Sequence[int] | None) -> None:
+def _work(pipe: Connection, settings: Settings, share: Share) -> None:
     """Run the cells that come through the pipe until it is closed. Ctrl-C is the parent's: it ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if cores is not None:
-        os.sched_setaffinity(0, cores)
+    if share.cores is not None:
+        os.sched_setaffinity(0, share.cores)
         # runs on the CPU: where torch sees a GPU, the first backward pass starts threads that no fork survives, and the
         # next run's engine could not start processes
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _limit_gpu_memory(share.gpu_memory)
     from everfed.comparison import cells
 
     def observer(event: Event) -> None:
@@ -304,6 +315,24 @@ def _work(pipe: Connection, settings: Settings, cores: Sequence[int] | None) -> 
         while True:
             cell, was_held = pipe.recv()
             pipe.send(_answer(partial(cells.attempt, cell, settings, [observer], was_held)))
+            _release_gpu_memory()
+
+
+def _limit_gpu_memory(share: float) -> None:
+    """A run beyond its share fails alone; without a limit it would be whichever run asks next."""
+    import torch
+
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def _release_gpu_memory() -> None:
+    """What a run leaves in torch's cache is of no use to the next one, but other processes need it."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _answer(attempt: Callable[[], Outcome | None]) -> tuple[str, Any]:

@@ -84,6 +84,8 @@ class Tuner:
     def _fits(self, slots: int, more: int) -> bool:
         if self.device is None:
             return True
-        free, _ = torch.cuda.mem_get_info(self.device)
-        per_slot = torch.cuda.memory_reserved(self.device) / slots
-        return per_slot * (more - slots) < _MEMORY_SHARE * free
+        reserved = torch.cuda.memory_reserved(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        # beside other runs a process may have less than all
+        allowed = torch.cuda.get_per_process_memory_fraction(self.device) * total - reserved
+        return reserved / slots * (more - slots) < _MEMORY_SHARE * min(free, allowed)

@@ -9,6 +9,7 @@ marks of a page and as one HTML file whose tables can be sorted.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -201,7 +202,26 @@ def _conditions(own: Sequence[Record]) -> str:
     seeds = {len(record["tests"]) for record in own if record["tests"]}
     machines = {_machine(test["environment"]) for record in own for test in records.finished_tests(record)}
     several = [f"{', '.join(map(str, sorted(counts)))} {word}" for counts, word in ((tries, "tries"), (seeds, "seeds"))]
-    return f"{' and '.join(several)} for every method; {'; '.join(sorted(machines))}."
+    return f"{' and '.join(several)} for every method; {'; '.join(sorted(machines))}.{_lost_tries(own)}"
+
+
+REASONS = {"not finite": "diverged", "out of memory": "out of memory", "longer than the limit": "over the time limit"}
+
+
+def _lost_tries(own: Iterable[Record]) -> str:
+    """Tries without a number of methods that have one: these methods were chosen from fewer tries than the others."""
+    lost = Counter(
+        (next((short for words, short in REASONS.items() if words in entry["problem"]), "failed"), record["method"])
+        for record in own
+        if records.finished_tests(record)
+        for entry in record["tries"]
+        if entry["problem"]
+    )
+    kinds = [
+        f"{reason}: " + ", ".join(f"{method} {count}" for (why, method), count in sorted(lost.items()) if why == reason)
+        for reason in sorted({reason for reason, _ in lost})
+    ]
+    return f" Tries that ended without a number: {'; '.join(kinds)}." if kinds else ""
 
 
 def _machine(environment: dict[str, object]) -> str:

@@ -54,7 +54,9 @@ def captured(case: Bench, slots: int = 3, threads: int = 1) -> Outcome:
 
 
 def distance(a: Outcome, b: Outcome) -> float:
-    return float((a.params.cpu() - b.params.cpu()).norm() / b.params.cpu().norm())
+    """Of parameters and buffers: a method may have frozen all parameters."""
+    ours, theirs = (torch.cat([one.params.cpu(), one.state.server["model"]["stats"].cpu()]) for one in (a, b))
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 @pytest.mark.parametrize("method", each_preset())

@@ -31,6 +31,7 @@ from torch.nn import functional
 from everfed import (
     ALWAYS,
     END,
+    MODEL,
     Cohort,
     CompositionError,
     Context,
@@ -199,20 +200,20 @@ class Ridge(ReplacesHead):
         total = {key: value + held[key] if key in held else value for key, value in total.items()}
         if total["counts"].sum() >= MOST_SAMPLES:
             raise ValueError(f"{self.name}: sums of {MOST_SAMPLES:,} samples or more are no longer exact")
-        weights, penalty = self.solve(total)
+        weights, penalty = self.solve(total, server[MODEL]["params"].device)
         penalties = {**held.get("penalties", {}), str(ctx.round): penalty}
         clipped = int(reduced["clipped"]) + held.get("clipped", 0)
         return {**total, "weights": weights, "penalties": penalties, "clipped": clipped}
 
-    def solve(self, total: Tree) -> tuple[Tensor, float]:
-        """(W (M, C) in float64, the penalty)."""
-        gram, products, counts = (total[key].double() for key in ("gram", "products", "counts"))
+    def solve(self, total: Tree, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+        """(W (M, C) in float64, the penalty). On a GPU where there is one: it costs M^3, minutes of a CPU at 10,000."""
+        gram, products, counts = (total[key].to(device).double() for key in ("gram", "products", "counts"))
         step = 2.0**-self.bits if self.sums == "fixed" else 1.0
         grams, products = symmetric(gram, products.shape[1]) * step**2, products * step
         if self.classifier == "means":
-            return functional.normalize(products.sum(0), dim=0), 0.0
+            return functional.normalize(products.sum(0), dim=0).cpu(), 0.0
         penalty = self.penalty or best_penalty(grams, products, float(counts[-1].sum()))
-        return solve_ridge(grams.sum(0), products.sum(0), penalty), penalty
+        return solve_ridge(grams.sum(0), products.sum(0), penalty).cpu(), penalty
 
     def _new_head(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
         own = server.get(self.name, {})
@@ -288,7 +289,7 @@ def projection(seed: int, features: int, width: int, device: torch.device) -> Te
 
 def solve_ridge(gram: Tensor, products: Tensor, penalty: float) -> Tensor:
     """(G + penalty I)^-1 Q, (M, C)."""
-    factor, failed = torch.linalg.cholesky_ex(gram + penalty * torch.eye(len(gram), dtype=gram.dtype))
+    factor, failed = torch.linalg.cholesky_ex(gram + penalty * torch.eye(len(gram)).to(gram))
     if not failed:
         return torch.cholesky_solve(products, factor)
     values, vectors = torch.linalg.eigh(gram)  # a penalty below the rounding of G
