@@ -1,5 +1,6 @@
 """What every test shares: one thread, repeatable properties, and the folder of data sets where there is one."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Generator
@@ -13,6 +14,10 @@ from tests.support import cpu
 
 # Bit-exactness holds at one intra-op thread, so that is what the tests run at.
 torch.set_num_threads(1)
+
+# Triton's kernels run in its interpreter where there is no GPU; it has to know before it is imported.
+if not torch.backends.cuda.is_built():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Features of texts are cached; tests keep theirs out of the user's folder.
 os.environ.setdefault("EVERFED_CACHE", tempfile.mkdtemp(prefix="everfed-cache-"))
@@ -34,6 +39,11 @@ def data_dir() -> Path:
     return folder
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays to the end: the garbage collector need not look through it again and again."""
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Where EVERFED_CPU_TIMES names a file, it gets a line with the CPU time of every test (support/cpu.py)."""
@@ -42,5 +52,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     done = yield
     if named:
         with Path(named).open("a") as file:
-            file.write(f"{cpu.used() - before:.2f}\t{item.nodeid}\n")
+            # never below 0: a process that ended and was waited for by no one takes its seconds along
+            file.write(f"{max(cpu.used() - before, 0.0):.2f}\t{item.nodeid}\n")
     return done
