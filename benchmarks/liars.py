@@ -30,7 +30,8 @@ from everfed.core.phase import TRAIN, Phase
 from everfed.core.random import key
 from everfed.core.runner import Diverged, EvalOptions, Runner
 from everfed.engines.eager import Eager
-from everfed.federation.checking import Arrived, ReplyChecker, SampleClaims, expected_reply, find_outliers
+from everfed.federation.checking import check_reply, expected_reply
+from everfed.federation.cross_checks import SampleClaims, find_outliers
 from everfed.federation.engine import OUTLIER
 from everfed.recipe import read
 from everfed.session import assemble
@@ -133,9 +134,8 @@ class Lying(Eager):
     def _checked(
         self, replies: dict[int, Any], model: dict[str, Tensor], phase: Phase, moment: Moment
     ) -> dict[int, Any]:
-        checker = ReplyChecker(expected_reply(self.world, phase, moment, model, "run"))
-        refused = {c: checker.check(Arrived(c, checker.expected.call, reply)) for c, reply in replies.items()}
-        kept = {c: reply for c, reply in replies.items() if refused[c] is None}
+        expected = expected_reply(self.world, phase, moment, model)
+        kept = {c: reply for c, reply in replies.items() if check_reply(reply, expected) is None}
         outliers = find_outliers(self.world, moment, model, kept, OUTLIER)
         claims = {c: reply.samples for c, reply in kept.items() if c not in outliers}
         capped = SampleClaims(self.world).capped(phase, moment, claims)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everfed import report
-    from everfed.api import LoadedRun, Result, check, load, resume, run
+    from everfed.api import LoadedRun, check, load, resume, run
     from everfed.comparison import Comparison, compare, sweep
     from everfed.core.context import Context, Facts, TrainOptions
     from everfed.core.data import Data
@@ -49,12 +49,13 @@ if TYPE_CHECKING:
     from everfed.errors import CompositionError, RecipeError, UserError
     from everfed.recipe import Recipe
     from everfed.recipe import read as read_recipe
+    from everfed.results import Result
 
 __version__ = metadata.version("everfed")
 
 # module -> the names that everfed takes from it
 _PUBLIC = {
-    "api": "LoadedRun Result check load resume run",
+    "api": "LoadedRun check load resume run",
     "comparison": "Comparison compare sweep",
     "core.context": "Context Facts TrainOptions",
     "core.data": "Data",
@@ -73,6 +74,7 @@ _PUBLIC = {
     "core.tree": "Tree on_device",
     "errors": "CompositionError RecipeError UserError",
     "recipe": "Recipe",
+    "results": "Result",
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 

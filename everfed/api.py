@@ -24,6 +24,7 @@ from everfed.recipe import (
     settled,
     to_toml,
 )
+from everfed.results import Result
 from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
@@ -37,55 +38,6 @@ Observer = Callable[[dict[str, Any]], None]
 Observers = Sequence[Observer] | Callable[[Path], Sequence[Observer]]  # or a function from the run folder to them
 CHECKPOINT_EVERY = 5.0
 IN_PYTHON = "python:"  # what stream.dataset or model.kind begins with where the stream or the network is an object
-
-
-@dataclass(frozen=True, repr=False)
-class Result:
-    """A finished run. data: the content of result.json."""
-
-    folder: Path
-    data: dict[str, Any]
-
-    @property
-    def metrics(self) -> dict[str, float | None]:
-        metrics: dict[str, float | None] = self.data["metrics"]
-        return metrics
-
-    @property
-    def history(self) -> Any:
-        """A row for every round: task, loss, score, bytes, seconds. A pandas frame; a list of dicts without pandas."""
-        from everfed.results import history
-
-        return history(self.folder)
-
-    @property
-    def accuracy_matrix(self) -> Any:
-        """Row t: the scores after task t, a column for every task. A pandas frame; a list of lists without pandas."""
-        from everfed.results import accuracy_matrix
-
-        return accuracy_matrix(self.data)
-
-    def plot(self) -> Any:
-        """A matplotlib figure: every task's score over the run, and the loss of every round."""
-        from everfed.results import plot
-
-        return plot([(str(self.data["method"]), self.folder, self.data)])
-
-    def report(self, out: str | Path | None = None, *, figures: bool | None = None) -> Path:
-        """Write the report of this run (`everfed.report`)."""
-        from everfed.report import write
-
-        return write([self.folder], out, figures=figures)
-
-    def __repr__(self) -> str:
-        from everfed.results import headline
-
-        return f"<Result {headline(self.data)}, in {self.folder}>"
-
-    def _repr_html_(self) -> str:
-        from everfed.results import as_html
-
-        return as_html(self.folder, self.data)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ Light to import: parts, and torch with them, are imported when a method is built
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everfed.errors import CompositionError
-from everfed.naming import load_object, nearest
+from everfed.naming import load_object, nearest, with_options
 
 if TYPE_CHECKING:
     from everfed.core.method import Method
@@ -241,7 +241,10 @@ def build(
         preset = _find(name)
         chosen = [(part_class(part), dict(preset.fixed.get(part, {}))) for part in preset.parts]
     given = {key: dict(value) for key, value in (options or {}).items()}
-    built = [_construct(factory, {**own, **given.pop(factory.name, {})}) for factory, own in chosen]
+    built = [
+        with_options(cls, {**own, **given.pop(cls.name, {})}, f"method.{cls.name}", error=MethodError)
+        for cls, own in chosen
+    ]
     if given:
         known = ", ".join(part.name for part in built)
         raise MethodError(f"method.{next(iter(given))} names no part of this method; it has {known}")
@@ -283,14 +286,3 @@ def _find(name: str) -> Preset:
 def _named(entry: str | Mapping[str, Any]) -> tuple[type[Part], dict[str, Any]]:
     options = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "part"}
     return part_class(entry if isinstance(entry, str) else entry.get("part", "")), options
-
-
-def _construct(cls: type[Part], options: dict[str, Any]) -> Part:
-    allowed = [field.name for field in fields(cls)]
-    for key in options:
-        if key not in allowed:
-            raise MethodError(f"method.{cls.name}.{key} is not an option; it has {', '.join(allowed) or 'none'}")
-    try:
-        return cls(**options)
-    except (TypeError, ValueError) as error:
-        raise MethodError(f"method.{cls.name}.{error}") from error

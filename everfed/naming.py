@@ -1,18 +1,21 @@
-"""Names: a user's own code, named in a recipe as `package.module:Name`, and what was probably meant by a wrong one."""
+"""Names in recipes: a user's own code as `package.module:Name`, options by name, and what was probably meant by a wrong
+name."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from everfed.errors import SettingError
 
+Made = TypeVar("Made")
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 
 
@@ -36,9 +39,14 @@ def _require_allowed(module: str, name: str, key: str) -> None:
         raise NameProblem(f"{key} = {name!r}: policy code does not allow the module {module!r}")
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """` Did you mean a, b or c?`: the known names that come nearest."""
-    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.0)
+def split_names(text: str | None) -> list[str]:
+    """The names of a list with commas, as on the command line; none where there is no list."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean a, b or c?`: the three known names that come nearest."""
+    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=3, cutoff=0.0)
     *others, last = found
     return f" Did you mean {', '.join(others)} or {last}?" if others else f" Did you mean {last}?"
 
@@ -60,3 +68,18 @@ def load_object(name: str, key: str) -> Any:
         public = ", ".join(n for n in dir(module) if not n.startswith("_"))
         raise NameProblem(f"{key} = {name!r}: module {module_name!r} has no {attribute!r}; it has {public}")
     return getattr(module, attribute)
+
+
+def with_options(
+    cls: type[Made], options: Mapping[str, Any], prefix: str, of: str = "", error: type[ValueError] = ValueError
+) -> Made:
+    """The dataclass `cls` with these options. Raises `error`, which names the key as `prefix`.OPTION. of: what has the
+    options, where the message should name it."""
+    allowed = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    for key in options:
+        if key not in allowed:
+            raise error(f"{prefix}.{key} is not an option{of}; it has {', '.join(allowed) or 'none'}")
+    try:
+        return cls(**options)
+    except (TypeError, ValueError) as problem:
+        raise error(f"{prefix}.{problem}") from problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,74 @@ from everfed.scores import METRICS, PERCENT, score_of
 Row = dict[str, Any]
 SCALED = "at --scale {scale:g} of the work: fewer rounds, less data; it does not compare with full runs"
 _SIZE = (9.0, 3.2)  # inches
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A finished run. data: the content of result.json."""
+
+    folder: Path
+    data: dict[str, Any]
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        metrics: dict[str, float | None] = self.data["metrics"]
+        return metrics
+
+    @property
+    def history(self) -> Any:
+        """A row for every round: task, loss, score, bytes, seconds. A pandas frame; a list of dicts without pandas.
+        Rounds and tasks count from 1, as in the terminal and the report."""
+        from everfed.report.read import read_run
+
+        run = read_run(self.folder)
+        rows: dict[int, Row] = {}
+        for line in run.log.phases.values():
+            first = {"round": line.round + 1, "task": line.task + 1, "loss": None, run.score: None}
+            row = rows.setdefault(line.round, {**first, "bytes_up": 0, "bytes_down": 0, "seconds": 0.0})
+            row["loss"] = row["loss"] if line.loss is None else line.loss
+            for key in ("bytes_up", "bytes_down", "seconds"):
+                row[key] += getattr(line, key)
+        for scored in run.evaluations():
+            if scored.round in rows:
+                rows[scored.round][run.score] = scored.score
+        return as_frame([rows[number] for number in sorted(rows)], "round")
+
+    @property
+    def accuracy_matrix(self) -> Any:
+        """Row t: the scores after task t, a column for every task. A pandas frame; a list of lists without pandas."""
+        matrix = self.data["accuracy_matrix"]
+        if find_spec("pandas") is None:
+            return matrix
+        import pandas
+
+        width = max(map(len, matrix), default=0)
+        index = pandas.Index([f"after task {task + 1}" for task in range(len(matrix))])
+        return pandas.DataFrame(matrix, index=index, columns=[f"task {task + 1}" for task in range(width)], dtype=float)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: every task's score over the run, and the loss of every round."""
+        return plot([(str(self.data["method"]), self.folder, self.data)])
+
+    def report(self, out: str | Path | None = None, *, figures: bool | None = None) -> Path:
+        """Write the report of this run (`everfed.report`)."""
+        from everfed.report import write
+
+        return write([self.folder], out, figures=figures)
+
+    def __repr__(self) -> str:
+        return f"<Result {headline(self.data)}, in {self.folder}>"
+
+    def _repr_html_(self) -> str:
+        """The main metrics and the accuracy matrix of the run."""
+        score, matrix = score_of(self.data["score"]), self.data["accuracy_matrix"]
+        columns = ["", *(f"task {task + 1}" for task in range(max(map(len, matrix), default=0)))]
+        lines = [
+            [f"after task {number}", *("" if value is None else score.text(value, 1) for value in row)]
+            for number, row in enumerate(matrix, start=1)
+        ]
+        note = "; ".join(part for part in (f"run folder: {self.folder}", scale_note(self.data)) if part)
+        return f"<p><b>{escape(headline(self.data))}</b></p>{html_table(columns, lines, note)}"
 
 
 def headline(data: Row) -> str:
@@ -38,36 +107,6 @@ def as_frame(rows: Sequence[Row], index: str | None = None) -> Any:
 
     frame = pandas.DataFrame(list(rows))
     return frame.set_index(index) if index and len(frame) else frame
-
-
-def history(folder: Path) -> Any:
-    """A row for every round; rounds and tasks count from 1, as in the terminal and the report."""
-    from everfed.report.read import read_run
-
-    run = read_run(folder)
-    rows: dict[int, Row] = {}
-    for line in run.log.phases.values():
-        first = {"round": line.round + 1, "task": line.task + 1, "loss": None, run.score: None}
-        row = rows.setdefault(line.round, {**first, "bytes_up": 0, "bytes_down": 0, "seconds": 0.0})
-        row["loss"] = row["loss"] if line.loss is None else line.loss
-        for key in ("bytes_up", "bytes_down", "seconds"):
-            row[key] += getattr(line, key)
-    for scored in run.evaluations():
-        if scored.round in rows:
-            rows[scored.round][run.score] = scored.score
-    return as_frame([rows[number] for number in sorted(rows)], "round")
-
-
-def accuracy_matrix(data: Row) -> Any:
-    """Row t: the scores after task t, a column for every task."""
-    matrix = data["accuracy_matrix"]
-    if find_spec("pandas") is None:
-        return matrix
-    import pandas
-
-    width = max(map(len, matrix), default=0)
-    index = pandas.Index([f"after task {task + 1}" for task in range(len(matrix))])
-    return pandas.DataFrame(matrix, index=index, columns=[f"task {task + 1}" for task in range(width)], dtype=float)
 
 
 def plot(runs: Sequence[tuple[str, Path, Row]]) -> Any:
@@ -119,15 +158,3 @@ def html_table(columns: Sequence[str], lines: Sequence[Sequence[str]], note: str
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in line) + "</tr>" for line in lines)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(note)}</p>"
-
-
-def as_html(folder: Path, data: Row) -> str:
-    """The main metrics and the accuracy matrix of a run."""
-    score, matrix = score_of(data["score"]), data["accuracy_matrix"]
-    columns = ["", *(f"task {task + 1}" for task in range(max(map(len, matrix), default=0)))]
-    lines = [
-        [f"after task {number}", *("" if value is None else score.text(value, 1) for value in row)]
-        for number, row in enumerate(matrix, start=1)
-    ]
-    note = "; ".join(part for part in (f"run folder: {folder}", scale_note(data)) if part)
-    return f"<p><b>{escape(headline(data))}</b></p>{html_table(columns, lines, note)}"

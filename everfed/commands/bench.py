@@ -16,6 +16,7 @@ import typer
 
 from everfed.commands import options
 from everfed.errors import RecipeError
+from everfed.naming import split_names
 
 if TYPE_CHECKING:
     from everfed.core.engine import Engine
@@ -184,7 +185,7 @@ def _engines(listed: str | None, section: EngineSection) -> list[str]:
 
 def _names(text: str | None, allowed: Collection[str], option: str) -> list[str]:
     """The names of a list on the command line; none when there is no list."""
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    names = split_names(text)
     for name in names:
         if name not in allowed:
             raise RecipeError(f"{option} {name}: allowed are {', '.join(allowed)}")

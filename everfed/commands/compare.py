@@ -68,11 +68,10 @@ def compared(
     """Run the comparison and write its table."""
     from everfed.commands.cells import Terminal
     from everfed.comparison.cells import parse_seeds
-    from everfed.comparison.comparing import finished, plan
+    from everfed.comparison.comparing import plan
 
     numbers = parse_seeds(seeds) if seeds is not None else None
-    grid = plan(recipe, methods, numbers, out, sets=sets)
-    return finished(grid, settings, Terminal(settings.as_json))
+    return plan(recipe, methods, numbers, out, sets=sets).run(settings, Terminal(settings.as_json))
 
 
 def print_comparison(comparison: Comparison, as_json: bool) -> None:
@@ -84,5 +83,5 @@ def print_comparison(comparison: Comparison, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "comparison", "folder": str(folder), "rows": summary.as_dict(rows)}))
         return
-    show_table(*summary.table(rows, "Method"))
+    show_table(*summary.table(rows, comparison.heading))
     typer.echo(f"written to {folder}: compare.json, compare.md, compare.csv")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from everfed.commands.interrupts import interrupt_message, same_command
+from everfed.errors import UserError
 from everfed.federation.runs import KEPT
+from everfed.naming import load_object
+
+if TYPE_CHECKING:
+    from everfed.federation.joining import Joining
 
 
 class LostState(StrEnum):
@@ -69,40 +75,15 @@ def join(
       everfed join --server fl.example.org:443 --certificate ca.crt \\
           --key site-a --name site-a --data my_site:make_stream
     """
-    from everfed.errors import UserError
-    from everfed.federation.extra import require_flower
+    from everfed.federation.flower import require_flower
 
     require_flower()
-    from everfed.federation.certificates import require_private
-    from everfed.federation.credentials import fingerprint, read_credentials
     from everfed.federation.joining import Joining
     from everfed.federation.joining import join as take_part
-    from everfed.federation.logs import stamped
     from everfed.federation.names import check_name
-    from everfed.federation.policy import Policy
-    from everfed.naming import load_object
 
-    if insecure == (root is not None):
-        raise UserError("give --certificate (and --key), or --insecure for a federation on this machine")
-    if insecure and server.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
-        raise UserError(f"--insecure is for loopback only, not {server}; use --certificate and --key")
+    _check_security(server, root, insecure)
     chosen = check_name("--name", name or socket.gethostname())
-    for option, file in (("--certificate", root), ("--key", key), ("--roster", roster)):
-        if file is not None and not file.is_file():
-            raise UserError(f"{option} {file}: there is no such file")
-    if not 0 < delta < 1:
-        raise UserError(f"--delta must be between 0 and 1; got {delta}")
-    if key is not None:
-        require_private(key)
-    if roster is not None:
-        read_credentials(chosen, key, roster)
-        typer.echo(
-            stamped(f"roster {roster}, fingerprint {fingerprint(roster)}; compare it with the other clients"), err=True
-        )
-    if policy is not None:
-        budget = Policy.read(policy).strictest_budget(budget)
-    if data is not None:
-        load_object(data, "--data")  # here rather than in the first round
     joining = Joining(
         server,
         folder or Path(f"everfed-{chosen}"),
@@ -121,5 +102,39 @@ def join(
         policy,
         roster,
     )
+    joining = _checked(joining)
     with interrupt_message(same_command):
         take_part(joining, lambda line: typer.echo(line, err=True))
+
+
+def _check_security(server: str, root: Path | None, insecure: bool) -> None:
+    if insecure == (root is not None):
+        raise UserError("give --certificate (and --key), or --insecure for a federation on this machine")
+    if insecure and server.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
+        raise UserError(f"--insecure is for loopback only, not {server}; use --certificate and --key")
+
+
+def _checked(joining: Joining) -> Joining:
+    """With the budget that its policy allows. Raises UserError for what would otherwise fail in the first round."""
+    from everfed.federation.certificates import require_private
+    from everfed.federation.credentials import fingerprint, read_credentials
+    from everfed.federation.logs import stamped
+    from everfed.federation.policy import Policy
+
+    key, roster = joining.key, joining.roster
+    for option, file in (("--certificate", joining.root), ("--key", key), ("--roster", roster)):
+        if file is not None and not file.is_file():
+            raise UserError(f"{option} {file}: there is no such file")
+    if not 0 < joining.delta < 1:
+        raise UserError(f"--delta must be between 0 and 1; got {joining.delta}")
+    if key is not None:
+        require_private(key)
+    if roster is not None:
+        read_credentials(joining.name, key, roster)
+        known = f"roster {roster}, fingerprint {fingerprint(roster)}; compare it with the other clients"
+        typer.echo(stamped(known), err=True)
+    if joining.policy is not None:
+        joining = replace(joining, budget=Policy.read(joining.policy).strictest_budget(joining.budget))
+    if joining.data is not None:
+        load_object(joining.data, "--data")
+    return joining

@@ -12,6 +12,7 @@ import typer
 
 from everfed.commands import options
 from everfed.errors import RecipeError
+from everfed.naming import split_names
 
 if TYPE_CHECKING:
     from everfed.comparison.cells import Cell, Outcome
@@ -163,7 +164,7 @@ def _has(entries: Iterable[Mapping[str, Any]], key: str, value: int) -> bool:
 def _named(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
     if text is None:
         return list(allowed)
-    wanted = [name.strip() for name in text.split(",") if name.strip()]
+    wanted = split_names(text)
     for name in wanted:
         if name not in allowed:
             raise RecipeError(f"{option} {name}: use some of {', '.join(allowed)}")

@@ -13,6 +13,7 @@ import typer
 from everfed.commands import options, tracking
 from everfed.commands.record import RECORDS, Records
 from everfed.errors import UserError
+from everfed.naming import split_names
 
 if TYPE_CHECKING:
     from everfed.comparison.cells import Cell, Outcome, Settings
@@ -82,7 +83,7 @@ def reproduce(
     from everfed.reproduction.tables import find
 
     factor = _scale(scale)
-    selection = Selection(_split(methods), _split(columns), seeds, engine, out or _default_folder(factor))
+    selection = Selection(split_names(methods), split_names(columns), seeds, engine, out or _default_folder(factor))
     settings = Settings(options.absolute(data), factor, checkpoint_every, as_json, track, jobs)
     if show:
         if methods or columns:
@@ -126,10 +127,6 @@ def _scale(text: str) -> float:
 def _default_folder(scale: float) -> Path:
     """Scaled runs have a folder of their own."""
     return Path("runs") / ("reproduce" if scale == 1 else f"reproduce-{scale:g}")
-
-
-def _split(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 # running ---------------------------------------------------------------------------------------------------------

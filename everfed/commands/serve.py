@@ -49,7 +49,7 @@ def serve(
           --certificates pki
     """
     from everfed import api
-    from everfed.federation.extra import require_flower
+    from everfed.federation.flower import require_flower
 
     require_flower()
     from everfed.federation.flower.link import Address, open_grid

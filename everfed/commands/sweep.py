@@ -48,14 +48,14 @@ def sweep(
     """
     from everfed.commands.cells import Terminal
     from everfed.comparison.cells import Settings, parse_seeds
-    from everfed.comparison.sweeping import finished, plan
+    from everfed.comparison.sweeping import plan
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     planned = plan(recipe, [axis(entry) for entry in grid], numbers, out, method=method, sets=sets)
     if planned.held_out and not as_json:
         typer.echo(f"the recipe holds out no validation data; using {planned.held_out}")
     settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs)
-    found = finished(planned, settings, Terminal(as_json))
+    found = planned.run(settings, Terminal(as_json))
     _print_result(found, as_json)
     if not found.best:
         raise typer.Exit(1)
@@ -83,6 +83,6 @@ def _print_result(found: Comparison, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"event": "sweep", "folder": str(folder), "best": best, "rows": summary.as_dict(rows)}))
         return
-    show_table(*summary.table(rows, "Cell"))
-    typer.echo(f"scored on validation data; written to {folder}: sweep.json, sweep.md, sweep.csv")
+    show_table(*summary.table(rows, found.heading))
+    typer.echo(f"{found.note}; written to {folder}: sweep.json, sweep.md, sweep.csv")
     typer.echo(f"best: {best}" if best else "no cell finished")

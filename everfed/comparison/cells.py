@@ -74,7 +74,7 @@ class Settings:
     outcome; else only those of the run itself (it diverged), and others end the command. limit: seconds after which a
     cell that runs beside others is given up, 0 for never."""
 
-    data: Path | None = None
+    data: str | Path | None = None
     scale: float = 1.0
     checkpoint_every: float = api.CHECKPOINT_EVERY
     as_json: bool = False

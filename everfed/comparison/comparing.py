@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed.api import CHECKPOINT_EVERY, Observer
-from everfed.comparison import cells, summary
-from everfed.comparison.result import Comparison, Shown, Streams, checked_jobs, streams_of
+from everfed.comparison import cells
+from everfed.comparison.grid import Grid, Shown, Streams, checked_jobs, streams_of
+from everfed.comparison.result import Comparison
 from everfed.errors import RecipeError
 from everfed.methods import canonical
+from everfed.naming import split_names
 from everfed.recipe import MethodSection, Recipe, Sets, Source, as_entries, read
 
 if TYPE_CHECKING:
@@ -42,19 +43,14 @@ def compare(
     own, 0 for what is fastest; a script then needs `if __name__ == "__main__"`. The rest is as in `everfed.run`.
     """
     grid = plan(recipe, methods, seeds, out, sets=as_entries(sets), stream=stream, scale=scale)
-    data = None if data_dir is None else Path(data_dir)
-    settings = cells.Settings(data, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
-    return finished(grid, settings, Shown(progress, observers))
+    settings = cells.Settings(data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
+    return grid.run(settings, Shown(progress, observers))
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The runs of a comparison. folder: where its table is written."""
+class MethodGrid(Grid):
+    """A run for every method and seed."""
 
-    cells: list[cells.Cell]
-    folder: Path
-    seeds: list[int]
-    recipe: str
+    stem, heading = "compare", "Method"
 
 
 def plan(
@@ -66,7 +62,7 @@ def plan(
     sets: Sequence[str] = (),
     stream: Stream | Streams | None = None,
     scale: float = 1.0,
-) -> Grid:
+) -> MethodGrid:
     """The runs of a comparison. Raises UserError."""
     base = read(recipe, sets=[entry for entry in sets if not _is_method_option(entry)])
     names, numbers = _methods(methods, base), _seeds(seeds, base)
@@ -80,21 +76,12 @@ def plan(
             method, recipe, place, method=method, seed=seed, sets=given, stream=make(seed), scale=scale
         )
 
-    return Grid(_cells(cell, names, numbers, own, sets), folder, numbers, base.name)
-
-
-def finished(grid: Grid, settings: cells.Settings, output: cells.Output) -> Comparison:
-    """Check all runs, run those that are not finished, and write the table."""
-    cells.check(grid.cells, settings)
-    rows = summary.rows(cells.run(grid.cells, settings, output=output))
-    facts = {"recipe": grid.recipe, "scale": settings.scale, "seeds": grid.seeds}
-    summary.write(grid.folder, "compare", rows, "Method", facts)
-    return Comparison(grid.folder, rows, "Method")
+    return MethodGrid(_cells(cell, names, numbers, own, sets), folder, numbers, base.name)
 
 
 def _methods(methods: Sequence[str] | None, recipe: Recipe) -> list[str]:
     if isinstance(methods, str):
-        methods = [name.strip() for name in methods.split(",") if name.strip()]
+        methods = split_names(methods)
     if methods is not None and not methods:
         raise RecipeError("--methods names none; write them with commas between, such as fedavg,der")
     if methods is not None:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from everfed.api import Observer, Result
 from everfed.comparison import summary
-from everfed.comparison.cells import Cell, Output
-from everfed.errors import UserError
-from everfed.progress import Several, shown
-
-if TYPE_CHECKING:
-    from everfed.core.stream import Stream
-
-Streams = Callable[[int], "Stream"]  # the stream of a seed
+from everfed.results import Result, as_frame, html_table, plot
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Finished runs by row, the best first. folder: of all run folders and the written tables. heading: what a row is.
-    note: of what the table says."""
+    note: about the scores."""
 
     folder: Path
     rows: Sequence[summary.Row]
@@ -52,8 +43,6 @@ class Comparison:
     @property
     def table(self) -> Any:
         """Every number as mean and deviation over seeds; a pandas frame, or a list of dicts without pandas."""
-        from everfed.results import as_frame
-
         rows = [
             {self.heading.lower(): row.name}
             | {f"{key}_{part}": spread[part] for key, spread in row.spreads.items() for part in ("mean", "deviation")}
@@ -63,8 +52,6 @@ class Comparison:
 
     def plot(self) -> Any:
         """A matplotlib figure: every row's mean score over the tasks, of its first seed."""
-        from everfed.results import plot
-
         first = [(name, runs[0]) for name, runs in self.results.items() if runs]
         return plot([(name, run.folder, run.data) for name, run in first])
 
@@ -81,49 +68,7 @@ class Comparison:
         return f"{markdown_table(*summary.table(self.rows, self.heading))}\n{self._note()}"
 
     def _repr_html_(self) -> str:
-        from everfed.results import html_table
-
         return html_table(*summary.table(self.rows, self.heading), self._note())
 
     def _note(self) -> str:
         return "; ".join(part for part in (self.note, f"in {self.folder}") if part)
-
-
-def streams_of(stream: Stream | Streams | None) -> Callable[[int], Stream | None]:
-    """The stream of every seed: the same for all, made by a function of the seed, or the recipe's own (None)."""
-    from everfed.core.stream import Stream
-
-    if stream is None or isinstance(stream, Stream):
-        return lambda seed: stream
-    return stream
-
-
-def checked_jobs(jobs: int, stream: Stream | Streams | None) -> int:
-    """Raises UserError for runs side by side on a stream that other processes do not have."""
-    if jobs != 1 and stream is not None:
-        raise UserError("jobs must be 1 with a stream of your own: other processes do not have it")
-    return jobs
-
-
-class Shown(Output):
-    """Shows the runs of a comparison from Python, with the time that is left in all. observers: of every run."""
-
-    def __init__(self, progress: bool | None, observers: Sequence[Observer]) -> None:
-        self._progress, self._observers, self._several = progress, observers, Several(0)
-
-    def begin(self, cells: Sequence[Cell]) -> None:
-        self._several = Several(sum(not cell.finished for cell in cells))
-
-    @contextmanager
-    def watch(self, cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
-        if cell.finished:
-            yield ()
-            return
-        self._several.begin()
-        with shown(self._progress, title, self._several) as found:
-            yield (*found, *self._observers)
-        self._several.finished += 1
-
-    def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
-        for observer in self._observers:
-            observer(event)

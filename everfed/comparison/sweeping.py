@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed.api import CHECKPOINT_EVERY, Observer
-from everfed.comparison import cells, summary
-from everfed.comparison.result import Comparison, Shown, Streams, checked_jobs, streams_of
+from everfed.comparison import cells
+from everfed.comparison.grid import Grid, Shown, Streams, checked_jobs, streams_of
+from everfed.comparison.result import Comparison
 from everfed.errors import RecipeError
 from everfed.recipe import Recipe, Sets, Source, as_entries, read
 
@@ -25,14 +26,15 @@ SPLIT = "eval.split"
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """The runs of a sweep. held_out: what was set so that validation data is there; empty where the recipe has it."""
+class Sweep(Grid):
+    """held_out: what was set so that validation data is there; empty where the recipe has it."""
 
-    cells: list[cells.Cell]
-    folder: Path
-    seeds: list[int]
-    recipe: str
     held_out: str
+
+    stem, heading, note = "sweep", "Cell", "scored on validation data"
+
+    def facts(self, result: Comparison) -> dict[str, Any]:
+        return {"split": "validation", "best": result.best}
 
 
 def sweep(
@@ -60,9 +62,8 @@ def sweep(
     """
     axes = [[as_entries({key: value})[0] for value in values] for key, values in grid.items()]
     planned = plan(recipe, axes, seeds, out, method=method, sets=as_entries(sets), stream=stream, scale=scale)
-    data = None if data_dir is None else Path(data_dir)
-    settings = cells.Settings(data, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
-    return finished(planned, settings, Shown(progress, observers))
+    settings = cells.Settings(data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
+    return planned.run(settings, Shown(progress, observers))
 
 
 def plan(
@@ -101,16 +102,6 @@ def plan(
     ]
     added = ", ".join(held_out.values()) if held_out.keys() - {SPLIT} else ""
     return Sweep(found, folder, numbers, base.name, added)
-
-
-def finished(planned: Sweep, settings: cells.Settings, output: cells.Output) -> Comparison:
-    """Check all runs, run those that are not finished, and write the table."""
-    cells.check(planned.cells, settings)
-    rows = summary.rows(cells.run(planned.cells, settings, output=output))
-    result = Comparison(planned.folder, rows, "Cell", "scored on validation data")
-    facts = {"recipe": planned.recipe, "scale": settings.scale, "seeds": planned.seeds}
-    summary.write(planned.folder, "sweep", rows, "Cell", {**facts, "split": "validation", "best": result.best})
-    return result
 
 
 def _held_out(base: Recipe, sets: Sequence[str], own: bool) -> dict[str, str]:

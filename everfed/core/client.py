@@ -79,7 +79,7 @@ def _answer(
         message = state[OWN]["message"]
         model: Model = state[OWN][MODEL]
     elif MODEL not in message:
-        return _run(method, phase, state, message, data, ctx)
+        return _run(phase, state, message, data, ctx)
     else:  # what was kept for a round without a message is out of date
         state = {**state, OWN: {k: v for k, v in state[OWN].items() if k not in (MODEL, "message")}}
         model = _whole(message[MODEL], state, ctx)
@@ -87,10 +87,10 @@ def _answer(
         return _train(method, state, message, model, data, ctx)
     if phase.name == EVALUATE:
         return state, _evaluate(method, state, message, model, ctx)
-    return _run(method, phase, state, {**message, MODEL: model}, data, ctx)
+    return _run(phase, state, {**message, MODEL: model}, data, ctx)
 
 
-def _run(method: Method, phase: Phase, state: State, message: Message, data: Data, ctx: Context) -> tuple[State, Reply]:
+def _run(phase: Phase, state: State, message: Message, data: Data, ctx: Context) -> tuple[State, Reply]:
     """A phase of a part."""
     assert phase.run is not None  # compose() refuses a phase without it
     own, values = phase.run(state, message, data, ctx)

@@ -192,8 +192,8 @@ def is_personal(parts: Iterable[object], parameter: str) -> bool:
 
 
 class Extras(nn.Module):
-    """`module.extras[part][name]`. Personal ones are registered apart, so that their names tell. Attached to an
-    nn.Sequential it is its last layer, so it passes its input on."""
+    """`module.extras[part][name]`. Personal ones are registered apart, so that they are known by their names. Attached
+    to an nn.Sequential it is its last layer, so it passes its input on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ Spans = tuple[slice, ...]
 
 @runtime_checkable
 class TrainsPieces(Protocol):
-    """A part that says which pieces of the shared vector a round trains."""
+    """A part that chooses which pieces of the shared vector a round trains."""
 
     def pieces(self, layout: Layout, labels: Sequence[tuple[int, ...]]) -> Mapping[str, Spans]:
         """Disjoint pieces by name; what none covers is trained in every round. labels: the classes of every task."""

@@ -113,7 +113,7 @@ class Replica:
 class Dropout(nn.Dropout):
     """nn.Dropout that draws from `generator`, so that a run does not depend on the order of its clients.
 
-    channels: zero whole channels, as nn.Dropout2d does. `generator` is set by whoever trains the network and reseeded
+    channels: zero whole channels, as nn.Dropout2d does. `generator` is set by the trainer of the network and reseeded
     per client; without one, training raises.
     """
 

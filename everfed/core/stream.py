@@ -209,7 +209,7 @@ def digest_of(text: str, *tensors: Tensor) -> str:
 
 
 class Hidden(RuntimeError):
-    """A part asked for what this stream does not tell."""
+    """A part asked for what this stream hides."""
 
 
 _VISIBLE = frozenset(

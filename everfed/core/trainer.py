@@ -117,7 +117,7 @@ class Trainer:
         )
         state, plans = self._plan(ctx, parts, state, schedule, tag)
         optimizer = optimizer or options.optimizer
-        if moments is None:
+        if not moments:
             substeps = Substeps.of(parts, self.replica.layout)
             moments = substeps.first_moments(optimizer, model["params"].to(self.device))
         job = Job(
@@ -131,8 +131,7 @@ class Trainer:
             schedule,
             plans,
             optimizer,
-            moments
-            or Substeps.of(parts, self.replica.layout).first_moments(optimizer, model["params"].to(self.device)),
+            moments,
             self._rates(ctx, schedule.steps, rate),
             ctx.key(f"{tag}/dropout"),
         )

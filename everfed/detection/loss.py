@@ -19,7 +19,7 @@ from everfed.detection.decoding import decode, flat
 @dataclass(frozen=True)
 class YoloLoss:
     """anchors: (A, 2) widths and heights, shares of the image. The weights are those of the paper's code; a prediction
-    that overlaps some box by more than `ignore` is not told to be background."""
+    that overlaps some box by more than `ignore` is not trained to be background."""
 
     anchors: Tensor
     classes: int

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
@@ -15,7 +13,7 @@ COLOURS = ((230, 60, 60), (60, 190, 75), (255, 200, 25), (70, 130, 240), (240, 9
 _WHITE = (255, 255, 255)
 
 
-def pictures(x: Tensor, y: Tensor, outputs: Tensor, anchors: Tensor, class_names: Sequence[str]) -> list[np.ndarray]:
+def pictures(x: Tensor, y: Tensor, outputs: Tensor, anchors: Tensor) -> list[np.ndarray]:
     """(h, w, 3) uint8 each, enlarged."""
     found, truth = found_in(outputs, anchors), truth_of(y)
     drawn = []

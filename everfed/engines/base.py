@@ -45,8 +45,8 @@ def call(
 
 
 def failed(client: int, phase: str, index: int, error: Exception) -> Exception:
-    """What to raise for an error of a client's code in round `index`: said whose it is, unless it is one of its own
-    kind, which says all there is to say."""
+    """What to raise for an error in round `index`: a ClientError, which names client and phase, for errors of a
+    client's code; others as they are."""
     if not isinstance(error, CLIENT_FAULTS):
         return error
     named = ClientError(client, phase, index, error)

@@ -14,9 +14,9 @@ _SHARE = 0.3  # of the memory that is free at the start
 class DeviceData:
     """What (client, task) sees, on the device; where tasks mix, what it sees in a round."""
 
-    def __init__(self, device: torch.device, budget: int | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept = DataCache(int(torch.cuda.mem_get_info(device)[0] * _SHARE) if budget is None else budget)
+        self._kept = DataCache(int(torch.cuda.mem_get_info(device)[0] * _SHARE))
 
     def get(self, world: World, client: int, phase: Phase, moment: Moment) -> Data:
         task = None if phase.name == EVALUATE else moment.plan.tasks.get(client)

@@ -123,7 +123,7 @@ class Processes(Engine):
                 self._send(crew, client, shared)
 
         def ahead(crew: Crew, own: list[int]) -> None:
-            """A second client waits at the worker, but not one of the last: they go to whoever is free first."""
+            """A second client waits at the worker, but not one of the last: those go to the first free worker."""
             if own and crew.free and sum(map(len, hands)) > len(crews):
                 start(crew, own)
 

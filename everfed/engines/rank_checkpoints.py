@@ -14,7 +14,7 @@ from everfed.store.checkpoint import Checkpoints
 
 
 class RankCheckpoints:
-    """Saves together, when rank 0 says that it is time."""
+    """All ranks save together, when it is time by the clock of rank 0."""
 
     def __init__(self, inner: Checkpoints, group: Group) -> None:
         self.inner, self.group = inner, group

@@ -46,14 +46,14 @@ def require() -> None:
         ) from error
 
 
-def make_authority(folder: Path, name: str = "everfed", days: int = 3650) -> None:
-    """ca.crt and ca.key: an authority for this federation alone."""
+def make_authority(folder: Path, name: str = "everfed") -> None:
+    """ca.crt and ca.key: an authority for this federation alone, valid for ten years."""
     from cryptography import x509
 
     key = _new_key("p256")
     subject = _subject(f"{check_name('the federation', name)} authority")
     limits = x509.BasicConstraints(ca=True, path_length=0)
-    builder = _builder(subject, subject, key.public_key(), days).add_extension(limits, critical=True)
+    builder = _builder(subject, subject, key.public_key(), days=3650).add_extension(limits, critical=True)
     _write_secret(folder / CA_KEY, _pem(key))
     _write(folder / CA, _signed(builder.add_extension(_usage(signs=True), critical=True), key))
 

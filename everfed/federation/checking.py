@@ -1,17 +1,16 @@
-"""Checks the replies of untrusted clients before they are used.
+"""Checks what untrusted clients reply before it is used.
 
-A reply is refused with a named reason, and the round goes on with the others. `check_reply` is a pure function;
-`ReplyChecker` records, for one phase, which clients have replied and which replies were refused.
+A reply is refused with a named reason, and the round goes on with the others. Which client answers which request is
+known before (`everfed.federation.phase_requests`); `everfed.federation.cross_checks` compares a phase's replies with
+each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,20 +20,15 @@ from everfed.core import tree
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Moment, World
 from everfed.core.message import MODEL
-from everfed.core.part import Model, overrides
+from everfed.core.part import Model
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
-from everfed.core.reduce import Collect, Mean
+from everfed.core.reduce import Collect
 from everfed.core.tree import Tree
 
 
 class Reason(StrEnum):
     """Why a reply is refused."""
 
-    NOT_ASKED = "not asked"  # from a client that is not in this phase
-    DUPLICATE = "duplicate"  # the client has replied already
-    LATE = "late"  # after the deadline, or to an earlier call
-    WRONG_CALL = "wrong call"  # of another run or federation, or to a call that was never made
-    WRONG_VERSION = "wrong version"  # of the protocol
     MALFORMED = "malformed"  # not a reply at all, or with values that no part declared
     WRONG_SHAPE = "wrong shape"
     WRONG_DTYPE = "wrong dtype"
@@ -52,20 +46,6 @@ class Refusal:
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
-
-
-PROTOCOL = 1  # changes with the form of messages or replies
-
-
-@dataclass(frozen=True)
-class Call:
-    """The call that a reply answers. run: the run's unique identity."""
-
-    run: str
-    round: int
-    phase: str
-    repeat: int = 0
-    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True)
@@ -92,49 +72,32 @@ class Limits:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a reply to `call` must be.
+    """What a reply must be.
 
     declared: {part: keys} that may be in it. like: {"part/key": Spec} of the tensors whose shape is known. alike: the
     "part/key" that all clients must send in the same shape, because they are added up.
     """
 
-    call: Call
-    clients: frozenset[int]
     declared: Mapping[str, frozenset[str]]
     like: Mapping[str, Spec] = field(default_factory=dict)
     alike: frozenset[str] = frozenset()
     limits: Limits = Limits()
-    deadline: float = math.inf
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A reply as received: its client, its call, and the time (on the clock of the deadline)."""
-
-    client: int
-    call: Call
-    reply: Reply
-    at: float = 0.0
-
-
-def expected_reply(
-    world: World, phase: Phase, moment: Moment, model: Model, run: str, limits: Limits | None = None
-) -> Expected:
+def expected_reply(world: World, phase: Phase, moment: Moment, model: Model) -> Expected:
     """What clients may reply in `phase`. The shapes of the trained model come from a call of the aggregating part's
     `upload` on the server's model; other values that are added up must have the form that most clients send.
-    By default a reply may be as large as 64 models (a collected pool of tasks, say)."""
+    A reply may be as large as 64 models (a collected pool of tasks, say)."""
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else world.method.reducers(phase)
     silent = phase.name == TRAIN and not synchronises(world.server(TRAIN, moment))
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
-    inside = phase.position is Position.INSIDE
-    added = {} if inside else {part.name: part.adds for part in world.method.protections if part.adds}
+    outer = phase.position is not Position.INSIDE
+    added = {part.name: part.adds for part in world.method.protections if part.adds and outer}
     return Expected(
-        Call(run, moment.round, phase.name, moment.repeat),
-        frozenset(range(world.facts.clients) if inside else phase.clients(moment.plan)),  # inside: of the outer phase
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **added},
         _uploaded(world, moment, model) if phase.name == TRAIN and not silent else {},
         frozenset(added_up),
-        limits or Limits(bytes=largest_reply(model)),
+        Limits(bytes=largest_reply(model)),
     )
 
 
@@ -149,29 +112,8 @@ def _uploaded(world: World, moment: Moment, model: Model) -> dict[str, Spec]:
     return {f"{aggregator.name}/{key}": Spec.of(value) for key, value in sent.items() if isinstance(value, Tensor)}
 
 
-def check_reply(arrived: Arrived, expected: Expected) -> Refusal | None:
+def check_reply(reply: Any, expected: Expected) -> Refusal | None:
     """None when the reply may be used; otherwise the first problem found."""
-    return _check_sender(arrived, expected) or _check_content(arrived.reply, expected)
-
-
-def _check_sender(arrived: Arrived, expected: Expected) -> Refusal | None:
-    call, current = arrived.call, expected.call
-    if call.protocol != current.protocol:
-        return Refusal(Reason.WRONG_VERSION, f"protocol {call.protocol!r}, this server has {current.protocol}")
-    if call.run != current.run:
-        return Refusal(Reason.WRONG_CALL, f"of run {call.run!r}, this is {current.run!r}")
-    if call != current:
-        where = f"to {call.phase!r} of round {call.round}, now is {current.phase!r} of round {current.round}"
-        earlier = _whole(call.round) and call.round <= current.round
-        return Refusal(Reason.LATE if earlier else Reason.WRONG_CALL, where)
-    if not _whole(arrived.client) or arrived.client not in expected.clients:
-        return Refusal(Reason.NOT_ASKED, f"client {arrived.client!r} is not in this phase")
-    if arrived.at > expected.deadline:
-        return Refusal(Reason.LATE, f"{arrived.at - expected.deadline:.1f} s after the deadline")
-    return None
-
-
-def _check_content(reply: Any, expected: Expected) -> Refusal | None:
     if not isinstance(reply, Reply) or not isinstance(reply.values, dict):
         return Refusal(Reason.MALFORMED, f"a reply has values by part, not {type(reply).__name__}")
     limits = expected.limits
@@ -295,142 +237,3 @@ def _shown(value: Any) -> str:
     except ValueError:  # an integer with more digits than Python prints
         text = type(value).__name__
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def find_other_forms(expected: Expected, replies: Mapping[int, Reply]) -> dict[int, Refusal]:
-    """The clients with a value of another form than most clients' value. What is added up must have one shape; what is
-    collected one structure (names, types and numbers of dimensions), since parts and other clients read it."""
-    refused: dict[int, Refusal] = {}
-    paths = {f"{part}/{key}" for part, keys in expected.declared.items() for key in keys} - set(expected.like)
-    for path in sorted(paths):
-        part, key = path.split("/", 1)
-        sent = {client: reply.values.get(part, {}).get(key) for client, reply in replies.items()}
-        forms = {client: _form(value, path in expected.alike) for client, value in sent.items() if value is not None}
-        usual = Counter(forms.values()).most_common(1)
-        for client, form in forms.items():
-            if form != usual[0][0]:
-                detail = f"{path} is {form} of client {client} and {usual[0][0]} of most"
-                refused.setdefault(client, Refusal(Reason.WRONG_SHAPE, detail[:300]))
-    return refused
-
-
-def _form(value: Any, exact: bool) -> str:
-    """exact: with the shape of a tensor, not only its number of dimensions. Names that are numbers, as of clients or
-    classes, may differ."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape) if exact else f'of {value.dim()} dimensions'}"
-    if isinstance(value, dict):
-        inner = {"0" if str(name).isdecimal() else str(name): _form(one, exact) for name, one in value.items()}
-        return f"{{{', '.join(f'{name}: {form}' for name, form in sorted(inner.items()))}}}"
-    return "text" if isinstance(value, str) else "a number"
-
-
-FEWEST = 3  # replies below which there is no majority to compare with
-
-
-def find_outliers(
-    world: World, moment: Moment, model: Model, replies: Mapping[int, Reply], factor: float
-) -> dict[int, Refusal]:
-    """The clients whose trained models are too far from the model that they were sent: more than `factor` times the
-    median of all replies, which a minority cannot move beyond what honest clients send."""
-    part = world.method.aggregator
-    unmoved = part.upload(model, {MODEL: dict(model)}, world.server(TRAIN, moment))
-    refused: dict[int, Refusal] = {}
-    for key, base in unmoved.items():
-        if not isinstance(base, Tensor) or not base.is_floating_point():
-            continue
-        sent = {client: reply.values.get(part.name, {}).get(key) for client, reply in replies.items()}
-        norms = {client: _distance(value, base) for client, value in sent.items() if value is not None}
-        middle = median(norms.values()) if len(norms) >= FEWEST else 0.0
-        for client, norm in norms.items():
-            if 0.0 < factor * middle < norm:
-                detail = f"{part.name}/{key} moved by {norm:.3g}, that of the median client by {middle:.3g}"
-                refused.setdefault(client, Refusal(Reason.OUTLIER, f"{detail}; at most {factor:g} times that"))
-    return refused
-
-
-def _distance(value: Tensor, base: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value - base.to(value.device), dtype=torch.float64))
-
-
-class SampleClaims:
-    """Caps the number of samples that clients claim, where replies are weighed by it.
-
-    allowed: (client) -> at most so many, or None where the roster does not name the client. It then counts for what the
-    server's own stream holds for it; where a client's data is known to itself alone, for the median of the phase's
-    claims.
-    """
-
-    def __init__(self, world: World, allowed: Callable[[int], int | None] = lambda client: None) -> None:
-        self.world, self.allowed = world, allowed
-        self._rehearses = any(overrides(part, "dataset") for part in world.method.parts)  # samples of earlier tasks
-        self._held: dict[tuple[int, int], int] = {}  # (client, task) -> samples in the server's own stream
-
-    def capped(self, phase: Phase, moment: Moment, claims: Mapping[int, int]) -> dict[int, int]:
-        """{client: as how many it counts}, for those whose claim is larger."""
-        reducers = self.world.method.reducers(phase)
-        if not any(isinstance(r, Mean) and r.weighted for keys in reducers.values() for r in keys.values()):
-            return {}
-        middle = int(median(sorted(claims.values()))) if claims else 0
-        most = {client: self._most(client, moment, middle) for client in claims}
-        return {client: most[client] for client, claim in claims.items() if claim > most[client]}
-
-    def _most(self, client: int, moment: Moment, middle: int) -> int:
-        allowed = self.allowed(client)
-        if allowed is not None:
-            return allowed
-        if self.world.stream.private_data:
-            return middle
-        own = moment.plan.tasks.get(client, moment.plan.task)
-        earlier = range(own) if self._rehearses else ()
-        return self._size(client, own) + sum(self._size(client, task) for task in earlier)
-
-    def _size(self, client: int, task: int) -> int:
-        if (client, task) not in self._held:
-            self._held[client, task] = len(self.world.stream.data(client, task))
-        return self._held[client, task]
-
-
-class ReplyChecker:
-    """Checks the replies of one phase, accepts one per client, and records the refused ones."""
-
-    def __init__(self, expected: Expected) -> None:
-        self.expected = expected
-        self.answered: set[int] = set()
-        self.refused: list[tuple[int, Refusal]] = []
-
-    def check(self, arrived: Arrived) -> Refusal | None:
-        """None when the reply is accepted."""
-        refusal = check_reply(arrived, self.expected)
-        if refusal is None and arrived.client in self.answered:
-            refusal = Refusal(Reason.DUPLICATE, f"client {arrived.client} has replied already")
-        if refusal is None:
-            self.answered.add(arrived.client)
-        else:
-            self.refuse(arrived.client, refusal)
-        return refusal
-
-    def refuse(self, client: int, refusal: Refusal) -> None:
-        """Record a reply that could not be read."""
-        self.refused.append((client, refusal))
-
-    def counts(self) -> dict[str, int]:
-        """Refusals by reason, for the event of the phase."""
-        return dict(Counter(str(refusal.reason) for _, refusal in self.refused))
-
-
-__all__ = [
-    "Arrived",
-    "Call",
-    "Expected",
-    "Limits",
-    "Reason",
-    "Refusal",
-    "ReplyChecker",
-    "SampleClaims",
-    "Spec",
-    "check_reply",
-    "expected_reply",
-    "find_other_forms",
-    "find_outliers",
-]

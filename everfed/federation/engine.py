@@ -15,17 +15,9 @@ from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import TRAIN, Phase
 from everfed.engines.base import BuildModule, OneTrainer, new_trainer
-from everfed.federation.checking import (
-    Arrived,
-    Refusal,
-    ReplyChecker,
-    SampleClaims,
-    expected_reply,
-    find_other_forms,
-    find_outliers,
-    largest_reply,
-)
+from everfed.federation.checking import Refusal, check_reply, expected_reply, largest_reply
 from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply
+from everfed.federation.cross_checks import SampleClaims, find_other_forms, find_outliers
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.patience import Patience
 from everfed.federation.phase_requests import REJECTED, Notify, PhaseRequests
@@ -80,14 +72,13 @@ class Federated(OneTrainer):
         patience: Patience,
         durable: Callable[[], Place],
         notify: Notify = lambda event: None,
-        device: str = "cpu",
         outlier: float = OUTLIER,
         allowed: Callable[[int], int | None] = lambda client: None,
     ) -> None:
         self.world, self.transport, self.identity = world, transport, identity
         self.outlier, self.claims = outlier, SampleClaims(world, allowed)
         self.patience, self.durable, self.notify = patience, durable, notify
-        self.trainer = new_trainer(world, build_module, device)
+        self.trainer = new_trainer(world, build_module, "cpu")
         self.name = transport.name
         first = world.facts.layout.read(build_module())
         self._model: Model = {**first, "params": first["params"][: world.facts.layout.shared]}
@@ -141,17 +132,14 @@ class Federated(OneTrainer):
     def _checked(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
         """Replies that may not be used are replaced by Absent and reported."""
         phase = outgoing.phase
-        checker = ReplyChecker(expected_reply(self.world, phase, outgoing.moment, self._model, self.identity.run))
-        checked: dict[int, Reply | Absent] = {}
+        expected = expected_reply(self.world, phase, outgoing.moment, self._model)
+        checked = dict(replies)
         for client, reply in replies.items():
-            checked[client] = reply
-            if isinstance(reply, Absent):
-                continue
-            refusal = checker.check(Arrived(client, checker.expected.call, reply))
+            refusal = None if isinstance(reply, Absent) else check_reply(reply, expected)
             if refusal is not None:
                 checked[client] = self._reject(client, phase, refusal)
         usable = {client: reply for client, reply in checked.items() if isinstance(reply, Reply)}
-        for client, refusal in find_other_forms(checker.expected, usable).items():
+        for client, refusal in find_other_forms(expected, usable).items():
             checked[client] = self._reject(client, phase, refusal)
         return self._compared(outgoing, checked)
 

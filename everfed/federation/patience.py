@@ -14,8 +14,8 @@ class Patience:
     deadline: seconds after which the phase goes on without missing replies, 0 for never; deadlines: of single phases.
     minimum: replies below which it never ends (0: all, or 1 where there is a deadline). enough: the share of replies
     that ends it at once (over-selection). retry: seconds before a failed request is repeated, doubled each time up to
-    `longest`. silence: seconds before an unanswered request to a connected client is repeated, doubled each time; a
-    finished step is answered from the client's journal. tries: failures of the client itself after which it is absent
+    `longest_retry`. silence: seconds before an unanswered request to a connected client is repeated, doubled each time;
+    a finished step is answered from the client's journal. tries: failures of the client itself after which it is absent
     in this phase, 0 for no limit; a client that cannot be reached is waited for.
     """
 
@@ -24,7 +24,7 @@ class Patience:
     minimum: int = 0
     enough: float = 1.0
     retry: float = 1.0
-    longest: float = 30.0
+    longest_retry: float = 30.0
     silence: float = 120.0
     tries: int = 10
 
@@ -43,7 +43,7 @@ class Patience:
 
     def backoff(self, failures: int) -> float:
         """Seconds to wait after a client's n-th failure in a row."""
-        return float(min(self.longest, self.retry * 2 ** min(failures - 1, 16)))
+        return float(min(self.longest_retry, self.retry * 2 ** min(failures - 1, 16)))
 
     def silent(self, requests: int) -> float:
         """Seconds after which the n-th unanswered request in a row counts as lost."""

@@ -18,6 +18,8 @@ FLEET = (
     "register-node", "activate-node", "deactivate-node", "unregister-node", "send-node-heartbeat", "pull-messages",
     "push-messages", "get-run", "get-fab", "push-object", "pull-object", "confirm-message-received",
 )  # fmt: skip
+BODY = 256  # MiB of the largest request
+CONNECTIONS = 64  # from one address
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -46,14 +48,11 @@ def check_binding(host: str, insecure: bool) -> None:
 @dataclass(frozen=True)
 class Proxy:
     """listen: HOST:PORT or PORT, where clients connect. upstream: HOST:PORT of the SuperLink, on loopback.
-    certificates: the folder of `everfed federation keys`. body: the largest request, in MiB. connections: from one
-    address."""
+    certificates: the folder of `everfed federation keys`."""
 
     listen: str
     upstream: str
     certificates: Path
-    body: int = 256
-    connections: int = 64
 
     def __post_init__(self) -> None:
         host, _, port = self.upstream.rpartition(":")
@@ -93,10 +92,10 @@ http {{
 
     # one address may not take all connections, nor hold one open without sending anything
     limit_conn_zone $binary_remote_addr zone=clients:10m;
-    limit_conn clients {proxy.connections};
+    limit_conn clients {CONNECTIONS};
     client_header_timeout 30s;
     client_body_timeout 60s;
-    client_max_body_size {proxy.body}m;
+    client_max_body_size {BODY}m;
     keepalive_timeout 75s;
 
     upstream superlink {{

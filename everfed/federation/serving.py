@@ -119,16 +119,7 @@ def _engine(
     log.write(what="start", run=run, epoch=epoch)
     transport = AuditedTransport(GridTransport(open_grid, enrol, noted(notify, log)), log)
     section = assembly.recipe.federation
-    patience = Patience(
-        deadline=section.deadline,
-        deadlines=dict(section.deadlines),
-        minimum=section.minimum,
-        enough=section.enough,
-        retry=section.retry,
-        longest=section.longest_retry,
-        silence=section.silence,
-        tries=section.tries,
-    )
+    patience = Patience(**section.model_dump(exclude={"outlier", "samples"}))
     _wait_for(transport, serving.clients or assembly.stream.clients, notify)
 
     def allowed(client: int) -> int | None:

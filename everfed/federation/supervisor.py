@@ -20,6 +20,7 @@ from everfed.store.files import private
 FIRST, LONGEST = 1.0, 60.0  # seconds before a process that ended is restarted: doubled each time, up to this
 STEADY = 30.0  # after this many seconds of life a process is restarted with the shortest wait
 LOG_TAIL = 8192  # bytes at the end of a log that are searched for the cause of an exit
+POLL = 0.2  # seconds between two looks at the processes
 _PR_SET_PDEATHSIG = 1
 # A message is copied many times in transit. By default glibc maps fresh pages for every large block and returns them,
 # and zeroing them takes five times as long as the copy itself; below these sizes memory is reused.
@@ -117,7 +118,7 @@ class Child:
         self.process = None
 
 
-def supervise(children: Sequence[Child], say: Say, poll: float = 0.2, watch: Callable[[], None] = lambda: None) -> None:
+def supervise(children: Sequence[Child], say: Say, watch: Callable[[], None] = lambda: None) -> None:
     """Keep all of them running until a signal ends this process, or `watch`, called at every look, raises."""
 
     def leave(number: int, frame: object) -> None:
@@ -129,13 +130,13 @@ def supervise(children: Sequence[Child], say: Say, poll: float = 0.2, watch: Cal
             watch()
             for child in children:
                 child.check(say)
-            time.sleep(poll)
+            time.sleep(POLL)
     finally:
         for child in reversed(children):
             child.stop()
 
 
-def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
-    """On Linux a child gets the signal `how` when its parent ends, even if it is killed."""
+def die_with_parent() -> None:
+    """On Linux a child gets SIGTERM when its parent ends, even if it is killed."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -36,7 +36,7 @@ def slowest_first(names: Sequence[str]) -> list[str]:
 def tries(method: str, stream: str, count: int) -> list[tuple[str, ...]]:
     """The first `count` tries of a method, each as `--set` entries."""
     rates = _table()["learning_rates"][stream]
-    weight = _table()["weights"].get(method)
+    weight = weight_of(method)
     found = []
     for rate, place in _table()["pairs"][:count]:
         own = () if weight is None else (f"method.{_quoted(weight['option'])}={weight['values'][place]}",)

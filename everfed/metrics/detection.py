@@ -18,7 +18,7 @@ _RECALLS = np.linspace(0.0, 1.0, 101)
 
 
 class Found(NamedTuple):
-    """What a detector says about one image: boxes (n, 4) as x0, y0, x1, y1, scores (n,), labels (n,)."""
+    """The detections in one image: boxes (n, 4) as x0, y0, x1, y1, scores (n,), labels (n,)."""
 
     boxes: np.ndarray
     scores: np.ndarray

@@ -49,7 +49,7 @@ def over_time(metric: Callable[[Matrix], Result], matrix: Matrix) -> list[Result
 
 
 def acc_t(matrix: Matrix, t: int | None = None) -> Entry:
-    """Acc_t = (1/t) sum_{i<=t} a[t,i], macro over tasks; t in 1..T, T unless told."""
+    """Acc_t = (1/t) sum_{i<=t} a[t,i], macro over tasks; t in 1..T, T by default."""
     return mean(_learned(matrix, t))
 
 

@@ -18,11 +18,7 @@ the same phase of the same run, in any other set: the difference of two such sum
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from everfed import (
     Collect,
@@ -49,11 +44,26 @@ from everfed import (
     Tree,
 )
 from everfed.core.client import Reply, synchronises
-from everfed.core.message import MODEL
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
-from everfed.core.tree import leaves
 from everfed.privacy import masking, shamir
+from everfed.privacy.bindings import (
+    MASKS,
+    ProtocolError,
+    client_of,
+    epoch_of,
+    ledger_keys,
+    letter_context,
+    letter_secret,
+    place_of,
+    private_keys,
+    reply_digest,
+    require_same_set,
+    unknown_members,
+    vote_secret,
+    vote_text,
+    with_new_keys,
+)
 from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text
 from everfed.privacy.members import (
     FEWEST,
@@ -80,15 +90,11 @@ REPLIES = {
     UNMASK: ("seeds", "doubts"),
     KEYS: ("keys", "signed"),
 }
+VECTORS = (b"narrow", b"wide")
 _IDLE = "idle"
-_LOG = logging.getLogger("everfed.site")
 LONGEST_SIGNED = 1000  # characters of a name and a signature
 _KEPT = ("phase", "place", "epoch", "result", "reply", "form")  # through a change of keys
 Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted by samples?
-
-
-class ProtocolError(ValueError):
-    """A request that no honest server makes; the client does not answer it."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +153,14 @@ class SecureAggregation(Protection):
         form = form_to_text(form_of(reply.values))
         own = {
             "phase": phase.name,
-            "place": _place(ctx),
-            "epoch": _epoch(ctx),
-            "result": _result(phase.name, message, reply, ctx),
+            "place": place_of(ctx),
+            "epoch": epoch_of(ctx),
+            "result": reply_digest(phase.name, message, reply, ctx),
             "reply": {"values": reply.values, "samples": reply.samples, "steps": reply.steps, "loss": _loss(reply)},
             "form": form,
+            "step": SHARE,
         }
-        own, advertised = _with_new_keys(own, ctx)
+        own, advertised = with_new_keys(own, ctx)
         return own, Reply({self.name: {**advertised, "form": form}})
 
     # the steps inside it -----------------------------------------------------------------------------------------
@@ -161,10 +168,11 @@ class SecureAggregation(Protection):
         own, request = client.get(self.name, {}), message.get(self.name, {})
         at = own.get("step", "nothing")
         expected = at in REPLIES if step == KEYS else at == step
-        if not expected or own.get("place") != _place(ctx) or own.get("epoch") != _epoch(ctx):
+        if not expected or own.get("place") != place_of(ctx) or own.get("epoch") != epoch_of(ctx):
             raise ProtocolError(
-                f"asked for {step} at {_place(ctx)} in epoch {_epoch(ctx)} of the server, but this client is at {at} "
-                f"of {own.get('place', 'no place')}, epoch {own.get('epoch', 'none')}; a phase begins with fresh keys"
+                f"asked for {step} at {place_of(ctx)} in epoch {epoch_of(ctx)} of the server, but this client is at "
+                f"{at} of {own.get('place', 'no place')}, "
+                f"epoch {own.get('epoch', 'none')}; a phase begins with fresh keys"
             )
         steps = {SHARE: self._share, MASK: self._mask, AGREE: self._agree}
         steps |= {RECOVER: self._recover, UNMASK: self._unmask, KEYS: self._renew}
@@ -172,22 +180,22 @@ class SecureAggregation(Protection):
 
     def _share(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
         """Check who is to be added up with, and split the secrets among them."""
-        members, me = self._members(own, request), _client(ctx)
-        private = _halves(to_bytes(own["private"]))
+        members, me = self._members(own, request), client_of(ctx)
+        private = private_keys(own)
         if members.keys.get(me) != b"".join(map(masking.public_of, private)) or members.forms[me] != own["form"]:
             raise ProtocolError("the server passes on other keys, or another form, than this client's")
         if len(members.clients) < FEWEST:
             raise ProtocolError(f"{len(members.clients)} clients; secure aggregation needs {FEWEST}")
         self._form(own, members, ctx)
-        strangers = _strangers(own, members, ctx)
-        if strangers:
-            return own, {"complaints": torch.tensor(strangers)}
+        unknown = unknown_members(own, members, ctx)
+        if unknown:
+            return own, {"complaints": torch.tensor(unknown)}
         seed, count = masking.new_seed(), len(members.clients)
         dealing = shamir.deal(private[0], seed, needed(count, self.threshold), count, members.dealer(me))
         shares = dict(zip(members.clients, dealing.shares, strict=True))
         letters = {
             str(peer): to_tensor(
-                masking.encrypt(_letter_secret(private, members, peer), share, _about(own, members, me, peer, ctx))
+                masking.encrypt(letter_secret(own, members, peer), share, letter_context(own, members, me, peer, ctx))
             )
             for peer, share in shares.items()
             if peer != me
@@ -199,11 +207,11 @@ class SecureAggregation(Protection):
     def _mask(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
         """Check the shares that the others sent, and keep them; mask the reply. Names the senders of bad ones instead:
         nothing is sent then, and the server begins again without the liar."""
-        members, me = self._members(own, own["members"]), _client(ctx)
+        members, me = self._members(own, own["members"]), client_of(ctx)
         sharing = _clients_of(request, "sharing")
         if len(sharing) < self._needed(members) or not {me} <= set(sharing) <= set(members.clients):
             raise ProtocolError(f"{len(sharing)} of {len(members.clients)} clients shared their keys")
-        _require_same_set(own, sharing, ctx)
+        require_same_set(own, sharing, ctx)
         shares = {peer: self._opened(own, members, peer, request, ctx) for peer in sharing if peer != me}
         liars = [peer for peer, share in shares.items() if share is None]
         if liars:
@@ -216,15 +224,15 @@ class SecureAggregation(Protection):
 
     def _opened(self, own: Tree, members: Members, peer: int, request: Tree, ctx: Context) -> bytes | None:
         """The shares in a peer's letter; None where it cannot be opened or they are not what the peer committed to."""
-        me, count = _client(ctx), len(members.clients)
+        me, count = client_of(ctx), len(members.clients)
         letter = sized(request.get("letters", {}).get(str(peer)), masking.NONCE + shamir.DEALT + masking.TAG)
         commitments = sized(request.get("commitments", {}).get(str(peer)), count * shamir.COMMITMENT)
         proof = sized(request.get("proofs", {}).get(str(peer)), self._needed(members) * shamir.SHARE)
         if letter is None or commitments is None or proof is None:
             raise ProtocolError(f"no letter of client {peer}, or none of the right size")
-        secret = _letter_secret(_halves(to_bytes(own["private"])), members, peer)
+        secret = letter_secret(own, members, peer)
         try:
-            share = masking.decrypt(secret, letter, _about(own, members, peer, me, ctx))
+            share = masking.decrypt(secret, letter, letter_context(own, members, peer, me, ctx))
         except ValueError:
             return None
         place, threshold = members.share_place(me), self._needed(members)
@@ -232,23 +240,22 @@ class SecureAggregation(Protection):
 
     def _masked(self, own: Tree, members: Members, sharing: list[int], ctx: Context) -> list[np.ndarray]:
         form, code = self._form(own, members, ctx), self.code(own["phase"], len(members.clients))
-        private, me, bound = _halves(to_bytes(own["private"])), _client(ctx), members.sum_of(sharing)
+        private, me, bound = private_keys(own), client_of(ctx), members.sum_of(sharing)
         secrets = {peer: masking.agree(private[0], members.mask_key(peer), MASKS) for peer in sharing if peer != me}
         encoded = zip(encode(_reply(own["reply"]), form, code), VECTORS, strict=True)
         return [masked(vector, me, to_bytes(own["seed"]), secrets, part + bound) for vector, part in encoded]
 
     def _agree(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
         """Vote for the set that is to be opened, in a way that each member of it can check."""
-        members, me, alive = self._members(own, own["members"]), _client(ctx), _clients_of(request, "alive")
+        members, me, alive = self._members(own, own["members"]), client_of(ctx), _clients_of(request, "alive")
         sharing = client_list(own["sharing"])
         if not {me} <= set(alive) <= set(sharing):
             raise ProtocolError("the set to open is not one of clients that shared their keys, with this one")
         if len(alive) < self._needed(members):
             raise ProtocolError(f"{len(alive)} of {len(members.clients)} clients are left; too few to open a sum")
-        _require_same_set(own, alive, ctx)
-        private = _halves(to_bytes(own["private"]))
+        require_same_set(own, alive, ctx)
         votes = {
-            str(peer): to_tensor(masking.mac(_vote_secret(private, members, peer), _vote(members, sharing, alive, me)))
+            str(peer): to_tensor(masking.mac(vote_secret(own, members, peer), vote_text(members, sharing, alive, me)))
             for peer in alive
             if peer != me
         }
@@ -266,16 +273,16 @@ class SecureAggregation(Protection):
         """Shares of the seeds of those that are there; recorded before they are sent."""
         doubts = self._require_votes(own, request, ctx)
         alive = client_list(own["alive"])
-        _require_same_set(own, alive, ctx)
+        require_same_set(own, alive, ctx)
         if ctx.attempt is not None:
-            for key in _ledger_keys(own, ctx):
+            for key in ledger_keys(own, ctx):
                 ctx.attempt.ledger.record(key, set_text(alive))
         seeds = {str(peer): to_tensor(shamir.seed_share(to_bytes(own["shares"][str(peer)]))) for peer in alive}
         return {"step": _IDLE}, {"seeds": seeds, **({"doubts": torch.tensor(doubts)} if doubts else {})}
 
     def _renew(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
         """Fresh keys for the same reply. Shares of the old ones are dropped: what was masked with them stays masked."""
-        return _with_new_keys({key: own[key] for key in _KEPT}, ctx)
+        return with_new_keys({**{key: own[key] for key in _KEPT}, "step": SHARE}, ctx)
 
     # checks ------------------------------------------------------------------------------------------------------
     def _needed(self, members: Members) -> int:
@@ -297,12 +304,11 @@ class SecureAggregation(Protection):
     def _require_votes(self, own: Tree, request: Tree, ctx: Context) -> list[int]:
         """At least `threshold` clients, this one included, voted for the set that this one voted for. Returns those
         whose vote is for something else."""
-        members, me = self._members(own, own["members"]), _client(ctx)
+        members, me = self._members(own, own["members"]), client_of(ctx)
         sharing, alive = client_list(own["sharing"]), client_list(own["alive"])
-        private = _halves(to_bytes(own["private"]))
         cast = by_client(request.get("votes"), masking.MAC)
         equal = {
-            peer: masking.is_mac(vote, _vote_secret(private, members, peer), _vote(members, sharing, alive, peer))
+            peer: masking.is_mac(vote, vote_secret(own, members, peer), vote_text(members, sharing, alive, peer))
             for peer, vote in cast.items()
             if peer in alive and peer != me
         }
@@ -312,11 +318,6 @@ class SecureAggregation(Protection):
         return sorted(peer for peer, vote in equal.items() if not vote)
 
 
-MASKS, LETTERS, VOTES = b"masks", b"letters", b"votes"  # what agreed secrets are for
-VECTORS = (b"narrow", b"wide")
-
-
-# masks ---------------------------------------------------------------------------------------------------------------
 def masked(vector: np.ndarray, me: int, seed: bytes, secrets: Mapping[int, bytes], part: bytes) -> np.ndarray:
     """The vector plus the client's own mask, plus the masks shared with higher clients, minus those with lower ones."""
     out = vector.copy()
@@ -356,126 +357,11 @@ def _weighing(reducers: Mapping[str, Mapping[str, Reducer]]) -> dict[str, bool]:
     return found
 
 
-# one client's own ----------------------------------------------------------------------------------------------------
-def _with_new_keys(own: Tree, ctx: Context) -> tuple[Tree, Tree]:
-    """(the state before `share`, the public keys to advertise, signed where this client has a long-lived key)."""
-    private = [masking.new_private(), masking.new_private()]
-    public = b"".join(masking.public_of(key) for key in private)
-    credentials = None if ctx.attempt is None else ctx.attempt.credentials
-    signed = {}
-    if credentials is not None:
-        signature = credentials.sign(_statement(own, _client(ctx), public, own["form"], ctx))
-        signed["signed"] = f"{credentials.name} {signature.hex()}"
-    return {**own, "step": SHARE, "private": to_tensor(b"".join(private))}, {"keys": to_tensor(public), **signed}
-
-
-def _statement(own: Tree, client: int, keys: bytes, form: str, ctx: Context) -> bytes:
-    """What a client signs when it advertises keys: they are its own, for this phase of this run and no other."""
-    run = "" if ctx.attempt is None else ctx.attempt.run
-    return json.dumps(["secure", run, own["epoch"], own["phase"], own["place"], client, keys.hex(), form]).encode()
-
-
-def _strangers(own: Tree, members: Members, ctx: Context) -> list[int]:
-    """The members whose keys are not signed by a client that this one knows from elsewhere than the server; none where
-    it knows no clients."""
-    credentials = None if ctx.attempt is None else ctx.attempt.credentials
-    if credentials is None:
-        return []
-    found = []
-    names = Counter(members.signed.get(client, "").partition(" ")[0] for client in members.clients)
-    for client in members.clients:
-        name, _, signature = members.signed.get(client, "").partition(" ")
-        statement = _statement(own, client, members.keys[client], members.forms[client], ctx)
-        problem = credentials.problem(name, _from_hex(signature), statement)
-        if problem or (names[name] > 1 and name):
-            _LOG.warning("no shares for client %d: %s", client, problem or f"{name} has several numbers")
-            found.append(client)
-    return [client for client in found if client != ctx.client]
-
-
-def _from_hex(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        return b""
-
-
-def _ledger_keys(own: Tree, ctx: Context) -> list[str]:
-    """What a sum that is opened is recorded under: the phase of the run; the reply, which another run may ask for."""
-    if ctx.attempt is None:  # a simulation: its clients' store is saved and restored with the server's state
-        return []
-    phase = f"opened {ctx.attempt.run} {own['phase']} {own['place']}"
-    return [phase, f"opened {own['result']}"] if own["result"] else [phase]
-
-
-def _require_same_set(own: Tree, clients: Iterable[int], ctx: Context) -> None:
-    """Raises ProtocolError where this reply, or this phase, was opened in a sum of other clients."""
-    for key in _ledger_keys(own, ctx):
-        known = ctx.attempt.ledger.find(key) if ctx.attempt else None
-        if known is not None and known != set_text(clients):
-            raise ProtocolError(
-                f"this reply to phase {own['phase']!r} was opened in a sum of clients {known}; the difference to a sum "
-                f"of clients {set_text(clients)} would reveal single replies. Resume with the same clients, or begin a "
-                "run with another seed"
-            )
-
-
-def _result(phase: str, message: Message, reply: Reply, ctx: Context) -> str:
-    """Digest of a reply and of the model that it answers, whichever run asks; "" for a reply without values."""
-    if ctx.attempt is None or not reply.values:
-        return ""
-    content = hashlib.blake2b(json.dumps([phase, _place(ctx), reply.samples, reply.steps]).encode(), digest_size=32)
-    for path, leaf in leaves({"reply": reply.values, "model": dict(message.get(MODEL, {}))}):
-        content.update(path.encode())
-        if isinstance(leaf, Tensor):
-            content.update(to_bytes(leaf.reshape(-1).view(torch.uint8)))
-        else:
-            content.update(repr(leaf).encode())
-    return content.hexdigest()
-
-
-def _letter_secret(private: tuple[bytes, bytes], members: Members, peer: int) -> bytes:
-    return masking.agree(private[1], members.letter_key(peer), LETTERS)
-
-
-def _vote_secret(private: tuple[bytes, bytes], members: Members, peer: int) -> bytes:
-    return masking.agree(private[1], members.letter_key(peer), VOTES)
-
-
-def _vote(members: Members, sharing: list[int], alive: list[int], voter: int) -> bytes:
-    return members.sum_of(sharing) + f"client {voter} opens {set_text(alive)}".encode()
-
-
-def _about(own: Tree, members: Members, sender: int, receiver: int, ctx: Context) -> bytes:
-    """What a letter is bound to, so that it opens at no other time, for no other client and in no other group."""
-    run = "" if ctx.attempt is None else ctx.attempt.run
-    bound = [run, own["epoch"], own["phase"], own["place"], sender, receiver, members.digest.hex()]
-    return json.dumps(bound).encode()
-
-
 def _clients_of(request: Tree, key: str) -> list[int]:
     try:
         return client_list(request.get(key))
     except ValueError as error:
         raise ProtocolError(f"{key}: {error}") from error
-
-
-def _halves(data: bytes) -> tuple[bytes, bytes]:
-    return data[: len(data) // 2], data[len(data) // 2 :]
-
-
-def _place(ctx: Context) -> str:
-    return f"{ctx.round}.{ctx.repeat}"
-
-
-def _epoch(ctx: Context) -> int:
-    return 0 if ctx.attempt is None else ctx.attempt.epoch
-
-
-def _client(ctx: Context) -> int:
-    if ctx.client is None:
-        raise ProtocolError("no client")
-    return ctx.client
 
 
 def _loss(reply: Reply) -> float | None:

@@ -86,9 +86,9 @@ def _table(source: Source) -> tuple[Table, str, str]:
         raise RecipeError(f"{label} is not valid TOML: {error}") from error
 
 
-def from_table(table: Table, label: str = "recipe") -> Recipe:
-    """A recipe from a dict as TOML would give it. Raises RecipeError, in which `label` stands for the file."""
-    return _validated(table, Places(label))
+def from_table(table: Table) -> Recipe:
+    """A recipe from a dict as TOML would give it. Raises RecipeError."""
+    return _validated(table, Places("recipe"))
 
 
 def parse_set(entry: str) -> Setting:

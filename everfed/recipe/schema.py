@@ -176,8 +176,8 @@ class EngineSection(Section):
 
 class DifferentialPrivacySection(Section):
     """[privacy.dp]: replies are clipped to an L2 norm of `clip` and hidden by noise of standard deviation noise x clip,
-    on the server ("central") or by each client ("local"). delta: at which epsilon is told; budget: the epsilon at which
-    the run stops (0: it does not); seed: makes the noise repeatable, for simulations (-1: a secret key)."""
+    on the server ("central") or by each client ("local"). delta: at which epsilon is reported; budget: the epsilon at
+    which the run stops (0: it does not); seed: makes the noise repeatable, for simulations (-1: a secret key)."""
 
     kind: Literal["central", "local"] = "central"
     noise: float = Field(1.0, gt=0)
@@ -200,8 +200,8 @@ class PrivacySection(Section):
 
 
 class MonitorSection(Section):
-    """[monitor]: suspects that clients' data changed; tells it, and changes no number. watch: from their losses, from
-    the features of up to `samples` of their samples, or from both."""
+    """[monitor]: reports where clients' data seems to have changed, and changes no number. watch: from their losses,
+    from the features of up to `samples` of their samples, or from both."""
 
     kind: Literal["none", "page-hinkley"] = "none"
     watch: Literal["loss", "features", "both"] = "loss"
@@ -219,8 +219,8 @@ class FederationSection(Section):
     the same for single phases, by name. minimum: a phase never ends with fewer answers (0: everybody's, or one where
     there is a deadline). enough: the share of answers that ends a phase at once, for plans that over-select.
     retry: seconds before a client that failed is asked again, doubled up to longest_retry. silence: seconds after which
-    one that is connected but says nothing is asked again, doubled each time. tries: how often one whose own code fails
-    is asked in a phase before it counts as absent, 0 for ever.
+    one that is connected but does not answer is asked again, doubled each time. tries: how often one whose own code
+    fails is asked in a phase before it counts as absent, 0 for ever.
     outlier: a trained model that moved more than so many times as far as the median client's is refused, 0 for never.
     samples: as how many samples a client, by its name, counts at most with weighting = "samples".
     """

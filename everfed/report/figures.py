@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from everfed.report import charts, numbers, series
+from everfed.report import charts, heatmaps, numbers, series
 from everfed.report.charts import Axis, Bar, Marks, Pieces
 from everfed.report.groups import Group
 from everfed.report.markup import NOTHING, Html, join, tag
@@ -214,7 +214,7 @@ def accuracy_matrix(group: Group) -> Html:
     seeds = len(group.finished or group.runs)
     about = f"Row: after which task; column: on which task{'' if seeds == 1 else f'; mean of {seeds} seeds'}."
     in_per_cent = " In per cent." if measured.unit else ""
-    return charts.figure(title, charts.matrix(entries, measured.unit), about + in_per_cent)
+    return charts.figure(title, heatmaps.matrix(entries, measured.unit), about + in_per_cent)
 
 
 def traffic(groups: Sequence[Group], pieces: Pieces) -> Html:
@@ -286,7 +286,7 @@ def who_saw_what(run: Run) -> Html:
     tasks = max([start.tasks if start else 1, *(task for row in grid.cells for task in row if task is not None)])
     notes = _grid_notes(grid, "trained")
     about = "A client has the colour of the task it trained on in that round; without colour it did not take part."
-    return charts.figure(title, charts.participation(grid, tasks), about, notes=notes)
+    return charts.figure(title, heatmaps.participation(grid, tasks), about, notes=notes)
 
 
 def _why_missing(run: Run) -> str:
@@ -313,7 +313,7 @@ def suspected_shifts(run: Run) -> Html:
         return NOTHING
     about = "Rounds in which the data of a client seemed to have changed, coloured by signal."
     return charts.figure(
-        "Suspected shifts", charts.suspicions(*found), about, notes=_grid_notes(found[0], "was suspected")
+        "Suspected shifts", heatmaps.suspicions(*found), about, notes=_grid_notes(found[0], "was suspected")
     )
 
 
@@ -325,7 +325,7 @@ def class_mix(run: Run) -> Html:
         why = "is known when the run is finished" if run.result is None else "is listed for up to 100 clients only"
         return charts.missing(title, f"The division of the data {why}.")
     tasks = max(task for mix in mixes for task in mix.tasks)
-    return charts.figure(title, charts.class_mix(mixes, tasks), "Training samples by client and class.")
+    return charts.figure(title, heatmaps.class_mix(mixes, tasks), "Training samples by client and class.")
 
 
 def buffers(run: Run) -> Html:
@@ -341,7 +341,7 @@ def buffers(run: Run) -> Html:
     tasks = max(run.log.start.tasks if run.log.start else 1, *(len(counts) for _, counts in found))
     some = run.log.buffers_of
     whose = f"The first {some[0]:,} of {some[1]:,} clients together." if some else "All clients together."
-    drawing = charts.bars(rows, numbers.count, "samples", lambda task: charts.task_colour(int(task[5:]), tasks))
+    drawing = charts.bars(rows, numbers.count, "samples", lambda task: heatmaps.task_colour(int(task[5:]), tasks))
     return charts.figure(title, drawing, whose)
 
 

@@ -80,18 +80,18 @@ class StreamRuns:
         return self.grouping.groups
 
 
-def by_stream(runs: Sequence[Run], colours: Colours | None = None) -> list[StreamRuns]:
+def by_stream(runs: Sequence[Run]) -> list[StreamRuns]:
     """Runs by the stream they are on, in the order in which the first of each was named. Methods keep their colours
     from stream to stream."""
-    chosen = colours or Colours()
-    chosen.assign(map(variant, runs))
+    colours = Colours()
+    colours.assign(map(variant, runs))
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(stream_of(run), []).append(run)
     firsts = [own[0] for own in found.values()]
     names = [_stream_name(first, firsts) for first in firsts]
     return [
-        StreamRuns(_unique(name, names[:i]), tuple(own), grouped(own, chosen))
+        StreamRuns(_unique(name, names[:i]), tuple(own), grouped(own, colours))
         for i, (name, own) in enumerate(zip(names, found.values(), strict=True))
     ]
 

@@ -188,7 +188,7 @@ Tag = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_
 
 
 class Note(BaseModel):
-    """What a reader says of a run: a name, tags, and whether it is hidden."""
+    """What a reader noted about a run: a name, tags, and whether it is hidden."""
 
     model_config = ConfigDict(extra="forbid")
 

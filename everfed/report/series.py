@@ -77,18 +77,18 @@ def loss_by_round(run: Run) -> Points:
 
 def bytes_by_round(run: Run) -> Points:
     """Bytes up and down from the beginning to the end of each round."""
-    total, found = 0, {}
-    for (index, _, _), line in sorted(run.log.phases.items()):
-        total += line.bytes_up + line.bytes_down
-        found[float(index + 1)] = float(total)
-    return found
+    return _accumulated(run, lambda line: line.bytes_up + line.bytes_down)
 
 
 def seconds_by_round(run: Run) -> Points:
     """Seconds of all phases from the beginning to the end of each round; evaluation is not counted."""
+    return _accumulated(run, lambda line: line.seconds)
+
+
+def _accumulated(run: Run, of: Callable[[PhaseLine], float]) -> Points:
     total, found = 0.0, {}
     for (index, _, _), line in sorted(run.log.phases.items()):
-        total += line.seconds
+        total += of(line)
         found[float(index + 1)] = total
     return found
 

@@ -49,6 +49,7 @@ def create_app(root: Path, token: str | None = None, every: float = EVERY) -> "F
     app.add_middleware(AccessControl, token=token)
     _add_page(app)
     _add_runs(app, dashboard, feed)
+    _add_comparisons(app, dashboard)
     _add_errors(app)
     return app
 
@@ -81,11 +82,8 @@ def _add_page(app: "FastAPI") -> None:
 
 
 def _add_runs(app: "FastAPI", dashboard: Dashboard, feed: Feed) -> None:
-    from fastapi import Query, Request
-    from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
-
-    names = Annotated[list[str], Query()]
-    infinite = float("inf")
+    from fastapi import Request
+    from fastapi.responses import JSONResponse, StreamingResponse
 
     @app.get("/api/runs")
     def runs() -> JSONResponse:
@@ -94,6 +92,28 @@ def _add_runs(app: "FastAPI", dashboard: Dashboard, feed: Feed) -> None:
     @app.get("/api/live")
     async def live() -> StreamingResponse:
         return StreamingResponse(feed.listen(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    @app.get("/api/options")
+    def options() -> JSONResponse:
+        return JSONResponse(dashboard.options())
+
+    @app.post("/api/note")
+    def annotate(request: Request, id: str, note: Note) -> JSONResponse:
+        check_own_page(request.headers)
+        dashboard.annotate(id, note)
+        return JSONResponse({"id": id})
+
+    @app.get("/api/run")
+    def one(id: str) -> JSONResponse:
+        return JSONResponse(dashboard.run(id))
+
+
+def _add_comparisons(app: "FastAPI", dashboard: Dashboard) -> None:
+    from fastapi import Query
+    from fastapi.responses import HTMLResponse
+
+    names = Annotated[list[str], Query()]
+    infinite = float("inf")
 
     @app.get("/api/compare")
     def compare(
@@ -109,20 +129,6 @@ def _add_runs(app: "FastAPI", dashboard: Dashboard, feed: Feed) -> None:
     ) -> HTMLResponse:
         view = View(by, window=(first, last), along=x, smooth=smooth, log=log)
         return HTMLResponse(dashboard.compare(run, what, view, together))
-
-    @app.get("/api/options")
-    def options() -> JSONResponse:
-        return JSONResponse(dashboard.options())
-
-    @app.post("/api/note")
-    def annotate(request: Request, id: str, note: Note) -> JSONResponse:
-        check_own_page(request.headers)
-        dashboard.annotate(id, note)
-        return JSONResponse({"id": id})
-
-    @app.get("/api/run")
-    def one(id: str) -> JSONResponse:
-        return JSONResponse(dashboard.run(id))
 
     @app.get("/api/report")
     def report(run: names) -> HTMLResponse:

@@ -7,7 +7,7 @@ from everfed.reproduction.published import SETS, domains_of
 
 
 def training_samples(recipe: Recipe, method: str, scale: float = 1.0) -> float | None:
-    """Samples that one run processes, each counted whenever it is trained on; None where it cannot be told.
+    """Samples that one run processes, each counted whenever it is trained on; None where it is not known.
 
     Replayed, generated and reference samples of a method are not counted; `ideal` trains on all tasks so far.
     """

@@ -19,7 +19,7 @@ COLUMNS = ["table", "about", "cells", "runs", "samples", "missing", "not judged"
 @dataclass(frozen=True)
 class Overview:
     """cells, runnable: how many there are, and how many can be run. runs: over all seeds. samples: processed in
-    training, None where it cannot be told. missing, not_judged: the reasons, with how many cells each concerns.
+    training, None where it is not known. missing, not_judged: the reasons, with how many cells each concerns.
     nothing: why there is nothing to run."""
 
     table: str

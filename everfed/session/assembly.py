@@ -185,7 +185,7 @@ def build_method(recipe: Recipe) -> Method:
 
 
 def _refuse_blind_monitor(recipe: Recipe) -> None:
-    """A monitor that would never be told anything is no monitor."""
+    """Raises RecipeError for a monitor under a protection that hides from it what it watches."""
     hiding = [key for key in ("secure_aggregation", "dp") if getattr(recipe.privacy, key)]
     if recipe.monitor.kind != "none" and hiding:
         raise RecipeError(
@@ -195,16 +195,9 @@ def _refuse_blind_monitor(recipe: Recipe) -> None:
 
 
 def _train_options(recipe: Recipe) -> TrainOptions:
-    train = recipe.train
-    return TrainOptions(
-        local_epochs=train.local_epochs,
-        batch_size=train.batch_size,
-        optimizer=Optimizer(**train.optimizer.model_dump()),
-        sync_every=train.sync_every,
-        logits=train.logits,
-        drop_last=train.drop_last,
-        batchnorm=recipe.model.batchnorm,
-    )
+    train = recipe.train.model_dump(exclude={"rounds_per_task", "optimizer"})
+    optimizer = Optimizer(**recipe.train.optimizer.model_dump())
+    return TrainOptions(**train, optimizer=optimizer, batchnorm=recipe.model.batchnorm)
 
 
 def identity_of(module: nn.Module) -> str:
@@ -214,7 +207,7 @@ def identity_of(module: nn.Module) -> str:
 
 
 def fingerprint(assembly: Assembly) -> str:
-    """Of all that decides a run's numbers, as far as it can be told: two runs that differ in it share no checkpoint.
+    """Of all that decides a run's numbers, as far as it is known: two runs that differ in it share no checkpoint.
     The engine is left out: a run may go on in another one. Defaults are, too: a later version may have more keys."""
     stream = assembly.stream
     left_out = {"engine", "federation", "compare", "monitor"}

@@ -19,9 +19,9 @@ from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
 from everfed.session import handover
 from everfed.session.assembly import Assembly, fingerprint
-from everfed.session.outcome import save_pictures
-from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_fault
-from everfed.session.result import at_chance, result
+from everfed.session.pictures import save_pictures
+from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_end, report_fault
+from everfed.session.result import result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
 from everfed.store.ledger import Ledger
@@ -83,11 +83,10 @@ def _drive(
     if state is not None:
         alone.durable = state.place
         state.server = {name: on_device(slots, where) for name, slots in state.server.items()}
-    if build_engine is not None:
-        engine = build_engine(assembly, notify, lambda: alone.durable)
+    if build_engine is None:
+        engine, ledger = engines.build(recipe.engine, world, store, assembly.build_module, notify, group), None
     else:
-        engine = engines.build(recipe.engine, world, store, assembly.build_module, notify, group)
-    ledger = None if build_engine is None else Ledger(folder.path / LEDGER)
+        engine, ledger = build_engine(assembly, notify, lambda: alone.durable), Ledger(folder.path / LEDGER)
     engine = privacy.wrap(engine, world, str(where), notify, ledger)
     try:
         announce(notify, assembly, state)
@@ -104,9 +103,7 @@ def _drive(
         summary = result(assembly, final, engine.describe(), state_bytes)
         if leads:
             _save_results(folder, assembly, engine, final, summary)
-        if (warning := at_chance(assembly.stream, summary)) is not None:
-            notify({"event": "warning", "message": warning})
-        notify({"event": "end", "score": summary["score"], "metrics": summary["metrics"], "seconds": final.seconds})
+        report_end(notify, assembly, summary, final.seconds)
         return summary
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""Events around a run's rounds: its start, a resume, the contents of buffers, the error that ended it."""
+"""Events around a run's rounds: its start, a resume, the contents of buffers, its end, the error that ended it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from everfed.engines.group import Group
 from everfed.errors import UserError
 from everfed.session import buffers
 from everfed.session.assembly import Assembly
+from everfed.session.result import at_chance
 from everfed.store.clients import ClientStore
 
 Observer = Callable[[Event], None]
@@ -77,6 +78,13 @@ def announce(notify: Observer, assembly: Assembly, state: RunState | None) -> No
     )
     for warning in assembly.method.warnings:
         notify({"event": "warning", "message": warning})
+
+
+def report_end(notify: Observer, assembly: Assembly, result: dict[str, Any], seconds: float) -> None:
+    """Report the main numbers of a finished run, after a warning where it has learned nothing."""
+    if (warning := at_chance(assembly.stream, result)) is not None:
+        notify({"event": "warning", "message": warning})
+    notify({"event": "end", "score": result["score"], "metrics": result["metrics"], "seconds": seconds})
 
 
 def _bytes(state: RunState) -> Event:

@@ -29,7 +29,7 @@ class HasSummary(Protocol):
 
 
 def result(assembly: Assembly, state: RunState, environment: dict[str, Any], state_bytes: int) -> dict[str, Any]:
-    """Of a run that came to its end. environment: what the engine says of itself; state_bytes: of all clients."""
+    """The content of result.json. environment: the engine's description of itself; state_bytes: of all clients."""
     recipe, stream = assembly.recipe, assembly.stream
     n_test = [int(row[0]) for row in _last_full_row(state) if row is not None]
     curves = _curves(state, stream)

@@ -152,7 +152,7 @@ class Checkpoints:
         found: dict[int, tuple[int, str]] = {}
         for client, version in versions.items():
             known = self._checksums.get(client)
-            path = self.store._path(client, version)
+            path = self.store.path(client, version)
             found[client] = known if known and known[0] == version else (version, file_digest(path))
         self._checksums = found
         return found
@@ -180,7 +180,7 @@ def latest(folder: Path, store: ClientStore, recipe: str = "") -> RunState | Non
         manifest = Manifest.from_json((path / CLIENTS).read_bytes())
         state = RunState.from_tree(tree.from_bytes(_intact(path / RUN, manifest.run)))
         for client, (version, checksum) in manifest.clients.items():
-            _intact(store._path(client, version), checksum)
+            _intact(store.path(client, version), checksum)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"checkpoint {path} cannot be read ({error}); nothing was changed. Restore the folder from a copy, "

@@ -56,7 +56,7 @@ class ClientStore:
                 return self._hot[client]
             if client not in self._version:
                 return None
-            state = tree.from_bytes(self._path(client, self._version[client]).read_bytes())
+            state = tree.from_bytes(self.path(client, self._version[client]).read_bytes())
             self._keep(client, state)
             return state
 
@@ -65,7 +65,7 @@ class ClientStore:
         with self._lock:
             if client in self._hot or client not in self._version:
                 return self._hot.get(client)
-            path = self._path(client, self._version[client])
+            path = self.path(client, self._version[client])
         return tree.from_bytes(path.read_bytes())
 
     def put(self, client: int, state: State) -> None:
@@ -114,7 +114,7 @@ class ClientStore:
         if pages and self.folder is not None:
             # concurrent syncs are committed together by the file system: many times faster than one by one
             with ThreadPoolExecutor(min(_AT_ONCE, len(pages))) as pool:
-                list(pool.map(lambda page: _sync(self._path(*page)), pages))
+                list(pool.map(lambda page: _sync(self.path(*page)), pages))
             sync_folder(self.folder)  # their names
         with self._lock:
             self._unsynced.difference_update(pages)
@@ -122,7 +122,7 @@ class ClientStore:
     def restore(self, versions: Mapping[int, int]) -> None:
         """Go back to the states of a checkpoint."""
         with self._lock:
-            self._sizes = {client: _payload(self._path(client, v)) for client, v in versions.items()}
+            self._sizes = {client: _payload(self.path(client, v)) for client, v in versions.items()}
             self._hot.clear()
             self._hot_bytes = 0
             self._version = dict(versions)
@@ -147,7 +147,7 @@ class ClientStore:
             self._stale -= gone
             self._unsynced -= gone
         for client, version in gone:
-            self._path(client, version).unlink(missing_ok=True)
+            self.path(client, version).unlink(missing_ok=True)
 
     def _forget(self, named: set[Page]) -> None:
         """Mark all files in the folder but `named` as stale: an earlier process of this run left them. Versions go on
@@ -184,7 +184,8 @@ class ClientStore:
         del self._hot[client]
         self._hot_bytes -= self._sizes[client]
 
-    def _path(self, client: int, version: int) -> Path:
+    def path(self, client: int, version: int) -> Path:
+        """The file of a client's state."""
         if self.folder is None:
             raise RuntimeError("this store has no folder")
         return self.folder / f"{client}.{version}{_SUFFIX}"
@@ -193,7 +194,7 @@ class ClientStore:
         with self._lock:
             if self._saved.get(client) == version:
                 return
-        _write_page(self._path(client, version), tree.to_bytes(state))
+        _write_page(self.path(client, version), tree.to_bytes(state))
         with self._lock:
             self._unsynced.add((client, version))
             self._saved[client] = max(version, self._saved.get(client, 0))

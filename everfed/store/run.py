@@ -18,7 +18,7 @@ from everfed.errors import FAULT, UserError, exit_code
 from everfed.store.files import FOLDER_MODE, make_folder, private, remove_temporaries, write_atomic
 from everfed.store.lock import Locked, locked
 
-RECIPE, EVENTS, RESULT, MODEL, REPORT = "recipe.toml", "events.jsonl", "result.json", "model.safetensors", "report.html"
+RECIPE, EVENTS, RESULT, MODEL = "recipe.toml", "events.jsonl", "result.json", "model.safetensors"
 PICTURES, TENSORBOARD = "pictures", "tensorboard"
 CHECKPOINT, CLIENTS, SETTINGS, LOCK = "checkpoint", "clients", "settings.json", ".lock"
 DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})

@@ -146,7 +146,7 @@ class Driving(PlannedStream):
 
     def pictures(self, outputs: Tensor, data: Data) -> list[np.ndarray]:
         """Images with the detected and the true boxes."""
-        return pictures(data.x, data.y, outputs, self.anchors, self.scenes.class_names)
+        return pictures(data.x, data.y, outputs, self.anchors)
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, and how many images every client has."""

@@ -96,19 +96,14 @@ class Periods(PlannedStream):
         self.utterances = source
         self.mask_rate, self.masking, self.input_shape = mask_rate, masking, (length,)
         self.name = f"{source.name}-periods"
+        settings: dict[str, Any] = {"length": length, "mask_rate": mask_rate, "masking": masking}
+        settings |= {"min_utterances": min_utterances, **({"left_out": left_out} if left_out else {})}
         if source.dated:
-            self._settings: dict[str, Any] = {"train_weeks": train_weeks, "test_weeks": test_weeks}
+            self._settings = {"train_weeks": train_weeks, "test_weeks": test_weeks, **settings}
             division = divide_dated(source, train_weeks, test_weeks)
         else:
-            self._settings = {"test_share": test_share}
+            self._settings = {"test_share": test_share, **settings}
             division = divide_numbered(source, test_share)
-        self._settings |= {
-            "length": length,
-            "mask_rate": mask_rate,
-            "masking": masking,
-            "min_utterances": min_utterances,
-            **({"left_out": left_out} if left_out else {}),
-        }
         self._use_periods(division, min_utterances, vocabulary, left_out)
         self._cache = DataCache(CACHE_BYTES)
 

@@ -141,9 +141,9 @@ def test_precision_of_perfect_outputs_is_one() -> None:
 
 def test_pictures_show_what_is_there_and_what_was_found() -> None:
     x, y = torch.zeros(1, 3, 20, 30, dtype=torch.uint8), boxes((2, 0.5, 0.5, 0.6, 0.6))
-    (plain,) = pictures(x, y, quiet(), ANCHORS, ("a", "b", "c"))
+    (plain,) = pictures(x, y, quiet(), ANCHORS)
     assert plain.shape == (40, 60, 3) and (plain == 255).all(-1).any()
-    (marked,) = pictures(x, y, saying(quiet(), 1, 2, 3, 2), ANCHORS, ("a", "b", "c"))
+    (marked,) = pictures(x, y, saying(quiet(), 1, 2, 3, 2), ANCHORS)
     assert len({tuple(pixel) for pixel in marked.reshape(-1, 3)}) == 3
 
 

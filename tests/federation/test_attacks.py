@@ -19,7 +19,7 @@ from everfed.federation import request as wire
 from everfed.federation.checking import largest_reply
 from everfed.federation.codec import to_reply
 from everfed.federation.local import NODE_KEY, listen, socket_path
-from everfed.federation.packet import Packet, PacketError
+from everfed.federation.packet import PROTOCOL, Packet, PacketError
 from everfed.federation.request import Answer
 from tests.core.test_tree_hostile import POISONED
 from tests.federation.loop import Loop, federated, loop_of, states
@@ -76,6 +76,16 @@ def test_a_reply_to_another_federation_is_not_taken(tmp_path: Path, honest: Outc
 
     outcome = strike(loop, tmp_path, astray, times=1)
     assert rejected(outcome) == ["it answered another request"]
+    assert torch.equal(outcome.params, honest.params)
+
+
+def test_a_reply_of_another_protocol_is_not_taken(tmp_path: Path, honest: Outcome) -> None:
+    def older(reply: Packet) -> Packet:
+        return Packet({**reply.header, "protocol": PROTOCOL - 1}, reply.pieces)
+
+    outcome = strike(loop_of(BENCH, tmp_path), tmp_path, older, times=1)
+    known = f"protocol {PROTOCOL - 1} at the other end, {PROTOCOL} here: install the same everfed version"
+    assert rejected(outcome) == [known]
     assert torch.equal(outcome.params, honest.params)
 
 

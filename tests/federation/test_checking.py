@@ -15,40 +15,26 @@ from everfed import methods
 from everfed.core.client import Reply
 from everfed.core.context import Moment, TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.phase import EVALUATE, TRAIN, Model, Phase
+from everfed.core.phase import EVALUATE, Model, Phase
 from everfed.core.runner import Runner
 from everfed.core.tree import TreeError, from_bytes, to_bytes
-from everfed.federation.checking import (
-    Arrived,
-    Call,
-    Expected,
-    Limits,
-    Reason,
-    ReplyChecker,
-    Spec,
-    check_reply,
-    expected_reply,
-    find_other_forms,
-)
+from everfed.federation.checking import Expected, Limits, Reason, Spec, check_reply, expected_reply
+from everfed.federation.cross_checks import find_other_forms
 from everfed.federation.engine import _sent_model
 from tests.support.toy import Bench, Norm
 from tests.support.wire import Wire
 
-CALL = Call("run-1", 3, TRAIN)
 EXPECTED = Expected(
-    CALL,
-    frozenset({0, 1, 2}),
     {"fedavg": frozenset({"params", "stats"}), "gap": frozenset({"correct"}), "pool": frozenset({"all"})},
     {"fedavg/params": Spec(torch.float32, (4,))},
     frozenset({"fedavg/params", "fedavg/stats", "gap/correct"}),
     Limits(bytes=1000, magnitude=1e4, samples=100, steps=50),
-    deadline=60.0,
 )
 HONEST = Reply({"fedavg": {"params": torch.ones(4)}, "gap": {"correct": 3}}, 10, 5, 2.5)
 
 
-def reason(client: Any = 1, call: Call = CALL, reply: Any = HONEST, at: float = 1.0) -> Reason | None:
-    refusal = check_reply(Arrived(client, call, reply, at), EXPECTED)
+def reason(reply: Any) -> Reason | None:
+    refusal = check_reply(reply, EXPECTED)
     return refusal.reason if refusal else None
 
 
@@ -61,78 +47,58 @@ def params(value: Any) -> Reply:
 
 
 def test_an_honest_reply_is_taken() -> None:
-    assert reason() is None
-    assert reason(reply=Reply({})) is None  # a client may have nothing to say
-    assert reason(reply=params(None)) is None
-    assert reason(reply=with_values({"pool": {"all": {"0": torch.ones(2), "name": "x"}}})) is None
-    assert reason(reply=replace(HONEST, loss=torch.tensor(1.0))) is None
+    assert reason(HONEST) is None
+    assert reason(Reply({})) is None  # a client may have nothing to say
+    assert reason(params(None)) is None
+    assert reason(with_values({"pool": {"all": {"0": torch.ones(2), "name": "x"}}})) is None
+    assert reason(replace(HONEST, loss=torch.tensor(1.0))) is None
 
 
 @pytest.mark.parametrize(
-    ("expected", "given"),
+    ("expected", "reply"),
     [
-        (Reason.NOT_ASKED, {"client": 7}),
-        (Reason.NOT_ASKED, {"client": "1"}),
-        (Reason.NOT_ASKED, {"client": True}),
-        (Reason.LATE, {"at": 60.5}),
-        (Reason.LATE, {"call": replace(CALL, round=2)}),
-        (Reason.LATE, {"call": replace(CALL, phase="reference")}),
-        (Reason.WRONG_CALL, {"call": replace(CALL, round=4)}),
-        (Reason.WRONG_CALL, {"call": replace(CALL, run="run-2")}),
-        (Reason.WRONG_CALL, {"call": replace(CALL, round="3")}),  # type: ignore[arg-type]
-        (Reason.WRONG_VERSION, {"call": replace(CALL, protocol=0)}),
-        (Reason.MALFORMED, {"reply": None}),
-        (Reason.MALFORMED, {"reply": with_values([1])}),
-        (Reason.MALFORMED, {"reply": with_values({"fedavg": 1})}),
-        (Reason.MALFORMED, {"reply": with_values({"fedgp": {"gradient": torch.ones(1)}})}),
-        (Reason.MALFORMED, {"reply": with_values({"fedavg": {"secret": torch.ones(1)}})}),
-        (Reason.MALFORMED, {"reply": params(1.0)}),
-        (Reason.MALFORMED, {"reply": with_values({"gap": {"correct": {"deep": 1}}})}),
-        (Reason.MALFORMED, {"reply": with_values({"gap": {"correct": "3"}})}),
-        (Reason.MALFORMED, {"reply": replace(HONEST, samples=-1)}),
-        (Reason.MALFORMED, {"reply": replace(HONEST, samples=1.5)}),  # type: ignore[arg-type]
-        (Reason.MALFORMED, {"reply": replace(HONEST, steps=True)}),
-        (Reason.MALFORMED, {"reply": replace(HONEST, loss="low")}),  # type: ignore[arg-type]
-        (Reason.MALFORMED, {"reply": replace(HONEST, loss=torch.ones(2))}),
-        (Reason.WRONG_SHAPE, {"reply": params(torch.ones(5))}),
-        (Reason.WRONG_SHAPE, {"reply": params(torch.ones(4, 1))}),
-        (Reason.WRONG_SHAPE, {"reply": params(torch.ones(0))}),
-        (Reason.WRONG_DTYPE, {"reply": params(torch.ones(4, dtype=torch.float64))}),
-        (Reason.WRONG_DTYPE, {"reply": params(torch.ones(4, dtype=torch.int32))}),
-        (Reason.WRONG_DTYPE, {"reply": with_values({"fedavg": {"stats": torch.ones(1, dtype=torch.complex64)}})}),
-        (Reason.NOT_FINITE, {"reply": params(torch.tensor([0.0, math.nan, 0.0, 0.0]))}),
-        (Reason.NOT_FINITE, {"reply": params(torch.tensor([0.0, 0.0, -math.inf, 0.0]))}),
-        (Reason.NOT_FINITE, {"reply": with_values({"gap": {"correct": math.inf}})}),
-        (Reason.NOT_FINITE, {"reply": with_values({"pool": {"all": {"deep": {"x": torch.tensor(math.nan)}}}})}),
-        (Reason.NOT_FINITE, {"reply": replace(HONEST, loss=math.nan)}),
-        (Reason.TOO_LARGE, {"reply": params(torch.full((4,), 2e4))}),
-        (Reason.TOO_LARGE, {"reply": params(torch.full((4,), -2e4))}),
-        (Reason.NOT_FINITE, {"reply": with_values({"gap": {"correct": 10**400}})}),
-        (Reason.TOO_LARGE, {"reply": replace(HONEST, samples=101)}),
-        (Reason.TOO_LARGE, {"reply": replace(HONEST, samples=10**5000)}),
-        (Reason.TOO_LARGE, {"reply": replace(HONEST, steps=51)}),
-        (Reason.TOO_LARGE, {"reply": with_values({"pool": {"all": torch.zeros(251)}})}),
+        (Reason.MALFORMED, None),
+        (Reason.MALFORMED, with_values([1])),
+        (Reason.MALFORMED, with_values({"fedavg": 1})),
+        (Reason.MALFORMED, with_values({"fedgp": {"gradient": torch.ones(1)}})),
+        (Reason.MALFORMED, with_values({"fedavg": {"secret": torch.ones(1)}})),
+        (Reason.MALFORMED, params(1.0)),
+        (Reason.MALFORMED, with_values({"gap": {"correct": {"deep": 1}}})),
+        (Reason.MALFORMED, with_values({"gap": {"correct": "3"}})),
+        (Reason.MALFORMED, replace(HONEST, samples=-1)),
+        (Reason.MALFORMED, replace(HONEST, samples=1.5)),  # type: ignore[arg-type]
+        (Reason.MALFORMED, replace(HONEST, steps=True)),
+        (Reason.MALFORMED, replace(HONEST, loss="low")),  # type: ignore[arg-type]
+        (Reason.MALFORMED, replace(HONEST, loss=torch.ones(2))),
+        (Reason.WRONG_SHAPE, params(torch.ones(5))),
+        (Reason.WRONG_SHAPE, params(torch.ones(4, 1))),
+        (Reason.WRONG_SHAPE, params(torch.ones(0))),
+        (Reason.WRONG_DTYPE, params(torch.ones(4, dtype=torch.float64))),
+        (Reason.WRONG_DTYPE, params(torch.ones(4, dtype=torch.int32))),
+        (Reason.WRONG_DTYPE, with_values({"fedavg": {"stats": torch.ones(1, dtype=torch.complex64)}})),
+        (Reason.NOT_FINITE, params(torch.tensor([0.0, math.nan, 0.0, 0.0]))),
+        (Reason.NOT_FINITE, params(torch.tensor([0.0, 0.0, -math.inf, 0.0]))),
+        (Reason.NOT_FINITE, with_values({"gap": {"correct": math.inf}})),
+        (Reason.NOT_FINITE, with_values({"pool": {"all": {"deep": {"x": torch.tensor(math.nan)}}}})),
+        (Reason.NOT_FINITE, replace(HONEST, loss=math.nan)),
+        (Reason.TOO_LARGE, params(torch.full((4,), 2e4))),
+        (Reason.TOO_LARGE, params(torch.full((4,), -2e4))),
+        (Reason.NOT_FINITE, with_values({"gap": {"correct": 10**400}})),
+        (Reason.TOO_LARGE, replace(HONEST, samples=101)),
+        (Reason.TOO_LARGE, replace(HONEST, samples=10**5000)),
+        (Reason.TOO_LARGE, replace(HONEST, steps=51)),
+        (Reason.TOO_LARGE, with_values({"pool": {"all": torch.zeros(251)}})),
     ],
 )
-def test_everything_else_is_refused_by_name(expected: Reason, given: dict[str, Any]) -> None:
-    assert reason(**given) is expected
+def test_everything_else_is_refused_by_name(expected: Reason, reply: Any) -> None:
+    assert reason(reply) is expected
 
 
 def test_a_refusal_is_a_short_sentence() -> None:
-    refusal = check_reply(Arrived(1, CALL, params(torch.ones(5))), EXPECTED)
+    refusal = check_reply(params(torch.ones(5)), EXPECTED)
     assert str(refusal) == "wrong shape: fedavg/params is (5,), not (4,)"
-    long = check_reply(Arrived(1, CALL, with_values({"x" * 10_000: {}})), EXPECTED)
+    long = check_reply(with_values({"x" * 10_000: {}}), EXPECTED)
     assert len(str(long)) < 200
-
-
-def test_a_desk_takes_each_client_once_and_keeps_account() -> None:
-    checker = ReplyChecker(EXPECTED)
-    assert checker.check(Arrived(0, CALL, HONEST)) is None
-    assert checker.check(Arrived(0, CALL, HONEST)).reason is Reason.DUPLICATE  # type: ignore[union-attr]
-    assert checker.check(Arrived(1, CALL, params(torch.ones(5)))).reason is Reason.WRONG_SHAPE  # type: ignore[union-attr]
-    assert checker.check(Arrived(1, CALL, HONEST)) is None  # a refused client may try again
-    assert checker.answered == {0, 1}
-    assert checker.counts() == {"duplicate": 1, "wrong shape": 1}
 
 
 @pytest.mark.parametrize("odd", [torch.ones(2), torch.ones(3, 1), torch.ones(3, dtype=torch.float64), 5, True])
@@ -141,7 +107,7 @@ def test_what_is_added_up_has_the_form_that_most_clients_send(liar: int, odd: An
     """Whoever lies: the first client does not choose the form of all others."""
     replies = {client: with_values({"fedavg": {"stats": torch.ones(3)}}) for client in range(3)}
     replies[liar] = with_values({"fedavg": {"stats": odd}})
-    assert all(check_reply(Arrived(client, CALL, reply), EXPECTED) is None for client, reply in replies.items())
+    assert all(check_reply(reply, EXPECTED) is None for reply in replies.values())
     [(client, refusal)] = find_other_forms(EXPECTED, replies).items()
     assert client == liar and refusal.reason is Reason.WRONG_SHAPE
     assert str(refusal).endswith(f"of client {liar} and torch.float32 (3,) of most")
@@ -189,11 +155,11 @@ class Checked(Wire):
     def exchange(self, phase, clients, message, moment):  # type: ignore[no-untyped-def]
         self.model = _sent_model(message) or self.model
         assert self.model is not None
-        checker = ReplyChecker(expected_reply(self.runner.world, phase, moment, self.model, "r"))
+        expected = expected_reply(self.runner.world, phase, moment, self.model)
         replies = dict(super().exchange(phase, clients, message, moment))
-        assert find_other_forms(checker.expected, replies) == {}
+        assert find_other_forms(expected, replies) == {}
         for client, reply in replies.items():
-            assert checker.check(Arrived(client, Call("r", moment.round, phase.name, moment.repeat), reply)) is None
+            assert check_reply(reply, expected) is None
             self.seen += 1
             yield client, reply
 
@@ -215,17 +181,16 @@ def test_no_preset_has_a_reply_refused(name: str) -> None:
 def test_the_form_of_the_model_is_known_before_anybody_answered() -> None:
     bench = Bench("fedgp+der", module=Norm)
     world, model = bench.world(), bench.model()
-    expected = expected_reply(world, world.method.train_phase(), Moment(0, bench.stream.round(0)), model, "r")
+    expected = expected_reply(world, world.method.train_phase(), Moment(0, bench.stream.round(0)), model)
     assert expected.like == {f"fedavg/{key}": Spec.of(value) for key, value in model.items()}
-    assert expected.clients == {0, 1, 2}
 
 
 def test_nothing_is_expected_where_nothing_is_sent() -> None:
     bench = Bench("fedavg", train=TrainOptions(1, 5, Optimizer(lr=0.05), sync_every=2))
     world = bench.world()
-    silent = expected_reply(world, world.method.train_phase(), Moment(0, bench.stream.round(0)), bench.model(), "r")
+    silent = expected_reply(world, world.method.train_phase(), Moment(0, bench.stream.round(0)), bench.model())
     assert silent.declared == {}
-    scored = expected_reply(world, Phase(EVALUATE), Moment(0, bench.stream.round(0)), bench.model(), "r")
+    scored = expected_reply(world, Phase(EVALUATE), Moment(0, bench.stream.round(0)), bench.model())
     assert scored.declared == {EVALUATE: {"counts"}}
 
 
@@ -242,15 +207,15 @@ names = st.sampled_from(["fedavg", "params", "stats", "gap", "correct", "pool", 
 anything = st.recursive(leaves, lambda inner: st.dictionaries(names, inner, max_size=3), max_leaves=6)
 
 
-@given(anything, anything, anything, anything, st.integers(-1, 4) | leaves)
+@given(anything, anything, anything, anything)
 @settings(max_examples=300, deadline=None)
 def test_whatever_a_reply_holds_it_is_taken_or_refused_by_name(
-    values: Any, samples: Any, steps: Any, loss: Any, client: Any
+    values: Any, samples: Any, steps: Any, loss: Any
 ) -> None:
-    refusal = check_reply(Arrived(client, CALL, Reply(values, samples, steps, loss)), EXPECTED)
+    refusal = check_reply(Reply(values, samples, steps, loss), EXPECTED)
     assert refusal is None or refusal.reason in Reason
     if refusal is None:
-        assert client in (0, 1, 2) and 0 <= samples <= 100 and 0 <= steps <= 50
+        assert 0 <= samples <= 100 and 0 <= steps <= 50
 
 
 @given(st.dictionaries(names, anything, max_size=3))
@@ -260,5 +225,5 @@ def test_what_crossed_as_bytes_is_judged_the_same(values: Any) -> None:
         crossed = from_bytes(to_bytes(values))
     except TreeError:
         return
-    here, there = (check_reply(Arrived(1, CALL, Reply(v)), EXPECTED) for v in (values, crossed))
+    here, there = (check_reply(Reply(v), EXPECTED) for v in (values, crossed))
     assert str(here) == str(there)

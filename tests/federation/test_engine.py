@@ -518,7 +518,7 @@ def test_patience_in_numbers() -> None:
     assert not patience.over("train", 3, 1, 99, given_up=1)
     assert patience.over("train", 3, 2, 0, given_up=1)
     assert patience.over("train", 3, 0, 0, given_up=2)  # two answers cannot come together any more
-    assert [replace(patience, retry=1.0, longest=5.0).backoff(n) for n in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 5.0]
+    assert [replace(patience, retry=1.0, longest_retry=5.0).backoff(n) for n in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 5.0]
 
 
 def test_an_answer_crosses_unchanged() -> None:

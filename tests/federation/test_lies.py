@@ -15,8 +15,8 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.method import Method, compose
 from everfed.core.tree import to_bytes
-from everfed.federation.checking import SampleClaims, find_outliers
 from everfed.federation.codec import reply_to_tree, to_reply
+from everfed.federation.cross_checks import SampleClaims, find_outliers
 from everfed.federation.packet import Packet
 from everfed.federation.roster import Roster
 from everfed.parts.aggregate.average import FedAvg

@@ -29,8 +29,9 @@ from everfed.federation.packet import Packet
 from everfed.federation.patience import Patience
 from everfed.federation.site import Identity, Site
 from everfed.privacy import masking, shamir
+from everfed.privacy.bindings import LETTERS
 from everfed.privacy.members import Members, by_client, needed
-from everfed.privacy.secure import LETTERS, SHARE, secured
+from everfed.privacy.secure import SHARE, secured
 from everfed.privacy.secure_engine import Secured
 from everfed.privacy.secure_phase import SecurePhase
 from tests.federation.field import outcome, simulated

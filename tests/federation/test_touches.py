@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
-from everfed.federation.extra import require_flower
-from everfed.federation.flower import touches
+from everfed.federation.flower import require_flower, touches
 from everfed.federation.flower.touches import TOUCHES, FlowerVersionError, Touch, problems
 
 FOLDER = Path(touches.__file__).parent

@@ -254,7 +254,7 @@ def test_clients_run_while_checkpoints_are_written(tmp_path: Path) -> None:
                 versions, dirty = store.snapshot()
                 store.write(versions, dirty)
                 for client, version in versions.items():
-                    found = tree.from_bytes(store._path(client, version).read_bytes())
+                    found = tree.from_bytes(store.path(client, version).read_bytes())
                     assert found["memory"]["host"]["seen"] % 10 == client
                 store.collect(versions)
         except BaseException as error:

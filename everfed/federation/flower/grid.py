@@ -30,6 +30,7 @@ CODES = {
     UNUSABLE: "its reply may not be used",
 }
 OWN = frozenset({1, 2, 7, 8, UNUSABLE})  # errors of the client's app, not of the network
+LIFETIME = 12 * 3600.0  # seconds for which the SuperLink keeps a message
 HELLO_LIMIT = 1 << 20  # bytes of a node's answer to HELLO
 SHARE, LONGEST = 0.05, 1.0  # poll interval: this share of the time waited, up to seconds; a poll costs the SuperLink
 # a push that an outage interrupts counts as lost: its objects are dropped with the run
@@ -52,7 +53,7 @@ Notify = Callable[[dict[str, Any]], None]
 
 class GridTransport:
     """open_grid: opens a connection, again after one was lost; enrol: gives a node's client index. poll, look: seconds
-    between two polls for answers, and for nodes. lifetime: seconds for which the SuperLink keeps a message."""
+    between two polls for answers, and for nodes."""
 
     name = "flower"
 
@@ -63,10 +64,9 @@ class GridTransport:
         notify: Notify = lambda event: None,
         poll: float = 0.1,
         look: float = 2.0,
-        lifetime: float = 12 * 3600.0,
     ) -> None:
         self._open_grid, self._enrol, self.notify = open_grid, enrol, notify
-        self.poll, self.look, self.lifetime = poll, look, lifetime
+        self.poll, self.look = poll, look
         self.limit = HELLO_LIMIT
         self._grid: Grid | None = None
         self._nodes: dict[int, int] = {}  # node -> client
@@ -169,7 +169,7 @@ class GridTransport:
 
     def _push(self, grid: Grid, node: int, packet: Packet, kind: str) -> str:
         self._sent = time.monotonic()
-        message = Message(to_records(packet), node, kind, ttl=self.lifetime)
+        message = Message(to_records(packet), node, kind, ttl=LIFETIME)
         (ticket,) = grid.push_messages([message])
         if not ticket:
             raise ConnectionError("the SuperLink did not accept a message")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from everfed import MODEL, CompositionError, Context, Mean, Message, Model, Part, Reducer, State, Tree
 from everfed.core.pieces import TrainsPieces
 from everfed.parts.aggregate.robust import ClippedMean, GeometricMedian, Median, TrimmedMean
+from everfed.parts.shared.checks import at_least, one_of
 
 REDUCERS = ("mean", "trimmed-mean", "median", "norm-clipping", "geometric-median")
 _OF_UPDATES = ("norm-clipping", "geometric-median")  # they reduce what clients add to the model they were sent
@@ -35,18 +36,13 @@ class FedAvg(Part):
     def __post_init__(self) -> None:
         if self.weighting not in ("uniform", "samples"):
             raise ValueError(f"weighting must be 'uniform' or 'samples'; got {self.weighting!r}")
-        if self.reducer not in REDUCERS:
-            raise ValueError(f"reducer must be one of {', '.join(REDUCERS)}; got {self.reducer!r}")
+        one_of(self, reducer=REDUCERS)
         if self.reducer != "mean" and self.weighting == "samples":
             raise ValueError(
                 f"weighting must be 'uniform' with reducer = {self.reducer!r}: weights are clients' claims"
             )
-        if self.trim < 1:
-            raise ValueError(f"trim must be at least 1; got {self.trim}")
-        if not self.norm >= 0:
-            raise ValueError(f"norm must be at least 0; got {self.norm}")
-        if self.liars < 0:
-            raise ValueError(f"liars must be at least 0; got {self.liars}")
+        at_least(self, 1, "trim")
+        at_least(self, 0, "norm", "liars")
 
     def reducers(self) -> Mapping[str, Reducer]:
         if self.reducer in _OF_UPDATES:

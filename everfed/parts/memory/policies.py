@@ -7,7 +7,7 @@ Random policies: "Coordinated Replay Sample Selection for Continual Federated Le
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everfed import Tree
 from everfed.core.schedule import minibatches
-from everfed.naming import load_object
+from everfed.naming import load_object, with_options
 from everfed.parts.memory import random_policies
 from everfed.parts.memory.herding import herd, quota
 from everfed.parts.memory.policy import Policy, Pool
@@ -180,14 +180,7 @@ def make_policy(value: str | Mapping[str, Any] | type[Policy] | Policy) -> Polic
     options = dict(value) if isinstance(value, Mapping) else {"kind": value}
     kind = options.pop("kind", "")
     cls = _find(kind, "policy.kind" if isinstance(value, Mapping) else "policy")
-    allowed = [field.name for field in fields(cls)]
-    for key in options:
-        if key not in allowed:
-            raise ValueError(f"policy.{key} is not an option of {kind!r}; it has {', '.join(allowed) or 'none'}")
-    try:
-        return cls(**options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"policy.{error}") from error
+    return with_options(cls, options, "policy", f" of {kind!r}")
 
 
 def _find(kind: Any, key: str) -> type[Policy]:

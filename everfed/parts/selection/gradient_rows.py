@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from everfed import Context, Model
 from everfed.core import random
+from everfed.naming import with_options
 from everfed.parts.selection.random_projection import RandomProjection
 from everfed.parts.selection.sample_gradients import last_layer, sample_gradient_norms, sample_gradients
 from everfed.parts.shared.checks import at_least, one_of, positive
@@ -46,16 +47,7 @@ class GradientOptions:
     @staticmethod
     def of(value: Mapping[str, Any] | GradientOptions) -> GradientOptions:
         """From a table of options. Raises ValueError, which names the key."""
-        if isinstance(value, GradientOptions):
-            return value
-        allowed = [field.name for field in fields(GradientOptions)]
-        for key in value:
-            if key not in allowed:
-                raise ValueError(f"gradients.{key} is not an option; it has {', '.join(allowed)}")
-        try:
-            return GradientOptions(**value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"gradients.{error}") from error
+        return value if isinstance(value, GradientOptions) else with_options(GradientOptions, value, "gradients")
 
 
 def gradients_at(ctx: Context, model: Model, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:
