@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.child import Child, Ended, Fate, count, events, everfed, running, until
 from tests.faults.small import outcome, prepare, resume_command, run_command
+from tests.support.child import Child, Ended, Fate, count, events, everfed, running, until
 
 CASE = "fedgp+der"
 WIDE = "model.hidden=[100]"  # a checkpoint of 30 kB, more than the event log ever has
@@ -184,8 +184,9 @@ def test_a_damaged_checkpoint(work: Path, damage: str) -> None:
         everfed(work, *resume_command("mine")), "checkpoint mine/checkpoint/", "cannot be read", "nothing was changed"
     )
     assert content(work / "mine") == before
-    path.write_bytes(data)
-    goes_on(work)
+    if damage == "truncated":  # of the others it follows: the same files are there again
+        path.write_bytes(data)
+        goes_on(work)
 
 
 @pytest.mark.parametrize("name", ["result.json", "settings.json"])
