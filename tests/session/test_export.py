@@ -49,7 +49,7 @@ def test_torch_export_takes_pixels_of_any_number(run: Path, tmp_path: Path) -> N
     torch.testing.assert_close(program(torch.from_numpy(IMAGES)), everfed.load(run).outputs(IMAGES))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "pilora", "prompt-dual"])
+@pytest.mark.parametrize("method", [pytest.param("fedavg", marks=pytest.mark.slow), "pilora", "prompt-dual"])
 def test_torch_export_of_a_vision_transformer_takes_any_number(method: str, tmp_path: Path) -> None:
     model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2}
     table = {"name": method, **({method: ADAPTERS[method]} if method in ADAPTERS else {})}
