@@ -226,6 +226,13 @@ def test_a_folder_of_another_recipe(work: Path) -> None:
     goes_on(work)
 
 
+def test_a_folder_with_something_else_in_it(work: Path) -> None:
+    (work / "thesis").mkdir()
+    (work / "thesis/chapter.txt").write_text("one")
+    refused(everfed(work, *run_command("thesis", CASE)), "--out thesis is not empty and not a run; name a new folder")
+    assert [path.name for path in (work / "thesis").iterdir()] == ["chapter.txt"]
+
+
 @pytest.mark.parametrize(("old", "new"), [("lr = 0.1", "lr = 0.2"), ("100", "50"), ("seed = 0", "seed = 1")])
 def test_a_recipe_that_was_changed_after_the_run_began(work: Path, old: str, new: str) -> None:
     recipe = work / "mine/recipe.toml"
