@@ -1,6 +1,7 @@
 """What every test shares: one thread, repeatable properties, and the folder of data sets where there is one."""
 
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Generator
@@ -16,6 +17,10 @@ from tests.support.site import build_once
 
 # Bit-exactness holds at one intra-op thread, so that is what the tests run at.
 torch.set_num_threads(1)
+
+# Triton's kernels run in its interpreter where there is no GPU; it has to know before it is imported.
+if not torch.backends.cuda.is_built():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Features of texts are cached; tests keep theirs out of the user's folder.
 os.environ.setdefault("EVERFED_CACHE", tempfile.mkdtemp(prefix="everfed-cache-"))
@@ -53,6 +58,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site")
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays to the end: the garbage collector need not look through it again and again."""
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Where EVERFED_CPU_TIMES names a file, it gets a line with the CPU time of every test (support/cpu.py)."""
@@ -61,6 +71,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     done = yield
     if named:
         with Path(named).open("a") as file:
-            # below 0 where processes ended that nothing waits for, as a browser's do: their time was counted already
-            file.write(f"{max(0.0, cpu.used() - before):.2f}\t{item.nodeid}\n")
+            # never below 0: a process that ended and was waited for by no one takes its seconds along
+            file.write(f"{max(cpu.used() - before, 0.0):.2f}\t{item.nodeid}\n")
     return done

@@ -76,7 +76,8 @@ print(json.dumps({"failed": failed, "found": found, "loaded": loaded}))
 
 
 # the adapter to Flower is what it adapts to, and kernels are Triton's, which comes with torch's builds for GPUs
-ADAPTERS = ("everfed.federation.flower.", "everfed.models.batchnorm_kernels")
+KERNELS = ("core.sgd_kernel", "core.loss_kernel", *(f"models.{n}_kernels" for n in ("batchnorm", "pooling", "thin")))
+ADAPTERS = ("everfed.federation.flower.", *(f"everfed.{name}" for name in KERNELS))
 
 
 def normal(name: str) -> str:

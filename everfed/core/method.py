@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 from everfed.core import layout
 from everfed.core.optimizer import Optimizer
@@ -172,11 +173,21 @@ def _check_needs(part: Part, parts: tuple[Part, ...]) -> None:
 
 def _check_hooks(part: Part) -> None:
     """Refuse a misspelt hook: it would never be called."""
-    for cls in type(part).__mro__[: -len(Part.__mro__)]:
-        for name, value in vars(cls).items():
-            close = get_close_matches(name, HOOKS, n=1, cutoff=0.87) if callable(value) and name[0] != "_" else []
-            if close and name not in HOOKS:
-                raise CompositionError(f"part {part.name!r} has a method {name!r}, which is no hook: {close[0]!r}?")
+    kind: Any = type(part)  # mypy takes no class for hashable whose instances define equality
+    for name, hook in _misspelt(kind):
+        raise CompositionError(f"part {part.name!r} has a method {name!r}, which is no hook: {hook!r}?")
+
+
+@cache
+def _misspelt(part: type) -> tuple[tuple[str, str], ...]:
+    """Methods of a class that are nearly called like a hook, with its name; kept, since comparing names is slow."""
+    own = [
+        name
+        for cls in part.__mro__[: -len(Part.__mro__)]
+        for name, value in vars(cls).items()
+        if callable(value) and not name.startswith("_") and name not in HOOKS
+    ]
+    return tuple((name, hook) for name in own for hook in get_close_matches(name, HOOKS, n=1, cutoff=0.87))
 
 
 def _check_phases(part: Part) -> None:

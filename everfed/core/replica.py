@@ -19,9 +19,11 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from everfed.core.kernels import load_kernels
 from everfed.core.layout import Layout
 from everfed.core.phase import Model
 
+sgd_kernel = load_kernels("everfed.core.sgd_kernel")
 _LOW = (_ConvNd, nn.Linear)  # layers that run in bfloat16: matrix units do their work
 
 
@@ -50,6 +52,7 @@ class Replica:
             isinstance(m, _BatchNorm) or getattr(m, "mixes_samples", False) for m in module.modules()
         )
         self.low: Tensor | None = None
+        self._update: Any = None  # everfed.core.sgd_kernel.Update
         if precision == "bf16":
             self._lower()
 
@@ -88,6 +91,18 @@ class Replica:
         chosen = {entry.name for entry in self.layout.within(span)}
         some = [p for e, p in zip(self.layout.params, self.trainable, strict=True) if e.name in chosen]
         return self.layout.flatten_gradient(torch.autograd.grad(loss, some, materialize_grads=True), span)
+
+    @property
+    def can_descend(self) -> bool:
+        """Is there a kernel for `descend`?"""
+        return sgd_kernel is not None and self.params.is_cuda and len(self.trainable) <= sgd_kernel.MOST
+
+    def descend(self, loss: Tensor, rate: Tensor, decay: float, momentum: float, velocity: Tensor | None) -> None:
+        """A step of SGD down the gradient of `loss`; the module is up to date afterwards."""
+        gradients = torch.autograd.grad(loss, self.trainable, materialize_grads=True)
+        if self._update is None:
+            self._update = sgd_kernel.Update(self.layout, self.device)
+        self._update(gradients, self.params, self.low, velocity, rate, decay, momentum)
 
     def model(self) -> Model:
         """A copy of the vectors."""
@@ -164,7 +179,7 @@ class Blueprint(Hashable, Protocol):
 def initial_weights(blueprint: Blueprint, seed: int) -> Model:
     """The network's first weights, on the host; the same seed gives the same on every machine."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         module = blueprint.build()
     return Layout.of(module).read(module)
 

@@ -64,15 +64,17 @@ def score_tasks(
     tests = (held_out.get(client, task, exam.split, device) for task in exam.tasks)
     if stream.score != "accuracy":
         return torch.stack([_measured(trainer, model, data, state, message) for data in tests])
-    known = sorted({label for task in range(exam.seen) for label in held_out.labels(client, task)})
-    seen_mask = class_mask(known, stream.classes).to(device)
-    rows = []
-    for task, data in zip(exam.tasks, tests, strict=True):
+    known = {label for task in range(exam.seen) for label in held_out.labels(client, task)}
+    own = [held_out.labels(client, task) for task in exam.tasks]
+    # one transfer before and one after: the host queues all tasks without waiting for the device
+    seen, *masks = task_masks([known, *own], stream.classes).to(device, non_blocking=True)
+    sizes, rows = [], []
+    for mask, data in zip(masks, tests, strict=True):
         outputs = trainer.outputs(model, data.x, state, message)
-        own = class_mask(held_out.labels(client, task), stream.classes).to(device)
-        counts = correct_counts(outputs, data.y.to(device), seen_mask, own, exam.top_k)
-        rows.append(torch.stack([torch.tensor(len(data), device=device), *(counts[rule] for rule in RULES)]))
-    return torch.stack(rows).cpu()
+        counts = correct_counts(outputs, data.y.to(device), seen, mask, exam.top_k)
+        sizes.append(len(data))
+        rows.append(torch.stack([counts[rule] for rule in RULES]))
+    return torch.cat([torch.tensor(sizes).unsqueeze(1), torch.stack(rows).cpu()], 1)
 
 
 def stacked(rows: Sequence[Sequence[float]]) -> Tensor:

@@ -130,19 +130,33 @@ def train_step(
     for part in parts:
         term = part.loss(step)
         loss = loss if term is None else loss + term
-    gradient = step.grad(loss)
-    with torch.no_grad():
-        for part in parts:
-            gradient = part.gradient(step, gradient)
-        scales = step.scales(optimizer)
-        own = None if scales is None else scales.within(substeps.main)
-        optimizer.apply(step.params[substeps.main], gradient[substeps.main], moments, rate, own)
-        for part in parts:
-            part.after(step)
-        step.replica.refresh()
+    if _plain_sgd(step, parts, optimizer):
+        step.replica.descend(loss, rate, optimizer.weight_decay, optimizer.momentum, moments.get("momentum"))
+    else:
+        gradient = step.grad(loss)
+        with torch.no_grad():
+            for part in parts:
+                gradient = part.gradient(step, gradient)
+            scales = step.scales(optimizer)
+            own = None if scales is None else scales.within(substeps.main)
+            optimizer.apply(step.params[substeps.main], gradient[substeps.main], moments, rate, own)
+            for part in parts:
+                part.after(step)
+            step.replica.refresh()
     for move in substeps.after:
         _substep(step, move, optimizer, moments, rate)
     return loss.detach()
+
+
+def _plain_sgd(step: Step, parts: Sequence[Part], optimizer: Optimizer) -> bool:
+    """Is there nothing between the gradients and SGD's update, and a kernel for both?"""
+    return (
+        step.replica.can_descend
+        and optimizer.kind == "sgd"
+        and not (optimizer.clip or optimizer.groups)
+        and not any(isinstance(part, HasSubsteps) for part in parts)
+        and not any(overrides(part, hook) for part in parts for hook in ("gradient", "after"))
+    )
 
 
 def _substep(step: Step, move: Move, optimizer: Optimizer, moments: dict[str, Tensor], rate: Tensor) -> None:

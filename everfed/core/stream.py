@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from everfed.core.data import Data
+from everfed.core.loss import cross_entropy
 from everfed.scores import score_value
 
 _TEST_SHARE = 0.1  # of the device memory that is free when the first test set is copied
@@ -138,7 +138,7 @@ class Stream(ABC):
     # loss and score ----------------------------------------------------------------------------------------------
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The task loss of a minibatch."""
-        return functional.cross_entropy(outputs, y)
+        return cross_entropy(outputs, y)
 
     def measure(self, outputs: Tensor, y: Tensor) -> Tensor:
         """(1 + k,) float64: how many things were scored, and the sums that `value` makes scores of; by default the sum

@@ -4,16 +4,19 @@ The step is the same `train_step` that every engine runs. What it reads and writ
 a client is loaded by copying into them, trained by replaying, and read out by copying. Nothing waits for the device.
 
 Graphs are keyed by shape: the last, smaller minibatch of an epoch and a buffer that is still filling have graphs of
-their own; nothing is padded.
+their own; nothing is padded. Where clients differ in size there are many such shapes, so a capture has to be cheap.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Hashable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,19 +26,29 @@ from everfed.core.replica import global_generators, seed_global
 from everfed.core.step import Step, train_step
 from everfed.core.trainer import Fitted, Job, Trainer, changing
 from everfed.core.tree import Tree, leaves, map_tensors
+from everfed.engines.capturing import Capturing
 
+SEVERAL = 8  # short steps in one graph
+OFTEN = 64  # replays of a step before it is captured several times in one graph
+_SHORT = 0.5  # milliseconds: below, the host needs a good part of a step's time to launch it
 WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces
-_SLACK = 1.25  # room for clients a little larger than the one a workspace was made for
+_SLACK = 1.25  # room for clients a little larger than those known when a workspace was made
+_TUNED_SHARE = 0.25  # of a client's steps: shapes that are less frequent are captured with the kernels cuDNN proposes
+_FREE_SHARE = 0.2  # of the device's memory: below it, cached memory is released before a capture
 
 
 class CapturedTrainer(Trainer):
-    """One slot: a replica on its own CUDA stream. `capture_lock` keeps captures of several slots apart.
-    draws_globally: the network has random layers of its own, so there must be no other slot."""
+    """One slot: a replica on its own CUDA stream.
+
+    capturing: runs the captures of all slots, one at a time. draws_globally: the network has random layers of its own,
+    so there must be no other slot. largest: the size of the largest client known so far. shapes: the
+    sizes of last minibatches that this slot has met, for dealing clients to slots.
+    """
 
     def __init__(
         self,
         *args: Any,
-        capture_lock: Any,
+        capturing: Capturing,
         compiled: bool = False,
         on_eager: Callable[[Part], None],
         draws_globally: bool = False,
@@ -44,8 +57,9 @@ class CapturedTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.draws_globally = draws_globally
         self.cuda_stream = torch.cuda.Stream(self.device)
-        self.captures = 0
-        self._lock = capture_lock
+        self.captures, self.capture_seconds = 0, 0.0
+        self.largest, self.shapes = 0, set[int]()
+        self._capturing = capturing
         self._on_eager = on_eager
         self._pool = torch.cuda.graph_pool_handle()
         self._workspaces: dict[Hashable, Workspace] = {}
@@ -63,8 +77,10 @@ class CapturedTrainer(Trainer):
         workspace = self._workspace(job)
         workspace.load(job)
         with self.seeding():
-            for index in range(job.schedule.steps):
-                workspace.replay(job.plans, index)
+            index = 0
+            while index < job.schedule.steps:
+                self._capturing.pause()
+                index += workspace.replay(job.plans, index)
         return workspace.read(job)
 
     def seeding(self) -> contextlib.AbstractContextManager[None]:
@@ -81,29 +97,43 @@ class CapturedTrainer(Trainer):
             self._gradients[key] = CapturedGradient(self, ctx, x, y, mode)
         return self._gradients[key](model, x, y, ctx.key(f"{tag}/dropout"))
 
-    def capture(self, body: Callable[[], None], prepare: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture `body`. It is run for real first, so `prepare` must be able to restore what it changes."""
+    def capture(self, body: Callable[[], None], prepare: Callable[[], None], tuned: bool) -> torch.cuda.CUDAGraph:
+        """Capture `body`. It is run for real first, so `prepare` must be able to restore what it changes. tuned: let
+        cuDNN try several kernels for every convolution of a new shape; worth its time only for what is replayed often.
+        """
+        started = time.monotonic()
+        graph = self._capturing.run(self._capture, body, prepare, tuned)
+        self.captures += 1
+        self.capture_seconds += time.monotonic() - started  # waiting for other slots' captures included
+        return graph
+
+    def _capture(self, body: Callable[[], None], prepare: Callable[[], None], tuned: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with self._lock:
+        with torch.cuda.stream(self.cuda_stream), kernel_search(tuned):
             for _ in range(WARM_UPS):
                 prepare()
                 body()
             self.cuda_stream.synchronize()
+            release_memory(self.device)
             graph.register_generator_state(self.replica.generator)
-            # "thread_local": the other slots' threads go on working meanwhile
-            with (
-                no_garbage_collection(),
-                torch.cuda.graph(graph, self._pool, self.cuda_stream, capture_error_mode="thread_local"),
-            ):
-                body()
-        self.captures += 1
+            # not by torch.cuda.graph, which waits for all slots and gives their cached memory back, each time
+            with no_garbage_collection(), self._capturing.alone():
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    body()
+                finally:
+                    graph.capture_end()
         return graph
 
     def _workspace(self, job: Job) -> Workspace:
         key = signature(job)
         found = self._workspaces.get(key)
         if found is None or not found.holds(job):
-            found = self._workspaces[key] = Workspace(self, job, found)
+            larger = self._workspaces[key] = Workspace(self, job, found)
+            if found is not None:
+                self._capturing.run(found.free)  # not in the middle of another slot's capture
+                self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
+            found = larger
         return found
 
 
@@ -113,10 +143,14 @@ class Workspace:
     def __init__(self, trainer: CapturedTrainer, job: Job, smaller: Workspace | None) -> None:
         self.trainer = trainer
         device = trainer.device
-        self.capacity: int = _room(len(job.data), smaller.capacity if smaller else 0)
-        self.rounds: int = _room(job.schedule.steps, smaller.rounds if smaller else 0)
+        # for the largest client, not for the first one: a workspace that is too small is replaced, with all its graphs
+        larger = max(1.0, trainer.largest / max(1, len(job.data)))
+        self.capacity: int = _room(len(job.data) * larger, smaller.capacity if smaller else 0)
+        self.rounds: int = _room(job.schedule.steps * larger, smaller.rounds if smaller else 0)
         self.x = torch.zeros((self.capacity, *job.data.x.shape[1:]), dtype=job.data.x.dtype, device=device)
         self.y = torch.zeros((self.capacity, *job.data.y.shape[1:]), dtype=job.data.y.dtype, device=device)
+        least = job.ctx.options.batch_size + 1  # a last sample joins the minibatch before
+        self.width: int = max(least, _width(job), smaller.width if smaller else 0)
         self.tables = {
             part: {name: self._table(table.values) for name, table in own.items()} for part, own in job.plans.items()
         }
@@ -130,13 +164,24 @@ class Workspace:
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
         self.step: Step | None = None
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.several: dict[Hashable, torch.cuda.CUDAGraph] = {}  # of the same, SEVERAL steps
+        self.short: set[Hashable] = set()
+        self.replays: Counter[Hashable] = Counter()
 
     def _table(self, values: Any) -> Tensor:
-        return torch.zeros((self.rounds, *values.shape[1:]), dtype=torch.int64, device=self.trainer.device)
+        shape = (self.rounds, self.width, *values.shape[2:])
+        return torch.zeros(shape, dtype=torch.int64, device=self.trainer.device)
 
     def holds(self, job: Job) -> bool:
         """Does this client fit into the places?"""
-        return len(job.data) <= self.capacity and job.schedule.steps <= self.rounds
+        fits = len(job.data) <= self.capacity and job.schedule.steps <= self.rounds
+        return fits and _width(job) <= self.width
+
+    def free(self) -> None:
+        """Let go of the graphs and their memory: the step refers back to this object, so it would stay for a while."""
+        self.graphs.clear()
+        self.several.clear()
+        self.step = None
 
     def load(self, job: Job) -> None:
         """Copy a client in; all copies are queued on the slot's stream."""
@@ -146,7 +191,7 @@ class Workspace:
         for part, own in job.plans.items():
             for name, table in own.items():
                 host = torch.from_numpy(table.values)
-                self.tables[part][name][: len(host)].copy_(host, non_blocking=True)
+                self.tables[part][name][: len(host), : host.shape[1]].copy_(host, non_blocking=True)
         for name, slots in self.message.items():
             _fill(slots, job.message[name])
         self.received.copy_(job.received, non_blocking=True)
@@ -168,23 +213,49 @@ class Workspace:
         self.total.zero_()
         self.index.zero_()
 
-    def replay(self, plans: dict[str, Tables], index: int) -> None:
-        """One step: the graph for its shapes, captured if they are new."""
-        key = tuple(int(table.lengths[index]) for own in plans.values() for table in own.values())
-        graph = self.graphs.get(key)
-        if graph is None:
-            graph = self._capture(plans, index, key)
+    def replay(self, plans: dict[str, Tables], index: int) -> int:
+        """One step, or several of equal shapes at once, by a graph that is captured if it is new. Returns how many."""
+        key = self._key(plans, index)
+        if self._at_once(plans, index, key):
+            if key not in self.several:
+                self.several[key] = self._capture(plans, index, SEVERAL)
+            self.several[key].replay()
+            return SEVERAL
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(plans, index)
         self.trainer.seed(self.job.seed, index)
-        graph.replay()
+        self.graphs[key].replay()
+        self.replays[key] += 1
+        return 1
 
-    def _capture(self, plans: dict[str, Tables], index: int, key: Hashable) -> torch.cuda.CUDAGraph:
+    def _key(self, plans: dict[str, Tables], index: int) -> Hashable:
+        return tuple(int(table.lengths[index]) for own in plans.values() for table in own.values())
+
+    def _at_once(self, plans: dict[str, Tables], index: int, key: Hashable) -> bool:
+        """Do the next steps have equal shapes, and is one graph for them worth its capture?"""
+        return (
+            key in self.short
+            and (self.replays[key] >= OFTEN or key in self.several)
+            and not self.trainer.draws_globally  # seeded before every step
+            and index + SEVERAL <= self.job.schedule.steps
+            and all(self._key(plans, i) == key for i in range(index + 1, index + SEVERAL))
+        )
+
+    def _capture(self, plans: dict[str, Tables], index: int, steps: int = 1) -> torch.cuda.CUDAGraph:
         """Captures at whatever step the shape first appears; what that costs the client's progress is put back."""
         lengths = {part: {name: int(t.lengths[index]) for name, t in own.items()} for part, own in plans.items()}
         saved = self._snapshot()
         self.trainer.replica.module.train()  # the mode is part of what is captured
-        graph = self.trainer.capture(lambda: self._body(lengths), lambda: self._restore(saved))
+        tuned = share_of_steps(plans, index) > _TUNED_SHARE
+
+        def body() -> None:
+            for _ in range(steps):
+                self._body(lengths)
+
+        graph = self.trainer.capture(body, lambda: self._restore(saved), tuned)
+        if steps == 1 and _milliseconds(graph) < _SHORT:
+            self.short.add(self._key(plans, index))
         self._restore(saved)
-        self.graphs[key] = graph
         return graph
 
     def _body(self, lengths: dict[str, dict[str, int]]) -> None:
@@ -252,7 +323,7 @@ class CapturedGradient:
         self.x.copy_(x, non_blocking=True)
         self.y.copy_(y, non_blocking=True)
         if self.graph is None:
-            self.graph = self.trainer.capture(self._body, prepare)
+            self.graph = self.trainer.capture(self._body, prepare, tuned=False)  # a few times a round, not every step
         prepare()
         with self.trainer.seeding():
             self.trainer.seed(seed)
@@ -264,10 +335,33 @@ class CapturedGradient:
         self.out.copy_(self.trainer.replica.gradient(loss))
 
 
+def share_of_steps(plans: Mapping[str, Tables], index: int) -> float:
+    """The share of a client's steps that have the shapes of step `index`."""
+    lengths = np.stack([table.lengths for own in plans.values() for table in own.values()])
+    return float((lengths == lengths[:, [index]]).all(0).mean())
+
+
+def release_memory(device: torch.device) -> None:
+    """Give cached memory back to the device where little is free: during a capture the allocator cannot do it."""
+    free, total = torch.cuda.mem_get_info(device)
+    if free < _FREE_SHARE * total:
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def kernel_search(wanted: bool) -> Iterator[None]:
+    """Where cuDNN tries kernels (cudnn.benchmark), it does so inside only if it is `wanted`."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before and wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Freeing somebody's old graphs or tensors in the middle of a capture would invalidate it."""
-    gc.collect()
+    """Freeing old graphs or tensors in the middle of a capture would invalidate it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -286,7 +380,7 @@ def signature(job: Job) -> Hashable:
         (job.data.x.shape[1:], job.data.x.dtype, job.data.y.shape[1:], job.data.y.dtype),
         tuple((name, _shape(slots)) for name, slots in job.state.items() if name in _names(job)),
         tuple((name, _shape(slots)) for name, slots in job.message.items()),
-        tuple((part, name, t.values.shape[1:]) for part, own in job.plans.items() for name, t in own.items()),
+        tuple((part, name, t.values.shape[2:]) for part, own in job.plans.items() for name, t in own.items()),
         tuple(job.moments),
     )
 
@@ -295,7 +389,22 @@ def _names(job: Job) -> set[str]:
     return {part.name for part in job.parts}
 
 
-def _room(needed: int, before: int) -> int:
+def _width(job: Job) -> int:
+    """The largest number of entries that a step has in any table."""
+    return max(table.values.shape[1] for own in job.plans.values() for table in own.values())
+
+
+def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """How long a replay takes now."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _room(needed: float, before: int) -> int:
     return max(int(needed * _SLACK) + 1, 4, before)
 
 

@@ -6,9 +6,8 @@ the way. Clients of a phase are dealt to the slots by size, so that no slot wait
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,9 +25,10 @@ from everfed.core.replica import adopt_dropout
 from everfed.core.tree import leaves
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
 from everfed.engines.captured import CapturedTrainer
+from everfed.engines.capturing import Capturing
 from everfed.engines.device_data import DeviceData
 from everfed.engines.loops import LoopingTrainer
-from everfed.engines.slots import Tuner, deal
+from everfed.engines.slots import Tuner, deal, seat
 
 WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
 
@@ -60,7 +60,7 @@ class Graphs(OneTrainer):
         self._draws_globally = draws_globally(build_module(), world)
         self.tuner = Tuner(1, 1, self.device) if self._draws_globally else Tuner(slots, host_threads, self.device)
         self.slots: list[CapturedTrainer] = []
-        self._lock = threading.Lock()
+        self._capturing = Capturing()
         self._warned: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
 
@@ -78,14 +78,15 @@ class Graphs(OneTrainer):
         """Run some clients on all slots, wait for them on the device, and yield their replies in order."""
         data = {client: self.data.get(self.world, client, phase, moment) for client in clients}
         setting = self.tuner.choose(len(clients))
-        slots = self._use_slots(setting.slots)
+        slots = self._use_slots(setting.slots, max(map(len, data.values())))
         captures, started = sum(slot.captures for slot in slots), time.monotonic()
-        hands = deal({client: len(own) for client, own in data.items()}, len(slots))
+        hands = self._deal(slots, {client: len(own) for client, own in data.items()})
         replies: dict[int, Reply] = {}
 
         def work(thread: int) -> None:
             for client, slot in _in_turn(hands, slots, thread, setting.threads):
-                replies[client] = self._client(slot, phase, client, message, moment, data[client])
+                with self._capturing.working():
+                    replies[client] = self._client(slot, phase, client, message, moment, data[client])
 
         self._fork(slots)
         if setting.threads == 1:
@@ -93,16 +94,27 @@ class Graphs(OneTrainer):
         else:
             list(self._pool(setting.threads).map(work, range(setting.threads)))
         self._join(slots)
-        if phase.name == TRAIN and self.tuner.searching:
+        if captures != sum(slot.captures for slot in slots):
+            torch.cuda.empty_cache()  # of the trial runs before captures, once for all of them
+        elif phase.name == TRAIN and self.tuner.searching:
             torch.cuda.synchronize(self.device)
-            if captures == sum(slot.captures for slot in slots):
-                samples = sum(reply.samples for reply in replies.values())
-                self.tuner.measured(setting, samples / (time.monotonic() - started))
+            samples = sum(reply.samples for reply in replies.values())
+            self.tuner.measured(setting, samples / (time.monotonic() - started))
         for client in clients:
             yield client, replies.pop(client)
 
+    def _deal(self, slots: Sequence[CapturedTrainer], sizes: Mapping[int, int]) -> list[list[int]]:
+        """The clients of every slot: balanced, and where slots have graphs for their last minibatches already."""
+        shapes = {client: size % self.world.options.batch_size for client, size in sizes.items()}
+        hands = seat(deal(sizes, len(slots)), shapes, [slot.shapes for slot in slots])
+        for slot, hand in zip(slots, hands, strict=True):
+            slot.shapes.update(shapes[client] for client in hand)
+        return hands
+
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or threads > self._executor._max_workers:
+            if self._executor is not None:
+                self._executor.shutdown()
             self._executor = ThreadPoolExecutor(threads, thread_name_prefix="slot")
         return self._executor
 
@@ -127,7 +139,7 @@ class Graphs(OneTrainer):
         for slot in slots:
             torch.cuda.current_stream(self.device).wait_stream(slot.cuda_stream)
 
-    def _use_slots(self, number: int) -> list[CapturedTrainer]:
+    def _use_slots(self, number: int, largest: int) -> list[CapturedTrainer]:
         while len(self.slots) < number:
             self.slots.append(
                 CapturedTrainer(
@@ -137,12 +149,14 @@ class Graphs(OneTrainer):
                     self.device,
                     self._precision,
                     self.world.method.owner("forward"),
-                    capture_lock=self._lock,
+                    capturing=self._capturing,
                     compiled=self._compiled,
                     on_eager=self._warn_eager,
                     draws_globally=self._draws_globally,
                 )
             )
+        for slot in self.slots:
+            slot.largest = max(slot.largest, largest)
         return self.slots[:number]
 
     def _warn_eager(self, part: Part) -> None:
@@ -162,6 +176,8 @@ class Graphs(OneTrainer):
             "slots": self.tuner.setting.slots,
             "host_threads": self.tuner.setting.threads,
             "compiled": self._compiled,
+            "captures": sum(slot.captures for slot in self.slots),
+            "capture_seconds": round(sum(slot.capture_seconds for slot in self.slots), 3),
             "threads": torch.get_num_threads(),
             "peak_device_bytes": torch.cuda.max_memory_allocated(self.device),
         }
@@ -169,6 +185,7 @@ class Graphs(OneTrainer):
     def close(self) -> None:
         """Let go of graphs and replicas."""
         torch.cuda.synchronize(self.device)
+        self._capturing.close()
         self.slots.clear()
         if self._executor is not None:
             self._executor.shutdown()

@@ -5,6 +5,7 @@ The trainer of the server's phases under the graphs engine. Everything else it d
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,6 +54,7 @@ class CapturedLoop:
             self._restore(saved, state)
             self.stream.synchronize()
         graph.register_generator_state(self.generator)
+        gc.collect()  # the loop of the task before may be held by a cycle, with its memory
         with no_garbage_collection(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.body()
         with torch.cuda.stream(self.stream):

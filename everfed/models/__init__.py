@@ -96,7 +96,7 @@ def build(
     kind = kind if isinstance(kind, str) else type(kind).__name__
     _check_options(kind, factory, options)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(random.key(seed, "model"))
+        torch.default_generator.manual_seed(random.key(seed, "model"))
         try:
             module = factory(input_shape, classes, **options)
         except ModelError:

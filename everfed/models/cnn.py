@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core.replica import Dropout
+from everfed.models.fused import conv_relu_pool
 
 
 class MLP(nn.Module):
@@ -64,9 +65,8 @@ class McMahanCNN(nn.Module):
         self.head = nn.Linear(512, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
-        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
-        return self.head(functional.relu(self.dense(x.flatten(1))))
+        x = conv_relu_pool(conv_relu_pool(x, self.conv1), self.conv2, flat=True)
+        return self.head(functional.relu(self.dense(x)))
 
 
 class TwoConvCNN(nn.Module):
@@ -84,9 +84,8 @@ class TwoConvCNN(nn.Module):
         self.head = nn.Linear(512, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
-        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
-        return self.head(functional.relu(self.dense(x.flatten(1))))
+        x = conv_relu_pool(conv_relu_pool(x, self.conv1), self.conv2, flat=True)
+        return self.head(functional.relu(self.dense(x)))
 
 
 class Conv4(nn.Module):

@@ -1,46 +1,57 @@
-"""BatchNorm, an optional residual sum and (leaky) ReLU as one operation, with Triton kernels on a GPU.
+"""Layers that follow each other as one operation, with Triton kernels on a GPU.
 
-    y = act(BatchNorm(x) + residual),   act(v) = v for v > 0, slope * v otherwise (slope 0: ReLU, 1: no activation)
+    batch_norm_act    act(BatchNorm(x) + residual), act(v) = v for v > 0, slope * v otherwise (0: ReLU, 1: none)
+    conv_relu_pool    max_pool2d(relu(convolution(x)), 2)
+    first_convolution convolution(x) of images, whose few channels PyTorch's kernels are not made for
 
-PyTorch reads and writes the activations once for each of them, forward and backward; for small networks that is a third
+PyTorch reads and writes the activations once for each of them, forward and backward; in small networks that is a third
 of a training step. The kernels are used for channels-last tensors on CUDA; everything else (CPUs, no Triton, gradients
-of the layer's parameters in evaluation mode, `torch.compile`) takes PyTorch's own operations. Sums are taken in a fixed
-order, so results repeat bit for bit; they differ from PyTorch's by rounding.
+of a BatchNorm's parameters in evaluation mode, `torch.compile`) takes PyTorch's own operations. Sums are taken in a
+fixed order, so results repeat bit for bit; they differ from PyTorch's by rounding.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-try:
-    from everfed.models import batchnorm_kernels as kernels
-except ImportError:  # Triton comes with PyTorch's CUDA builds only
-    kernels = None  # type: ignore[assignment]
+from everfed.core.kernels import load_kernels
+
+kernels = load_kernels("everfed.models.batchnorm_kernels")
+pooling = load_kernels("everfed.models.pooling_kernels")
+thin = load_kernels("everfed.models.thin_kernels")
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def batch_norm_act(x: Tensor, norm: nn.Module, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
     """act(norm(x) + residual)."""
+    return batch_norm_act_twice(x, norm, residual, slope, twice=False)[0]
+
+
+def batch_norm_act_twice(
+    x: Tensor, norm: nn.Module, residual: Tensor | None = None, slope: float = 0.0, twice: bool = True
+) -> tuple[Tensor, Tensor]:
+    """act(norm(x) + residual) for two uses: a tensor for each, whose gradients the backward kernel adds up."""
     if not (isinstance(norm, nn.BatchNorm2d) and _fusable(x, norm, residual)):  # a frozen one is a layer of its own
-        return _composed(norm(x), residual, slope)
+        y = _composed(norm(x), residual, slope)
+        return y, y
     for hook in norm._forward_pre_hooks.values():  # as a call of the layer would
         changed = hook(norm, (x,))
         x = x if changed is None else changed[0] if isinstance(changed, tuple) else changed
-    y: Tensor
     if norm.training:
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        y = _Trained.apply(x, residual, norm.weight, norm.bias, running, norm.momentum, norm.eps, slope)
-    else:
-        assert norm.running_mean is not None and norm.running_var is not None
-        scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-        y = _Mapped.apply(x, residual, scale, norm.bias - norm.running_mean * scale, slope)
-    return y
+        how = (norm.momentum, norm.eps, slope, twice, _counts(norm, x))
+        made = _Trained.apply(x, residual, norm.weight, norm.bias, running, *how)
+        return made if twice else (made, made)
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    y = _Mapped.apply(x, residual, scale, norm.bias - norm.running_mean * scale, slope)
+    return y, y
 
 
 def _composed(x: Tensor, residual: Tensor | None, slope: float) -> Tensor:
@@ -64,6 +75,67 @@ def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
         and _plain(x)
         and (residual is None or (_plain(residual) and residual.shape == x.shape and residual.dtype == x.dtype))
     )
+
+
+def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False) -> Tensor:
+    """max_pool2d(relu(convolution(x)), 2); flat: with one row for each image."""
+    if not (pooling is not None and _is_plain_convolution(convolution) and convolution.bias is not None):
+        return _pooled(convolution(x), flat)
+    out = _convolve(x, convolution)
+    if not (_plain(out) and min(out.shape[2:]) > 1 and not torch.compiler.is_compiling()):
+        return _pooled(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), flat)
+    y: Tensor = _Pooled.apply(out, convolution.bias, flat, _counts(convolution, out))
+    return y
+
+
+def first_convolution(x: Tensor, convolution: nn.Module) -> Tensor:
+    """convolution(x), for one without a bias whose input may be images."""
+    if _is_plain_convolution(convolution) and convolution.bias is None:
+        return _convolve(x, convolution)
+    out: Tensor = convolution(x)
+    return out
+
+
+def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
+    """convolution(x) without its bias."""
+    weight = convolution.weight
+    if not (
+        thin is not None
+        and thin.fits(convolution)
+        and weight.dtype == torch.bfloat16
+        and (x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cuda"))
+        and not x.requires_grad
+        and 0 < x.numel() * convolution.out_channels < 2**31  # the output has no more elements
+        and not torch.compiler.is_compiling()
+        and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))
+    ):
+        return convolution._conv_forward(x, weight, None)
+    y: Tensor = _Thin.apply(x, weight, convolution.padding)
+    return y
+
+
+def _is_plain_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Is this a convolution on a CUDA device that may be computed without a call of the layer?"""
+    return (
+        type(layer) is nn.Conv2d
+        and layer.weight.is_cuda
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+    )
+
+
+def _pooled(x: Tensor, flat: bool) -> Tensor:
+    y = functional.max_pool2d(functional.relu(x), 2)
+    return y.flatten(1) if flat else y
+
+
+def _counts(layer: nn.Module, x: Tensor) -> Tensor:
+    """Zeros that the layer's kernels count with and leave as zeros. They stay with the layer, which is computed by one
+    stream at a time, as its running statistics and gradients are."""
+    kept: Tensor | None = layer.__dict__.get("_counts")
+    if kept is None or kept.device != x.device:
+        kept = layer.__dict__["_counts"] = kernels.new_counts(x)
+    return kept
 
 
 def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,20 +170,27 @@ class _Trained(torch.autograd.Function):
         momentum: float,
         eps: float,
         slope: float,
-    ) -> Tensor:
-        y, mean, rstd = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope)
+        twice: bool,
+        counts: Tensor,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y, mean, rstd = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope, counts)
         ctx.save_for_backward(x, residual, y if residual is not None else None, weight, bias, mean, rstd)
-        ctx.eps, ctx.slope = eps, slope
-        return y
+        ctx.eps, ctx.slope, ctx.counts = eps, slope, counts
+        ctx.set_materialize_grads(False)  # no zeros for a use that has no gradient
+        return (y, y.detach()) if twice else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         x, residual, y, weight, bias, mean, rstd = ctx.saved_tensors
+        dy, again = ([d for d in incoming if d is not None] + [None, None])[:2]
+        if dy is None:
+            return (None,) * 10
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            dy = dy if again is None else dy + again
             grads = _differentiable(dy, x, residual, weight, bias, ctx.eps, ctx.slope)
         else:
-            grads = kernels.backward(dy, x, y, weight, bias, mean, rstd, ctx.slope)
-        return (*grads, None, None, None, None)
+            grads = kernels.backward(dy, again, x, y, weight, bias, mean, rstd, ctx.slope, ctx.counts)
+        return (*grads, *[None] * 6)
 
 
 def _differentiable(
@@ -141,6 +220,42 @@ class _Mapped(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         dx, dresidual = kernels.mapped_backward(dy, y, scale, ctx.residual, ctx.slope)
         return dx, dresidual, None, None, None
+
+
+class _Thin(torch.autograd.Function):
+    """A convolution of few inputs, which need no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.padding = padding
+        return thin.forward(x, weight, padding)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            y = functional.conv2d(x.to(weight.dtype), weight, None, 1, ctx.padding)
+            return None, torch.autograd.grad(y, weight, dy, create_graph=True)[0], None
+        return None, thin.backward(dy, x, weight, ctx.padding), None
+
+
+class _Pooled(torch.autograd.Function):
+    """max_pool2d(relu(x + bias), 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, flat: bool, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.flat, ctx.counts = flat, counts
+        return pooling.forward(x, bias, flat)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            y = _pooled(x + bias.to(x.dtype).view(1, -1, 1, 1), ctx.flat)
+            return (*torch.autograd.grad(y, (x, bias), dy, create_graph=True), None, None)
+        return (*pooling.backward(dy, x, bias, ctx.flat, ctx.counts), None, None)
 
 
 class _Moments(torch.autograd.Function):

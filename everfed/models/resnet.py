@@ -7,7 +7,9 @@ import itertools
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.models.fused import batch_norm_act
+from everfed.models.fused import batch_norm_act, batch_norm_act_twice, first_convolution
+
+Twice = tuple[Tensor, Tensor]  # one tensor for its two uses, as `batch_norm_act_twice` returns it
 
 
 class BasicBlock(nn.Module):
@@ -23,9 +25,22 @@ class BasicBlock(nn.Module):
         if stride != 1 or inputs != outputs:
             self.shortcut = Projection(inputs, outputs, stride)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = batch_norm_act(self.conv1(x), self.bn1)
-        return batch_norm_act(self.conv2(out), self.bn2, self.shortcut(x))
+    def forward(self, x: Tensor, again: Tensor | None = None) -> Tensor | Twice:
+        """again: `x` once more, for the shortcut; the output then comes twice, too."""
+        out = self.conv2(batch_norm_act(self.conv1(x), self.bn1))
+        if again is None:
+            return batch_norm_act(out, self.bn2, self.shortcut(x))
+        return batch_norm_act_twice(out, self.bn2, self.shortcut(again))
+
+
+class Blocks(nn.Sequential):
+    """Residual blocks, between which activations are passed on twice."""
+
+    def forward(self, x: Tensor, again: Tensor | None = None) -> Tensor:
+        both = (x, x if again is None else again)
+        for block in self:
+            both = block(*both)
+        return both[0]
 
 
 class Projection(nn.Sequential):
@@ -49,7 +64,7 @@ class ResNet18(nn.Module):
         self.conv1 = self.first_convolution(input_shape[0])
         self.bn1 = nn.BatchNorm2d(64)
         widths = (64, 64, 128, 256, 512)
-        self.blocks = nn.Sequential(
+        self.blocks = Blocks(
             *(
                 block
                 for i, (inputs, outputs) in enumerate(itertools.pairwise(widths))
@@ -63,13 +78,13 @@ class ResNet18(nn.Module):
         """3x3, as large as its input."""
         return nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
 
-    def stem(self, x: Tensor) -> Tensor:
-        """(n, 64, height, width) before the blocks."""
-        return batch_norm_act(self.conv1(x), self.bn1)
+    def stem(self, x: Tensor) -> Twice:
+        """(n, 64, height, width) before the blocks, twice."""
+        return batch_norm_act_twice(first_convolution(x, self.conv1), self.bn1)
 
     def features(self, x: Tensor) -> Tensor:
         """(n, 512) before the head."""
-        return functional.adaptive_avg_pool2d(self.blocks(self.stem(x)), 1).flatten(1)
+        return functional.adaptive_avg_pool2d(self.blocks(*self.stem(x)), 1).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
@@ -83,6 +98,7 @@ class ResNet18ImageNet(ResNet18):
         """7x7, half as large as its input."""
         return nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
 
-    def stem(self, x: Tensor) -> Tensor:
-        """(n, 64, height / 4, width / 4) before the blocks."""
-        return functional.max_pool2d(super().stem(x), 3, 2, 1)
+    def stem(self, x: Tensor) -> Twice:
+        """(n, 64, height / 4, width / 4) before the blocks, twice."""
+        pooled = functional.max_pool2d(super().stem(x)[0], 3, 2, 1)
+        return pooled, pooled

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from everfed.core.loss import cross_entropy
 from everfed.data.targets import MULTI_LABEL, REGRESSION
 from everfed.scores import score_value
 
@@ -76,7 +77,7 @@ class SingleLabel:
     also = ()
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs, y)
+        return cross_entropy(outputs, y)
 
     def sums(self, outputs: Tensor, y: Tensor) -> Tensor:
         correct = (outputs.argmax(-1) == y).sum()

@@ -34,7 +34,8 @@ def test_slots_are_added_within_the_share_of_the_process(
     """Four slots use 8 of 100 GiB, 90 are free: eight slots fit, unless this process may have a tenth only."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 * GIB, 100 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {3: share}.__getitem__)  # takes no bare "cuda"
     tuner = Tuner(0, 1, torch.device("cuda"))
     tuner.measured(Setting(4, 1), 100.0)
     assert (tuner.setting.slots if tuner.searching else None) == more

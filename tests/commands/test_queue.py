@@ -264,9 +264,9 @@ def test_what_the_command_line_says_is_done(cell: Any) -> None:
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-    assert jobs._shares(jobs.Choice(2)) == [[0, 2, 4], [1, 3]]
-    assert jobs._shares(jobs.Choice(6)) == [[0], [1], [2], [3], [4], [0]]
-    assert jobs._shares(jobs.Choice(2, pinned=False)) == [None, None]
+    assert [share.cores for share in jobs._shares(jobs.Choice(2))] == [[0, 2, 4], [1, 3]]
+    assert [share.cores for share in jobs._shares(jobs.Choice(6))] == [[0], [1], [2], [3], [4], [0]]
+    assert [share.cores for share in jobs._shares(jobs.Choice(2, pinned=False))] == [None, None]
 
 
 @pytest.mark.parametrize(

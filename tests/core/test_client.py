@@ -43,7 +43,7 @@ def first_message(bench: Bench) -> dict[str, tree.Tree]:
 
 @pytest.mark.parametrize("name", each_preset())
 def test_the_same_call_twice_gives_the_same_bits_and_changes_nothing(name: str) -> None:
-    bench = Bench(name, module=Norm)
+    bench = Bench(name, module=Norm, train=TrainOptions(1, 5, STEP))
     method, ctx = bench.build_method(), bench.context()
     state, message, data = new_state(method, ctx), first_message(bench), bench.stream.data(0, 0)
     before = tree.clone({"state": state, "message": message, "x": data.x, "y": data.y})

@@ -185,6 +185,7 @@ def bench(method: str = "der") -> Bench:
 
 
 def test_engines_agree_and_runs_resume() -> None:
-    assert_same(bench().run(), run_over_wire(bench()))
-    assert_same(bench().run(), on_processes(bench()))
-    assert_resumes(bench(), 2)
+    eager = bench().run()
+    assert_same(eager, run_over_wire(bench()))
+    assert_same(eager, on_processes(bench()))
+    assert_resumes(bench(), 2, eager)

@@ -115,7 +115,7 @@ def test_only_what_a_round_trains_is_sent_and_changes() -> None:
     bench = Bench(alternating, stream=Toy(tasks=1, rounds_per_task=3, clients=1))
     first = len(bench.model()["params"]) // 2
     second = len(bench.model()["params"]) - first
-    outcomes = [bench.run(rounds=r) for r in (1, 2, 3)]
+    outcomes = bench.after(1, 2, 3)
     models = [bench.model()["params"], *(o.params for o in outcomes)]
     for index, (before, after) in enumerate(pairwise(models)):
         moved = (slice(0, first), slice(first, None))[index % 2]

@@ -105,7 +105,8 @@ def test_moments_of_a_task_end_with_it() -> None:
     steps = {}
     for state in ("kept", "task"):
         bench = Bench(stream=Toy(rounds_per_task=3), train=TrainOptions(1, 12, Optimizer("adam", lr=0.1, state=state)))
-        steps[state] = [bench.run(rounds=r).clients[0]["client"]["moments"]["t"].item() for r in (1, 3, 4, 6)]
+        outcomes = bench.after(1, 3, 4, 6)
+        steps[state] = [outcome.clients[0]["client"]["moments"]["t"].item() for outcome in outcomes]
     assert steps == {"kept": [1, 3, 4, 6], "task": [1, 3, 1, 3]}
 
 

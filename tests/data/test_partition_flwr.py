@@ -53,7 +53,7 @@ def test_shards_have_the_same_sizes_and_as_many_classes():
     assert one_class == pytest.approx([1 / 19, 1 / 19], abs=0.05)
 
 
-@pytest.mark.parametrize("alpha", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("alpha", [0.1, pytest.param(1.0, marks=pytest.mark.slow), 10.0])
 def test_dirichlet_shares_are_as_concentrated(alpha):
     labels, clients, draws = column(), 8, 25
     options = {"alpha": alpha, "min_partition_size": 0, "self_balancing": False}

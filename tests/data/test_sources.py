@@ -328,6 +328,7 @@ def test_without_pillow_the_message_says_what_to_install(tmp_path, monkeypatch):
         load(tmp_path)
 
 
+@pytest.mark.slow  # test_packaging.py imports every module without these
 def test_importing_data_needs_no_optional_package():
     import subprocess
 

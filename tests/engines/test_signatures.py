@@ -6,6 +6,8 @@ from collections.abc import Hashable
 
 import pytest
 
+from everfed.core.context import TrainOptions
+from everfed.core.optimizer import Optimizer
 from everfed.core.trainer import Fitted, Job, Trainer
 from everfed.engines.captured import signature
 from tests.support.rehearsal_free import ClassToy
@@ -26,6 +28,7 @@ def test_no_new_kind_of_step_appears_after_the_second_task(method: str, monkeypa
         return steps(self, job)
 
     monkeypatch.setattr(Trainer, "_steps", noted)
-    Bench(method, stream=ClassToy(tasks=TASKS, classes=2 * TASKS, rounds_per_task=ROUNDS)).run()
+    stream = ClassToy(clients=2, tasks=TASKS, classes=2 * TASKS, rounds_per_task=ROUNDS)
+    Bench(method, stream=stream, train=TrainOptions(1, 5, Optimizer(lr=0.1))).run()
     assert kinds[2] | kinds[3] <= kinds[0] | kinds[1]
     assert len(kinds[0] | kinds[1]) <= 5

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.engines.slots import Setting, Tuner, deal
+from everfed.engines.slots import Setting, Tuner, deal, seat
 
 
 @given(st.dictionaries(st.integers(0, 500), st.integers(0, 1000), max_size=60), st.integers(1, 12))
@@ -25,6 +25,32 @@ def test_the_largest_clients_are_dealt_first() -> None:
     sizes = {0: 2, 1: 4, 2: 5, 3: 7, 4: 9}
     assert deal(sizes, 2) == [[4, 1], [3, 2, 0]]
     assert deal({0: 3, 1: 3, 2: 3}, 2) == [[0, 2], [1]]  # equal ones in client order
+
+
+def test_hands_go_to_slots_that_have_met_their_shapes() -> None:
+    hands, shapes = [[0, 1], [2], [3]], {0: 5, 1: 6, 2: 7, 3: 5}
+    assert seat(hands, shapes, [{7}, {5, 6}, set()]) == [[2], [0, 1], [3]]
+    # the first slot knows 5 and 7, the second only 5: the first pair that fits would leave 7 without its slot
+    assert seat([[3], [2]], shapes, [{5, 7}, {5}]) == [[2], [3]]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=4), st.sets(st.integers(0, 9))), min_size=1, max_size=8),
+)
+def test_seats_are_an_order_of_the_hands_and_stay_the_same_once_all_is_known(
+    slots: list[tuple[list[int], set[int]]],
+) -> None:
+    shapes = {(number, place): shape for number, (own, _) in enumerate(slots) for place, shape in enumerate(own)}
+    clients = {where: client for client, where in enumerate(shapes)}
+    hands = [[clients[number, place] for place in range(len(own))] for number, (own, _) in enumerate(slots)]
+    by_client = {clients[where]: shape for where, shape in shapes.items()}
+    known = [set(before) for _, before in slots]
+    seated = seat(hands, by_client, known)
+    assert sorted(seated) == sorted(hands)
+    for hand, own in zip(seated, known, strict=True):
+        own.update(by_client[client] for client in hand)
+    for hand, own in zip(seat(hands, by_client, known), known, strict=True):
+        assert {by_client[client] for client in hand} <= own, "a second round captures nothing"
 
 
 def search(speed: Callable[[Setting], float], clients: int = 100, **fixed: int) -> Tuner:

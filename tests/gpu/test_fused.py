@@ -1,13 +1,26 @@
-"""The Triton kernels of `everfed.models.fused` against PyTorch's layers in float64."""
+"""The Triton kernels of `everfed.models.fused` and of SGD's step against PyTorch's own operations in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from everfed import Optimizer, TrainOptions, models
+from everfed.core import loss
+from everfed.core.context import World
+from everfed.core.kernels import load_kernels
+from everfed.core.layout import Layout
+from everfed.core.replica import Replica
+from everfed.engines import captured
+from everfed.engines.eager import Eager
+from everfed.engines.graphs import Graphs
 from everfed.models import fused
+from everfed.store.clients import ClientStore
+from tests.support.toy import Bench, Norm, Toy
 
+sgd_kernel = load_kernels("everfed.core.sgd_kernel")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or fused.kernels is None, reason="needs a CUDA device and Triton"),
@@ -69,6 +82,26 @@ def test_training_forward_backward_and_statistics(shape, slope, residual, dtype)
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_two_uses_are_added(shape, residual, dtype) -> None:
+    torch.manual_seed(0)
+    norm, exact = layers(shape[1])
+    x, r = (2 * normed(shape, dtype) + 3).requires_grad_(), normed(shape, dtype).requires_grad_()
+    first, second = normed(shape, dtype), normed(shape, dtype)
+    x64, r64 = x.detach().double().requires_grad_(), r.detach().double().requires_grad_()
+    both = fused.batch_norm_act_twice(x, norm, r if residual else None)
+    y64 = fused._composed(exact(x64), r64 if residual else None, 0.0)
+    ours, true = ([x, r], [x64, r64]) if residual else ([x], [x64])
+    got = torch.autograd.grad(both, [*ours, norm.weight, norm.bias], (first, second), retain_graph=True)
+    truth = torch.autograd.grad(y64, [*true, exact.weight, exact.bias], first.double() + second.double())
+    assert torch.equal(*both)
+    assert all(error(a, b) < TOLERANCE[dtype] for a, b in zip(got, truth, strict=True))
+    (alone,) = torch.autograd.grad(both[1], x, second)
+    assert torch.equal(alone, torch.autograd.grad(fused.batch_norm_act(x, norm, r if residual else None), x, second)[0])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[:4])
 def test_evaluation_with_constant_parameters(shape, residual, dtype) -> None:
     torch.manual_seed(0)
@@ -118,3 +151,91 @@ def test_results_repeat_bit_for_bit() -> None:
         torch.autograd.grad(fused.batch_norm_act(x, norm), [x, norm.weight, norm.bias], dy) for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "side", "shape"),
+    [(1, 32, 5, (32, 1, 28, 28)), (32, 64, 5, (20, 32, 14, 14)), (3, 64, 3, (20, 3, 15, 17))],
+)
+def test_convolution_relu_and_pooling(inputs, outputs, side, shape, flat) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(inputs, outputs, side, padding=side // 2).cuda().bfloat16().to(memory_format=torch.channels_last)
+    exact = nn.Conv2d(inputs, outputs, side, padding=side // 2).cuda().double()
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(shape, device="cuda").bfloat16().to(memory_format=torch.channels_last)
+    y64 = fused._pooled(exact(x.double()), flat)
+    dy = torch.randn_like(y64).bfloat16()
+    truth = [y64, *torch.autograd.grad(y64, [exact.weight, exact.bias], dy.double())]
+    ours, theirs = (
+        [y, *torch.autograd.grad(y, [layer.weight, layer.bias], dy)]
+        for y in (fused.conv_relu_pool(x, layer, flat), fused._pooled(layer(x), flat))
+    )
+    assert ours[0].dtype == torch.bfloat16 and ours[0].shape == y64.shape
+    # elements of a window that are equal after rounding: another one of them may get the gradient, so that even
+    # PyTorch's weights are off by some per cent
+    assert all(error(a, b) < 1.1 * error(c, b) for a, b, c in zip(ours, truth, theirs, strict=True))
+
+
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_a_convolution_of_few_inputs(inputs: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(inputs, 64, 3, padding=1, bias=False).cuda().bfloat16()
+    exact = nn.Conv2d(inputs, 64, 3, padding=1, bias=False).cuda().double()
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(32, inputs, 32, 32, device="cuda").bfloat16()
+    y, y64 = fused.first_convolution(x, layer), exact(x.double())
+    dy = torch.randn_like(y64).bfloat16()
+    (got,), (truth,) = torch.autograd.grad(y, layer.weight, dy), torch.autograd.grad(y64, exact.weight, dy.double())
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert error(y, y64) < 4e-3 and error(got, truth) < 4e-3
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_in_one_kernel(momentum: float) -> None:
+    """Against one vector of the gradients, the optimiser's update and the cast; gradients of both types."""
+    torch.manual_seed(0)
+    module = models.build("resnet18", (3, 32, 32), 10, 0, {}, channels_last=True)
+    replica = Replica(module, Layout.of(module), torch.device("cuda"), "bf16")
+    optimizer = Optimizer(lr=0.1, momentum=momentum, weight_decay=0.01)
+    gradients = tuple(torch.randn_like(parameter) for parameter in replica.trainable)
+    assert {gradient.dtype for gradient in gradients} == {torch.bfloat16, torch.float32} and replica.can_descend
+    rate, params = torch.tensor(0.1, device="cuda"), replica.params.clone()
+    moments = {name: torch.randn_like(moment) for name, moment in optimizer.init(params).items()}
+    velocity = moments["momentum"].clone() if momentum else None
+    update = sgd_kernel.Update(replica.layout, replica.device)
+    update(gradients, replica.params, replica.low, velocity, rate, optimizer.weight_decay, momentum)
+    optimizer.apply(params, replica.layout.flatten_gradient(gradients), moments, rate)
+    assert error(replica.params, params.double()) < 1e-6
+    assert torch.equal(replica.low, replica.params.bfloat16())
+    assert velocity is None or error(velocity, moments["momentum"].double()) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(32, 10), (128, 100), (20, 200)])
+def test_cross_entropy(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    logits, y = torch.randn(shape, device="cuda").requires_grad_(), torch.randint(0, shape[1], shape[:1], device="cuda")
+    logits64 = logits.detach().double().requires_grad_()
+    ours, true = loss.cross_entropy(logits, y), functional.cross_entropy(logits64, y)
+    assert loss._has_kernel(logits, y) and error(ours, true) < 1e-6
+    pairs = [torch.autograd.grad(value, at, create_graph=True)[0] for value, at in ((ours, logits), (true, logits64))]
+    assert error(torch.autograd.grad(loss.cross_entropy(logits, y), logits)[0], pairs[1]) < 1e-5
+    again = [torch.autograd.grad(g.square().sum(), at)[0] for g, at in zip(pairs, (logits, logits64), strict=True)]
+    assert error(*pairs) < 1e-5 and error(*again) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedgp+der"])
+def test_several_short_steps_in_one_graph_equal_eager_ones(method: str, monkeypatch) -> None:
+    monkeypatch.setattr(captured, "OFTEN", 3)
+    monkeypatch.setattr(captured, "SEVERAL", 3)
+    monkeypatch.setattr(captured, "_SHORT", 1e6)
+    stream = Toy(clients=3, samples=23, augmented=True)
+    case = Bench(method, stream=stream, train=TrainOptions(2, 4, Optimizer(lr=0.1)), module=Norm)
+
+    def graphs(world: World, store: ClientStore) -> Graphs:
+        return Graphs(world, store, case.build_module, "cuda", "fp32", slots=2, host_threads=1)
+
+    def eager(world: World, store: ClientStore) -> Eager:
+        return Eager(world, store, case.build_module, "cuda", "fp32")
+
+    assert error(case.run(graphs).params, case.run(eager).params.double()) < 1e-5

@@ -46,6 +46,15 @@ def test_the_default_leaves_every_bit_as_it_was(kind: str) -> None:
     assert torch.equal(first, second)
 
 
+def test_building_a_network_leaves_the_generators_of_all_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed would seed those of GPUs, too, and nothing would set them back."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    models.build("mlp", SHAPE, 10, seed=0)
+    assert torch.equal(torch.get_rng_state(), before) and not seeded
+
+
 class Own(nn.Module):
     """A user's network whose option `init` means something else."""
 

@@ -27,7 +27,7 @@ def test_as_published_it_has_the_published_number_of_parameters(classes: int, pa
 
 def test_the_published_stem_divides_the_side_by_four() -> None:
     module = models.build("resnet18-imagenet", (3, 224, 224), 10, 0)
-    assert module.stem(torch.zeros(1, 3, 224, 224)).shape == (1, 64, 56, 56)  # type: ignore[operator]
+    assert [x.shape for x in module.stem(torch.zeros(1, 3, 224, 224))] == 2 * [(1, 64, 56, 56)]  # type: ignore[operator]
     assert module(torch.zeros(2, 3, 224, 224)).shape == (2, 10)
 
 
@@ -59,3 +59,5 @@ def test_a_block_adds_its_input() -> None:
     conv = smaller.shortcut[0]
     expected = torch.einsum("oi,nihw->nohw", conv.weight[:, :, 0, 0], x[:, :, ::2, ::2])
     torch.testing.assert_close(smaller(x), (expected / (1 + 1e-5) ** 0.5).relu())
+    for block in (same, smaller):  # inside the network: the input for two uses, and so the output
+        assert all(torch.equal(output, block(x)) for output in block(torch.zeros_like(x), x))

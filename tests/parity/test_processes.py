@@ -35,8 +35,8 @@ def on_processes(bench: Bench, workers: int = 2) -> Outcome:
 
 
 def bench(method: str, **changes: object) -> Bench:
-    stream = Toy(clients=4, sizes={(1, 0): 3, (2, 1): 30, (3, 0): 0}, augmented=True)
-    return Bench(method, stream=stream, module=Norm).change(**changes)
+    stream = Toy(clients=4, sizes={(1, 0): 3, (2, 1): 20, (3, 0): 0}, augmented=True)
+    return Bench(method, stream=stream, module=Norm, train=TrainOptions(1, 5, Optimizer(lr=0.1))).change(**changes)
 
 
 @pytest.mark.parametrize("method", each_kind())
@@ -48,10 +48,12 @@ def test_processes_equal_eager(method: str) -> None:
         assert tree.equal(result.clients[client], state)
 
 
-@pytest.mark.parametrize("workers", [1, 3, 6])
-def test_the_number_of_workers_does_not_matter(workers: int) -> None:
+def test_the_number_of_workers_does_not_matter() -> None:
+    """One for all four clients, and more than there are clients; above there are two."""
     case = bench("fedgp+der", train=TrainOptions(1, 5, Optimizer("adam", lr=0.01, state="kept"), sync_every=2))
-    assert torch.equal(on_processes(case, workers).params, case.run().params)
+    eager = case.run()
+    for workers in (1, 6):
+        assert torch.equal(on_processes(case, workers).params, eager.params)
 
 
 def test_replies_are_handed_on_in_client_order_whoever_ran_first() -> None:

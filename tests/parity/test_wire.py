@@ -37,7 +37,7 @@ def assert_same(a: Outcome, b: Outcome) -> None:
 
 @pytest.mark.parametrize("name", each_kind())
 def test_every_preset_equals_eager_bit_for_bit(name: str) -> None:
-    bench = Bench(name)
+    bench = Bench(name, train=TrainOptions(1, 5, Optimizer(lr=0.1)))
     assert_same(bench.run(), run_over_wire(bench))
 
 

@@ -47,8 +47,9 @@ def test_the_angle_in_time_is_that_between_updates_from_the_current_model(cosine
 @pytest.mark.parametrize("parts", [("fedavg",), ("fedomg", "stamp"), ("fedweit",), ("fedavg", "af-fcl")])
 def test_measuring_changes_nothing_and_reports_from_the_second_task_on(parts: tuple[str, ...]) -> None:
     options = {"af-fcl": {"hidden": 6}} if "af-fcl" in parts else {}
-    plain = Bench(lambda: methods.build(parts=list(parts), options=options))
-    ours = Bench(lambda: methods.build(parts=[*parts, ANGLES], options=options)).run()
+    train = TrainOptions(1, 5, Optimizer(lr=0.1))
+    plain = Bench(lambda: methods.build(parts=list(parts), options=options), train=train)
+    ours = Bench(lambda: methods.build(parts=[*parts, ANGLES], options=options), train=train).run()
     assert torch.equal(ours.params, plain.run().params)
     events = [event for event in reported(ours) if "spatial_cosine" in event]
     assert ["temporal_cosine" in event for event in events] == [False, False, True, True]

@@ -52,8 +52,7 @@ def seeds(running: Bench, round_index: int = 1) -> list[int]:
 
 
 # what comes of it ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [1, 5])
-@pytest.mark.parametrize("module", [None, Norm])
+@pytest.mark.parametrize(("size", "module"), [(1, None), (5, Norm)])
 def test_no_exchange_is_the_uncoordinated_choice_bit_for_bit(size: int, module: Any) -> None:
     alone = bench(size, kind="uncoordinated", module=module).run()
     together = bench(size, exchanges=0, module=module).run()
@@ -66,9 +65,18 @@ def test_an_exchange_changes_the_choice() -> None:
     assert any(kept(zero, c) != kept(one, c) for c in range(4))
 
 
-@pytest.mark.parametrize("rounding", ["zero-diagonal", "top-n"])
-@pytest.mark.parametrize("exchanges", [0, 1, 4])
-@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize(
+    ("rounding", "exchanges", "size"),
+    [
+        ("zero-diagonal", 0, 1),
+        ("top-n", 0, 5),
+        ("zero-diagonal", 1, 5),
+        ("top-n", 1, 1),
+        ("zero-diagonal", 4, 1),
+        ("zero-diagonal", 4, 5),
+        ("top-n", 4, 5),
+    ],
+)
 def test_the_protocol_chooses_what_the_algorithm_in_memory_chooses(rounding: str, exchanges: int, size: int) -> None:
     running = bench(size, exchanges=exchanges, rounding=rounding)
     outcome = running.run(rounds=2)
@@ -207,8 +215,8 @@ def test_two_clients_in_one_dimension_halve_their_sum_each_time(monkeypatch: pyt
 @pytest.mark.parametrize("options", [{}, {"projection": 50}, {"layers": "last"}])
 def test_the_relaxed_objective_never_increases(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     means = Means().watch(monkeypatch)
-    bench(exchanges=12, **options).run(rounds=2)
-    assert len(means.squares) == 12
+    bench(exchanges=6, **options).run(rounds=2)
+    assert len(means.squares) == 6
     assert all(later <= earlier * (1 + 1e-6) for earlier, later in zip(means.squares, means.squares[1:], strict=False))
     assert means.squares[-1] < means.squares[0]
 

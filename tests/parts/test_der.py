@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from everfed import Batch, Optimizer, TrainOptions
+from everfed.core.trainer import Trainer
 from everfed.parts.memory.der import DER, DERPlusPlus
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
@@ -74,7 +75,7 @@ def test_stored_outputs_are_those_of_the_step_that_stored_them() -> None:
 
 def test_stored_outputs_do_not_change_later() -> None:
     bench = der(size=50).change(stream=Toy(clients=1, tasks=1, rounds_per_task=4))
-    early, late = (bench.run(rounds=r).clients[0]["memory"]["logits"] for r in (1, 4))
+    early, late = (outcome.clients[0]["memory"]["logits"] for outcome in bench.after(1, 4))
     assert torch.equal(early, late) and early[:12].abs().sum() > 0
 
 
@@ -87,8 +88,7 @@ def test_the_term_is_the_mean_over_batch_and_classes(m: int, classes: int, weigh
     assert float(term) == pytest.approx(weight * float((h - z).square().sum()) / (m * classes), rel=1e-5)
 
 
-def expected_gradient(bench: Bench, seen: Seen, alpha: float, beta: float, name: str) -> torch.Tensor:
-    trainer = bench.trainer()
+def expected_gradient(trainer: Trainer, seen: Seen, alpha: float, beta: float, name: str) -> torch.Tensor:
     trainer.replica.params.copy_(seen.params)
     loss = functional.cross_entropy(trainer.forward(seen.x), seen.y)
     if name in seen.batches:
@@ -97,7 +97,7 @@ def expected_gradient(bench: Bench, seen: Seen, alpha: float, beta: float, name:
     if f"{name}/labelled" in seen.batches:
         x, y, _ = seen.batches[f"{name}/labelled"]
         loss = loss + beta * functional.cross_entropy(trainer.forward(x), y)
-    return bench.layout().flatten_gradient(torch.autograd.grad(loss, trainer.replica.trainable))
+    return trainer.replica.layout.flatten_gradient(torch.autograd.grad(loss, trainer.replica.trainable))
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_the_gradient_is_that_of_the_published_loss(name: str, alpha: float, bet
     """alpha = 0 and beta = 1 is CE + CE(replay)."""
     options = {"weight": alpha, "batch": 4, **({"label_weight": beta} if name == "der++" else {})}
     bench = der(name, **options)
-    log = watched(bench, rounds=2)
+    log, trainer = watched(bench, rounds=2), bench.trainer()
     assert any(seen.batches for seen in log)
     for seen in log:
         assert (name in seen.batches) == bool(alpha and len(seen.batches))
-        expected = expected_gradient(bench, seen, alpha, beta, name)
+        expected = expected_gradient(trainer, seen, alpha, beta, name)
         assert torch.allclose(seen.gradient, expected, rtol=1e-4, atol=1e-6)
 
 

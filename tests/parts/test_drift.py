@@ -61,7 +61,7 @@ def test_fedavg_comes_to_rest_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("scaffold", {}), ("feddyn", {"feddyn": {"alpha": 2.0}})])
-@pytest.mark.parametrize("steps", [1, 5, 20])
+@pytest.mark.parametrize("steps", [1, 5, pytest.param(20, marks=pytest.mark.slow)])
 def test_without_drift_the_fixed_point_is_the_optimum(name: str, options: dict[str, Any], steps: int) -> None:
     assert at(quadratics(name, 60, options, steps=steps).run()) == pytest.approx(OPTIMUM, abs=1e-5)
 

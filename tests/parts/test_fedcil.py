@@ -315,7 +315,7 @@ def test_the_labels_of_all_earlier_tasks_are_remembered() -> None:
 def test_every_task_begins_with_fresh_moments_on_the_server() -> None:
     """Adam counts its steps: 3 in every round, 6 after two rounds of a task, 3 again after the next task's first."""
     case = bench(ClassToy(tasks=2, rounds_per_task=2))
-    steps = [case.run(rounds=rounds).state.server["fedcil"]["moments"]["t"].item() for rounds in (1, 2, 3)]
+    steps = [outcome.state.server["fedcil"]["moments"]["t"].item() for outcome in case.after(1, 2, 3)]
     assert steps == [3.0, 6.0, 3.0]
 
 
@@ -328,13 +328,9 @@ def test_a_run_resumes_in_the_middle_of_consolidation() -> None:
 
 def test_the_replaying_generator_stays_as_it_was() -> None:
     case = bench(ClassToy(tasks=2, rounds_per_task=3))
-    hashes = {
-        sha256(tree.to_bytes({"old": case.run(rounds=r).clients[0]["fedcil"]["old"]})).hexdigest() for r in (4, 5, 6)
-    }
-    assert len(hashes) == 1
-    assert torch.equal(
-        case.run(rounds=4).clients[0]["fedcil"]["old"], case.run(rounds=3).clients[0]["fedcil"]["latest"]
-    )
+    before, *later = (outcome.clients[0]["fedcil"] for outcome in case.after(3, 4, 5, 6))
+    assert len({sha256(tree.to_bytes({"old": own["old"]})).hexdigest() for own in later}) == 1
+    assert torch.equal(later[0]["old"], before["latest"])
 
 
 def test_evaluation_is_of_the_consolidated_model_with_class_logits_only() -> None:

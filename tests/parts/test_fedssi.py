@@ -66,7 +66,11 @@ def test_the_surrogates_fixed_point(lam: float, v: float) -> None:
 
 @pytest.mark.parametrize(
     ("lam", "steps", "drop", "omega"),
-    [(0.2, 2500, 0.27778, 2.5), (0.5, 5000, 0.44444, 1.0), (0.8, 7000, 0.49383, 0.625)],
+    [
+        (0.2, 2500, 0.27778, 2.5),
+        pytest.param(0.5, 5000, 0.44444, 1.0, marks=pytest.mark.slow),
+        pytest.param(0.8, 7000, 0.49383, 0.625, marks=pytest.mark.slow),
+    ],
 )
 def test_the_path_integral_is_the_drop_of_the_loss(lam: float, steps: int, drop: float, omega: float) -> None:
     v, s = surrogate(lam, 1e-3, steps)

@@ -312,7 +312,7 @@ def test_scores_before_the_first_training_use_the_current_weights() -> None:
 
 
 # learning, state, composition ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("module", [None, Norm])
+@pytest.mark.parametrize("module", [None, pytest.param(Norm, marks=pytest.mark.slow)])
 def test_it_learns(module: Any) -> None:
     outcome = bench(stream=Toy(samples=60, rounds_per_task=4), train=TrainOptions(5, 10, Optimizer(lr=0.1)),
                     module=module, retention=1.0).run()  # fmt: skip
@@ -323,9 +323,9 @@ def test_it_learns(module: Any) -> None:
 
 def test_old_answers_change_only_through_the_base() -> None:
     b = bench(stream=Toy(tasks=3))
-    first, last = b.run(rounds=2).clients[0]["fedweit"]["tasks"]["0"], b.run().clients[0]["fedweit"]["tasks"]["0"]
-    assert torch.equal(dense(first["fixed"]), dense(last["fixed"]))
-    assert set(b.run().clients[0]["fedweit"]["tasks"]) == {"0", "1", "2"}
+    first, last = (outcome.clients[0]["fedweit"]["tasks"] for outcome in b.after(2, 6))
+    assert torch.equal(dense(first["0"]["fixed"]), dense(last["0"]["fixed"]))
+    assert set(last) == {"0", "1", "2"}
 
 
 @given(seed=st.integers(0, 100), size=st.integers(1, 50))

@@ -146,16 +146,16 @@ def held(outcome: Outcome, client: int = 0) -> tuple[list[int], list[int]]:
 
 def test_exemplars_are_kept_at_a_change_and_the_old_classes_make_room() -> None:
     case = on_boundary(stream=ClassToy(tasks=3, classes=6))
-    assert held(case.run(rounds=2)) == ([], [0, 0, 0, 0, 1, 1, 1, 1])  # 8 rows, two current classes
-    assert held(case.run(rounds=3)) == ([0, 0, 1, 1], [2, 2, 3, 3])
-    assert held(case.run(rounds=5)) == ([0, 1, 2, 3], [4, 5])
-    learned = case.run(rounds=5).clients[0]["memory"]["host"]["learned"]
-    assert learned.tolist() == [0, 1, 2, 3]
+    second, third, fifth = case.after(2, 3, 5)
+    assert held(second) == ([], [0, 0, 0, 0, 1, 1, 1, 1])  # 8 rows, two current classes
+    assert held(third) == ([0, 0, 1, 1], [2, 2, 3, 3])
+    assert held(fifth) == ([0, 1, 2, 3], [4, 5])
+    assert fifth.clients[0]["memory"]["host"]["learned"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_cut_keeps_the_herding_order() -> None:
     case = on_boundary(stream=ClassToy(tasks=3, classes=6))
-    ids = {r: case.run(rounds=r).clients[0]["memory"]["host"]["ids"] for r in (2, 3, 5)}
+    ids = {o.state.round: o.clients[0]["memory"]["host"]["ids"] for o in case.after(2, 3, 5)}
     assert ids[3][[0, 1, 2, 3]].tolist() == ids[2][[0, 1, 4, 5]].tolist()
     assert ids[5][[0, 1]].tolist() == ids[3][[0, 2]].tolist()
 
@@ -260,16 +260,16 @@ def test_reconstruction_comes_closer_with_every_accepted_image() -> None:
 # the proxy server ----------------------------------------------------------------------------------------------------
 def test_the_proxy_chooses_the_old_model_and_clients_forget_their_gradients() -> None:
     case = on_boundary(**PROXY)
-    first = case.run(rounds=1)
+    first, second, third, last = case.after(1, 2, 3, 4)
     own = first.state.server["glfc"]
     assert own["images"].shape[0] == own["labels"].shape[0] <= 2 * 2 * 2  # clients x classes x iterates
     assert set(own["labels"].tolist()) == {0, 1}
     assert "queue" not in own and "previous" not in own
     assert torch.equal(own["current"]["params"], first.params)
     assert own["current"]["known"].tolist() == [True, True, False, False]
-    third = case.run(rounds=3).state.server["glfc"]
-    assert torch.equal(third["previous"]["params"], case.run(rounds=2).state.server["glfc"]["current"]["params"])
-    assert all("prototypes" not in client["glfc"] for client in case.run().clients.values())
+    previous = third.state.server["glfc"]["previous"]
+    assert torch.equal(previous["params"], second.state.server["glfc"]["current"]["params"])
+    assert all("prototypes" not in client["glfc"] for client in last.clients.values())
 
 
 def test_after_a_detected_change_the_old_model_is_the_best_and_otherwise_the_one_before() -> None:
@@ -323,11 +323,12 @@ def test_the_best_score_begins_anew_at_a_change(reset: bool) -> None:
 def test_of_equally_good_models_the_newer_one_is_chosen(lead: float, chosen: bool) -> None:
     """lead: by how much the older model was better on the images."""
     case = on_boundary(**PROXY)
-    first = case.run(rounds=1).state.server["glfc"]
+    state = case.run(rounds=1).state
+    first = state.server["glfc"]
     older = {"params": torch.zeros_like(case.model()["params"])}
     own = {**first, "best": first["score"] + lead, "current": older, "current_since": 0}
     choose = phase_of(GLFC(**PROXY), "choose").update
-    server = {"model": case.run(rounds=1).state.model, "glfc": own}
+    server = {"model": state.model, "glfc": own}
     found = choose(server, {}, case.context(round_index=1))
     assert found["score"] == first["score"]
     assert found["current_since"] == (1 if chosen else 0)
@@ -337,7 +338,7 @@ def test_of_equally_good_models_the_newer_one_is_chosen(lead: float, chosen: boo
 def test_bytes_by_part() -> None:
     case = on_boundary(**PROXY)
     encoder_bytes = 4 * sum(p.numel() for p in EncoderBlueprint((1, 4, 4), 4).build().parameters())
-    rounds = {r: case.run(rounds=r).state.traffic for r in (1, 2, 3)}
+    rounds = {outcome.state.round: outcome.state.traffic for outcome in case.after(1, 2, 3)}
     # two clients, two classes each: gradients when their task has changed, and only then
     assert [rounds[r].up["glfc"] for r in (1, 2, 3)] == [4 * encoder_bytes, 4 * encoder_bytes, 8 * encoder_bytes]
     model = tree.tensor_bytes(case.model()) + 4  # with a mask of what it knows
@@ -367,15 +368,17 @@ def test_what_it_reveals_and_needs() -> None:
 
 def test_the_old_model_stays_as_it_was() -> None:
     case = on_boundary(stream=ClassToy(tasks=2, rounds_per_task=3))
-    frozen = {sha256(tree.to_bytes(case.run(rounds=r).state.server["glfc"]["old"])).hexdigest() for r in (3, 4, 5)}
-    assert len(frozen) == 1
-    assert torch.equal(case.run(rounds=5).state.server["glfc"]["old"]["params"], case.run(rounds=3).params)
+    third, *later = case.after(3, 4, 5)
+    frozen = [outcome.state.server["glfc"]["old"] for outcome in (third, *later)]
+    assert len({sha256(tree.to_bytes(old)).hexdigest() for old in frozen}) == 1
+    assert torch.equal(frozen[-1]["params"], third.params)
 
 
 def test_wire_and_resume_parity_with_a_proxy() -> None:
     case = on_boundary(stream=ClassToy(clients=2, tasks=2), **PROXY).change(module=Norm)
-    assert_same(case.run(), run_over_wire(case))
-    assert_resumes(case, 3)
+    eager = case.run()
+    assert_same(eager, run_over_wire(case))
+    assert_resumes(case, 3, eager)
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_what_a_task_does_not_train_stays_bit_for_bit(method: str) -> None:
     """Factors of the other task, and the head's rows of its classes; with weight decay and momentum, too."""
     train = TrainOptions(2, 5, Optimizer(lr=0.1, momentum=0.9, weight_decay=0.1))
     bench = Bench(method, stream=ClassToy(), train=train)
-    first, middle, last = bench.model()["params"], bench.run(rounds=2).params, bench.run().params
+    first, middle, last = bench.model()["params"], *(outcome.params for outcome in bench.after(2, 4))
     for end in ("lora_A", "lora_B"):
         for start, half, done in zip(*(entries(bench, v, end).values() for v in (first, middle, last)), strict=True):
             assert torch.equal(start[1], half[1]) and torch.equal(half[0], done[0])
@@ -230,7 +230,7 @@ def test_what_a_task_does_not_train_stays_bit_for_bit(method: str) -> None:
 def test_the_frozen_factor_is_never_sent_again() -> None:
     """A of both tasks is sent with the first message; afterwards clients hold it."""
     bench = Bench("ffa-lora", {}, stream=ClassToy(clients=1, tasks=2, rounds_per_task=3))
-    down = [bench.run(rounds=r).state.traffic.down["fedavg"] // 4 for r in (1, 2, 3, 4)]
+    down = [outcome.state.traffic.down["fedavg"] // 4 for outcome in bench.after(1, 2, 3, 4)]
     trained = 9 * RANK * WIDTH * DEPTH + 2 * (WIDTH + 1)
     assert down[0] == len(bench.model()["params"])
     assert down[1] - down[0] == down[2] - down[1] == trained

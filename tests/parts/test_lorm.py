@@ -197,7 +197,7 @@ def bench(**fields: int) -> Bench:
 def test_rounds_alternate_between_the_factors() -> None:
     """Two tasks of three rounds: B, A, B each; every other factor and head row stays bit for bit."""
     case = bench(rounds_per_task=3, tasks=2)
-    vectors = [case.model()["params"], *(case.run(rounds=r).params for r in range(1, 7))]
+    vectors = [case.model()["params"], *(outcome.params for outcome in case.after(*range(1, 7)))]
     for index in range(6):
         task, trained = index // 3, "BA"[index % 3 % 2]
         for factor in "AB":
@@ -217,7 +217,7 @@ def test_replies_have_the_size_of_the_formula() -> None:
     task's end 7 d numbers a block."""
     d, r, depth, matrices = 8, 2, 2, 8
     case = bench(clients=1, tasks=1, rounds_per_task=3)
-    sizes = [case.run(rounds=n).state.traffic.up["lorm"] for n in (1, 2, 3)]
+    sizes = [outcome.state.traffic.up["lorm"] for outcome in case.after(1, 2, 3)]
     head = 8 * (2 * d + d * (d + 1) // 2) + 4 * 2
     b_round = 8 * (9 * r * d * depth + matrices * r * (r + 1) // 2) + head
     a_round = 8 * (7 * r * d * depth + 7 * d * depth) + head

@@ -24,6 +24,8 @@ from everfed.parts.project.matching import (
 from everfed.parts.project.matching_solvers import SoftmaxSGD
 
 KAPPA = 0.25
+# how many random problems: `make slow` draws many more of each kind
+FEW_OR_MANY = pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
 
 
 def vectors(*rows: tuple[float, ...]) -> Tensor:
@@ -192,7 +194,7 @@ updates = st.tuples(st.integers(2, 8), st.integers(1, 8)).flatmap(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(updates, kappas)
 def test_feasible_and_never_worse_than_the_mean(G, kappa):
     G = torch.from_numpy(G)
@@ -208,7 +210,7 @@ def test_feasible_and_never_worse_than_the_mean(G, kappa):
     assert float(d @ gbar) >= (1 - kappa) * norm**2 - norm * slack
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(updates, kappas)
 def test_gap_certifies_the_optimum_unless_the_mean_is_returned(G, kappa):
     G = torch.from_numpy(G)
@@ -220,7 +222,7 @@ def test_gap_certifies_the_optimum_unless_the_mean_is_returned(G, kappa):
         assert found.gap <= 1e-8
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(updates, kappas)
 def test_odd_and_exact_under_powers_of_two(G, kappa):
     G = torch.from_numpy(G)
@@ -244,10 +246,11 @@ def random_problem(rng: np.random.Generator, kind: str) -> tuple[np.ndarray, flo
 KINDS = ("plain", "uneven", "aligned", "repeated")
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize("kind", KINDS)
-def test_primal_and_dual_meet_on_the_ball(kind):
+def test_primal_and_dual_meet_on_the_ball(kind, times):
     rng = np.random.default_rng(0)
-    for _ in range(1000):
+    for _ in range(200 * times):
         G, kappa = random_problem(rng, kind)
         found = solved(torch.from_numpy(G), kappa)
         d, g_gamma, gbar = found.weights.numpy() @ G, found.gamma.numpy() @ G, G.mean(0)
@@ -258,10 +261,11 @@ def test_primal_and_dual_meet_on_the_ball(kind):
         assert np.linalg.norm(d - gbar) == pytest.approx(kappa * norm, rel=1e-7)
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize("kind", KINDS)
-def test_symmetries(kind):
+def test_symmetries(kind, times):
     rng = np.random.default_rng(1)
-    for _ in range(300):
+    for _ in range(60 * times):
         G, kappa = random_problem(rng, kind)
         d = match_gradients(torch.from_numpy(G), kappa).numpy()
         Q = np.linalg.qr(rng.standard_normal((G.shape[1],) * 2))[0]
@@ -272,10 +276,11 @@ def test_symmetries(kind):
             np.testing.assert_allclose(actual, expected, rtol=0, atol=tol * max(1.0, factor))
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize("kind", KINDS)
-def test_worst_served_update_gains_with_kappa(kind):
+def test_worst_served_update_gains_with_kappa(kind, times):
     rng = np.random.default_rng(2)
-    for _ in range(100):
+    for _ in range(30 * times):
         G = torch.from_numpy(random_problem(rng, kind)[0])
         served = [worst(G, match_gradients(G, kappa)) for kappa in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)]
         assert (np.diff(served) >= -1e-9 * float(G.norm(dim=1).max() * G.mean(0).norm())).all()
@@ -284,10 +289,11 @@ def test_worst_served_update_gains_with_kappa(kind):
 # --- independent solvers ----------------------------------------------------------------------------------------
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize("weighted", [False, True])
-def test_agrees_with_a_general_solver_on_the_primal(weighted):
+def test_agrees_with_a_general_solver_on_the_primal(weighted, times):
     rng = np.random.default_rng(3)
-    for _ in range(150):
+    for _ in range(60 * times):
         G, kappa = rng.standard_normal((int(rng.integers(2, 7)), int(rng.integers(2, 6)))), rng.uniform(0.05, 0.9)
         p = rng.uniform(0.1, 1, len(G)) if weighted else None
         d = match_gradients(torch.from_numpy(G), kappa, weights=p).numpy()
@@ -458,9 +464,10 @@ def dual_value(G: Tensor, gamma: Tensor) -> float:
     return float(g_gamma @ gbar + KAPPA * gbar.norm() * g_gamma.norm())
 
 
-def test_softmax_sgd_is_within_one_percent_for_two_updates():
+@FEW_OR_MANY
+def test_softmax_sgd_is_within_one_percent_for_two_updates(times):
     generator = torch.Generator().manual_seed(14)
-    for _ in range(500):
+    for _ in range(100 * times):
         G = torch.randn(2, 30, generator=generator, dtype=torch.float64)
         parity = solve_gram(gram(G), KAPPA, solver="softmax_sgd")
         assert dual_value(G, parity.gamma) == pytest.approx(dual_value(G, solved(G).gamma), rel=0.01)

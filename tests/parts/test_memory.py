@@ -117,7 +117,8 @@ def er(offer: str = "first_visit", size: int = 8, epochs: int = 2, **fields: obj
 def test_the_counter_is_the_number_of_distinct_samples(epochs: int) -> None:
     """It lives over rounds and tasks; epochs do not move it."""
     bench = er(epochs=epochs, stream=Toy(sizes={(0, 1): 7}))
-    assert [bench.run(rounds=r).clients[0][NAME]["host"]["n"] for r in (1, 2, 3, 4)] == [12, 12, 12 + 7, 12 + 7]
+    counted = [outcome.clients[0][NAME]["host"]["n"] for outcome in bench.after(1, 2, 3, 4)]
+    assert counted == [12, 12, 12 + 7, 12 + 7]
 
 
 def test_offering_at_every_visit_counts_visits() -> None:

@@ -270,7 +270,7 @@ def test_the_pull_brings_chosen_keys_nearer_to_the_queries() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_predictions_do_not_depend_on_the_batch(method: str) -> None:
-    bench = Bench(method)
+    bench = Bench(method, stream=Toy(clients=1, rounds_per_task=1))
     model, x, trainer = bench.run().state.model, bench.stream.test(0).x, bench.trainer()
     together = trainer.outputs(model, x)
     assert torch.allclose(together, torch.cat([trainer.outputs(model, one) for one in x.split(1)]), atol=1e-5)
@@ -282,7 +282,7 @@ def test_after_a_task_nothing_of_it_changes(method: str) -> None:
     """Not even by weight decay or momentum: prompts, keys, and the head's rows of its classes."""
     train = TrainOptions(2, 5, Optimizer(lr=0.1, momentum=0.9, weight_decay=0.1))
     bench = Bench(method, stream=ClassToy(), train=train)
-    middle, last = (entries(bench, v, "") for v in (bench.run(rounds=2).params, bench.run().params))
+    middle, last = (entries(bench, outcome.params, "") for outcome in bench.after(2, 4))
     for name, before in middle.items():
         if name.startswith("prompts.") and "general" not in name and name != "prompts.task":
             assert torch.equal(before[0], last[name][0]) and not torch.equal(before[1], last[name][1])

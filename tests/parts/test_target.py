@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -158,7 +159,7 @@ def test_the_first_task_is_fedavg_bit_for_bit() -> None:
 def test_every_real_sample_is_used_once_an_epoch_whatever_the_size_of_the_pool(method: str, pool: int) -> None:
     log: list[Seen] = []
     case = bench(method, n_syn=pool)
-    case.change(method=spied(case.build_method(), log)).run()
+    case.change(method=spied(case.build_method(), log)).run(rounds=3)
     steps = [seen for seen in log if (seen.client, seen.round) == (0, 2)]
     data, epochs = case.stream.data(0, 1), 2
     assert rows(torch.cat([seen.x for seen in steps])) == Counter({k: epochs * n for k, n in rows(data.x).items()})
@@ -266,12 +267,17 @@ def test_teacher_and_pool_reach_every_client_once_a_task(method: str) -> None:
 @pytest.mark.parametrize("repeat", [1, 2])
 def test_a_run_goes_on_in_the_middle_of_synthesis(method: str, repeat: int) -> None:
     case = bench(method)
-    whole, stopped = case.run(), _until_repeat(case, repeat)
+    whole, stopped = whole_run(method), _until_repeat(case, repeat)
     assert (stopped.state.round, stopped.state.repeat) == (1, repeat)
     assert "work" in stopped.state.server[method]
     state = RunState.from_tree(crossed(stopped.state.to_tree()))
     resumed = case.run(state=state, store=stopped.store)
     assert equal(comparable(resumed.state), comparable(whole.state))
+
+
+@cache
+def whole_run(method: str) -> Outcome:
+    return bench(method).run()
 
 
 def _until_repeat(case: Bench, repeat: int) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ def absences(outcome: Outcome) -> dict[str, str]:
     return event.get("absent", {})
 
 
+@cache
 def without(*clients: int) -> Tensor:
     return plain_run(BENCH, {"train": clients}).params
 

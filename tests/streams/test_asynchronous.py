@@ -209,7 +209,7 @@ def test_engines_agree_and_a_run_resumes_bit_for_bit(name: str) -> None:
     for other in (run_over_wire(bench), on_processes(bench)):
         assert tree.equal(comparable(other.state), comparable(eager.state))
         assert all(tree.equal(other.clients[client], state) for client, state in eager.clients.items())
-    assert_resumes(bench, 5)
+    assert_resumes(bench, 5, eager)
 
 
 @pytest.mark.parametrize("scenario", ["domain-incremental", "task-incremental", "task-pool"])
@@ -223,8 +223,9 @@ def test_every_scenario_has_clocks(scenario: str) -> None:
 def test_equalised_traffic_and_asynchronous_boundaries_go_together() -> None:
     train = TrainOptions(1, 12, Optimizer(lr=0.05), sync_every=2)
     bench = Bench("fedgp+der", stream=small_stream(asynchronous=JITTER), train=train)
-    assert bench.run().state.version == 6
-    assert_resumes(bench, 3)
+    whole = bench.run()
+    assert whole.state.version == 6
+    assert_resumes(bench, 3, whole)
 
 
 def test_who_must_change_tasks_together() -> None:

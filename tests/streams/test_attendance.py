@@ -92,8 +92,9 @@ def test_who_leaves_between_two_synchronisations_sends_nothing(name: str) -> Non
     away = {"kind": "table", "rounds": {"1": [[0, 3], [5, 12]], "2": [[1, 9]]}}
     train = TrainOptions(1, 12, Optimizer(lr=0.05), sync_every=2)
     bench = Bench(name, stream=small_stream(availability=away), train=train)
-    assert bench.run().state.round == 12
-    assert_resumes(bench, 3)
+    whole = bench.run()
+    assert whole.state.round == 12
+    assert_resumes(bench, 3, whole)
 
 
 def test_who_holds_no_data_of_a_task_is_asked_and_sends_nothing() -> None:
@@ -110,7 +111,7 @@ def test_engines_agree_and_runs_resume(name: str) -> None:
     bench = Bench(name, stream=stream, train=TRAIN)
     eager, other = bench.run(), on_processes(bench)
     assert tree.equal(comparable(other.state), comparable(eager.state))
-    assert_resumes(bench, 7)
+    assert_resumes(bench, 7, eager)
 
 
 # who answers in time -------------------------------------------------------------------------------------------------
@@ -195,10 +196,9 @@ FAR_APART = {"kind": "table", "rounds": {"1": [[0, 5], [55, 60]], "3": [[44, 60]
 def test_what_a_client_knew_is_there_when_it_returns(name: str) -> None:
     stream = small_stream(rounds_per_task=20, availability=FAR_APART)
     bench = Bench(name, stream=stream, train=TRAIN)
-    left, returning = bench.run(rounds=5).clients, bench.run(rounds=55).clients
+    left, returning, end = (outcome.clients for outcome in bench.after(5, 55, 60))
     assert tree.equal(left[1], returning[1])
     assert 3 not in left
-    end = bench.run().clients
     if name != "fedssi":  # whose clients learn at a task's end: this one saw none before the run was over
         held = [{task: len(stream.data(client, task)) for task in range(3)} for client in range(4)]
         assert end[1]["memory"]["host"]["n"] == held[1][0] + held[1][2]  # the second task went by without it
@@ -207,6 +207,7 @@ def test_what_a_client_knew_is_there_when_it_returns(name: str) -> None:
 
 def test_who_joins_late_is_anchored_at_the_model_that_it_first_gets() -> None:
     bench = Bench("fedssi", stream=small_stream(rounds_per_task=20, availability=FAR_APART), train=TRAIN)
-    joined = bench.run(rounds=45).clients[3]
-    assert tree.equal({"w": joined["fedssi"]["anchor"]}, {"w": bench.run(rounds=44).params})
+    before, after = bench.after(44, 45)
+    joined = after.clients[3]
+    assert tree.equal({"w": joined["fedssi"]["anchor"]}, {"w": before.params})
     assert "omega" not in joined["fedssi"]

@@ -80,7 +80,7 @@ def observed(name: str, calls: Calls) -> Method:
 
 @pytest.mark.parametrize("name", each_preset())
 def test_no_hook_receives_a_task_or_a_call_at_its_end(name: str) -> None:
-    stream = small_stream(boundaries=False, rounds_per_task=3)
+    stream = small_stream(boundaries=False, rounds_per_task=3, tasks=2)
     calls: Calls = defaultdict(set)
     # scored after every round: scoring at the end of a task is a look from outside, which changes no client's state
     bench = Bench(
@@ -95,9 +95,8 @@ def test_no_hook_receives_a_task_or_a_call_at_its_end(name: str) -> None:
         assert "must know when a task begins or ends" in str(refusal)
         return
     bench.run()
-    within = set.union(*(calls[index] for index in (1, 3, 4, 6, 7)))
-    for change in (2, 5):
-        assert calls[change] <= within, "something is called in the last round of a task only"
+    within = set.union(*(calls[index] for index in (1, 3, 4)))
+    assert calls[2] <= within, "something is called in the last round of a task only"
     assert calls[3] - calls[0] <= calls[1] - calls[0], "something is called in the first round of a task only"
 
 
@@ -161,8 +160,9 @@ def test_a_drifting_client_sees_other_samples_every_round_and_the_same_ones_agai
 def test_drift_is_equal_on_engines_and_over_a_resume() -> None:
     stream = small_stream(boundaries=False, drift=2, asynchronous={"kind": "jitter", "jitter": 1})
     bench = Bench("fedgp+der", stream=stream, train=TrainOptions(1, 12, Optimizer(lr=0.05)))
-    assert tree.equal(comparable(on_processes(bench).state), comparable(bench.run().state))
-    assert_resumes(bench, 5)
+    eager = bench.run()
+    assert tree.equal(comparable(on_processes(bench).state), comparable(eager.state))
+    assert_resumes(bench, 5, eager)
 
 
 @pytest.mark.parametrize(

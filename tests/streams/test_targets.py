@@ -300,7 +300,7 @@ def test_every_engine_gives_the_same_bits(kind: str, method: str, tmp_path: Path
         assert all(tree.equal(other.clients[client], state) for client, state in eager.clients.items())
     served = federated(case, loop_of(case, tmp_path))
     assert torch.equal(served.params, eager.params) and served.state.rows == eager.state.rows
-    assert_resumes(case, 2)
+    assert_resumes(case, 2, eager)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -223,6 +224,13 @@ class Outcome:
     def clients(self) -> dict[int, State]:
         return {client: self.store.get(client) or {} for client in self.store.clients()}
 
+    def copy(self) -> Outcome:
+        """Nothing that happens later changes it."""
+        store = ClientStore()
+        for client, state in self.clients.items():
+            store.put(client, deepcopy(state))
+        return Outcome(deepcopy(self.state), store, list(self.events))
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -253,35 +261,44 @@ class Bench:
 
     def build_module(self) -> nn.Module:
         """The network with its first weights and the method's extra parameters."""
-        bare = self.bare_module()
-        return attach(bare, self.build_method().parts, Context(self.seed, self._facts(Layout.of(bare)), self.train))
+        return self._network(self.build_method())
 
     def bare_module(self) -> nn.Module:
-        shape, classes = self.stream.input_shape, self.stream.classes
-        if self.module in (None, Norm) and any(
-            isinstance(part, Piecewise | PromptL2P) for part in self.build_method().parts
-        ):
-            return self.change(module=tiny_vit).bare_module()
-        if self.module is None:
+        return self._bare(self.build_method())
+
+    def _network(self, method: Method) -> nn.Module:
+        bare = self._bare(method)
+        return attach(bare, method.parts, Context(self.seed, self._facts(Layout.of(bare)), self.train))
+
+    def _bare(self, method: Method) -> nn.Module:
+        shape, classes, module = self.stream.input_shape, self.stream.classes, self.module
+        if module in (None, Norm) and any(isinstance(part, Piecewise | PromptL2P) for part in method.parts):
+            module = tiny_vit
+        if module is None:
             return models.build("mlp", shape, classes, self.seed, {"hidden": [8]})
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return self.module(shape, classes)
+            torch.default_generator.manual_seed(self.seed)
+            return module(shape, classes)
 
     def layout(self) -> Layout:
-        return Layout.of(self.build_module(), self.build_method().is_personal)
+        return self._start()[1]
 
     def model(self) -> Model:
         """The shared model before the first round."""
-        layout = self.layout()
-        vectors = layout.read(self.build_module())
+        _, layout, vectors = self._start()
         return {**vectors, "params": vectors["params"][: layout.shared]}
 
     def world(self) -> World:
-        module, method = self.build_module(), self.build_method()
-        layout = Layout.of(module, method.is_personal)
-        facts = self._facts(layout, layout.read(module)["params"][layout.shared :])
+        method, layout, vectors = self._start()
+        facts = self._facts(layout, vectors["params"][layout.shared :])
         return World(method, self.stream, facts, self.train, self.seed)
+
+    def _start(self) -> tuple[Method, Layout, Model]:
+        """A method with the layout and the first weights of its network, those that stay on clients included."""
+        method = self.build_method()
+        module = self._network(method)
+        layout = Layout.of(module, method.is_personal)
+        return method, layout, layout.read(module)
 
     def _facts(self, layout: Layout, personal: Tensor | None = None) -> Facts:
         stream = self.stream
@@ -323,7 +340,7 @@ class Bench:
         rounds: int | None = None,
     ) -> Outcome:
         """Run to the end of the stream, or until `rounds` rounds are over; from `state` and `store` when given."""
-        world, store = self.world(), store or ClientStore()
+        world, store = self.world(), ClientStore() if store is None else store
         events: list[Event] = []
         runner = Runner(
             world,
@@ -337,6 +354,17 @@ class Bench:
         with suppress(Paused):
             runner.run()
         return Outcome(runner.state, store, events)
+
+    def after(self, *rounds: int) -> list[Outcome]:
+        """The run after each of these numbers of rounds, which rise. One run: it goes on after every stop; what is
+        handed out are copies. Events are those since the stop before."""
+        found: list[Outcome] = []
+        state, store = None, ClientStore()
+        for count in rounds:
+            reached = self.run(state=state, store=store, rounds=count)
+            state = reached.state
+            found.append(reached.copy())
+        return found
 
 
 class Paused(Exception):

@@ -80,7 +80,7 @@ class FedL2P(Part):
     # the server --------------------------------------------------------------------------------------------------
     def server_slots(self, ctx: Context) -> Tree:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(ctx.key("meta-nets"))
+            torch.default_generator.manual_seed(ctx.key("meta-nets"))
             return {"meta": self.nets(ctx.facts.layout).vector()}
 
     def phases(self) -> tuple[Phase, ...]:

@@ -1,0 +1,118 @@
+"""A plain SGD step after the backward pass, as one Triton kernel: the gradients of the single parameters are read where
+they lie, the vector of parameters moves, and its bfloat16 copy is written.
+
+One after the other (a float32 vector of all gradients, the update, the cast) the same takes twice the memory traffic.
+"""
+
+# Triton kernels have no types
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from everfed.core.layout import Layout
+
+BLOCK = 4096
+MOST = 128  # parameters: the addresses of their gradients are arguments of the kernel
+
+
+@triton.jit
+def _block(
+    address, params_ptr, low_ptr, velocity_ptr, rate_ptr, start, place, size, decay, momentum,
+    NARROW: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr, DECAY: tl.constexpr, MOMENTUM: tl.constexpr,
+    LOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = place * BLOCK + tl.arange(0, BLOCK)
+    inside = None if WHOLE else offsets < size  # a mask would keep whole blocks from being read 16 bytes at a time
+    kind: tl.constexpr = tl.bfloat16 if NARROW else tl.float32
+    g = tl.load((address * 16).to(tl.pointer_type(kind)) + offsets, inside).to(tl.float32)
+    own = start * ALIGN + offsets
+    p = tl.load(params_ptr + own, inside)
+    if DECAY:
+        g += decay * p
+    if MOMENTUM:
+        g += momentum * tl.load(velocity_ptr + own, inside)
+        tl.store(velocity_ptr + own, g, inside)
+    p -= tl.load(rate_ptr) * g
+    tl.store(params_ptr + own, p, inside)
+    if LOW:
+        tl.store(low_ptr + own, p.to(tl.bfloat16), inside)
+
+
+@triton.jit
+def _descend(
+    params_ptr, low_ptr, velocity_ptr, rate_ptr, table_ptr, addresses, decay, momentum,
+    COUNT: tl.constexpr, ALIGN: tl.constexpr, DECAY: tl.constexpr, MOMENTUM: tl.constexpr, LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = table_ptr + tl.program_id(0) * 5
+    which, start, place, size = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    address = addresses[0]
+    for i in tl.static_range(1, COUNT):
+        address = tl.where(which == i, addresses[i], address)
+    whole = size >= (place + 1) * BLOCK
+    if tl.load(row + 4) == 1:
+        if whole:
+            _block(address, params_ptr, low_ptr, velocity_ptr, rate_ptr, start, place, size, decay, momentum,
+                   True, True, ALIGN, DECAY, MOMENTUM, LOW, BLOCK)  # fmt: skip
+        else:
+            _block(address, params_ptr, low_ptr, velocity_ptr, rate_ptr, start, place, size, decay, momentum,
+                   True, False, ALIGN, DECAY, MOMENTUM, LOW, BLOCK)  # fmt: skip
+    else:
+        _block(address, params_ptr, low_ptr, velocity_ptr, rate_ptr, start, place, size, decay, momentum,
+               False, False, ALIGN, DECAY, MOMENTUM, LOW, BLOCK)  # fmt: skip
+
+
+class Update:
+    """params -= rate (gradient + decay params), with momentum where there is a velocity. Made once for a model."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.entries = layout.params
+        self.unit = math.gcd(8, *(entry.start for entry in self.entries))
+        self.device = device
+        self.tables: dict[tuple[bool, ...], Tensor] = {}
+
+    def __call__(
+        self,
+        gradients: Sequence[Tensor],
+        params: Tensor,
+        low: Tensor | None,
+        velocity: Tensor | None,
+        rate: Tensor,
+        decay: float,
+        momentum: float,
+    ) -> None:
+        """gradients: one of each parameter, float32 or bfloat16. low: the parameters' bfloat16 copy."""
+        flat = [_readable(entry.flat(gradient)) for entry, gradient in zip(self.entries, gradients, strict=True)]
+        table = self._table(tuple(gradient.dtype == torch.bfloat16 for gradient in flat))
+        _descend[(len(table),)](
+            params, params if low is None else low, params if velocity is None else velocity, rate, table,
+            tuple(gradient.data_ptr() // 16 for gradient in flat), decay, momentum,
+            COUNT=len(flat), ALIGN=self.unit, DECAY=decay != 0, MOMENTUM=velocity is not None,
+            LOW=low is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+
+    def _table(self, narrow: tuple[bool, ...]) -> Tensor:
+        """(blocks, 5) int32: which parameter, where it starts in the vector (in units), which block of it, its size, is
+        its gradient bfloat16?"""
+        if narrow not in self.tables:
+            rows = [
+                (which, entry.start // self.unit, block, entry.size, int(low))
+                for which, (entry, low) in enumerate(zip(self.entries, narrow, strict=True))
+                for block in range(-(-entry.size // BLOCK))
+            ]
+            self.tables[narrow] = torch.tensor(rows, dtype=torch.int32).to(self.device)
+        return self.tables[narrow]
+
+
+def _readable(gradient: Tensor) -> Tensor:
+    """As a type and at an address that the kernel can read."""
+    gradient = gradient if gradient.dtype in (torch.bfloat16, torch.float32) else gradient.float()
+    return gradient if gradient.data_ptr() % 16 == 0 else gradient.clone()

@@ -1,0 +1,161 @@
+"""The Triton kernels under Triton's interpreter, on the CPU, against PyTorch and closed forms. On a GPU they run in
+tests/gpu/test_fused.py."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from everfed.core.layout import Entry, Layout
+
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on the GPU here: tests/gpu/test_fused.py"
+)
+
+
+@pytest.fixture(scope="module")
+def batchnorm() -> ModuleType:
+    return importlib.import_module("everfed.models.batchnorm_kernels")
+
+
+def maps(*shape: int) -> Tensor:
+    return torch.randn(shape).contiguous(memory_format=torch.channels_last)
+
+
+def error(got: Tensor, truth: Tensor) -> float:
+    return ((got.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("small", [1024, 0])  # rows up to which one kernel does it all
+@pytest.mark.parametrize(("slope", "residual", "twice"), [(0.0, False, True), (0.2, True, True), (0.0, True, False)])
+@pytest.mark.parametrize("shape", [(2, 16, 3, 5), (3, 32, 5, 7)])
+def test_batchnorm_and_its_statistics(batchnorm, monkeypatch, shape, slope, residual, twice, small) -> None:
+    monkeypatch.setattr(batchnorm, "_SMALL", small)
+    # several tiles to a program, and a last one that is not full
+    monkeypatch.setattr(batchnorm, "sum_cut", lambda rows, columns: batchnorm.Cut(2, 32, 16, 4))
+    torch.manual_seed(0)
+    norm, exact = nn.BatchNorm2d(shape[1]), nn.BatchNorm2d(shape[1]).double()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.normal_()
+    exact.load_state_dict(norm.state_dict())
+    x, r, dy = 2 * maps(*shape) + 3, maps(*shape), maps(*shape)
+    weight, bias = norm.weight.detach(), norm.bias.detach()
+    running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    counts = batchnorm.new_counts(x)
+    y, mean, rstd = batchnorm.forward(x, r if residual else None, weight, bias, running, 0.1, 1e-5, slope, counts)
+    again = maps(*shape) if twice else None
+    dx, dr, dw, db = batchnorm.backward(dy, again, x, y if residual else None, weight, bias, mean, rstd, slope, counts)
+    x64, r64 = x.double().requires_grad_(), r.double().requires_grad_()
+    y64 = functional.leaky_relu(exact(x64) + r64 if residual else exact(x64), slope)
+    incoming = dy.double() if again is None else dy.double() + again.double()
+    wanted = [x64, exact.weight, exact.bias, *([r64] if residual else [])]
+    truth = [y64, *torch.autograd.grad(y64, wanted, incoming), exact.running_mean, exact.running_var]
+    got = [y, dx, dw, db, *([dr] if residual else []), norm.running_mean, norm.running_var]
+    assert all(error(a, b) < 2e-6 for a, b in zip(got, truth, strict=True))
+    assert norm.num_batches_tracked == 1 and not counts.any()
+
+
+def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> None:
+    """Sums of squares in float32 would be off by several per cent for a variance of 1 beside a mean of 1,000."""
+    monkeypatch.setattr(batchnorm, "sum_cut", lambda rows, columns: batchnorm.Cut(2, 64, 16, 4))
+    torch.manual_seed(0)
+    x = (torch.randn(4, 16, 9, 9) + 1_000).contiguous(memory_format=torch.channels_last)
+    mean, variance = batchnorm.moments(x)
+    variance64, mean64 = torch.var_mean(x.double(), dim=[0, 2, 3], correction=0)
+    assert error(mean, mean64) < 1e-7 and error(variance, variance64) < 1e-5
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("shape", [(3, 16, 6, 8), (2, 32, 7, 5)])
+def test_bias_relu_and_pooling(batchnorm, shape, flat) -> None:
+    """Small whole numbers, so that equal elements of a window, zeros and an odd last row and column are all there."""
+    pooling = importlib.import_module("everfed.models.pooling_kernels")
+    torch.manual_seed(0)
+    x = torch.randint(-3, 4, shape).float().contiguous(memory_format=torch.channels_last).requires_grad_()
+    bias = torch.randint(-2, 3, shape[1:2]).float().requires_grad_()
+    want = functional.max_pool2d(functional.relu(x + bias.view(1, -1, 1, 1)), 2)
+    want = want.flatten(1) if flat else want
+    dy = torch.randint(-3, 4, want.shape).float()
+    got = pooling.forward(x.detach(), bias.detach(), flat)
+    assert torch.equal(got, want)
+    gradients = pooling.backward(dy, x.detach(), bias.detach(), flat, batchnorm.new_counts(x))
+    pairs = zip(gradients, torch.autograd.grad(want, [x, bias], dy), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_sgd_of_gradients_of_mixed_types(momentum: float) -> None:
+    """p - rate (g + decay p), with momentum p - rate (momentum v + g + decay p), in numbers that float32 holds."""
+    kernel = importlib.import_module("everfed.core.sgd_kernel")
+    torch.manual_seed(0)
+    sizes = (5000, 3, 16)  # more than one block, and starts that are no multiple of anything
+    entries = tuple(Entry(str(i), (size,), (1,), sum(sizes[:i]), size) for i, size in enumerate(sizes))
+    gradients = [
+        torch.randint(-8, 9, (size,)).to(kind)
+        for size, kind in zip(sizes, (torch.bfloat16, torch.float32, torch.bfloat16), strict=True)
+    ]
+    params, velocity = torch.randint(-8, 9, (2, sum(sizes))).float()
+    flat = torch.cat([gradient.float() for gradient in gradients])
+    moved = momentum * velocity + flat + 0.25 * params
+    want = params - 0.5 * moved
+    update = kernel.Update(Layout(entries, (), (), sum(sizes)), torch.device("cpu"))
+    low = torch.zeros_like(params, dtype=torch.bfloat16)
+    update(gradients, params, low, velocity if momentum else None, torch.tensor(0.5), 0.25, momentum)
+    assert torch.equal(params, want) and torch.equal(low.float(), want)
+    assert not momentum or torch.equal(velocity, moved)
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(1, 32, 5, 2), (3, 16, 3, 0)])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_of_few_inputs(inputs: int, outputs: int, side: int, padding: int, order) -> None:
+    thin = importlib.import_module("everfed.models.thin_kernels")
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(inputs, outputs, side, padding=padding, bias=False).double().to(memory_format=order)
+    assert thin.fits(convolution)
+    x = torch.randn(2, inputs, 9, 11).contiguous(memory_format=order)
+    want = convolution(x.double())
+    dy = torch.randn_like(want)
+    (gradient,) = torch.autograd.grad(want, convolution.weight, dy)
+    weight = convolution.weight.detach().float()
+    got = thin.forward(x, weight, convolution.padding)
+    dw = thin.backward(dy.float(), x, weight, convolution.padding)
+    assert got.is_contiguous(memory_format=torch.channels_last) and dw.stride() == weight.stride()
+    assert error(got, want) < 2e-6 and error(dw, gradient) < 2e-6
+
+
+def test_which_convolutions_have_few_inputs() -> None:
+    thin = importlib.import_module("everfed.models.thin_kernels")
+    assert not any(
+        thin.fits(convolution)
+        for convolution in (
+            nn.Conv2d(3, 32, 5),  # 75 taps
+            nn.Conv2d(1, 20, 5),
+            nn.Conv2d(1, 32, 5, stride=2),
+            nn.Conv2d(1, 32, 5, padding="same"),
+            nn.Conv2d(1, 32, 3, dilation=2),
+            nn.Conv2d(2, 32, 3, groups=2),
+            nn.Conv2d(1, 32, 3, padding=1, padding_mode="reflect"),
+        )
+    )
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (32, 10)])
+def test_cross_entropy_and_its_gradient(shape: tuple[int, int]) -> None:
+    """Also with a target that does not count and logits that are left out."""
+    kernel = importlib.import_module("everfed.core.loss_kernel")
+    torch.manual_seed(0)
+    logits, y = 10 * torch.randn(shape), torch.randint(0, shape[1] - 1, shape[:1])
+    logits[:, -1], y[1] = -torch.inf, kernel.IGNORED
+    logits64 = logits.double().requires_grad_()
+    want = functional.cross_entropy(logits64, y)
+    loss, gradient = kernel.cross_entropy(logits, y)
+    assert error(loss, want) < 1e-6 and error(gradient, torch.autograd.grad(want, logits64)[0]) < 1e-6
+    assert kernel.fits(logits) and not kernel.fits(torch.zeros(300, 100)) and not kernel.fits(torch.zeros(2, 3, 4))

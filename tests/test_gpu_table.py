@@ -1,0 +1,87 @@
+"""What the benchmark of whole tables makes of the events of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_table as table
+
+
+def phase(time: float, task: int, index: int) -> dict[str, Any]:
+    return {"event": "phase", "phase": "train", "time": time, "task": task, "round": index}
+
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "start", "time": 104.0, "round": 0},
+    {"event": "warning", "time": 104.5, "message": ""},
+    phase(110.0, 0, 0),  # 6 s
+    phase(111.0, 0, 1),
+    phase(112.0, 0, 2),  # the fastest of the later half
+    phase(113.5, 0, 3),
+    {"event": "evaluation", "time": 114.0, "task": 0, "round": 3},
+    {"event": "checkpoint", "time": 114.25, "round": 4},
+    phase(117.25, 1, 4),  # 3 s
+    {"event": "measure", "phase": "train", "time": 118.25, "task": 1, "round": 4},  # of the same round: 4 s
+    phase(120.25, 1, 5),
+    phase(122.25, 1, 6),
+    phase(124.25, 1, 7),
+    {"event": "evaluation", "time": 125.25, "task": 1, "round": 7},
+    {"event": "end", "time": 125.5},
+]
+
+
+def test_every_second_of_a_run_is_counted_once() -> None:
+    found = table.split(EVENTS, begun=100.0, ended=127.5, full=10)
+    assert found["seconds"] == {
+        "start_up": 4.0,
+        "warm_rounds": 4 * 1.0 + 4 * 2.0,
+        "first_rounds": 5.0 + 0.5 + 2.0,
+        "scoring": 1.5,
+        "checkpoints": 0.25,
+        "end": 2.25,
+    }
+    assert sum(found["seconds"].values()) == found["total_s"] == 27.5
+    assert found["warm_round_s_by_task"] == [1.0, 2.0]
+    assert found["first_round_s_by_task"] == [6.0, 4.0]
+    assert found["total_over_warm_rounds"] == 27.5 / 12
+    assert found["expected"] == {
+        "rounds_per_task": 10, "total_s": 27.5 - 12.0 + 30.0, "total_over_warm_rounds": 45.5 / 30
+    }  # fmt: skip
+
+
+def test_rates_are_taken_while_all_runs_are_warm() -> None:
+    window = table.Window(warm=2, rounds=2, limit=60.0)
+    fast, slow = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [10.0 / 4, 4.0, 5.5, 7.0]
+    assert table.rates_of([fast, slow[:3]], 100, window) == [100.0, None]
+    assert table.rates_of([fast, slow], 300, window) == [300.0, 200.0]
+    assert table.rates_of([fast, slow[:1]], 100, window) == [None, None]
+
+
+def test_the_gain_is_over_the_same_work_one_run_after_the_other() -> None:
+    alone = {"fedavg": 300.0, "der": 150.0}  # 300 images of each take 1 + 2 s: 200 images a second
+    assert table.over_alone({"total": 230.0}, alone) == pytest.approx(1.15)
+    assert table.over_alone({"total": None}, alone) is None
+    assert table.over_alone({"failed": {"der": ""}}, alone) is None
+    assert table.over_alone({"total": 230.0}, {**alone, "der": None}) is None
+
+
+def test_a_line_that_is_being_written_is_no_event(tmp_path: Path) -> None:
+    assert table.read_events(tmp_path) == []
+    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"eve')
+    assert table.read_events(tmp_path) == [{"event": "start"}]
+
+
+@pytest.mark.slow
+def test_a_small_table_on_the_cpu(tmp_path: Path) -> None:
+    small = ["--recipe", "demo", "--device", "cpu", "--methods", "fedavg,fedprox", "--rounds", "2", "--warm", "1"]
+    small += ["--window", "1", "--set", "stream.tasks=2", "--set", 'engine.kind="eager"']
+    found = table.main([*small, "--out", str(tmp_path / "found.json")])
+    assert sum(found["whole"]["seconds"].values()) == pytest.approx(found["whole"]["total_s"])
+    assert found["whole"]["expected"]["rounds_per_task"] == 10
+    assert all(rate > 0 for rate in found["together"]["alone"].values())
+    assert found["together"]["processes"]["over_alone"] > 0
+    assert "mps" not in found["together"]
+    assert (tmp_path / "found.json").is_file()
