@@ -1,5 +1,6 @@
 """What every test shares: one thread, repeatable properties, and the folder of data sets where there is one."""
 
+import functools
 import gc
 import os
 import tempfile
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import settings
 
 from tests.support import cpu
+from tests.support.site import build_once
 
 # Bit-exactness holds at one intra-op thread, so that is what the tests run at.
 torch.set_num_threads(1)
@@ -21,6 +24,9 @@ if not torch.backends.cuda.is_built():
 
 # Features of texts are cached; tests keep theirs out of the user's folder.
 os.environ.setdefault("EVERFED_CACHE", tempfile.mkdtemp(prefix="everfed-cache-"))
+
+# CliRunner makes all commands of an app anew for every call, which takes as long as many a command itself.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 # Derandomised: a red run is red again for whoever looks into it. No deadline: shared machines are slow at times.
 settings.register_profile("everfed", derandomize=True, deadline=None, database=None)
@@ -37,6 +43,19 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.fail(f"EVERFED_DATA names {folder}, which is not a folder")
     return folder
+
+
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of commands, whatever the engine: the one that is chosen where there is one core forks no processes."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation, built once for all workers of a session; a broken link fails every test that asks for it."""
+    base = tmp_path_factory.getbasetemp()
+    return build_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site")
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from everfed.comparison.sweeping import folder_name
 from everfed.errors import RecipeError
 from everfed.markdown import markdown_table
 from everfed.recipe import read
+from tests.support.child import Child, Ended, until
 
 TINY = """\
 [stream]
@@ -39,6 +41,9 @@ hidden = [8]
 rounds_per_task = 2
 batch_size = 16
 optimizer = { kind = "sgd", lr = 0.1 }
+
+[engine]
+kind = "eager"
 
 [method]
 name = "der"
@@ -124,6 +129,14 @@ def test_help_and_the_library_come_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_the_embedded_data_come_without_importing_scikit_learn(work: Path) -> None:
+    (work / "look.py").write_text(
+        "import sys, everfed.data; everfed.data.load('digits'); assert 'sklearn' not in sys.modules"
+    )
+    ended = Child(work, module="look").wait()
+    assert ended.code == 0, ended.stderr
+
+
 def test_the_version() -> None:
     import everfed as package
 
@@ -144,7 +157,7 @@ def test_the_library_offers_its_names_and_no_others() -> None:
 
 
 def test_run_leaves_the_run_folder_and_tells_its_numbers() -> None:
-    text = done("run", "tiny.toml")
+    text = done("run", "tiny.toml", "--set", "engine.kind=auto")
     folder = Path("runs/tiny-der-0")
     assert f"run folder: {folder}" in text
     assert "task 2/2, round 4/4" in text
@@ -213,29 +226,15 @@ def test_a_killed_run_resumes_to_the_same_result(work: Path) -> None:
     assert result_of("killed")["accuracy_matrix"] == result_of("whole")["accuracy_matrix"]
 
 
-def heeding_ctrl_c() -> None:
-    """Whoever is started in a shell's background ignores it, and so do its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def test_ctrl_c_says_how_to_go_on() -> None:
-    """Of a terminal, where it reaches the worker processes, too."""
+def test_ctrl_c_says_how_to_go_on(work: Path) -> None:
     command = ["run", "tiny.toml", "--set", "train.rounds_per_task=2000", "--set", "engine.kind=processes"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "everfed", *command, "--out", "long"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=heeding_ctrl_c,
-    )
+    child = Child(work, *command, "--out", "long", terminal=True)
     log = Path("long/events.jsonl")
-    while child.poll() is None and not (log.exists() and '"phase"' in log.read_text()):
-        time.sleep(0.01)
-    os.killpg(child.pid, signal.SIGINT)
-    _, errors = child.communicate()
-    assert child.returncode == 130
-    assert "interrupted; `everfed resume long` goes on" in errors and "Traceback" not in errors
+    until(lambda: log.exists() and '"phase"' in log.read_text(), child)
+    child.ctrl_c()
+    ended = child.wait()
+    assert ended.code == 130
+    assert "interrupted; `everfed resume long` goes on" in ended.stderr and "Traceback" not in ended.stderr
 
 
 INTERRUPTED = """\
@@ -277,35 +276,36 @@ class InSetUp(Part):
 """
 
 
-def interrupted(part: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """A run in a process of its own whose part sends itself a ctrl-C."""
-    Path("interrupted.py").write_text(INTERRUPTED)
-    sets = [f'method.parts=["fedavg", "interrupted:{part}"]', "engine.kind=eager", "train.rounds_per_task=4"]
-    command = [sys.executable, "-m", "everfed", "run", "tiny.toml", "--out", "mine", *more]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(
-        [*command, *(word for one in sets for word in ("--set", one))],
-        capture_output=True,
-        text=True,
-        env=environment,
-        preexec_fn=heeding_ctrl_c,
-    )
+def interrupted(work: Path, part: str, real: bool = False) -> Ended:
+    """A run whose part sends itself a ctrl-C. real: in a process that was started as a user would."""
+    (work / "interrupted.py").write_text(INTERRUPTED)
+    sets = [f'method.parts=["fedavg", "interrupted:{part}"]', "train.rounds_per_task=4"]
+    command = ["run", "tiny.toml", "--out", "mine", *(word for one in sets for word in ("--set", one))]
+    if not real:
+        return Child(work, *command).wait()
+    ended = process(*command, preexec_fn=heeding_ctrl_c)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
-def test_a_ctrl_c_that_python_ignores_ends_the_run_at_the_next_event() -> None:
+def heeding_ctrl_c() -> None:
+    """Whoever is started in a shell's background ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_a_ctrl_c_that_python_ignores_ends_the_run_at_the_next_event(work: Path) -> None:
     """In a destructor an exception is printed and forgotten, KeyboardInterrupt too."""
-    ended = interrupted("InDestructor")
+    ended = interrupted(work, "InDestructor", real=True)
     assert "Exception ignored in" in ended.stderr  # so that this test tests what it says
-    assert ended.returncode == 130
+    assert ended.code == 130
     assert "interrupted; `everfed resume mine` goes on where it stopped" in ended.stderr
     events = [json.loads(line) for line in Path("mine/events.jsonl").read_text().splitlines()]
     assert max(event["round"] for event in events if event["event"] == "phase") == 1
     assert events[-1]["event"] == "fault" and events[-1]["message"].startswith("KeyboardInterrupt")
 
 
-def test_a_ctrl_c_before_the_first_round_leaves_nothing_to_resume() -> None:
-    ended = interrupted("InSetUp")
-    assert ended.returncode == 130
+def test_a_ctrl_c_before_the_first_round_leaves_nothing_to_resume(work: Path) -> None:
+    ended = interrupted(work, "InSetUp")
+    assert ended.code == 130
     assert "interrupted; no round had begun, so nothing was kept; the same command begins anew" in ended.stderr
     assert not Path("mine").exists()
 
@@ -434,12 +434,12 @@ def compare(*more: str) -> str:
 
 @pytest.fixture(scope="module")
 def finished_cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a comparison that is finished."""
+    """The folder of a comparison that is finished; beside it, in cells.txt, what was printed."""
     folder = tmp_path_factory.mktemp("compared")
     (folder / "tiny.toml").write_text(TINY)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        compare()
+        (folder / "cells.txt").write_text(compare())
     return folder / "cells"
 
 
@@ -449,8 +449,9 @@ def cells(work: Path, finished_cells: Path) -> None:
     shutil.copytree(finished_cells, work / "cells")
 
 
-def test_compare_makes_run_folders_and_one_sorted_table() -> None:
-    text = compare()
+@pytest.mark.usefixtures("cells")
+def test_compare_makes_run_folders_and_one_sorted_table(finished_cells: Path) -> None:
+    text = finished_cells.with_suffix(".txt").read_text()
     rows = json.loads(Path("cells/compare.json").read_text())["rows"]
     for row in rows:
         accuracies = [result_of(f"cells/{row['name']}-{seed}")["metrics"]["acc"] for seed in (0, 1)]
@@ -616,8 +617,13 @@ def test_folder_names_hold_any_setting_and_stay_apart() -> None:
 # demo and report -------------------------------------------------------------------------------------------------
 
 
-def test_demo_prints_the_table_and_writes_the_report() -> None:
+@pytest.mark.usefixtures("one_core")
+def test_demo_prints_the_table_and_writes_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its figures; drawing them takes many seconds, and tests/report does."""
+    drawn: list[Path] = []
+    monkeypatch.setattr("everfed.report.paper.write", lambda groups, folder: drawn.append(folder))
     text = done("demo", "--scale", "0.01")
+    assert drawn == ([Path("runs/demo/report/figures")] if find_spec("matplotlib") else [])
     assert "report: runs/demo/report.html" in text
     for method in ("fedavg", "der", "fedgp+der"):
         assert f"| {method} " in text

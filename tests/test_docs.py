@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import everfed
 from everfed import methods, recipes
 from everfed.cli import app
 from everfed.core.part import HOOKS
+from tests.support.child import Child
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -90,21 +89,11 @@ def test_a_command_in_the_documentation_is_one(page: str, command: str) -> None:
         assert recipe in recipes.names(), f"{page}: there is no recipe {recipe!r}"
 
 
-def test_the_documentation_builds_without_a_broken_link(tmp_path: Path) -> None:
-    for package in ("mkdocs", "material", "mkdocstrings"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install 'everfed[docs]'")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )
-    assert built.returncode == 0, built.stderr
-    assert "Adding a method" in (tmp_path / "site/contributing.html").read_text()
-    assert "run_client" in (tmp_path / "site/protocol.html").read_text()
-    api = (tmp_path / "site/api.html").read_text()
+def test_the_documentation_builds_without_a_broken_link(site: Path) -> None:
+    """A link that leads nowhere is an error of the build, which is strict."""
+    assert "Adding a method" in (site / "contributing.html").read_text()
+    assert "run_client" in (site / "protocol.html").read_text()
+    api = (site / "api.html").read_text()
     assert "everfed.core.part.Part" in api and "The samples to train on." in api
 
 
@@ -155,10 +144,14 @@ def file_of(block: Block) -> str:
     return found[-1] if found else ""
 
 
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("scale", ["0.01", pytest.param("", marks=pytest.mark.slow)], ids=["small", "as written"])
 def test_the_tutorial_works_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: str) -> None:
-    """By default with a hundredth of the work of every run, which changes no command otherwise."""
+    """By default with a hundredth of the work of every run and without figures as files, which take many seconds and
+    have tests of their own; that changes no command otherwise."""
     monkeypatch.chdir(tmp_path)
+    if scale:
+        monkeypatch.setattr("everfed.report.paper.write", lambda groups, folder: [])
     monkeypatch.syspath_prepend(str(tmp_path))
     for block in blocks((ROOT / "docs/tutorial.md").read_text()):
         if file_of(block):
@@ -238,10 +231,8 @@ def test_the_examples_for_contributors_work(tmp_path: Path) -> None:
     for name, code in {**files, "conftest.py": REGISTERED.format(**entries), "test_together.py": TOGETHER}.items():
         (tmp_path / name).write_text(code)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    done = Child(tmp_path, "-q", "-p", "no:cacheprovider", str(tmp_path), module="pytest").wait()
+    assert done.code == 0, done.stdout
     assert "6 passed" in done.stdout
     assert_linted(files, tmp_path)
 

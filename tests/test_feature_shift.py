@@ -84,7 +84,7 @@ def test_by_chance_its_square_is_1(rank: int) -> None:
     assert np.mean(squares) == pytest.approx(1.0, abs=0.06)
 
 
-@pytest.mark.parametrize("moved", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("moved", [0.25, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_mean_that_moved_adds_what_it_must(moved: float) -> None:
     """d^2 / (1/n + q), with q = 1/(5 n) after five rounds."""
     squares = []

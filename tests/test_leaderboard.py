@@ -244,6 +244,7 @@ def test_no_point_beats_one_of_the_front(drawn: list[tuple[int, int]]) -> None:
 # the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_small_leaderboard_from_tries_to_records(tmp_path: Path) -> None:
     """Two tries and one test of fedavg and ewc, whose second try at a high rate may diverge; repeated, nothing runs."""
     command = ["leaderboard", "--streams", "split-digits", "--methods", "fedavg,er", "--tries", "2", "--seeds", "1"]

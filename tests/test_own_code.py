@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass, field, fields
@@ -32,6 +31,7 @@ from everfed.parts.selection.gradient_rows import GradientOptions
 from everfed.recipe import from_table, read, to_toml
 from everfed.recipe.objects import named
 from everfed.streams import from_arrays
+from tests.support.child import Child
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples/own_part.py"
@@ -107,8 +107,8 @@ def test_the_readmes_twenty_lines(work: Path) -> None:
     text = readme_block()
     assert lines_of_code(text) <= 20
     (work / "script.py").write_text(text)
-    done = subprocess.run([sys.executable, "script.py"], cwd=work, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = Child(work, module="script").wait()
+    assert done.code == 0, done.stderr
     result = json.loads((work / "runs/own-parts-0/result.json").read_text())
     assert done.stdout.strip().endswith(str(result["metrics"]["acc"]))
     assert result["metrics"]["acc"] > 0.4, "four classes: chance is 0.25"

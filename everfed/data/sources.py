@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ __all__ = ["EMBEDDED", "HUB_PREFIX", "VARIABLE", "Source", "TextOptions", "data_
 VARIABLE = "EVERFED_DATA"
 HUB_PREFIX = "hub:"
 EMBEDDED = "digits"
+_DIGITS = "datasets/data/digits.csv.gz"  # below scikit-learn
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,26 @@ def data_folder(data_dir: str | Path | None = None) -> Path | None:
 
 def _digits() -> Source:
     """1,797 handwritten digits of 8x8 pixels; the grey levels 0..16 become 0..255."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    arrays = split_arrays(np.rint(bunch.images * (255 / 16)).astype(np.uint8), bunch.target)
+    images, labels = _digits_file()
+    arrays = split_arrays(np.rint(images * (255 / 16)).astype(np.uint8), labels)
     return make_source(EMBEDDED, *arrays[:4], class_names=DIGITS, origin="scikit-learn (embedded)")
+
+
+@cache  # parsing the text takes as long as a round of a small run, and a comparison has many runs
+def _digits_file() -> tuple[np.ndarray, np.ndarray]:
+    """(n, 8, 8) grey levels and (n,) labels of scikit-learn's file, read-only. The package is not imported for it:
+    that takes longer than a small run; where a version has the file elsewhere, the package reads it."""
+    package = find_spec("sklearn")
+    folders = (package.submodule_search_locations if package else None) or []
+    path = next((found for folder in folders if (found := Path(folder, _DIGITS)).exists()), None)
+    if path is not None:
+        rows = np.loadtxt(path, delimiter=",", dtype=np.int64)
+    else:
+        from sklearn.datasets import load_digits
+
+        rows = np.column_stack(load_digits(return_X_y=True)).astype(np.int64)
+    rows.flags.writeable = False
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1]
 
 
 def _load_known(name: str, folder: Path | None) -> Source:

@@ -18,6 +18,13 @@ FLAGS = (
 )
 
 
+# themes and devices: each once, all four with the slow tests
+EVERYWHERE = [
+    *(("light", "desk"), ("dark", "phone")),
+    *(pytest.param(*both, marks=pytest.mark.slow) for both in (("dark", "desk"), ("light", "phone"))),
+]
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip(
@@ -62,6 +69,16 @@ class Watch:
 @pytest.fixture
 def watch(browser: Any) -> Iterator[Callable[..., Watch]]:
     """Makes watched pages; at the end nothing may have gone wrong on any of them."""
+    yield from _watched(browser)
+
+
+@pytest.fixture(scope="module")
+def watch_all(browser: Any) -> Iterator[Callable[..., Watch]]:
+    """The same for pages that several tests look at."""
+    yield from _watched(browser)
+
+
+def _watched(browser: Any) -> Iterator[Callable[..., Watch]]:
     made: list[Watch] = []
 
     def make(home: str, **options: Any) -> Watch:
@@ -75,9 +92,12 @@ def watch(browser: Any) -> Iterator[Callable[..., Watch]]:
 
 
 @pytest.fixture
-def picture(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
-    """Takes a screenshot of the whole page; they are kept in the folder that EVERFED_SCREENSHOTS names."""
-    folder = Path(os.environ.get("EVERFED_SCREENSHOTS") or tmp_path)
+def picture(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
+    """Takes a screenshot of the whole page into the folder that EVERFED_SCREENSHOTS names, if it does."""
+    named = os.environ.get("EVERFED_SCREENSHOTS")
+    if not named:
+        return lambda page, name: None
+    folder = Path(named)
     folder.mkdir(parents=True, exist_ok=True)
     test = f"{request.node.path.stem}-{request.node.name.partition('[')[0]}"
     return lambda page, name: page.screenshot(path=folder / f"{test}-{name}.png", full_page=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +12,10 @@ from typing import Any
 import pytest
 
 from everfed.store.run import EVENTS
+from tests.browser.conftest import EVERYWHERE
 from tests.report.folders import create, evaluation, finished, log, long_run, phase, start
 from tests.report.serving import served, until
+from tests.support.child import Child
 
 pytestmark = pytest.mark.browser
 pytest.importorskip("fastapi", reason="the dashboard needs everfed[ui]")
@@ -25,7 +24,11 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobil
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    folder = tmp_path / "runs"
+    """For a test that adds runs or changes them."""
+    return made(tmp_path / "runs")
+
+
+def made(folder: Path) -> Path:
     for seed in (0, 1):
         finished(folder / f"fedavg-{seed}", "fedavg", seed, matrix=[[0.7, None], [0.5 - 0.1 * seed, 0.6]])
         finished(folder / f"der-{seed}", "der", seed, matrix=[[0.8, None], [0.7 + 0.1 * seed, 0.8]])
@@ -39,13 +42,37 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def home(runs: Path) -> Iterator[str]:
+    """The dashboard of `runs`."""
     with served(runs) as port:
         yield f"http://127.0.0.1:{port}/"
 
 
+@pytest.fixture(scope="module")
+def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The dashboard of the same runs for tests that only look at them: one server for all."""
+    with served(made(tmp_path_factory.mktemp("still") / "runs"), every=0.5) as port:
+        yield f"http://127.0.0.1:{port}/"
+
+
+@pytest.fixture(scope="module")
+def tab(still: str, watch_all: Callable[..., Any]) -> Any:
+    return watch_all(still).page
+
+
+@pytest.fixture
+def still_page(still: str, tab: Any) -> Any:
+    """The page of `still` as it opens, in a tab that tests share; the address holds all that is chosen on it."""
+    tab.goto("about:blank")
+    return drawn(tab, still)
+
+
 def opened(watch: Callable[..., Any], home: str, rows: int = 5, **options: Any) -> Any:
+    """A page in a window of its own."""
+    return drawn(watch(home, **options).page, home, rows)
+
+
+def drawn(page: Any, home: str, rows: int = 5) -> Any:
     """The page, once it shows that many runs and has drawn them."""
-    page = watch(home, **options).page
     page.goto(home)
     page.locator(f"#table tbody tr:nth-child({rows})").wait_for()
     page.locator("#chart polyline").first.wait_for()
@@ -65,12 +92,11 @@ def wait(page: Any, condition: str) -> None:
     until(lambda: page.evaluate(condition))
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("device", ["desk", "phone"])
+@pytest.mark.parametrize(("theme", "device"), EVERYWHERE)
 def test_it_opens_everywhere(
-    home: str, watch: Callable[..., Any], picture: Callable[..., None], theme: str, device: str
+    still: str, watch: Callable[..., Any], picture: Callable[..., None], theme: str, device: str
 ) -> None:
-    page = opened(watch, home, color_scheme=theme, **(PHONE if device == "phone" else {}))
+    page = opened(watch, still, color_scheme=theme, **(PHONE if device == "phone" else {}))
     assert page.locator("#live").inner_text() == "live"
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     boxes = {name: page.locator(name).bounding_box() for name in ("#chart svg[data-frame] >> nth=0", "#what", "#table")}
@@ -97,7 +123,8 @@ def pause(event):
         time.sleep(0.01)
 
 PAUSES = [("phase", 2), ("phase", 7)]
-sets = ["train.rounds_per_task=8", "stream.tasks=2", "stream.clients=4", "eval.every=1"]
+sets = ["train.rounds_per_task=8", "stream.tasks=2", "stream.clients=4", "eval.every=1", "stream.max_train=200"]
+sets += ["stream.max_test=50", "engine.kind=eager"]
 recipe = settled(everfed.read_recipe("demo", method="fedavg", seed=7, sets=sets))
 everfed.run(recipe, sys.argv[1], observers=[pause])
 """
@@ -108,17 +135,17 @@ def test_a_run_that_starts_now_appears_and_moves(
 ) -> None:
     """It goes on after rounds 2 and 7 when the page has shown where it is, however slow the page is."""
     page = opened(watch, home)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", REAL_RUN, str(runs / "fresh"), str(tmp_path)], env=environment)
+    (tmp_path / "real_run.py").write_text(REAL_RUN)
+    process = Child(tmp_path, str(runs / "fresh"), str(tmp_path), module="real_run")
     try:
         row = page.locator('#table tbody tr[data-id="fresh"]')
         row.wait_for()
         page.get_by_label("compare fresh").check()
         progress = row.locator("td[data-name=Progress]")
         for index in (2, 7):
-            until(lambda: progress.inner_text() == f"{index + 1}/16" or process.poll() not in (None, 0))  # noqa: B023
+            until(lambda: progress.inner_text() == f"{index + 1}/16" or not process.alive())  # noqa: B023
             (tmp_path / str(index)).touch()
-        until(lambda: progress.inner_text() == "16/16" or process.poll() not in (None, 0))
+        until(lambda: progress.inner_text() == "16/16" or process.process.exitcode not in (None, 0))
         page.locator("#what").select_option("acc")
         wait(page, "document.querySelector('tr[data-id=fresh] td[data-name=Status]').textContent === 'finished'")
         wait(page, "document.querySelector('#chart polyline').getAttribute('points').split(' ').length === 16")
@@ -128,8 +155,8 @@ def test_a_run_that_starts_now_appears_and_moves(
         process.wait()
 
 
-def test_runs_are_compared_on_one_plot(home: str, watch: Callable[..., Any]) -> None:
-    page = opened(watch, home)
+def test_runs_are_compared_on_one_plot(still_page: Any) -> None:
+    page = still_page
     assert "All runs below" in page.locator("#chosen").inner_text()
     page.get_by_label("compare fedavg-0").check()
     page.get_by_label("compare fedavg-1").check()
@@ -154,8 +181,8 @@ def test_runs_are_compared_on_one_plot(home: str, watch: Callable[..., Any]) -> 
     wait(page, "document.querySelector('#chosen').textContent.startsWith('All runs below')")
 
 
-def test_runs_are_filtered_and_sorted(home: str, watch: Callable[..., Any]) -> None:
-    page = opened(watch, home)
+def test_runs_are_filtered_and_sorted(still_page: Any) -> None:
+    page = still_page
     page.get_by_role("button", name="Score").click()
     assert ids(page) == ["der-1", "der-0", "fedavg-0", "fedavg-1", "broken"]
     page.get_by_role("button", name="Score").click()
@@ -173,8 +200,8 @@ def test_runs_are_filtered_and_sorted(home: str, watch: Callable[..., Any]) -> N
     assert sorted(ids(page)) == ["fedavg-0", "fedavg-1"]
 
 
-def test_faults_and_skipped_clients_are_visible(home: str, watch: Callable[..., Any]) -> None:
-    page = opened(watch, home)
+def test_faults_and_skipped_clients_are_visible(still_page: Any) -> None:
+    page = still_page
     row = page.locator('tr[data-id="broken"]')
     assert [row.locator(f"td[data-name={name}]").inner_text() for name in ("Status", "Faults", "Skipped")] == [
         *("failed", "1", "3"),
@@ -186,9 +213,9 @@ def test_faults_and_skipped_clients_are_visible(home: str, watch: Callable[..., 
 
 
 def test_a_report_is_downloaded_and_opens_offline(
-    home: str, watch: Callable[..., Any], tmp_path: Path, picture: Callable[..., None]
+    still: str, watch: Callable[..., Any], tmp_path: Path, picture: Callable[..., None]
 ) -> None:
-    page = opened(watch, home)
+    page = opened(watch, still)
     page.get_by_label("compare fedavg-0").check()
     page.get_by_label("compare der-0").check()
     wait(page, "document.querySelector('#chosen').textContent === '2 ticked runs.'")
@@ -204,8 +231,8 @@ def test_a_report_is_downloaded_and_opens_offline(
     picture(other.page, "downloaded")
 
 
-def test_everything_can_be_done_by_keyboard(home: str, watch: Callable[..., Any]) -> None:
-    page = opened(watch, home)
+def test_everything_can_be_done_by_keyboard(still_page: Any) -> None:
+    page = still_page
     page.keyboard.press("/")
     page.keyboard.type("der-")
     assert sorted(ids(page)) == ["der-0", "der-1"]
@@ -348,8 +375,8 @@ def test_data_sets_are_drawn_apart_and_named(runs: Path, home: str, watch: Calla
     assert "fedavg (mnist)" in lines(page) and "fedavg (digits) (2 seeds)" in lines(page)
 
 
-def test_panels_are_smoothed_logarithmic_and_across_bytes(home: str, watch: Callable[..., Any]) -> None:
-    page = opened(watch, home)
+def test_panels_are_smoothed_logarithmic_and_across_bytes(still_page: Any) -> None:
+    page = still_page
     assert page.locator("#chart figure h3").all_inner_texts() == [
         *("Accuracy", "Forgetting", "Training loss", "Bytes sent", "Time")
     ]

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from everfed.report import write
+from tests.browser.conftest import EVERYWHERE
 from tests.report.folders import evaluation, finished, log, long_run, phase
 
 pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 
-@pytest.fixture
-def report(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("report")
     finished(tmp_path / "a", "fedavg", 0)
     finished(tmp_path / "b", "fedavg", 1, matrix=[[0.7, None, None], [0.5, 0.6, None], [0.3, 0.5, 0.8]])
     folder = finished(tmp_path / "c", "fedgp+der", 0, matrix=[[0.9, None, None], [0.9, 0.9, None], [0.8, 0.9, 0.9]])
@@ -24,8 +26,15 @@ def report(tmp_path: Path) -> Path:
     return write([tmp_path], tmp_path / "out", figures=False)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("device", ["desk", "phone"])
+@pytest.fixture(scope="module")
+def page(report: Path, watch_all: Callable[..., Any]) -> Any:
+    """The report, for tests that leave it as they found it."""
+    opened = watch_all(report.as_uri(), color_scheme="light").page
+    opened.goto(report.as_uri())
+    return opened
+
+
+@pytest.mark.parametrize(("theme", "device"), EVERYWHERE)
 def test_it_opens_everywhere(
     report: Path, watch: Callable[..., Any], picture: Callable[..., None], theme: str, device: str
 ) -> None:
@@ -40,9 +49,7 @@ def test_it_opens_everywhere(
     picture(one.page, f"{theme}-{device}")
 
 
-def test_the_theme_can_be_turned(report: Path, watch: Callable[..., Any]) -> None:
-    page = watch(report.as_uri(), color_scheme="light").page
-    page.goto(report.as_uri())
+def test_the_theme_can_be_turned(page: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     assert page.evaluate(ground) == "rgb(255, 255, 255)"
     page.get_by_role("button", name="Light or dark").click()
@@ -51,9 +58,7 @@ def test_the_theme_can_be_turned(report: Path, watch: Callable[..., Any]) -> Non
     assert page.evaluate(ground) == "rgb(255, 255, 255)"
 
 
-def test_values_are_read_by_pointer_and_by_keyboard(report: Path, watch: Callable[..., Any]) -> None:
-    page = watch(report.as_uri()).page
-    page.goto(report.as_uri())
+def test_values_are_read_by_pointer_and_by_keyboard(page: Any) -> None:
     chart = page.locator("[data-figure=acc_t]")
     drawing = chart.locator("svg[data-frame]")
     drawing.hover(position={"x": 2, "y": 60})
@@ -70,9 +75,7 @@ def test_values_are_read_by_pointer_and_by_keyboard(report: Path, watch: Callabl
     assert chart.locator(".reading").inner_text() == ""
 
 
-def test_lines_can_be_hidden(report: Path, watch: Callable[..., Any]) -> None:
-    page = watch(report.as_uri()).page
-    page.goto(report.as_uri())
+def test_lines_can_be_hidden(page: Any) -> None:
     chart = page.locator("[data-figure=acc_t]")
     assert chart.locator("polyline:visible").count() == 2
     button = chart.get_by_role("button", name="fedavg (2 seeds)")
@@ -101,15 +104,16 @@ def matrix(tasks: int) -> list[list[float | None]]:
     return [[(t * tasks + i) % 101 / 100 if i <= t else None for i in range(tasks)] for t in range(tasks)]
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_numbers_can_be_read_on_every_shade(tmp_path: Path, watch: Callable[..., Any], theme: str) -> None:
+def test_numbers_can_be_read_on_every_shade(tmp_path: Path, watch: Callable[..., Any]) -> None:
     """WCAG 2 AA asks for 4.5; measured on what the browser computed."""
     finished(tmp_path / "a", matrix=matrix(20))
     page = write([tmp_path], tmp_path / "out", figures=False)
-    one = watch(page.as_uri(), color_scheme=theme)
+    one = watch(page.as_uri())
     one.page.goto(page.as_uri())
-    found = one.page.evaluate(CONTRASTS)
-    assert len(found) > 200 and min(found) >= 4.5
+    for theme in ("light", "dark"):
+        one.page.emulate_media(color_scheme=theme)
+        found = one.page.evaluate(CONTRASTS)
+        assert len(found) > 200 and min(found) >= 4.5, theme
 
 
 # the browser paints each colour on a canvas, which gives it as bytes
@@ -143,8 +147,13 @@ OVERLAPS = """() => {
 }"""
 
 
-@pytest.mark.parametrize("tasks", [5, 10, 23])
-@pytest.mark.parametrize("device", ["desk", "phone"])
+@pytest.mark.parametrize(
+    ("tasks", "device"),
+    [
+        *((10, "desk"), (23, "desk"), (23, "phone")),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in ((5, "desk"), (5, "phone"), (10, "phone"))),
+    ],
+)
 def test_labels_do_not_collide(tmp_path: Path, watch: Callable[..., Any], tasks: int, device: str) -> None:
     folder = finished(tmp_path / "a", matrix=matrix(tasks))
     log(folder, [evaluation(0, 0, [0.5], end=False)])
@@ -157,8 +166,7 @@ def test_labels_do_not_collide(tmp_path: Path, watch: Callable[..., Any], tasks:
     assert one.overflow() <= 0
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_one_colour_means_one_thing(tmp_path: Path, watch: Callable[..., Any], theme: str) -> None:
+def test_one_colour_means_one_thing(tmp_path: Path, watch: Callable[..., Any]) -> None:
     """Lines, chips and pieces by what they stand for: a method, a task, a part, a phase."""
     stream = {"dataset": "mnist", "scenario": "domain-incremental", "tasks": 3, "clients": 4}
     for method in ("fedavg", "der", "fedgp+der"):
@@ -166,13 +174,15 @@ def test_one_colour_means_one_thing(tmp_path: Path, watch: Callable[..., Any], t
         log(folder, [phase(0, 0, "reference"), {"event": "buffer", "round": 3, "task": 1, "by_task": [30, 10, 5]}])
         finished(tmp_path / f"{method}-mnist", method, stream=stream, matrix=matrix(3))
     page = write([tmp_path], tmp_path / "out", figures=False)
-    one = watch(page.as_uri(), color_scheme=theme)
+    one = watch(page.as_uri())
     one.page.goto(page.as_uri())
-    meanings: dict[str, set[str]] = {}
-    for colour, meaning in one.page.evaluate(MEANINGS):
-        meanings.setdefault(colour, set()).add(meaning)
-    assert {"fedavg", "der", "task 1", "train", "reference"} <= set.union(*meanings.values())
-    assert {colour: found for colour, found in meanings.items() if len(found) > 1} == {}
+    for theme in ("light", "dark"):
+        one.page.emulate_media(color_scheme=theme)
+        meanings: dict[str, set[str]] = {}
+        for colour, meaning in one.page.evaluate(MEANINGS):
+            meanings.setdefault(colour, set()).add(meaning)
+        assert {"fedavg", "der", "task 1", "train", "reference"} <= set.union(*meanings.values())
+        assert {colour: found for colour, found in meanings.items() if len(found) > 1} == {}, theme
 
 
 MEANINGS = """() => {

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.browser
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("index", "installation", "clusters", "metrics", "protocol", "methods/fedgp", "methods/ewc", "methods/matching")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    for package in ("mkdocs", "material", "mkdocstrings"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install 'everfed[docs]'")
-    folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
-    subprocess.run(words, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
-    return folder
 
 
 @pytest.mark.parametrize("width", [390, pytest.param(1440, marks=pytest.mark.slow)])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.child import Ended, count, events, everfed, running, until
 from tests.faults.small import outcome, prepare, resume_command, run_command
+from tests.support.child import Ended, count, events, everfed, running, until
 
 PART = '''\
 """A part that fails on client 2 in round 5, while there is a file that says how."""
@@ -122,14 +122,7 @@ def test_no_worker_outlives_its_run(work: Path) -> None:
         child.kill()
         child.wait()
         for pid in workers:
-            until(lambda: not _alive(pid), _Patience())  # noqa: B023 - used at once
-
-
-class _Patience:
-    """Stands for a process that is waited for as long as it takes."""
-
-    def poll(self) -> None:
-        return None
+            until(lambda: not _alive(pid), None)  # noqa: B023 - used at once
 
 
 def _alive(pid: int) -> bool:

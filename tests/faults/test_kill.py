@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.child import KILLED, Ended, Fate, count, events, everfed, python_m, running, until
 from tests.faults.small import CASES, outcome, prepare, resume_command, run_command
+from tests.support.child import KILLED, Ended, Fate, count, events, everfed, python_m, running, until
 
 ENGINES = ("eager", "processes")
 

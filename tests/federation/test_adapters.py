@@ -37,7 +37,11 @@ def test_rank_eight_sends_less_than_three_hundredths_of_full_fine_tuning(tmp_pat
     assert sizes["ffa-lora"] < 0.6 * sizes["lora"]
 
 
-@pytest.mark.parametrize("method", ["lora", "ffa-lora", "lorm", "pilora", "prompt-coda", "prompt-dual", "fed-cprompt"])
+QUICK = ("lora", "lorm", "pilora", "prompt-coda")  # one of each kind of adapter
+SLOW = (pytest.param(method, marks=pytest.mark.slow) for method in ("ffa-lora", "prompt-dual", "fed-cprompt"))
+
+
+@pytest.mark.parametrize("method", [*QUICK, *SLOW])
 def test_pieces_that_clients_hold_already_give_the_same_run(method: str, tmp_path: Path) -> None:
     """Messages leave out what a client has; with clients that miss rounds, too, the run is the simulation's."""
     bench = Bench(method, stream=Toy(clients=2, rounds_per_task=3, cohorts={1: (0,), 3: (1,)}))

@@ -35,8 +35,14 @@ def changed(value: Any, lie: Callable[[torch.Tensor], Any]) -> Any:
     return lie(value) if isinstance(value, torch.Tensor) else value
 
 
-@pytest.mark.parametrize("method", ["fedweit", "fedomg", "fedcil", "fedas", "glfc"])
-@pytest.mark.parametrize("name", LIES)
+# every method and every lie; all pairs with the slow tests
+PAIRS = [(method, name) for method in ("fedweit", "fedomg", "fedcil", "fedas", "glfc") for name in LIES]
+QUICK = [pair for pair in PAIRS if pair[0] == "fedweit" or pair[1] in ("numbers", "another dimension")]
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
+)
 def test_a_client_whose_values_cannot_be_read_is_named_and_the_others_go_on(
     method: str, name: str, tmp_path: Path
 ) -> None:

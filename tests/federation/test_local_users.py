@@ -7,11 +7,9 @@ only the owner may do goes through a unix socket in a folder of mode 0700.
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,38 +123,6 @@ def test_a_client_refuses_a_run_with_another_app(tmp_path: Path, monkeypatch: py
         transport.close()
         assert not (tmp_path / "stolen").exists()
         assert "refused: run" in (one.sites[0].folder / "supernode.log").read_text()
-
-
-def test_a_client_s_processes_listen_on_no_port(tmp_path: Path) -> None:
-    """Nothing to bind first, nothing to take tasks from. The worker's unix socket belongs to the owner alone."""
-    with field(tmp_path, 1) as one:
-        site = one.sites[0]
-        until(lambda: (site.folder / "worker.sock").exists())
-        until(lambda: "connected" in (site.folder / "supernode.log").read_text())
-        found = {child.name: listening(child.process.pid) for child in site.children if child.process}
-        assert found == {"the worker": set(), "the supernode": set()}
-        assert stat.S_IMODE((site.folder / "worker.sock").stat().st_mode) == 0o600
-
-
-def listening(pid: int) -> set[int]:
-    """The TCP ports on which a process listens."""
-    sockets = set()
-    for number in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(OSError):
-            sockets.add(os.readlink(f"/proc/{pid}/fd/{number}"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            (
-                _,
-                local,
-                _,
-                state,
-                *_,
-            ) = line.split()
-            if state == "0A" and f"socket:[{line.split()[9]}]" in sockets:
-                found.add(int(local.rpartition(":")[2], 16))
-    return found
 
 
 def test_a_port_that_another_user_bound_first_is_not_taken_for_a_superlink(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
+from everfed.cli import app
 from everfed.federation.joining import END, RESTART, Joining, join
 from everfed.federation.local import answers, call_worker, control_socket, socket_path
 from everfed.federation.packet import PROTOCOL, Packet
@@ -24,15 +27,22 @@ from everfed.federation.request import HELLO
 from everfed.federation.superlink import Settings, running
 from everfed.federation.watch import FolderWatch, StateLost
 from tests.federation.field import free_port, until
+from tests.support.child import Child
 from tests.support.waiting import HANG
 
 
 @contextmanager
 def joined(folder: Path, output: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """`everfed join` as a user runs it, without a server; its worker has started."""
-    command = [sys.executable, "-m", "everfed", "join", "--server", f"127.0.0.1:{free_port()}", "--insecure"]
-    with open(output, "wb") as log:
-        process = subprocess.Popen([*command, "--folder", str(folder), "--name", "a", *options], stdout=log, stderr=log)
+    command = [sys.executable, "-m", "everfed", "join", "--folder", str(folder), "--name", "a", "--insecure", *options]
+    # a server that never answers: where there is none, the SuperNode would end and be started again all the time
+    with open(output, "wb") as log, socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+        process = subprocess.Popen([*command, "--server", server], stdout=log, stderr=log)
+        yield from _until_it_listens(process, folder)
+
+
+def _until_it_listens(process: subprocess.Popen[bytes], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         until(lambda: socket_path(folder).exists(), what="for the worker")
         yield process
@@ -90,8 +100,26 @@ def test_only_a_client_without_a_budget_starts_again(
     assert any("starting again without it" in line for line in said) is again
 
 
+def test_a_lost_state_that_ends_the_command_is_an_error_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "state"
+
+    def supervise(children: Any, say: Any, watch: Any) -> None:
+        shutil.rmtree(folder)
+        watch()
+
+    monkeypatch.setattr("everfed.federation.joining.supervise", supervise)
+    words = ["join", "--server", "127.0.0.1:1", "--insecure", "--folder", str(folder), "--name", "a", "--budget", "8"]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code != 0 and isinstance(ended.exception, SystemExit)
+    assert "its state is lost" in ended.output.replace("\n", " ")
+    assert not folder.exists()
+
+
+@pytest.mark.slow
 @pytest.mark.federation
-@pytest.mark.parametrize("options", [pytest.param(["--lost-state", "end"], marks=pytest.mark.slow), ["--budget", "8"]])
+@pytest.mark.parametrize("options", [["--lost-state", "end"], ["--budget", "8"]])
 def test_a_client_whose_folder_is_removed_ends_by_its_policy(tmp_path: Path, options: list[str]) -> None:
     folder, output = tmp_path / "state", tmp_path / "output"
     with joined(folder, output, *options) as process:
@@ -104,27 +132,25 @@ def test_a_client_whose_folder_is_removed_ends_by_its_policy(tmp_path: Path, opt
 
 def test_a_worker_of_its_own_ends_with_a_code_that_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    command = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", "a"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    worker = Child(tmp_path, "--folder", str(folder), "--name", "a", module="everfed.federation.worker")
     until(lambda: socket_path(folder).exists(), what="for the worker")
     shutil.rmtree(folder)
-    _, said = process.communicate(timeout=HANG)
-    assert process.returncode == 3 and b"its state is lost" in said
+    ended = worker.wait()
+    assert ended.code == 3 and "its state is lost" in ended.stderr
 
 
 def test_a_worker_whose_socket_is_removed_listens_again(tmp_path: Path) -> None:
     """As by a program that cleans up a folder of temporary files; before, the client failed until it was restarted."""
     folder = tmp_path / "state"
-    command = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", "a"]
-    process = subprocess.Popen(command)
+    worker = Child(tmp_path, "--folder", str(folder), "--name", "a", module="everfed.federation.worker")
     try:
-        until(lambda: socket_path(folder).exists(), 120.0, "for the worker")
+        until(lambda: socket_path(folder).exists(), what="for the worker")
         socket_path(folder).unlink()
         hello = Packet({"protocol": PROTOCOL, "kind": HELLO})
         assert call_worker(str(socket_path(folder)), hello, patience=60.0).text("name") == "a"
     finally:
-        process.kill()
-        process.wait()
+        worker.kill()
+        worker.wait()
 
 
 @pytest.mark.federation

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.federation.field import Field, events, field, outcome, simulated
+from tests.federation.field import Field, Site, events, field, outcome, simulated
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = pytest.mark.federation
@@ -20,6 +23,30 @@ def test_two_clients_equal_a_simulation_bit_for_bit(tmp_path: Path) -> None:
         assert outcome(out) == outcome(simulated(recipe, tmp_path / "reference"))
         assert {event["reason"] for event in events(out, "client")} == {"site-0", "site-1"}
         assert all(site.steps() for site in small.sites.values())
+        for site in small.sites.values():
+            assert_listens_on_no_port(site)
+
+
+def assert_listens_on_no_port(site: Site) -> None:
+    """Nothing to bind first, nothing to take tasks from. The worker's unix socket belongs to the owner alone."""
+    found = {child.name: listening(child.process.pid) for child in site.children if child.process}
+    assert found == {"the worker": set(), "the supernode": set()}
+    assert stat.S_IMODE((site.folder / "worker.sock").stat().st_mode) == 0o600
+
+
+def listening(pid: int) -> set[int]:
+    """The TCP ports on which a process listens."""
+    sockets = set()
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            sockets.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:  # the state of a socket that listens
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return found
 
 
 @pytest.fixture(scope="module")

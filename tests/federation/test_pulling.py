@@ -112,9 +112,9 @@ def test_an_honest_reply_arrives_as_it_was_sent_and_is_confirmed() -> None:
 
 
 def test_a_reply_beyond_the_limit_is_not_taken_in_and_the_others_are() -> None:
-    """Two hundred megabytes in chunks, of which hardly more than the limit is ever fetched."""
+    """Eighty megabytes in chunks, of which hardly more than the limit is ever fetched."""
     noise = random.Random(0).randbytes(1 << 20)
-    large = Packet(SMALL.header, {f"reply.{n}": bytes([n]) + noise for n in range(200)})
+    large = Packet(SMALL.header, {f"reply.{n}": bytes([n]) + noise for n in range(80)})
     link = Link([stored(large, "large"), stored(SMALL, "small")])
     found = answers(link, limit=4 << 20)
     assert found["small"] == SMALL
@@ -124,10 +124,11 @@ def test_a_reply_beyond_the_limit_is_not_taken_in_and_the_others_are() -> None:
     assert link.given < 64 << 20
 
 
-def test_a_byte_level_fuzzer_of_stored_replies() -> None:
+@pytest.mark.parametrize("times", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_byte_level_fuzzer_of_stored_replies(times: int) -> None:
     """Every object of a reply in turn, with bytes changed: a packet or a failure of that client, and nothing raises."""
     rng, kinds = random.Random(4), {"packet": 0, "failure": 0}
-    for _ in range(2000):
+    for _ in range(times):
         bad, good = stored(SMALL, "bad"), stored(Packet({"protocol": 1}), "good")
         name = rng.choice(sorted(bad.contents))
         bad.contents[name] = mutated(rng, bad.contents[name])
@@ -169,11 +170,19 @@ def test_an_object_that_is_missing_may_come_later() -> None:
 def test_a_reply_that_was_announced_and_never_sent_holds_up_nothing() -> None:
     link = Waiting(stored(SMALL, "small"))
     puller = Puller(link, NODE, 1)
-    assert [_answer(one) for one in puller.pull(["late", "small"], 1 << 20)] == [SMALL]
+    assert [_answer(one) for one in pulled(puller, "late", "small")] == [SMALL]
     link.replies.append(stored(SMALL, "next"))
-    found = puller.pull(["late", "next"], 1 << 20)
+    found = pulled(puller, "late", "next")
     assert [one.metadata.reply_to_message_id for one in found] == ["next"]
     puller.close()
+
+
+def pulled(puller: Puller, *tickets: str) -> list[Message]:
+    """What comes first: on a busy machine a reply may take longer than one pull waits."""
+    found: list[Message] = []
+    while not found:
+        found = puller.pull(list(tickets), 1 << 20)
+    return found
 
 
 def test_a_reply_whose_objects_come_late_arrives_and_wakes_the_server() -> None:

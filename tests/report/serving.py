@@ -39,7 +39,7 @@ def until(condition: Callable[[], Any], seconds: float = HANG) -> Any:
     while time.monotonic() < end:
         if value := condition():
             return value
-        time.sleep(0.02)
+        time.sleep(0.05)
     raise AssertionError("waited in vain")
 
 

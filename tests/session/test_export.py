@@ -51,7 +51,9 @@ def test_torch_export_takes_pixels_of_any_number(run: Path, tmp_path: Path) -> N
     torch.testing.assert_close(program(torch.from_numpy(IMAGES)), everfed.load(run).outputs(IMAGES))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "pilora", "prompt-dual", "prompt-hgp", "ranpac"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("fedavg", marks=pytest.mark.slow), "pilora", "prompt-dual", "prompt-hgp", "ranpac"]
+)
 def test_torch_export_of_a_vision_transformer_takes_any_number(method: str, tmp_path: Path) -> None:
     model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2}
     small = {**small_memory(method), **({"prompt-shared": {"length": 2, "blocks": [0]}} if "hgp" in method else {})}

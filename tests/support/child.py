@@ -1,8 +1,8 @@
 """everfed's command line in processes of their own that can be killed, at a moment or at a file operation.
 
 Starting Python and importing torch takes seconds, so most of these processes are forked from one server that has done
-it already (multiprocessing's forkserver); they are real processes with a pid of their own. `python_m` starts one the
-long way.
+it already (multiprocessing's forkserver, warm.py); they are real processes with a pid of their own. `python_m` starts
+one the long way.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,9 @@ from tests.support.waiting import HANG
 KILLED = -signal.SIGKILL
 WAIT = HANG  # seconds after which a process that should have ended is a failure
 
+_ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    # the last is what torch imports when it first maps a function over samples, as FedCurv does
-    ["everfed.cli", "everfed.session", "everfed.engines.processes", "sklearn.datasets", "torch._dynamo"]
-)
+_SERVER.set_forkserver_preload(["tests.support.warm"])
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,22 @@ class Ended:
 
 
 class Child:
-    """One everfed command, running in the folder `cwd`."""
+    """`python -m MODULE ARGUMENTS`, running in the folder `cwd`. terminal: it leads a process group of its own, as a
+    command that is typed in a terminal does."""
 
-    def __init__(self, cwd: Path, *arguments: str, fate: Fate = Fate()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        cwd: Path,
+        *arguments: str,
+        fate: Fate = Fate(),  # noqa: B008 - frozen
+        module: str = "everfed",
+        terminal: bool = False,
+    ) -> None:
         self._logs = [cwd / f".{name}-{time.monotonic_ns()}" for name in ("stdout", "stderr")]
-        job = (list(arguments), str(cwd), [str(path) for path in self._logs], fate)
+        job = (module, list(arguments), str(cwd), [str(path) for path in self._logs], fate, terminal)
         self.process: BaseProcess = _SERVER.Process(target=_serve, args=job)
+        with chdir(_ROOT):  # the server finds what it imports beside it
+            ensure_running()
         self.process.start()
 
     @property
@@ -70,6 +80,10 @@ class Child:
 
     def kill(self) -> None:
         self.process.kill()
+
+    def ctrl_c(self) -> None:
+        """Of its terminal, where it reaches the processes that it has forked, too."""
+        os.killpg(self.pid, signal.SIGINT)
 
     def alive(self) -> bool:
         return self.process.is_alive()
@@ -117,10 +131,10 @@ def running(cwd: Path, *arguments: str) -> Iterator[Child]:
         child.wait()
 
 
-def until(condition: Callable[[], Any], child: Child | subprocess.Popen[str]) -> None:
-    """Wait for a condition, or for the end of the process that should bring it about."""
+def until(condition: Callable[[], Any], child: Child | subprocess.Popen[str] | None) -> None:
+    """Wait for a condition, or for the end of the process that should bring it about, where there is one."""
     deadline = time.monotonic() + WAIT
-    alive = child.alive if isinstance(child, Child) else lambda: child.poll() is None
+    alive = child.alive if isinstance(child, Child) else lambda: child is None or child.poll() is None
     while not condition() and alive():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.002)
@@ -140,18 +154,20 @@ def count(folder: Path, kind: str) -> int:
 # inside the process ----------------------------------------------------------------------------------------------
 
 
-def _serve(arguments: list[str], cwd: str, logs: Sequence[str], fate: Fate) -> None:
+def _serve(module: str, arguments: list[str], cwd: str, logs: Sequence[str], fate: Fate, terminal: bool) -> None:
+    if terminal:
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what is started in a shell's background
     for descriptor, path in zip((1, 2), logs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
     os.chdir(cwd)
+    sys.path.insert(0, cwd)
     if fate.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (fate.file_limit, fate.file_limit))
     if fate.dies_at or fate.dies_over:
         sys.addaudithook(_Reaper(fate))
-    from everfed.cli import app
-
-    sys.argv = ["everfed", *arguments]
-    app(arguments, prog_name="everfed")
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class _Reaper:
