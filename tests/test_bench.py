@@ -78,7 +78,7 @@ def test_a_recipe_is_timed_in_every_engine_of_the_machine() -> None:
     assert found["timed_rounds"] == 3 and found["machine"]["cores"] == 2
 
 
-def test_the_table_has_a_line_for_each_engine_and_tells_the_load() -> None:
+def test_the_table_has_a_line_for_each_engine_and_the_load() -> None:
     result = everfed_bench("tiny.toml", "--rounds", "1", "--method", "fedavg")
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if line.startswith("| tiny")]

@@ -156,7 +156,7 @@ def test_the_library_offers_its_names_and_no_others() -> None:
 # run and resume --------------------------------------------------------------------------------------------------
 
 
-def test_run_leaves_the_run_folder_and_tells_its_numbers() -> None:
+def test_run_leaves_the_run_folder_and_prints_its_numbers() -> None:
     text = done("run", "tiny.toml", "--set", "engine.kind=auto")
     folder = Path("runs/tiny-der-0")
     assert f"run folder: {folder}" in text
@@ -678,7 +678,7 @@ def test_listing_something_unknown_names_the_kinds() -> None:
     assert "'methods'" in result.stderr and "'recipes'" in result.stderr
 
 
-def test_doctor_tells_what_it_found(work: Path) -> None:
+def test_doctor_prints_what_it_found(work: Path) -> None:
     import torch
 
     found = json.loads(done("doctor", "--json", "--data", str(work / "absent")))

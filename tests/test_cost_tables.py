@@ -52,7 +52,7 @@ def test_a_method_takes_the_options_of_its_own_parts(method: str, steps: int | N
     assert "target" not in (recipe.method.model_extra or {})
 
 
-def test_entrants_take_turns_and_tell_ratios() -> None:
+def test_entrants_take_turns_and_give_ratios() -> None:
     entrants = [entrant(Recipe.model_validate({**TINY, "method": {"name": name}})) for name in ("fedavg", "lwf")]
     take_turns(entrants, 2)
     base, lwf = entrants

@@ -1,4 +1,4 @@
-"""What a user gets who says little: defaults that learn, own data that is told apart, and errors in one line."""
+"""What a user gets who says little: defaults that learn, own data that is distinguished, and errors in one line."""
 
 from __future__ import annotations
 

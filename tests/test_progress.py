@@ -1,4 +1,4 @@
-"""Progress: what is told of a run, in plain lines, as JSON and on a terminal."""
+"""Progress: what is shown of a run, in plain lines, as JSON and on a terminal."""
 
 import io
 import json
@@ -102,7 +102,7 @@ def test_time_left_after_a_resume_counts_only_what_was_done_since() -> None:
     assert state.left == pytest.approx(15)
 
 
-def test_plain_lines_tell_task_round_loss_accuracy_and_bytes() -> None:
+def test_plain_lines_have_task_round_loss_accuracy_and_bytes() -> None:
     lines: list[str] = []
     watch = PlainLines(lines.append, ProgressState(clock=Clock()))
     for event in whole_run():
@@ -129,7 +129,7 @@ def test_plain_lines_come_now_and_then_between_tasks() -> None:
     ]
 
 
-def test_warnings_are_told_and_faults_left_to_the_error_that_follows() -> None:
+def test_warnings_are_printed_and_faults_left_to_the_error_that_follows() -> None:
     lines: list[str] = []
     watch = PlainLines(lines.append, ProgressState())
     watch({"event": "warning", "message": "momentum breaks the projection"})
@@ -138,7 +138,7 @@ def test_warnings_are_told_and_faults_left_to_the_error_that_follows() -> None:
     assert lines == ["warning: momentum breaks the projection"]
 
 
-def test_a_run_that_goes_on_tells_the_bytes_and_the_task_behind_it() -> None:
+def test_a_run_that_goes_on_shows_the_bytes_and_the_task_behind_it() -> None:
     state = ProgressState("x")
     state.update({**START, "round": 3, "bytes_up": 2000, "bytes_down": 5000})
     state.update({"event": "evaluation", "round": 3, "task": 1, "task_end": False, "accuracy": [0.5], "acc": 0.5})

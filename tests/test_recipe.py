@@ -269,7 +269,7 @@ def test_what_an_option_broke_is_said_of_the_option(tmp_path: Path) -> None:
     assert refused(SMALL, tmp_path, seed=-1).startswith("--seed -1: seed must be")
 
 
-def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
     message = refused(SMALL.replace("tasks = 3", "tasks = 3\n[eval]\nevery = -1").replace("= 4", "= 0"), tmp_path)
     assert len(message.splitlines()) == 2
 

@@ -70,12 +70,12 @@ def test_the_end_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_progress() -> None:
-    told = {}
+    shown = {}
     for name, value in (("accuracy", 0.453), ("map", 0.2), ("perplexity", 31.53), ("recall", 0.5)):
         state = ProgressState()
         state.update({**evaluation(0, 0, [value]), "score": name})
-        told[name] = state.facts().split(", ")[0]
-    assert told == {
+        shown[name] = state.facts().split(", ")[0]
+    assert shown == {
         "accuracy": "acc 45.3 %",
         "map": "mAP 20.0 %",
         "perplexity": "perplexity 31.5",
@@ -154,7 +154,7 @@ def small(every: int) -> dict[str, Any]:
     }
 
 
-def test_a_run_that_is_scored_every_round_tells_its_rounds_to_the_best(tmp_path: Path) -> None:
+def test_a_run_that_is_scored_every_round_reports_its_rounds_to_the_best(tmp_path: Path) -> None:
     found = everfed.run(small(1), tmp_path / "a").data
     curves = by_task(found["curves"], 2)
     assert [len(task) for task in curves] == [3, 3]

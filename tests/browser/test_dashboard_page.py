@@ -250,7 +250,7 @@ def test_everything_can_be_done_by_keyboard(still_page: Any) -> None:
     assert page.evaluate("document.activeElement.textContent") == second
 
 
-def test_a_deleted_and_a_damaged_run_are_told(runs: Path, home: str, watch: Callable[..., Any]) -> None:
+def test_a_deleted_and_a_damaged_run_are_reported(runs: Path, home: str, watch: Callable[..., Any]) -> None:
     one = watch(home)
     page = one.page
     page.goto(home)

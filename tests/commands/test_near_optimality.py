@@ -38,8 +38,8 @@ def test_numbers_and_plot_are_written(tmp_path: Path) -> None:
 def test_the_ordering_of_the_paper(tmp_path: Path) -> None:
     """Zero-diagonal, convex, GSS-greedy, random, from the best to the worst (per-vector reading)."""
     arguments = ["--sizes", "30", "--repetitions", "25", "--reading", "per-vector", "--json", "--out", str(tmp_path)]
-    told = [json.loads(line) for line in run(*arguments).splitlines()]
-    means = {row["policy"]: row["mean_ratio"] for row in told}
+    rows = [json.loads(line) for line in run(*arguments).splitlines()]
+    means = {row["policy"]: row["mean_ratio"] for row in rows}
     assert means["zero-diagonal"] < 1.06 < means["convex"] < means["gss-greedy"] < means["random"]
 
 

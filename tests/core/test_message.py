@@ -45,10 +45,10 @@ def test_traffic_adds_up_by_part_and_direction(log: list[tuple[str, int, bool]])
             traffic.received({part: {"x": torch.zeros(size)}})
         else:
             traffic.sent({part: 4 * size})
-    told = traffic.as_dict()
-    assert told["bytes_up"] == sum(4 * size for _, size, up in log if up)
-    assert told["bytes_down"] == sum(4 * size for _, size, up in log if not up)
-    for part, both in told["bytes_by_part"].items():
+    totals = traffic.as_dict()
+    assert totals["bytes_up"] == sum(4 * size for _, size, up in log if up)
+    assert totals["bytes_down"] == sum(4 * size for _, size, up in log if not up)
+    for part, both in totals["bytes_by_part"].items():
         assert both == {
             "up": sum(4 * size for p, size, up in log if p == part and up),
             "down": sum(4 * size for p, size, up in log if p == part and not up),

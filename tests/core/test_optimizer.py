@@ -117,7 +117,7 @@ def test_the_geometric_schedule_is_mfcls(index: int, rate: float) -> None:
 
 def test_a_table_is_that_of_glfc_s_code() -> None:
     """Ten rounds of 20 epochs a task at 2.0, with drops where (epoch + 20 round) mod 200 is 100, 150 or 180, each until
-    the end of its round. What falls into the middle of a round (150) cannot be told by rounds and is left out."""
+    the end of its round. What falls into the middle of a round (150) cannot be expressed by rounds and is left out."""
     drops = {100: 5, 180: 125}
     by_code = [2.0 / drops.get(20 * index % 200, 1) for index in range(10)]
     table = Optimizer(lr=2.0, schedule="table", factors=[1, 1, 1, 1, 1, 0.2, 1, 1, 1, 0.008])

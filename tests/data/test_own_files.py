@@ -206,7 +206,7 @@ def test_a_set_is_downloaded_checked_and_found(server: tuple[str, list[str]], tm
 
 def test_an_archive_is_unpacked(server: tuple[str, list[str]], tmp_path: Path) -> None:
     reported: list[tuple[str, int, int | None]] = []
-    fetch("cifar100", tmp_path, server[0], lambda *told: reported.append(told))
+    fetch("cifar100", tmp_path, server[0], lambda *progress: reported.append(progress))
     assert load("cifar100", tmp_path).x_train.shape == (2, 3, 32, 32)
     name, done, size = reported[-1]
     assert name == "cifar-100-binary.tar.gz" and done == size

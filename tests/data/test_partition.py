@@ -258,7 +258,7 @@ def test_who_got_what_stays_small_for_a_large_population():
     assert len(json.dumps(report)) < 2000
 
 
-def test_the_hash_tells_divisions_apart():
+def test_different_divisions_have_different_hashes():
     labels = column(10, 30)
     one, two, three = (who_got_what(labels, iid(labels, 5, rng(s)))["hash"] for s in (0, 0, 1))
     assert one == two != three

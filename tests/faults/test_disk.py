@@ -208,10 +208,10 @@ def test_a_result_that_is_not_one(work: Path) -> None:
 def test_half_a_line_of_the_log(work: Path) -> None:
     with open(work / "mine/events.jsonl", "ab") as file:
         file.write(b'{"time": 17, "event": "pha')
-    told = len(events(work / "mine"))
+    before = len(events(work / "mine"))
     goes_on(work)
     lines = [json.loads(line) for line in (work / "mine/events.jsonl").read_text().splitlines()]
-    assert lines[told]["event"] == "resume"
+    assert lines[before]["event"] == "resume"
 
 
 # belonging -------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_worker_that_dies(work: Path, whole: dict[str, object], phase: str) ->
     goes_on(work, whole)
 
 
-def test_a_worker_that_somebody_kills(work: Path) -> None:
+def test_a_worker_that_is_killed_from_outside(work: Path) -> None:
     """Whether it was busy with a client or waiting for one."""
     command = run_command("mine", "fedgp+der", "train.rounds_per_task=200", *PROCESSES)
     with running(work, *command) as child:

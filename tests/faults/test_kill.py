@@ -104,7 +104,7 @@ def test_killed_over_a_certain_file(work: Path, wholes: dict[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_killed_when_so_much_was_told(work: Path, wholes: dict[str, dict[str, Any]], engine: str) -> None:
+def test_killed_when_so_much_was_written(work: Path, wholes: dict[str, dict[str, Any]], engine: str) -> None:
     for lines in (1, 12, 25):
         command = next_command(work, "fedgp+der", f"engine.kind={engine}", "engine.workers=2")
         with running(work, *command) as child:

@@ -129,8 +129,8 @@ def test_a_reply_that_was_lost_is_repeated_and_counted_once(tmp_path: Path) -> N
     loop.after = lose
     outcome = federated(bench, loop)
     assert_same(bench, bench.run(), outcome, tmp_path)
-    told = [event for event in outcome.events if event["event"] == "client"]
-    assert [event["reason"] for event in told] == ["the node is unavailable"] * len(lost)
+    reported = [event for event in outcome.events if event["event"] == "client"]
+    assert [event["reason"] for event in reported] == ["the node is unavailable"] * len(lost)
     assert len(loop.received) > len(lost) + 20
 
 
@@ -248,8 +248,8 @@ def test_a_client_that_always_fails_is_left_out_after_some_tries(tmp_path: Path)
     assert outcome.state.absent == {"failed": 4}
     named = [event["absent"]["1"] for event in outcome.events if event["event"] == "phase"]
     assert named == [f"failed: given up after {n} tries: Broken: no images today" for n in (3, 1, 1, 1)]
-    told = [event for event in outcome.events if event["event"] == "client"]
-    assert [event.get("again_in") for event in told[:3]] == [0.0, 0.0, None]
+    reported = [event for event in outcome.events if event["event"] == "client"]
+    assert [event.get("again_in") for event in reported[:3]] == [0.0, 0.0, None]
 
 
 def test_a_client_that_was_given_up_and_is_mended_has_all_its_tries_again(tmp_path: Path) -> None:
@@ -359,8 +359,8 @@ def test_a_full_disk_stops_nothing_but_the_step(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(journal, "write_atomic", full)
     outcome = federated(bench, loop_of(bench, tmp_path))
     assert_same(bench, bench.run(), outcome, tmp_path)
-    told = [event for event in outcome.events if event["event"] == "client"]
-    assert [(e["client"], "No space left" in str(e["reason"])) for e in told] == [(1, True)] * 3
+    reported = [event for event in outcome.events if event["event"] == "client"]
+    assert [(e["client"], "No space left" in str(e["reason"])) for e in reported] == [(1, True)] * 3
 
 
 def test_a_wiped_client_is_noticed(tmp_path: Path) -> None:
@@ -498,13 +498,13 @@ def test_no_raw_sample_is_among_the_bytes_that_are_sent(tmp_path: Path) -> None:
     bench = Bench("fedgp+der")
     loop = loop_of(bench, tmp_path)
     federated(bench, loop)
-    told = b"".join(data for _, reply in loop.received for data in reply.pieces.values())
+    sent = b"".join(data for _, reply in loop.received for data in reply.pieces.values())
     for client in range(3):
         for task in range(2):
             data = bench.stream.data(client, task)
             for x in data.x:
-                assert x.numpy().tobytes() not in told
-                assert bench.stream.inputs(x).numpy().tobytes() not in told
+                assert x.numpy().tobytes() not in sent
+                assert bench.stream.inputs(x).numpy().tobytes() not in sent
     disk = b"".join(path.read_bytes() for path in (tmp_path / "0" / "a1" / "steps").iterdir())
     assert any(x.numpy().tobytes() in disk for x in bench.stream.data(0, 1).x)  # the buffer on its own disk has them
 

@@ -95,7 +95,7 @@ class Meeting:
     def enrol(self, node: Node) -> int:
         return node.client
 
-    def told(self) -> list[tuple[str, str]]:
+    def reported(self) -> list[tuple[str, str]]:
         return [(event["kind"], event["reason"]) for event in self.events]
 
 
@@ -128,7 +128,7 @@ def test_a_node_that_was_restarted_between_two_looks_is_asked_again(met: Meeting
     met.grid.greet()
     met.transport.receive()
     assert met.transport.connected() == {5}
-    assert met.told() == [("connected", "site-5"), ("gone", "its SuperNode was restarted"), ("connected", "site-5")]
+    assert met.reported() == [("connected", "site-5"), ("gone", "its SuperNode was restarted"), ("connected", "site-5")]
     met.grid.answers[ticket] = Packet({"protocol": 1})
     assert met.transport.receive() == []  # nobody waits for it any more
 
@@ -160,7 +160,7 @@ def test_a_node_that_only_beats_is_left_alone(met: Meeting) -> None:
         assert met.transport.connected() == {5}
     met.grid.answers[ticket] = Packet({"protocol": 1})
     assert [name for name, _ in met.transport.receive()] == [ticket]
-    assert met.told() == [("connected", "site-5")]
+    assert met.reported() == [("connected", "site-5")]
 
 
 def test_what_was_under_way_when_the_superlink_was_away_is_asked_again(met: Meeting) -> None:

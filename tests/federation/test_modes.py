@@ -77,9 +77,9 @@ def test_join_refuses_a_key_that_others_can_read(tmp_path: Path, monkeypatch: py
     secret = certificates.make_client(tmp_path, "site-a")
     secret.chmod(0o640)
     words = ["join", "--server", "localhost:1", "--certificate", "ca.crt", "--key", str(secret), "--name", "site-a"]
-    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
-    assert told.exit_code == 2
-    assert "secrets/site-a can be read by others; chmod 600 it" in " ".join(told.output.split())
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "secrets/site-a can be read by others; chmod 600 it" in " ".join(result.output.split())
 
 
 def test_keys_that_do_not_belong_on_a_server_are_named(tmp_path: Path) -> None:

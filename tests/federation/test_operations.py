@@ -75,9 +75,9 @@ def test_a_client_that_the_server_refuses_sees_why(
 
 def test_keys_are_renewed_and_revoked_by_commands(tmp_path: Path) -> None:
     def run(*words: str, code: int = 0) -> str:
-        told = CliRunner().invoke(app, ["federation", *words, "--out", str(tmp_path)], env={"COLUMNS": "300"})
-        assert told.exit_code == code, told.output
-        return " ".join(told.output.split())
+        result = CliRunner().invoke(app, ["federation", *words, "--out", str(tmp_path)], env={"COLUMNS": "300"})
+        assert result.exit_code == code, result.output
+        return " ".join(result.output.split())
 
     run("keys", "--host", "localhost", "--client", "site-a", "--client", "site-b")
     files = [tmp_path / name for name in ("server.crt", "server.key", "clients/site-a.pub", "secrets/site-a")]

@@ -202,8 +202,8 @@ def test_status_of_a_run(tmp_path: Path) -> None:
         {**phase, "round": 1, "absent": {"1": "late: gone"}},
     ]
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
-    told = CliRunner().invoke(app, ["federation", "status", str(run), "--json"])
-    found = json.loads(told.stdout)
+    result = CliRunner().invoke(app, ["federation", "status", str(run), "--json"])
+    found = json.loads(result.stdout)
     assert (found["state"], found["round"], found["epoch"]) == ("unfinished", 2, 2)
     assert [(c["name"], c["answers"], c["failures"], c["state"]) for c in found["clients"]] == [
         ("site-a", 2, 0, "connected"),
@@ -214,9 +214,9 @@ def test_status_of_a_run(tmp_path: Path) -> None:
 def test_a_federation_is_not_resumed_as_a_simulation(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("[method]\nname = 'fedavg'\n")
     (tmp_path / "settings.json").write_text('{"federated": true}')
-    told = CliRunner().invoke(app, ["resume", str(tmp_path)])
-    assert told.exit_code == 2
-    assert "everfed serve --out" in told.output.replace("\n", " ")
+    result = CliRunner().invoke(app, ["resume", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "everfed serve --out" in result.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,9 @@ def test_a_federation_is_not_resumed_as_a_simulation(tmp_path: Path) -> None:
 def test_security_is_the_default(words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr", reason="the extra `flower` is not installed")
     monkeypatch.chdir(tmp_path)
-    told = CliRunner().invoke(app, words)
-    assert told.exit_code == 2
-    assert said in told.output
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert said in result.output
     assert os.listdir(tmp_path) in ([], ["runs"])
 
 
@@ -251,13 +251,13 @@ def test_what_join_can_know_it_says_at_once(
 ) -> None:
     pytest.importorskip("flwr", reason="the extra `flower` is not installed")
     monkeypatch.chdir(tmp_path)
-    told = CliRunner().invoke(app, ["join", "--server", "localhost:1", *words], env={"COLUMNS": "300"})
-    assert told.exit_code == 2
-    assert said in " ".join(told.output.split())
+    result = CliRunner().invoke(app, ["join", "--server", "localhost:1", *words], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
     assert os.listdir(tmp_path) == []
 
 
-def test_of_a_client_s_processes_the_worker_is_heard_and_the_others_explain_their_end(tmp_path: Path) -> None:
+def test_of_a_client_s_processes_the_worker_s_log_is_shown_and_the_others_last_error(tmp_path: Path) -> None:
     worker, supernode = children(Joining("127.0.0.1:1", tmp_path, "site-0"))
     assert (worker.relays, supernode.relays) == (True, False)
     assert supernode.explain is refusal and refusal("OSError: no") == "OSError: no"
@@ -310,7 +310,7 @@ def test_the_examples_recipe_is_one() -> None:
 def test_a_simulation_without_any_data_is_an_error(tmp_path: Path) -> None:
     """The recipe of a real federation, whose data lies on its clients, has none where it is simulated."""
     words = ["run", str(EXAMPLES / "recipe.toml"), "--out", str(tmp_path / "run"), "--set", "train.rounds_per_task=1"]
-    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
-    assert told.exit_code == 2
-    assert "no client had any sample" in " ".join(told.output.split())
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert "no client had any sample" in " ".join(result.output.split())
     assert not (tmp_path / "run" / "result.json").exists()

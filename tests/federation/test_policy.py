@@ -175,5 +175,5 @@ def test_a_policy_that_makes_no_sense_is_refused_at_once(
         Policy.read(path)
     monkeypatch.chdir(tmp_path)
     words = ["join", "--server", "localhost:1", "--insecure", "--policy", str(path)]
-    told = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
-    assert told.exit_code == 2 and said in " ".join(told.output.split())
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert result.exit_code == 2 and said in " ".join(result.output.split())

@@ -100,9 +100,9 @@ def ended(two: Party, reference: dict[str, Any]) -> None:
     """The run is over, with the bits that it must have, and client 1 was there twice under the same name."""
     assert two.server.wait(HANG) == 0, two.said("serve.log")[-3000:]
     assert outcome(two.out) == reference
-    told = [event for event in events(two.out, "client") if event["client"] == 1]
-    assert [event["reason"] for event in told if event["kind"] == "connected"] == ["site-1", "site-1"]
-    assert any(event["kind"] == "gone" for event in told)
+    reported = [event for event in events(two.out, "client") if event["client"] == 1]
+    assert [event["reason"] for event in reported if event["kind"] == "connected"] == ["site-1", "site-1"]
+    assert any(event["kind"] == "gone" for event in reported)
 
 
 def test_a_supernode_killed_rejoins_under_its_key(tmp_path: Path, reference: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def test_a_whole_client_killed_and_started_anew(gently: bool, tmp_path: Path, re
         ended(two, reference)
 
 
-def test_a_key_that_nobody_enrolled_is_told_why(tmp_path: Path) -> None:
+def test_a_key_that_is_not_enrolled_gets_the_reason(tmp_path: Path) -> None:
     """It keeps asking, less and less often, and the run does not mind."""
     with party(tmp_path) as two:
         make_authority(tmp_path / "other")

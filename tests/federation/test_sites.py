@@ -93,8 +93,8 @@ def test_a_site_whose_own_code_always_raises(tmp_path: Path) -> None:
     absent = [event["absent"] for event in events(out, "phase") if "absent" in event]
     assert absent and all(set(one) == {"1"} for one in absent)
     assert absent[0]["1"] == "failed: given up after 2 tries: NoCamera: the camera is not plugged in"
-    told = status(out)["clients"]
-    assert [one["name"] for one in told if "camera" in one["trouble"]] == ["site-1"]
+    clients = status(out)["clients"]
+    assert [one["name"] for one in clients if "camera" in one["trouble"]] == ["site-1"]
     assert "NoCamera: the camera is not plugged in" in (tmp_path / "c1" / "worker.log").read_text()
 
 

@@ -33,7 +33,7 @@ def test_an_option_that_differs_makes_another_experiment_and_is_spelled_out(tmp_
     assert labels == ["der (memory.size=100)", "der (memory.size=200)"]
 
 
-def test_a_seed_that_was_run_twice_counts_once_and_is_told(tmp_path: Path) -> None:
+def test_a_seed_that_was_run_twice_counts_once_and_is_reported(tmp_path: Path) -> None:
     create(tmp_path / "a", "fedavg", 0)
     finished(tmp_path / "b", "fedavg", 0)
     grouping = grouped(read_runs([tmp_path]))

@@ -144,7 +144,7 @@ def test_an_unfinished_run_and_one_without_events(tmp_path: Path) -> None:
     assert "2 times a participant did not train, in 1 rounds." in page
 
 
-def test_faults_warnings_and_unreadable_lines_are_told(tmp_path: Path) -> None:
+def test_faults_warnings_and_unreadable_lines_are_shown(tmp_path: Path) -> None:
     folder = finished(tmp_path / "a")
     with open(folder.path / "events.jsonl", "a") as file:
         file.write("garbage\n")

@@ -78,7 +78,7 @@ def test_silence_failure_and_interruption(index: Index, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("file", ["recipe.toml", "result.json", "settings.json"])
-def test_a_damaged_run_is_told_and_heals(index: Index, file: str) -> None:
+def test_a_damaged_run_is_reported_and_heals(index: Index, file: str) -> None:
     folder = finished(index.guard.root / "a")
     finished(index.guard.root / "b")
     good = (folder.path / file).read_bytes()

@@ -110,7 +110,7 @@ def test_comparison_run_and_report(tmp_path: Path) -> None:
         ("/openapi.json", 404),
     ],
 )
-def test_what_cannot_be_answered_is_told(tmp_path: Path, path: str, status: int) -> None:
+def test_what_cannot_be_answered_is_an_error(tmp_path: Path, path: str, status: int) -> None:
     finished(tmp_path / "a")
     with served(tmp_path) as port:
         until(lambda: names(port))
@@ -272,7 +272,7 @@ def test_without_fastapi_it_says_what_to_install(tmp_path: Path, monkeypatch: py
         create_app(tmp_path)
 
 
-def test_damaged_and_outside_runs_are_told(tmp_path: Path) -> None:
+def test_damaged_and_outside_runs_are_reported(tmp_path: Path) -> None:
     finished(tmp_path / "outside")
     folder = finished(tmp_path / "runs" / "a")
     folder.result.write_text("{")

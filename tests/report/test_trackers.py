@@ -18,19 +18,19 @@ Track = Callable[[str, list[Event]], None]
 
 
 @pytest.fixture
-def told() -> list[str]:
+def warned() -> list[str]:
     return []
 
 
 @pytest.fixture
-def track(tmp_path: Path, told: list[str]) -> Track:
+def track(tmp_path: Path, warned: list[str]) -> Track:
     """Shows events to a new tracker of the run in `run`; nothing may go wrong."""
 
     def show(kind: str, events: list[Event]) -> None:
-        observe = tracker(kind, tmp_path / "run", recipe(), told.append)
+        observe = tracker(kind, tmp_path / "run", recipe(), warned.append)
         for event in events:
             observe(event)
-        assert told == []
+        assert warned == []
 
     return show
 
@@ -59,17 +59,17 @@ def test_unknown_and_missing_trackers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(
-    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(folder: Path, recipe: Any, at: int) -> Any:
         raise OSError("disk full")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setitem(__import__("everfed.report.trackers", fromlist=["x"]).TRACKERS, "wandb", (broken, "wandb", ""))
-    observe = tracker("wandb", tmp_path, recipe(), told.append)
+    observe = tracker("wandb", tmp_path, recipe(), warned.append)
     for event in whole():
         observe(event)
-    assert told == ["wandb tracks this run no longer: OSError: disk full"]
+    assert warned == ["wandb tracks this run no longer: OSError: disk full"]
 
 
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -115,8 +115,8 @@ def test_perplexity_by_period() -> None:
 
 def test_measurements_of_parts(tmp_path: Path) -> None:
     first = {"event": "measure", "round": 0, "part": "stamp", "task": 0, "temporal_cosine": 0.2}
-    told = [first, {**first, "round": 1, "temporal_cosine": 0.4}]
-    write_events(tmp_path, *told, {"event": "checkpoint", "round": 1}, {**told[1], "temporal_cosine": 0.6})
+    measured = [first, {**first, "round": 1, "temporal_cosine": 0.4}]
+    write_events(tmp_path, *measured, {"event": "checkpoint", "round": 1}, {**measured[1], "temporal_cosine": 0.6})
     assert value("temporal_cosine", sample(folder=tmp_path), "cosine") == pytest.approx(0.4)
     assert value("spatial_cosine", sample(folder=tmp_path), "cosine") is None
     assert len(list(events(tmp_path, "measure"))) == 2

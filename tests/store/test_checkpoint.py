@@ -27,7 +27,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def run_state(mark: int) -> RunState:
-    """A server's side that can be told by its mark."""
+    """A server's side that is known by its mark."""
     return RunState({"model": {"params": torch.full((50,), float(mark))}}, round=mark, samples=mark)
 
 
@@ -40,7 +40,7 @@ class Run:
 
     def __init__(self, folder: Path, budget: int = 2 << 30) -> None:
         self.folder, self.budget = folder, budget
-        self.told: CheckpointError | None = None
+        self.failure: CheckpointError | None = None
         self.open()
 
     def open(self) -> None:
@@ -66,7 +66,7 @@ class Run:
             self.checkpoints.offer(run_state(mark), must=True)
             self.checkpoints.wait()
         except CheckpointError as error:
-            self.told = error
+            self.failure = error
         finally:
             threading.excepthook = previous
 
@@ -171,15 +171,15 @@ def test_the_very_first_checkpoint_is_there_or_not(tmp_path: Path) -> None:
     assert marks == sorted(marks) and set(marks) == {0, 1}
 
 
-def test_a_full_disk_is_told_and_leaves_old_or_new(template: Path, tmp_path: Path) -> None:
-    told = 0
+def test_a_full_disk_is_reported_and_leaves_old_or_new(template: Path, tmp_path: Path) -> None:
+    failures = 0
     for run, _ in crashes(template, tmp_path / "run", FULL):
-        if run.told is not None:
-            told += 1
-            assert str(run.folder / "checkpoint") in str(run.told) and "No space left" in str(run.told)
+        if run.failure is not None:
+            failures += 1
+            assert str(run.folder / "checkpoint") in str(run.failure) and "No space left" in str(run.failure)
         assert run.mark() in (1, 2)
         assert not [name for name in run.files() if name.endswith(".tmp")], "what was begun is taken back"
-    assert told > 10, "only a failure to remove what is old is not worth telling"
+    assert failures > 10, "only a failure to remove what is old is not worth reporting"
 
 
 # reading ---------------------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ def test_a_damaged_file_is_refused_by_name_and_nothing_is_changed(run: Run, name
     data = path.read_bytes()
     spoil(path, damage)
     before = {name: (run.folder / name).read_bytes() for name in run.files()}
-    with pytest.raises(CheckpointError, match=r"checkpoint/2 cannot be read \(.*nothing was changed") as told:
+    with pytest.raises(CheckpointError, match=r"checkpoint/2 cannot be read \(.*nothing was changed") as raised:
         run.found()
-    assert damage == "empty" or name == "clients.json" or path.name in str(told.value)
+    assert damage == "empty" or name == "clients.json" or path.name in str(raised.value)
     assert before == {name: (run.folder / name).read_bytes() for name in run.files()}
     path.write_bytes(data)
     assert run.mark() == 2
@@ -370,7 +370,9 @@ def test_a_busy_writer_is_not_waited_for_unless_it_must(run: Run, monkeypatch: p
     assert state is not None and (state.round, run.checkpoints.written) == (3, 2)
 
 
-def test_a_failure_is_told_once_and_the_next_checkpoint_may_succeed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_raised_once_and_the_next_checkpoint_may_succeed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise FULL
 

@@ -180,7 +180,7 @@ def test_a_quorum_between_two_numbers_of_clients_is_the_larger_one(quorum: float
     assert next(index for index in range(12) if stream.round(index).task_closes) == ends
 
 
-def test_events_tell_the_task_of_every_client() -> None:
+def test_events_hold_the_task_of_every_client() -> None:
     outcome = Bench("fedavg", stream=small_stream(asynchronous=FIRST)).run()
     trained = [event for event in outcome.events if event.get("phase") == "train"]
     assert "tasks" not in trained[0]

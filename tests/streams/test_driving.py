@@ -39,7 +39,7 @@ def test_one_vehicle_moves_and_the_other_stays() -> None:
     assert stream.asynchronous and stream.clock_of(1, 3) == (0, 1) and stream.clock_of(0, 3) == (3, 4)
 
 
-def test_hidden_boundaries_tell_nobody() -> None:
+def test_hidden_boundaries_are_visible_to_no_part() -> None:
     stream = driving(boundaries=False)
     assert all(not stream.round(i).begins and not stream.round(i).ends for i in range(stream.rounds))
     assert not stream.task_ids
@@ -104,7 +104,7 @@ def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
         driving(**changes)
 
 
-def test_a_folder_with_one_domain_must_be_told_where_to_go(tmp_path: Path) -> None:
+def test_a_folder_with_one_domain_needs_the_other_by_name(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="pip install 'everfed[images]'")
     image.new("RGB", (48, 32)).save(tmp_path / "0.png")
     table = {"images": [{"id": 0, "file_name": "0.png", "width": 48, "height": 32}], "annotations": []}

@@ -76,7 +76,7 @@ def test_domains_can_be_chosen_and_ordered(tmp_path: Path) -> None:
     assert build(tmp_path, tasks=2).describe()["domains"] == ["mnist", "usps"]
 
 
-def test_it_tells_who_got_what(tmp_path: Path) -> None:
+def test_it_describes_who_got_what(tmp_path: Path) -> None:
     write_sets(tmp_path)
     facts = build(tmp_path).describe()
     assert facts["samples_per_domain"] == [{"train": n, "test": 40} for n in (100, 60, 80)]

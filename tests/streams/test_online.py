@@ -112,16 +112,16 @@ def test_a_hidden_task_incremental_stream_hides_its_task_ids_too() -> None:
     assert small_stream("task-incremental").task_ids
 
 
-def test_the_learning_rate_does_not_tell_either() -> None:
+def test_the_learning_rate_does_not_reveal_them_either() -> None:
     train = TrainOptions(1, 12, Optimizer(lr=0.1, schedule="linear"))
     hidden = Bench("fedavg", stream=small_stream(boundaries=False), train=train)
     rates = [hidden.context(0, index).rate for index in range(12)]
     assert all(later < earlier for earlier, later in pairwise(rates))
-    told = Bench("fedavg", stream=small_stream(), train=train)
-    assert told.context(0, 4).rate == 0.1
+    visible = Bench("fedavg", stream=small_stream(), train=train)
+    assert visible.context(0, 4).rate == 0.1
 
 
-def test_logits_by_task_would_tell_and_are_refused() -> None:
+def test_logits_by_task_would_reveal_them_and_are_refused() -> None:
     stream = {"dataset": "digits", "scenario": "class-incremental", "boundaries": False}
     recipe = {"stream": stream, "model": {"kind": "mlp"}, "train": {"logits": "seen"}, "method": {"name": "fedavg"}}
     with pytest.raises(RecipeError, match="train.logits must be 'full' on a stream that hides its tasks"):

@@ -259,7 +259,7 @@ def test_inputs_scale_and_normalise_as_asked():
     assert stream(TABLES[0]).describe()["normalise"] == "none"
 
 
-def test_cifar_is_normalised_as_in_the_papers_code_unless_told_otherwise():
+def test_cifar_is_normalised_as_in_the_papers_code_by_default():
     x, y = np.full((20, 32, 32, 3), 255, np.uint8), np.arange(20) % 10
     arrays = (x, y, x, y)
 

@@ -141,7 +141,7 @@ def until(condition: Callable[[], Any], child: Child | subprocess.Popen[str] | N
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """The events a run has told so far, half a line left out."""
+    """The events a run has written so far, half a line left out."""
     path = folder / "events.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
