@@ -43,7 +43,7 @@ from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.runner import EvalOptions, Runner
-from everfed.core.scoring import Exam
+from everfed.core.scoring import EvalSpec
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
 from everfed.federation.certificates import CA, make_authority, make_client
@@ -86,8 +86,8 @@ class LeftOut(Engine):
     def workbench(self) -> Trainer:
         return self.inner.workbench()
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return self.inner.evaluate(model, exam)
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
+        return self.inner.evaluate(model, spec)
 
     def describe(self) -> dict[str, Any]:
         return self.inner.describe()

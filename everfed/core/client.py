@@ -20,7 +20,7 @@ from everfed.core.method import Method
 from everfed.core.part import HELD_OUT, Model, State, with_slots
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
 from everfed.core.pieces import TrainsPieces, assembled, shortened
-from everfed.core.scoring import Exam, score_tasks
+from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree
 
@@ -192,11 +192,11 @@ def _personalised(method: Method, state: State, message: Message, model: Model, 
 def _evaluate(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Reply:
     """Score this client's personalised model on the tasks the server asks for."""
     model = _personalised(method, state, message, model, ctx)
-    exam = Exam.from_tree(message[EVALUATE])
+    spec = EvalSpec.from_tree(message[EVALUATE])
     score = partial(score_tasks, ctx.train, ctx.held_out, model)
-    counts = score(exam, state, message, ctx.client)
+    counts = score(spec, state, message, ctx.client)
     knowing = [part for part in method.parts if isinstance(part, UsesTaskId)]
-    for row, task in enumerate(exam.tasks if knowing else ()):
+    for row, task in enumerate(spec.tasks if knowing else ()):
         known = {part.name: part.slots_for_task(state.get(part.name, {}), task) for part in knowing}
-        counts[row, -1] = score(replace(exam, tasks=(task,)), {**state, **known}, message, ctx.client)[0, -1]
+        counts[row, -1] = score(replace(spec, tasks=(task,)), {**state, **known}, message, ctx.client)[0, -1]
     return Reply({EVALUATE: {"counts": counts}})

@@ -16,7 +16,7 @@ from everfed.core.message import Message, Traffic
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducer, Reduction
-from everfed.core.scoring import Exam
+from everfed.core.scoring import EvalSpec
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 
@@ -96,7 +96,7 @@ class Engine(ABC):
         """A trainer for the server's own phases: a generator is trained against the shared model on its device."""
 
     @abstractmethod
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
         """(tasks, 4) counts of the shared model, as `score_tasks`."""
 
     @abstractmethod

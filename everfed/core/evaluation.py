@@ -15,7 +15,7 @@ from everfed.core.phase import EVALUATE, Phase
 from everfed.core.phase_runner import Exchange
 from everfed.core.reduce import Sum
 from everfed.core.run_state import RunState
-from everfed.core.scoring import Exam, row_value
+from everfed.core.scoring import EvalSpec, row_value
 
 
 @dataclass(frozen=True)
@@ -56,33 +56,33 @@ class Evaluation:
         the server holds the tests."""
         if self.options.zero_shot and self.state.initial is None and not self.world.stream.own_tests:
             tasks = tuple(range(self.world.stream.tasks))
-            exam = Exam(tasks, 0, self.options.split, self.options.top_k)
-            self.state.initial = self.engine.evaluate(self.state.model, exam).tolist()
+            spec = EvalSpec(tasks, 0, self.options.split, self.options.top_k)
+            self.state.initial = self.engine.evaluate(self.state.model, spec).tolist()
 
     def run(self, phase: Phase, moment: Moment) -> None:
         """The tasks seen so far, and at a task's end a row of the matrix."""
         plan, tasks = moment.plan, self.world.stream.tasks
-        exam = self._exam(moment)
-        counts = self._counts(phase, moment, exam).tolist()
+        spec = self._spec(moment)
+        counts = self._counts(phase, moment, spec).tolist()
         if plan.evaluate:
-            self.state.rows[plan.task] = [*counts, *[None] * (tasks - len(exam.tasks))]
+            self.state.rows[plan.task] = [*counts, *[None] * (tasks - len(spec.tasks))]
         self._record(moment, counts)
 
-    def _exam(self, moment: Moment) -> Exam:
+    def _spec(self, moment: Moment) -> EvalSpec:
         plan = moment.plan
         begun = max(plan.task, *plan.tasks.values()) + 1 if plan.tasks else plan.task + 1
         scored = self.world.stream.tasks if self.options.zero_shot and plan.evaluate else plan.task + 1
-        return Exam(tuple(range(scored)), begun, self.options.split, self.options.top_k)
+        return EvalSpec(tuple(range(scored)), begun, self.options.split, self.options.top_k)
 
-    def _counts(self, phase: Phase, moment: Moment, exam: Exam) -> Tensor:
+    def _counts(self, phase: Phase, moment: Moment, spec: EvalSpec) -> Tensor:
         if not scored_on_clients(self.world):
-            return self.engine.evaluate(self.state.model, exam)
-        message: Message = {**self.exchange.model(phase, moment), EVALUATE: exam.to_tree()}
+            return self.engine.evaluate(self.state.model, spec)
+        message: Message = {**self.exchange.model(phase, moment), EVALUATE: spec.to_tree()}
         replies = Replies({EVALUATE: {"counts": Sum()}})
         self.exchange.collect(replies, phase, moment, message)
         self.reporter.not_scored(moment, replies)
         counts: Tensor | None = replies.reduction.result()[EVALUATE]["counts"]
-        return torch.zeros((len(exam.tasks), 4), dtype=torch.int64) if counts is None else counts  # all were absent
+        return torch.zeros((len(spec.tasks), 4), dtype=torch.int64) if counts is None else counts  # all were absent
 
     def _record(self, moment: Moment, counts: list[list[float]]) -> None:
         """A point of the curves, and an event, by the rule that the recipe names."""

@@ -27,7 +27,7 @@ _LOGITS_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
-class Exam:
+class EvalSpec:
     """What to score: `tasks`, when `seen` tasks have begun (their classes are the seen ones), on which split, and how
     many of the highest logits count as the answer."""
 
@@ -40,16 +40,16 @@ class Exam:
         return {"tasks": ",".join(map(str, self.tasks)), "seen": self.seen, "split": self.split, "top_k": self.top_k}
 
     @staticmethod
-    def from_tree(tree: Tree) -> Exam:
+    def from_tree(tree: Tree) -> EvalSpec:
         tasks = tuple(int(task) for task in str(tree["tasks"]).split(","))
-        return Exam(tasks, int(tree["seen"]), str(tree["split"]), int(tree["top_k"]))
+        return EvalSpec(tasks, int(tree["seen"]), str(tree["split"]), int(tree["top_k"]))
 
 
 def score_tasks(
     trainer: Trainer,
     held_out: HeldOut,
     model: Model,
-    exam: Exam,
+    spec: EvalSpec,
     state: State | None = None,
     message: dict[str, Tree] | None = None,
     client: int | None = None,
@@ -61,17 +61,17 @@ def score_tasks(
     state, message: a client's own, for a personalised forward pass. client: whose tests, where each has its own.
     """
     stream, device = trainer.stream, trainer.device
-    tests = (held_out.get(client, task, exam.split, device) for task in exam.tasks)
+    tests = (held_out.get(client, task, spec.split, device) for task in spec.tasks)
     if stream.score != "accuracy":
         return torch.stack([_measured(trainer, model, data, state, message) for data in tests])
-    known = {label for task in range(exam.seen) for label in held_out.labels(client, task)}
-    own = [held_out.labels(client, task) for task in exam.tasks]
+    known = {label for task in range(spec.seen) for label in held_out.labels(client, task)}
+    own = [held_out.labels(client, task) for task in spec.tasks]
     # one transfer before and one after: the host queues all tasks without waiting for the device
     seen, *masks = task_masks([known, *own], stream.classes).to(device, non_blocking=True)
     sizes, rows = [], []
     for mask, data in zip(masks, tests, strict=True):
         outputs = trainer.outputs(model, data.x, state, message)
-        counts = correct_counts(outputs, data.y.to(device), seen, mask, exam.top_k)
+        counts = correct_counts(outputs, data.y.to(device), seen, mask, spec.top_k)
         sizes.append(len(data))
         rows.append(torch.stack([counts[rule] for rule in RULES]))
     return torch.cat([torch.tensor(sizes).unsqueeze(1), torch.stack(rows).cpu()], 1)

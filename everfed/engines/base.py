@@ -14,7 +14,7 @@ from everfed.core.engine import ClientError, Engine
 from everfed.core.message import Message, addressed, unwrap
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
-from everfed.core.scoring import Exam, score_tasks
+from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.store.clients import ClientStore
@@ -63,8 +63,8 @@ class OneTrainer(Engine):
     def workbench(self) -> Trainer:
         return self.trainer
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return score_tasks(self.trainer, self.world.held_out, model, exam)
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
+        return score_tasks(self.trainer, self.world.held_out, model, spec)
 
 
 def new_trainer(

@@ -23,7 +23,7 @@ from everfed.core.engine import ClientError, Engine
 from everfed.core.message import MODEL, Message, common, own, unwrap
 from everfed.core.part import Model
 from everfed.core.phase import Phase
-from everfed.core.scoring import Exam, stacked
+from everfed.core.scoring import EvalSpec, stacked
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.base import BuildModule, ClientStore, failed, new_trainer
@@ -173,16 +173,16 @@ class Processes(Engine):
         self._trainer = self._trainer or new_trainer(self.world, self._build_module)
         return self._trainer
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
         """Tasks are scored side by side."""
         header = self.broadcast.write({MODEL: dict(model)})
-        waiting, rows, running = list(exam.tasks), {}, {}
+        waiting, rows, running = list(spec.tasks), {}, {}
 
         def start(crew: Crew) -> None:
             if waiting:
                 task = waiting.pop(0)
-                one = Exam((task,), exam.seen, exam.split, exam.top_k)
-                crew.send({"message": header, "exam": one.to_tree()})
+                one = EvalSpec((task,), spec.seen, spec.split, spec.top_k)
+                crew.send({"message": header, "spec": one.to_tree()})
                 running[crew.pipe] = (crew, task)
 
         for crew in self.crews:
@@ -192,7 +192,7 @@ class Processes(Engine):
                 crew, task = running.pop(pipe)  # type: ignore[call-overload]
                 rows[task] = self._counts(crew, task)
                 start(crew)
-        return stacked([rows[task] for task in exam.tasks])
+        return stacked([rows[task] for task in spec.tasks])
 
     def _counts(self, crew: Crew, task: int) -> list[int]:
         try:

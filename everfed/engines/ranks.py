@@ -25,7 +25,7 @@ from everfed.core.message import Message
 from everfed.core.part import Model
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducing, Shared, Total
-from everfed.core.scoring import Exam, stacked
+from everfed.core.scoring import EvalSpec, stacked
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.group import Group
@@ -104,15 +104,15 @@ class Ranks(Engine):
         end with different ones."""
         return self.group.share(work() if self.group.leads else None)
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
         """Each rank scores some of the tasks."""
-        own = exam.tasks[self.group.rank :: self.group.size]
+        own = spec.tasks[self.group.rank :: self.group.size]
         rows: dict[str, list[float]] = {}
         if own:
-            counts = self.inner.evaluate(model, Exam(own, exam.seen, exam.split, exam.top_k))
+            counts = self.inner.evaluate(model, EvalSpec(own, spec.seen, spec.split, spec.top_k))
             rows = {str(task): row for task, row in zip(own, counts.tolist(), strict=True)}
         found = {int(task): row for part in self.group.gather(rows) for task, row in part.items()}
-        return stacked([found[task] for task in exam.tasks])
+        return stacked([found[task] for task in spec.tasks])
 
     def total(self, value: int) -> int:
         return sum(self.group.gather(value))

@@ -12,7 +12,7 @@ import torch
 
 from everfed.core.context import Moment, World
 from everfed.core.message import MODEL, Message, with_own
-from everfed.core.scoring import Exam, score_tasks
+from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
@@ -65,9 +65,9 @@ class Worker:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         header = request["message"]
         message: Message | None = None if header is None else self.broadcast.read(header, copy=False)
-        if "exam" in request:
-            exam = Exam.from_tree(request["exam"])
-            counts = score_tasks(self.trainer, self.world.held_out, (message or {})[MODEL], exam)
+        if "spec" in request:
+            spec = EvalSpec.from_tree(request["spec"])
+            counts = score_tasks(self.trainer, self.world.held_out, (message or {})[MODEL], spec)
             return {"counts": counts.tolist()}
         return self._client(request, message)
 

@@ -18,7 +18,7 @@ from everfed.core.context import Ledger, Moment, World
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.message import Message, Traffic, addressed, payload_bytes
 from everfed.core.reduce import Total
-from everfed.core.scoring import Exam
+from everfed.core.scoring import EvalSpec
 from everfed.privacy.encoding import Sums
 from everfed.privacy.members import set_text
 from everfed.privacy.secure import NAME, SecureAggregation
@@ -123,8 +123,8 @@ class Secured(Engine):
     def workbench(self) -> Trainer:
         return self.inner.workbench()
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return self.inner.evaluate(model, exam)
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
+        return self.inner.evaluate(model, spec)
 
     def describe(self) -> dict[str, Any]:
         return {**self.inner.describe(), "secure_aggregation": True}

@@ -16,7 +16,7 @@ from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, State
 from everfed.core.phase import END, EVALUATE, Cohort, Phase
-from everfed.core.scoring import Exam
+from everfed.core.scoring import EvalSpec
 from everfed.core.tree import Tree
 from everfed.parts.aggregate.average import FedAvg
 from tests.support.presets import each_preset
@@ -167,7 +167,7 @@ def test_which_rounds_synchronise(every: int, rounds: list[int]) -> None:
 def test_a_client_scores_what_it_is_asked_for() -> None:
     bench = Bench()
     method, ctx = bench.build_method(), bench.context(phase=EVALUATE)
-    asked = {"model": dict(bench.model()), EVALUATE: Exam((0, 1), seen=2).to_tree()}
+    asked = {"model": dict(bench.model()), EVALUATE: EvalSpec((0, 1), seen=2).to_tree()}
     empty = bench.stream.data(0, 0).take(np.zeros(0, dtype=np.int64))
     _, reply = run_client(method, Phase(EVALUATE), bench.new_client(), asked, empty, ctx)
     counts = reply.values[EVALUATE]["counts"]

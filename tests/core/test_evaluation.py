@@ -14,7 +14,7 @@ from everfed.core.context import World
 from everfed.core.engine import Engine
 from everfed.core.part import Model
 from everfed.core.runner import EvalOptions
-from everfed.core.scoring import Exam, score_tasks
+from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.core.stream import RoundPlan
 from everfed.engines.eager import Eager
 from everfed.engines.processes import Processes
@@ -24,21 +24,21 @@ from tests.support.toy import Bench, Outcome
 
 
 class Recording(Eager):
-    """Keeps every exam that the runner asks for."""
+    """Keeps every EvalSpec that the runner asks for."""
 
-    exams: list[Exam]
+    specs: list[EvalSpec]
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        self.exams.append(exam)
-        return super().evaluate(model, exam)
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
+        self.specs.append(spec)
+        return super().evaluate(model, spec)
 
 
-def exams(bench: Bench) -> list[Exam]:
-    found: list[Exam] = []
+def specs(bench: Bench) -> list[EvalSpec]:
+    found: list[EvalSpec] = []
 
     def build(world: World, store: ClientStore) -> Engine:
         engine = Recording(world, store, bench.build_module)
-        engine.exams = found
+        engine.specs = found
         return engine
 
     bench.run(build)
@@ -59,16 +59,16 @@ class OneAhead(ClassToy):
 
 
 def test_classes_are_seen_as_soon_as_any_client_has_begun_their_task() -> None:
-    assert [(exam.tasks, exam.seen) for exam in exams(Bench(stream=OneAhead()))] == [
+    assert [(spec.tasks, spec.seen) for spec in specs(Bench(stream=OneAhead()))] == [
         ((0,), 2), ((0, 1), 3), ((0, 1, 2), 3),
     ]  # fmt: skip
-    assert [exam.seen for exam in exams(Bench(stream=ClassToy(tasks=3, classes=6)))] == [1, 2, 3]
+    assert [spec.seen for spec in specs(Bench(stream=ClassToy(tasks=3, classes=6)))] == [1, 2, 3]
 
 
 def test_the_classes_of_a_task_not_yet_begun_do_not_compete_under_the_seen_rule() -> None:
     """Every logit favours the last class, 5; of the two seen tasks' classes, 0 to 3, the favoured one is 3."""
     bench = Bench(stream=ClassToy(tasks=3, classes=6), module=Rising)
-    scored = score_tasks(bench.trainer(), bench.world().held_out, bench.model(), Exam((0, 1), 2))
+    scored = score_tasks(bench.trainer(), bench.world().held_out, bench.model(), EvalSpec((0, 1), 2))
     threes = int((bench.stream.test(1).y == 3).sum())
     ones = int((bench.stream.test(0).y == 1).sum())
     assert scored.tolist() == [[40, 0, 0, ones], [40, 0, threes, threes]]
@@ -120,12 +120,12 @@ ENGINES: dict[str, Callable[[World, Bench], Engine]] = {
 @pytest.mark.parametrize("name", sorted(ENGINES))
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("split", ["test", "validation"])
-def test_every_engine_scores_the_exam_as_it_is(name: str, top_k: int, split: str) -> None:
+def test_every_engine_scores_what_the_spec_names(name: str, top_k: int, split: str) -> None:
     """Rising logits: the top k of 4 classes are the last k. One task has begun, so classes 0 and 1 are seen."""
     bench = Bench(stream=Split(), module=Rising)
     engine = ENGINES[name](bench.world(), bench)
     try:
-        found = engine.evaluate(bench.model(), Exam((1, 0), 1, split, top_k))
+        found = engine.evaluate(bench.model(), EvalSpec((1, 0), 1, split, top_k))
     finally:
         engine.close()
     for row, task in zip(found.tolist(), (1, 0), strict=True):

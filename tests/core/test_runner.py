@@ -23,7 +23,7 @@ from everfed.core.part import Model, Part, State
 from everfed.core.phase import ALWAYS, BEGIN, END, Cohort, Phase, Position, When
 from everfed.core.reduce import Sum
 from everfed.core.runner import Diverged, EvalOptions, Runner, RunState
-from everfed.core.scoring import Exam
+from everfed.core.scoring import EvalSpec
 from everfed.core.step import Step
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
@@ -238,8 +238,8 @@ class Logging(Engine):
     def workbench(self) -> Trainer:
         return self.inner.workbench()
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return self.inner.evaluate(model, exam)
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
+        return self.inner.evaluate(model, spec)
 
     def describe(self) -> dict[str, Any]:
         return self.inner.describe()

@@ -15,7 +15,7 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.engine import Replies
 from everfed.core.reduce import Collect, Mean, Sum
-from everfed.core.scoring import Exam
+from everfed.core.scoring import EvalSpec
 from everfed.engines.ranks import Ranks
 from everfed.store.clients import ClientStore
 from tests.support.rehearsal_free import ClassToy
@@ -67,12 +67,14 @@ def on_two_ranks(work: Callable[[Ranks], Any]) -> list[Any]:
         return list(pool.map(work, ranks))
 
 
-@pytest.mark.parametrize("exam", [Exam((0, 1), 2), Exam((0, 1, 2), 1, top_k=2), Exam((2,), 3), Exam((0, 2), 3)])
-def test_tasks_are_scored_as_in_one_process(exam: Exam) -> None:
+@pytest.mark.parametrize(
+    "spec", [EvalSpec((0, 1), 2), EvalSpec((0, 1, 2), 1, top_k=2), EvalSpec((2,), 3), EvalSpec((0, 2), 3)]
+)
+def test_tasks_are_scored_as_in_one_process(spec: EvalSpec) -> None:
     """Of every rank's tasks, too, the classes of all `seen` tasks compete, whichever rank scores them."""
     model = BENCH.run().state.model
-    alone = BENCH.eager(BENCH.world(), ClientStore()).evaluate(model, exam)
-    for found in on_two_ranks(lambda rank: rank.evaluate(model, exam)):
+    alone = BENCH.eager(BENCH.world(), ClientStore()).evaluate(model, spec)
+    for found in on_two_ranks(lambda rank: rank.evaluate(model, spec)):
         assert found.tolist() == alone.tolist()
 
 

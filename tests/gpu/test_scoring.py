@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from everfed.core.scoring import Exam, score_tasks
+from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.core.stream import HeldOut
 from everfed.core.trainer import Trainer
 from tests.support.toy import Bench, Toy
@@ -22,13 +22,13 @@ def test_scoring_waits_for_the_device_once() -> None:
     case = Bench("fedavg", stream=Toy(tasks=4))
     world = case.world()
     trainer = Trainer(world.stream, world.facts.layout, case.build_module, "cuda")
-    held_out, model, exam = HeldOut(world.stream), trainer.replica.model(), Exam((0, 1, 2, 3), 2)
-    first = score_tasks(trainer, held_out, model, exam)  # the test sets cross to the device here
+    held_out, model, spec = HeldOut(world.stream), trainer.replica.model(), EvalSpec((0, 1, 2, 3), 2)
+    first = score_tasks(trainer, held_out, model, spec)  # the test sets cross to the device here
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            again = score_tasks(trainer, held_out, model, exam)
+            again = score_tasks(trainer, held_out, model, spec)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(first, again)

@@ -29,7 +29,7 @@ from everfed import (
 from everfed.core.context import Moment
 from everfed.core.replica import initial_weights
 from everfed.core.runner import Diverged, Runner, RunState
-from everfed.core.scoring import Exam
+from everfed.core.scoring import EvalSpec
 from everfed.core.tree import clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
 from everfed.parts.aggregate.average import FedAvg
 from everfed.parts.generative.data_free import TERMS
@@ -482,15 +482,15 @@ def test_scoring_twice_gives_the_same_numbers_and_changes_nothing() -> None:
     before = clone(model)
     world = case.world()
     engine = case.eager(world, ClientStore())
-    exam = Exam((0, 1), 2)
-    assert torch.equal(engine.evaluate(model, exam), engine.evaluate(model, exam))
+    spec = EvalSpec((0, 1), 2)
+    assert torch.equal(engine.evaluate(model, spec), engine.evaluate(model, spec))
     assert equal(model, before)
 
 
 def test_a_task_without_training_is_scored_with_the_first_model() -> None:
     case = bench().change(train=TrainOptions(0, 12, Optimizer(lr=0.1), logits="seen"))
     engine = case.eager(case.world(), ClientStore())
-    counts = engine.evaluate(case.model(), Exam((0,), 1))
+    counts = engine.evaluate(case.model(), EvalSpec((0,), 1))
     assert case.change(method="fedavg", options={}).run(rounds=2).state.rows[0][0] == counts[0].tolist()
 
 

@@ -13,7 +13,7 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment, World
 from everfed.core.engine import Absent, Engine
 from everfed.core.message import Message
-from everfed.core.scoring import Exam
+from everfed.core.scoring import EvalSpec
 from everfed.privacy.secure import secured
 from everfed.privacy.secure_engine import Secured
 from everfed.store.clients import ClientStore
@@ -48,8 +48,8 @@ class Flaky(Engine):
     def workbench(self) -> Trainer:
         return self.inner.workbench()
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        return self.inner.evaluate(model, exam)
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
+        return self.inner.evaluate(model, spec)
 
     def describe(self) -> dict[str, Any]:
         return self.inner.describe()

@@ -19,7 +19,7 @@ from everfed.core.message import Message, Once, addressed
 from everfed.core.part import Model, State
 from everfed.core.phase import Phase
 from everfed.core.runner import Runner, RunState
-from everfed.core.scoring import Exam, score_tasks
+from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree, from_bytes, to_bytes
 from everfed.engines.base import call
@@ -85,9 +85,9 @@ class Wire(Engine):
     def workbench(self) -> Trainer:
         return self.bench.trainer()
 
-    def evaluate(self, model: Model, exam: Exam) -> Tensor:
-        exam, held_out = Exam.from_tree(crossed(exam.to_tree())), self.bench.world().held_out
-        return score_tasks(self.bench.trainer(), held_out, crossed(dict(model)), exam)
+    def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
+        spec, held_out = EvalSpec.from_tree(crossed(spec.to_tree())), self.bench.world().held_out
+        return score_tasks(self.bench.trainer(), held_out, crossed(dict(model)), spec)
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.name}

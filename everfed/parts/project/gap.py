@@ -31,7 +31,7 @@ from everfed import (
     Sum,
     Tree,
 )
-from everfed.core.scoring import Exam, score_tasks
+from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.metrics.alignment import local_global_gap
 
 COUNTS: Mapping[str, Reducer] = {"correct": Sum(), "samples": Sum()}
@@ -77,8 +77,8 @@ class Gap(Part):
     def _counts(self, model: Model, client: State, message: Message, ctx: Context) -> Tree:
         """Plain numbers, which cost no payload."""
         task = ctx.current_task or 0
-        exam = Exam((task,), task + 1)
-        samples, correct, *_ = score_tasks(ctx.train, ctx.held_out, model, exam, client, message, ctx.client)[0]
+        spec = EvalSpec((task,), task + 1)
+        samples, correct, *_ = score_tasks(ctx.train, ctx.held_out, model, spec, client, message, ctx.client)[0]
         return {"correct": int(correct), "samples": int(samples)}
 
 
