@@ -32,7 +32,7 @@ from everfed.core.runner import EvalOptions, Runner
 from everfed.engines.processes import Processes
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.joining import Joining, children
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.superlink import PID, Settings, running
 from everfed.recipe import Recipe, from_table, to_toml
 from everfed.session import Assembly, assemble
@@ -153,7 +153,7 @@ def federation(assembly: Assembly, port: int, events: list[dict[str, Any]]) -> F
         assembly.build_module,
         transport,
         RunIdentity("b1", 1, to_toml(assembly.recipe)),
-        Patience(),
+        PhaseOptions(),
         lambda: (0, 0, 0, 0),
         events.append,
     )

@@ -45,11 +45,11 @@ def read(path: Path) -> Period:
 def next_file(folder: Path, done: set[Path]) -> Path | None:
     """The first file that is new, waited for; None when none came in time. Write files under another name and rename
     them when they are complete: a file is taken as soon as it is there."""
-    patience = time.monotonic() + float(os.environ.get("EVERFED_WAIT", "0"))
+    deadline = time.monotonic() + float(os.environ.get("EVERFED_WAIT", "0"))
     while True:
         new = sorted(set(folder.glob("*.npz")) - done)
         if new:
             return new[0]
-        if time.monotonic() >= patience:
+        if time.monotonic() >= deadline:
             return None
         time.sleep(POLL)

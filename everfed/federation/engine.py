@@ -19,7 +19,7 @@ from everfed.federation.checking import Refusal, check_reply, expected_reply, la
 from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply
 from everfed.federation.cross_checks import SampleClaims, find_other_forms, find_outliers
 from everfed.federation.packet import Packet, PacketError, digest
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.phase_requests import REJECTED, Notify, PhaseRequests
 from everfed.federation.request import RECIPE, Answer, Request, Step, fingerprint
 from everfed.federation.transport import Transport
@@ -69,7 +69,7 @@ class Federated(OneTrainer):
         build_module: BuildModule,
         transport: Transport,
         identity: RunIdentity,
-        patience: Patience,
+        options: PhaseOptions,
         durable: Callable[[], Place],
         notify: Notify = lambda event: None,
         outlier: float = OUTLIER,
@@ -77,7 +77,7 @@ class Federated(OneTrainer):
     ) -> None:
         self.world, self.transport, self.identity = world, transport, identity
         self.outlier, self.claims = outlier, SampleClaims(world, allowed)
-        self.patience, self.durable, self.notify = patience, durable, notify
+        self.options, self.durable, self.notify = options, durable, notify
         self.trainer = new_trainer(world, build_module, "cpu")
         self.name = transport.name
         first = world.facts.layout.read(build_module())
@@ -115,7 +115,7 @@ class Federated(OneTrainer):
 
         name = outgoing.phase.name
         self.transport.limit = 2 * len(phases) * largest_reply(self._model)  # twice, for Flower's own records
-        requests = PhaseRequests(name, clients, self.transport, self.patience, write, read, self.notify, self._given_up)
+        requests = PhaseRequests(name, clients, self.transport, self.options, write, read, self.notify, self._given_up)
         found = requests.run()
         self._early = {}
         for index, one in enumerate(phases[1:], start=1):
@@ -167,7 +167,7 @@ class Federated(OneTrainer):
         """Raises ClientError when fewer replies can be used than a phase needs: one, or federation.minimum."""
         absent = {client: reply for client, reply in replies.items() if isinstance(reply, Absent)}
         left = len(replies) - len(absent)
-        if absent and (left == 0 or not self.patience.suffices(left, len(replies))):
+        if absent and (left == 0 or not self.options.suffices(left, len(replies))):
             client, why = next(iter(absent.items()))
             rest = "so did all others" if left == 0 else f"{left} replies are left, fewer than federation.minimum"
             raise ClientError(client, phase.name, moment.round, f"{why.kind}: {why.reason}; {rest}")

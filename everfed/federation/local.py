@@ -18,7 +18,7 @@ from everfed.federation import packet as wire
 from everfed.federation.packet import Packet
 
 NODE_KEY = "everfed-socket"  # --node-config names the worker's socket by it
-PATIENCE = 60.0  # seconds to wait for a worker that is being started
+TIMEOUT = 60.0  # seconds to wait for a worker that is being started
 _RETRY = 0.1
 _ODD = re.compile(r"[\"\\\x00-\x1f\x7f]")  # characters that cannot stand in the quoted path in --node-config
 _LONGEST_PATH = 100  # characters; the address of a unix socket may have about 108
@@ -66,16 +66,16 @@ def answers(path: Path) -> bool:
         return caller.connect_ex(str(path)) == 0
 
 
-def call_worker(path: str, packet: Packet, patience: float = PATIENCE) -> Packet:
+def call_worker(path: str, packet: Packet, timeout: float = TIMEOUT) -> Packet:
     """Send a packet to the worker that listens at `path`; returns its answer."""
-    with _connected(path, patience) as connection:
+    with _connected(path, timeout) as connection:
         wire.send(connection, packet)
         return wire.receive(connection)
 
 
-def _connected(path: str, patience: float) -> socket.socket:
+def _connected(path: str, timeout: float) -> socket.socket:
     """A connection to the worker; waits while it is being started."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

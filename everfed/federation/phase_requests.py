@@ -10,7 +10,7 @@ from typing import Any
 
 from everfed.core.engine import Absent
 from everfed.federation.packet import Packet, PacketError
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import MISSING, REPLY, Answer
 from everfed.federation.transport import Failure, Transport
 
@@ -49,14 +49,14 @@ class PhaseRequests:
         phase: str,
         clients: Sequence[int],
         transport: Transport,
-        patience: Patience,
+        options: PhaseOptions,
         write: Callable[[int, tuple[str, ...]], Packet],
         read: Callable[[int, Answer], Any],
         notify: Notify,
         given_up: set[int],
     ) -> None:
         self.phase, self.clients, self.given_up = phase, clients, given_up
-        self.transport, self.patience = transport, patience
+        self.transport, self.options = transport, options
         self.write, self.read, self.notify = write, read, notify
         self.pending = {client: Pending() for client in clients}
         self.answers: dict[int, Any] = {}
@@ -74,7 +74,7 @@ class PhaseRequests:
 
     def _over(self, seconds: float) -> bool:
         given_up = sum(one.due == math.inf for one in self.pending.values())
-        return self.patience.over(self.phase, len(self.clients), len(self.answers), seconds, given_up)
+        return self.options.over(self.phase, len(self.clients), len(self.answers), seconds, given_up)
 
     def _send(self) -> None:
         """Send to every connected client whose request is due."""
@@ -86,7 +86,7 @@ class PhaseRequests:
                     self.notify({**self._event(client, SILENT), "reason": reason})
                 kind = self.phase if self.phase in ("train", "evaluate") else "query"
                 one.tickets.append(self.transport.send(client, self.write(client, one.missing), kind))
-                one.due, one.unanswered = now + self.patience.silent(len(one.tickets)), True
+                one.due, one.unanswered = now + self.options.silent(len(one.tickets)), True
                 one.sent, one.last = now, Absent(LATE, "the phase ended before it answered")
 
     def _event(self, client: int, kind: str) -> dict[str, Any]:
@@ -128,10 +128,10 @@ class PhaseRequests:
             self.given_up.add(client)
             self.notify({**event, "given_up": True})
         else:
-            wait = self.patience.backoff(one.failures)
+            wait = self.options.backoff(one.failures)
             one.due = time.monotonic() + wait
             self.notify({**event, "again_in": round(wait, 1)})
 
     def _is_last_try(self, client: int, failures: int) -> bool:
-        tries = self.patience.tries
+        tries = self.options.tries
         return tries > 0 and failures >= (1 if client in self.given_up else tries)

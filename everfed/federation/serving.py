@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.recipe import Recipe, read, scaled, to_toml
 from everfed.store.files import make_private, write_atomic
 from everfed.store.run import RunError, RunFolder
@@ -119,7 +119,7 @@ def _engine(
     log.write(what="start", run=run, epoch=epoch)
     transport = AuditedTransport(GridTransport(open_grid, enrol, noted(notify, log)), log)
     section = assembly.recipe.federation
-    patience = Patience(**section.model_dump(exclude={"outlier", "samples"}))
+    options = PhaseOptions(**section.model_dump(exclude={"outlier", "samples"}))
     _wait_for(transport, serving.clients or assembly.stream.clients, notify)
 
     def allowed(client: int) -> int | None:
@@ -130,7 +130,7 @@ def _engine(
         assembly.build_module,
         transport,
         identity,
-        patience,
+        options,
         durable,
         notify,
         outlier=section.outlier,

@@ -106,12 +106,12 @@ class Child:
             return log.read().decode(errors="replace")
         return ""
 
-    def stop(self, patience: float = 5.0) -> None:
+    def stop(self, timeout: float = 5.0) -> None:
         if self.process is None:
             return
         self.process.terminate()
         try:
-            self.process.wait(patience)
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

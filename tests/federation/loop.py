@@ -14,7 +14,7 @@ from everfed.engines.eager import Eager
 from everfed.federation import packet as wire
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.federation.transport import Failure
 from everfed.store.clients import ClientStore
@@ -94,7 +94,7 @@ def federated(
     loop: Loop,
     *,
     epoch: int = 1,
-    patience: Patience | None = None,
+    options: PhaseOptions | None = None,
     state: RunState | None = None,
     stop: Callable[[RunState], None] = lambda state: None,
     durable: Callable[[RunState], bool] = lambda state: True,
@@ -114,7 +114,7 @@ def federated(
         bench.build_module,
         loop,
         RunIdentity("a1", epoch, "# no recipe\n"),
-        patience or Patience(retry=0.0),
+        options or PhaseOptions(retry=0.0),
         lambda: saved[-1],
         events.append,
     )

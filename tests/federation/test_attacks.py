@@ -196,5 +196,5 @@ def test_a_path_that_is_no_worker_s_is_left_alone(what: str, tmp_path: Path) -> 
     elif what == "a folder":
         path.mkdir()
     with pytest.raises(ConnectionError, match="no everfed worker answers"):
-        call_worker(str(path), Packet({}), patience=0.0)
+        call_worker(str(path), Packet({}), timeout=0.0)
     assert path.read_text() == "precious" if what == "a file" else path.is_dir() == (what == "a folder")

@@ -15,7 +15,7 @@ from everfed.core.context import Place
 from everfed.core.engine import Engine
 from everfed.federation.client_model import client_model
 from everfed.federation.engine import Federated, RunIdentity
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.runtime import RuntimeBuilder
 from everfed.federation.site import Identity, Site
 from everfed.recipe import from_table, to_toml
@@ -41,7 +41,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Assembly
 
     def build(assembly: Assembly, notify: Any, durable: Callable[[], Place]) -> Engine:
         identity = RunIdentity("a1", 1, to_toml(recipe), 1.0)
-        return Federated(assembly.world, assembly.build_module, Loop(sites), identity, Patience(), durable, notify)
+        return Federated(assembly.world, assembly.build_module, Loop(sites), identity, PhaseOptions(), durable, notify)
 
     run = RunFolder.create(folder / "run", to_toml(recipe), {})
     return folder, assembly, execute(assembly, run, [], 0.0, build)

@@ -12,7 +12,7 @@ import torch
 
 from everfed.core.tree import from_bytes, to_bytes
 from everfed.federation.packet import Packet
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from tests.federation.loop import federated, loop_of
 from tests.support.toy import Bench, Norm, Toy
 
@@ -59,6 +59,6 @@ def test_a_client_whose_values_cannot_be_read_is_named_and_the_others_go_on(
         return Packet(packet.header, pieces)
 
     loop.after = lie
-    outcome = federated(bench, loop, patience=Patience(retry=0.0, tries=2))
+    outcome = federated(bench, loop, options=PhaseOptions(retry=0.0, tries=2))
     refused = [event for event in outcome.events if event["event"] == "client"]
     assert refused and {event["client"] for event in refused} == {0}

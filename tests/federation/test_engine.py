@@ -22,7 +22,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.runner import EvalOptions, RunState
 from everfed.federation import request as wire
 from everfed.federation.packet import Packet, PacketError
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import Answer, Request
 from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.federation.transport import Failure
@@ -211,7 +211,7 @@ def test_a_client_that_never_makes_sense_is_left_out_after_the_deadline(tmp_path
     bench = Bench("fedavg")
     loop = loop_of(bench, tmp_path)
     loop.after = lambda client, reply: Packet({}) if client == 1 else reply
-    outcome = federated(bench, loop, patience=Patience(deadline=0.02, retry=0.005))
+    outcome = federated(bench, loop, options=PhaseOptions(deadline=0.02, retry=0.005))
     planned = bench.change(stream=Toy(cohorts=dict.fromkeys(range(4), (0, 2)))).run()
     assert torch.equal(outcome.params, planned.params)
     assert outcome.state.absent == {"rejected": 4}
@@ -241,7 +241,7 @@ def test_a_client_that_always_fails_is_left_out_after_some_tries(tmp_path: Path)
     bench = Bench("fedavg")
     loop = loop_of(bench, tmp_path)
     loop.sites[1] = broken(tmp_path, 1)
-    outcome = federated(bench, loop, patience=Patience(retry=0.001, tries=3))
+    outcome = federated(bench, loop, options=PhaseOptions(retry=0.001, tries=3))
     planned = bench.change(stream=Toy(cohorts=dict.fromkeys(range(4), (0, 2)))).run()
     assert torch.equal(outcome.params, planned.params)
     assert given_up(outcome.events) == [(1, 3), (1, 1), (1, 1), (1, 1)]
@@ -264,7 +264,7 @@ def test_a_client_that_was_given_up_and_is_mended_has_all_its_tries_again(tmp_pa
         return once(faults)(client, packet)
 
     loop.before = mend
-    outcome = federated(bench, loop, patience=Patience(retry=0.0, tries=2))
+    outcome = federated(bench, loop, options=PhaseOptions(retry=0.0, tries=2))
     assert torch.equal(outcome.params, bench.change(stream=Toy(cohorts={0: (0, 2)})).run().params)
     assert given_up(outcome.events) == [(1, 2)]
 
@@ -279,7 +279,7 @@ def test_one_that_cannot_be_reached_is_waited_for_however_often(tmp_path: Path) 
         return Failure("the node is not available") if client == 1 and left[0] > 0 else packet
 
     loop.before = lose
-    outcome = federated(bench, loop, patience=Patience(retry=0.0, tries=2))
+    outcome = federated(bench, loop, options=PhaseOptions(retry=0.0, tries=2))
     assert_same(bench, bench.run(), outcome, tmp_path)
 
 
@@ -291,7 +291,7 @@ def test_a_run_with_too_few_left_ends_and_says_why(minimum: int, said: str, tmp_
         loop.sites[client] = broken(tmp_path, client)
     first = 1 if minimum else 0
     with pytest.raises(ClientError, match=f"client {first} failed .* after 2 tries: Broken: no images today; {said}"):
-        federated(bench, loop, patience=Patience(retry=0.0, tries=2, minimum=minimum))
+        federated(bench, loop, options=PhaseOptions(retry=0.0, tries=2, minimum=minimum))
 
 
 def test_a_client_that_is_away_is_waited_for(tmp_path: Path) -> None:
@@ -315,13 +315,13 @@ def test_a_request_that_got_lost_without_a_word_is_made_again(tmp_path: Path) ->
     loop = loop_of(bench, tmp_path)
     loop.before = lambda client, packet: None if len(loop.sent) == 2 else packet  # it never arrived
     loop.after = lambda client, reply: None if len(loop.received) == 5 else reply  # what was done is not done again
-    outcome = federated(bench, loop, patience=Patience(retry=0.0, silence=0.01))
+    outcome = federated(bench, loop, options=PhaseOptions(retry=0.0, silence=0.01))
     assert_same(bench, bench.run(), outcome, tmp_path)
     assert {event["kind"] for event in outcome.events if event["event"] == "client"} == {"silent"}
 
 
 def test_silence_is_waited_out_for_longer_each_time() -> None:
-    assert [Patience(silence=10.0).silent(n) for n in (1, 2, 3)] == [10.0, 20.0, 40.0]
+    assert [PhaseOptions(silence=10.0).silent(n) for n in (1, 2, 3)] == [10.0, 20.0, 40.0]
 
 
 def test_a_repeated_request_that_fails_does_not_wait_for_the_lost_one(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_repeated_request_that_fails_does_not_wait_for_the_lost_one(tmp_path: 
     loop = loop_of(bench, tmp_path)
     faults = {2: None, 4: Failure("the app's process died")}
     loop.before = lambda client, packet: faults.get(len(loop.sent), packet)
-    outcome = federated(bench, loop, patience=Patience(retry=0.0, silence=2.0))
+    outcome = federated(bench, loop, options=PhaseOptions(retry=0.0, silence=2.0))
     assert_same(bench, bench.run(), outcome, tmp_path)
     assert [event["kind"] for event in outcome.events if event["event"] == "client"] == ["silent", "failed"]
     assert loop.sent[1][0] == loop.sent[3][0] == loop.sent[4][0]
@@ -340,7 +340,7 @@ def test_enough_answers_end_a_phase(tmp_path: Path) -> None:
     bench = Bench("fedavg")
     loop = loop_of(bench, tmp_path)
     loop.away = {0}
-    outcome = federated(bench, loop, patience=Patience(enough=0.5, retry=0.0))
+    outcome = federated(bench, loop, options=PhaseOptions(enough=0.5, retry=0.0))
     assert outcome.state.absent == {"late": 4}
     assert torch.equal(outcome.params, bench.change(stream=Toy(cohorts=dict.fromkeys(range(4), (1, 2)))).run().params)
 
@@ -420,7 +420,7 @@ def test_a_server_that_comes_back_with_another_course_rolls_clients_back(tmp_pat
     bench = Bench("fedgp+der")
     loop = loop_of(bench, tmp_path)
     loop.away = {1}
-    first = federated(bench, loop, patience=Patience(deadline=0.01), durable=lambda state: False)
+    first = federated(bench, loop, options=PhaseOptions(deadline=0.01), durable=lambda state: False)
     assert first.state.absent["late"] > 0
     loop.away = set()
     assert_same(bench, bench.run(), federated(bench, loop, epoch=2), tmp_path)
@@ -510,15 +510,15 @@ def test_no_raw_sample_is_among_the_bytes_that_are_sent(tmp_path: Path) -> None:
 
 
 def test_patience_in_numbers() -> None:
-    patience = Patience(deadline=10, minimum=2, deadlines={"train": 20})
-    assert not patience.over("other", clients=3, answered=1, seconds=99)
-    assert patience.over("other", 3, 2, 10)
-    assert not patience.over("train", 3, 2, 10)
-    assert patience.over("train", 3, 3, 0)
-    assert not patience.over("train", 3, 1, 99, given_up=1)
-    assert patience.over("train", 3, 2, 0, given_up=1)
-    assert patience.over("train", 3, 0, 0, given_up=2)  # two answers cannot come together any more
-    assert [replace(patience, retry=1.0, longest_retry=5.0).backoff(n) for n in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 5.0]
+    options = PhaseOptions(deadline=10, minimum=2, deadlines={"train": 20})
+    assert not options.over("other", clients=3, answered=1, seconds=99)
+    assert options.over("other", 3, 2, 10)
+    assert not options.over("train", 3, 2, 10)
+    assert options.over("train", 3, 3, 0)
+    assert not options.over("train", 3, 1, 99, given_up=1)
+    assert options.over("train", 3, 2, 0, given_up=1)
+    assert options.over("train", 3, 0, 0, given_up=2)  # two answers cannot come together any more
+    assert [replace(options, retry=1.0, longest_retry=5.0).backoff(n) for n in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 5.0]
 
 
 def test_an_answer_crosses_unchanged() -> None:

@@ -147,7 +147,7 @@ def test_a_worker_whose_socket_is_removed_listens_again(tmp_path: Path) -> None:
         until(lambda: socket_path(folder).exists(), what="for the worker")
         socket_path(folder).unlink()
         hello = Packet({"protocol": PROTOCOL, "kind": HELLO})
-        assert call_worker(str(socket_path(folder)), hello, patience=60.0).text("name") == "a"
+        assert call_worker(str(socket_path(folder)), hello, timeout=60.0).text("name") == "a"
     finally:
         worker.kill()
         worker.wait()

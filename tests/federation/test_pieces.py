@@ -92,7 +92,7 @@ def test_what_is_too_large_is_not_read() -> None:
 
 def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="no everfed worker answers"):
-        call_worker(str(tmp_path / "nobody.sock"), Packet({}), patience=0.2)
+        call_worker(str(tmp_path / "nobody.sock"), Packet({}), timeout=0.2)
 
 
 def test_a_socket_is_its_owners_alone_and_its_path_is_short(tmp_path: Path) -> None:

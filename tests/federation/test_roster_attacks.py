@@ -26,7 +26,7 @@ from everfed.federation.certificates import ROSTER, SECRETS, make_client
 from everfed.federation.credentials import KeyPair, RosterError, fingerprint, read_credentials, read_roster
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.site import Identity, Site
 from everfed.privacy import masking, shamir
 from everfed.privacy.bindings import LETTERS
@@ -77,8 +77,8 @@ def loop(folder: Path, pairs: dict[int, KeyPair]) -> Loop:
 
 def run(clients: Loop, run: str = "a1", epoch: int = 1) -> tuple[Runner, list[dict[str, Any]]]:
     world, events = BENCH.world(), []  # type: ignore[var-annotated]
-    identity, patience = RunIdentity(run, epoch, "# no recipe\n"), Patience(deadline=5.0, retry=0.0, tries=1)
-    inner = Federated(world, BENCH.build_module, clients, identity, patience, lambda: (0, 0, 0, 0), events.append)
+    identity, options = RunIdentity(run, epoch, "# no recipe\n"), PhaseOptions(deadline=5.0, retry=0.0, tries=1)
+    inner = Federated(world, BENCH.build_module, clients, identity, options, lambda: (0, 0, 0, 0), events.append)
     runner = Runner(world, Secured(inner, world, notify=events.append), BENCH.model(), BENCH.evaluation, events.append)
     runner.run()
     return runner, events

@@ -26,7 +26,7 @@ from everfed.federation.codec import MessageEncoder, to_reply
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.journal import Journal
 from everfed.federation.packet import Packet, digest
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import RECIPE, REPLY, Answer, Request, Step
 from everfed.privacy.secure import MASK, NAME, SHARE, UNMASK, secured
 from everfed.privacy.secure_engine import Secured, TooFewClients
@@ -78,8 +78,8 @@ def server(
     """A server of the run, from its beginning. killed: it ends after its first phase, before a checkpoint."""
     world, events = BENCH.world(), []  # type: ignore[var-annotated]
     identity = RunIdentity(run, epoch, TEXT)
-    patience = Patience(deadline=1.0, retry=0.0, tries=tries)
-    inner = Federated(world, BENCH.build_module, loop, identity, patience, lambda: (0, 0, 0, 0), events.append)
+    options = PhaseOptions(deadline=1.0, retry=0.0, tries=tries)
+    inner = Federated(world, BENCH.build_module, loop, identity, options, lambda: (0, 0, 0, 0), events.append)
     engine = Secured(inner, world, notify=events.append, **({} if ledger is None else {"ledger": ledger}))
 
     def save(state: Any, task_end: bool) -> None:

@@ -15,7 +15,7 @@ from everfed.core.tree import from_bytes, leaves, map_tensors, to_bytes
 from everfed.federation.codec import to_reply
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.packet import Packet
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import Answer
 from everfed.federation.transport import Failure
 from everfed.privacy.secure import MASK, NAME, secured
@@ -33,11 +33,11 @@ def protected(bench: Bench, **options: Any) -> Bench:
     return replace(bench, method=lambda: secured(plain(), **options))
 
 
-def run(own: Bench, loop: Loop, patience: Patience | None = None) -> Outcome:
+def run(own: Bench, loop: Loop, options: PhaseOptions | None = None) -> Outcome:
     events: list[dict[str, Any]] = []
     world = own.world()
     identity = RunIdentity("a1", 1, "# no recipe\n")
-    inner = Federated(world, own.build_module, loop, identity, patience or Patience(retry=0.0), lambda: (0, 0, 0, 0))
+    inner = Federated(world, own.build_module, loop, identity, options or PhaseOptions(retry=0.0), lambda: (0, 0, 0, 0))
     runner = Runner(world, Secured(inner, world, notify=events.append), own.model(), own.evaluation, events.append)
     return Outcome(runner.run(), ClientStore(), events)
 
@@ -71,7 +71,7 @@ def test_a_client_that_is_lost_in_the_middle_is_made_up_for(tmp_path: Path) -> N
         return Failure("gone") if client == 2 and MASK in str(packet.header) else packet
 
     loop.before = lose
-    outcome = run(own, loop, Patience(deadline=1.0, retry=5.0))
+    outcome = run(own, loop, PhaseOptions(deadline=1.0, retry=5.0))
     others = bench.change(stream=replace(bench.stream, cohorts={0: (0, 1, 3, 4)}))
     assert torch.allclose(others.run().params, outcome.params, rtol=0, atol=STEP)
     [event] = [event for event in outcome.events if event["event"] == "phase" and event["phase"] == "train"]

@@ -21,7 +21,7 @@ from everfed.core.part import CompositionError
 from everfed.core.run_state import RunState
 from everfed.engines.ranks import Ranks
 from everfed.errors import UserError
-from everfed.federation.patience import Patience
+from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.site import Identity, Site
 from everfed.privacy.accountant import composed, epsilon, multiplier
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, private
@@ -158,7 +158,7 @@ def test_a_sum_released_again_over_fewer_clients_is_counted_again(tmp_path: Path
 
     sites.away = {2}
     record = book_of(bench, tmp_path, events)
-    alone = federated(bench, sites, epoch=3, state=copied(state), patience=Patience(deadline=0.01), stop=record)
+    alone = federated(bench, sites, epoch=3, state=copied(state), options=PhaseOptions(deadline=0.01), stop=record)
     assert alone.state.server[NAME]["spent"] == {"1": 5}  # one, and two that exist in two versions
     assert [event["event"] for event in events] == ["warning", "warning"]
     assert "counted a second time" in events[0]["message"]

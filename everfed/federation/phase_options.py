@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Patience:
+class PhaseOptions:
     """Deadlines, quorum and retries of a phase; the recipe's [federation].
 
     deadline: seconds after which the phase goes on without missing replies, 0 for never; deadlines: of single phases.
