@@ -105,10 +105,10 @@ def simulated(recipe: Recipe, left_out: Missing, folder: Path) -> bytes:
     """The trained model of the same recipe in simulation, without the replies that were left out."""
     torch.set_num_threads(1)
     assembly = assemble(recipe, None, 1.0)
-    world, secure = assembly.world, recipe.privacy.secure_aggregation
-    inner = privacy.wrap(Eager(world, ClientStore(), assembly.build_module), world, "cpu", lambda event: None)
+    setup, secure = assembly.setup, recipe.privacy.secure_aggregation
+    inner = privacy.wrap(Eager(setup, ClientStore(), assembly.build_module), setup, "cpu", lambda event: None)
     runner = Runner(
-        world, LeftOut(inner, left_out, secure), assembly.first_model(), EvalOptions(**recipe.eval.model_dump())
+        setup, LeftOut(inner, left_out, secure), assembly.first_model(), EvalOptions(**recipe.eval.model_dump())
     )
     folder.mkdir()
     handover.save(RunFolder(folder), assembly, runner.run().model)

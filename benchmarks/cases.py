@@ -64,13 +64,13 @@ CASES = {
 
 
 def eager(assembly: Assembly) -> Eager:
-    return Eager(assembly.world, ClientStore(), assembly.build_module)
+    return Eager(assembly.setup, ClientStore(), assembly.build_module)
 
 
 def processes(assembly: Assembly, workers: int) -> Processes:
-    return Processes(assembly.world, ClientStore(), assembly.build_module, workers)
+    return Processes(assembly.setup, ClientStore(), assembly.build_module, workers)
 
 
 def rounds_of(assembly: Assembly, engine: Engine) -> Callable[[], None]:
     """A function that runs the next round."""
-    return Runner(assembly.world, engine, assembly.first_model(), EvalOptions()).round
+    return Runner(assembly.setup, engine, assembly.first_model(), EvalOptions()).round

@@ -69,8 +69,8 @@ def player(folder: Path, checkpoints: Checkpoints | None = None) -> Callable[[],
     assembly = assemble(recipe(1_000_000))
     store = ClientStore(folder / "clients") if checkpoints is None else checkpoints.store
     save = (lambda state, task_end: None) if checkpoints is None else checkpoints.offer
-    engine = Eager(assembly.world, store, assembly.build_module)
-    return Runner(assembly.world, engine, assembly.first_model(), EvalOptions(), save=save).round
+    engine = Eager(assembly.setup, store, assembly.build_module)
+    return Runner(assembly.setup, engine, assembly.first_model(), EvalOptions(), save=save).round
 
 
 def share(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

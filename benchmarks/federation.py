@@ -149,7 +149,7 @@ def federation(assembly: Assembly, port: int, events: list[dict[str, Any]]) -> F
 
     transport = GridTransport(lambda: open_grid(Address("127.0.0.1", port)), index, events.append)
     engine = Federated(
-        assembly.world,
+        assembly.setup,
         assembly.build_module,
         transport,
         RunIdentity("b1", 1, to_toml(assembly.recipe)),
@@ -204,11 +204,11 @@ def watched(model: str, count: int, rounds: int, poll: float, folder: Path) -> t
         relay = Relay(settings.port)
         with clients(folder, relay.port, count, poll) as processes:
             engine = federation(assembly, settings.port, events)
-            pool = Processes(assembly.world, ClientStore(), assembly.build_module, 2)
+            pool = Processes(assembly.setup, ClientStore(), assembly.build_module, 2)
             first, options, book = assembly.first_model(), EvalOptions(), install()
-            flower = Runner(assembly.world, engine, first, options, events.append)
-            simulated = Runner(assembly.world, pool, first, options)
-            one_round(flower), one_round(simulated)  # worlds are built
+            flower = Runner(assembly.setup, engine, first, options, events.append)
+            simulated = Runner(assembly.setup, pool, first, options)
+            one_round(flower), one_round(simulated)  # everything is built
             everybody = {"the server": [os.getpid()], "the SuperLink": [int((settings.folder / PID).read_text())]}
             everybody |= processes
 
@@ -241,7 +241,7 @@ def measured(model: str, count: int, rounds: int, poll: float, folder: Path) -> 
     parts = [trace.partition(every, *bounds) for bounds in seen.flower]
     return {
         "model": model,
-        "parameters": assembly.world.facts.layout.size,
+        "parameters": assembly.setup.facts.layout.size,
         "clients": count,
         "rounds": rounds,
         "poll": poll,

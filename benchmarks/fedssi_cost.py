@@ -58,7 +58,7 @@ def compare(options: argparse.Namespace) -> None:
     entrants = [entrant(recipe_for(name, options), options.data) for name in options.methods]
     take_turns(entrants, options.rounds * options.tasks)
     base = entrants[0]
-    size = base.runner.world.facts.layout.size
+    size = base.runner.setup.facts.layout.size
     print(
         f"{options.model}, {size} parameters, {options.tasks} tasks of {options.rounds} rounds, {options.epochs} epochs"
     )

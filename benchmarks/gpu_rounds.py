@@ -65,7 +65,7 @@ def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, 
     for method in ("fedavg", "fedgp+der"):
         assembly = build(case, method, rounds + 10)
         engine = Graphs(
-            assembly.world,
+            assembly.setup,
             ClientStore(),
             assembly.build_module,
             precision=arguments.precision,
@@ -80,7 +80,7 @@ def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, 
     bare = BareFedAvg(plain.stream, module, 0.01, case["batch"], case["epochs"], "cuda", arguments.precision == "bf16")
     runs["bare loop"] = bare.round
     if arguments.eager:
-        runs["everfed eager"] = round_of(plain, Eager(plain.world, ClientStore(), plain.build_module, "cuda", "bf16"))
+        runs["everfed eager"] = round_of(plain, Eager(plain.setup, ClientStore(), plain.build_module, "cuda", "bf16"))
     times: dict[str, list[float]] = {key: [] for key in runs}
     for key, work in runs.items():
         # everfed captures graphs and tries numbers of slots first; the loops only need their kernels loaded
@@ -106,7 +106,7 @@ def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, 
 def round_of(assembly: Assembly, engine: Any) -> Any:
     """A function that runs the next round, scoring apart."""
     model = {k: v.to(engine.trainer.device) for k, v in assembly.first_model().items()}
-    runner = Runner(assembly.world, engine, model, EvalOptions())
+    runner = Runner(assembly.setup, engine, model, EvalOptions())
     return runner.round
 
 

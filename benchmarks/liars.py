@@ -118,7 +118,7 @@ class Lying(Eager):
         for client in LIARS if self.lie else ():
             reply = replies[client]
             assert isinstance(reply, Reply)
-            replies[client] = self._lied(reply, model, key(self.world.seed, moment.round, client) >> 1)
+            replies[client] = self._lied(reply, model, key(self.setup.seed, moment.round, client) >> 1)
         return iter((self._checked(replies, model, phase, moment) if self.checked else replies).items())
 
     def _lied(self, reply: Reply, model: dict[str, Tensor], seed: int) -> Reply:
@@ -134,11 +134,11 @@ class Lying(Eager):
     def _checked(
         self, replies: dict[int, Any], model: dict[str, Tensor], phase: Phase, moment: Moment
     ) -> dict[int, Any]:
-        expected = expected_reply(self.world, phase, moment, model)
+        expected = expected_reply(self.setup, phase, moment, model)
         kept = {c: reply for c, reply in replies.items() if check_reply(reply, expected) is None}
-        outliers = find_outliers(self.world, moment, model, kept, OUTLIER)
+        outliers = find_outliers(self.setup, moment, model, kept, OUTLIER)
         claims = {c: reply.samples for c, reply in kept.items() if c not in outliers}
-        capped = SampleClaims(self.world).capped(phase, moment, claims)
+        capped = SampleClaims(self.setup).capped(phase, moment, claims)
         kept = {c: replace(reply, samples=capped.get(c, reply.samples)) for c, reply in kept.items()}
         return {c: kept[c] if c in claims else Absent("rejected", "refused") for c in replies}
 
@@ -149,12 +149,12 @@ def accuracy(row: Row, lie: str, partition: str, seed: int, rounds: int) -> floa
     options += [f"stream.partition={PARTITIONS[partition]}", f"train.rounds_per_task={rounds}", f"seed={seed}"]
     recipe = read("demo", method="fedavg", sets=[*SMALL, *options])
     assembly = assemble(recipe, None, 1.0)
-    engine = Lying(assembly.world, ClientStore(), assembly.build_module)
+    engine = Lying(assembly.setup, ClientStore(), assembly.build_module)
     engine.lie, engine.checked = LIES[lie], row.checked
     engine.claim = 10**9 if LIES[lie] is claimed else None
     events: list[dict[str, Any]] = []
     try:
-        Runner(assembly.world, engine, assembly.first_model(), EvalOptions(), events.append).run()
+        Runner(assembly.setup, engine, assembly.first_model(), EvalOptions(), events.append).run()
     except Diverged:
         return 0.0
     scores = [event for event in events if event["event"] == "evaluation"][-1]["accuracy"]

@@ -83,8 +83,8 @@ class Inside:
         assembly = assemble(recipe, stream=stream)
         self.store = ClientStore(self.folder / "clients", self.budget)
         self.checkpoints = Checkpoints(self.folder / "checkpoint", self.store, every=0.0)
-        engine = Eager(assembly.world, self.store, assembly.build_module)
-        self.runner = Runner(assembly.world, engine, assembly.first_model(), EvalOptions())
+        engine = Eager(assembly.setup, self.store, assembly.build_module)
+        self.runner = Runner(assembly.setup, engine, assembly.first_model(), EvalOptions())
         return {"startup_s": time.perf_counter() - started, **self._memory()}
 
     def fill(self) -> dict[str, Any]:

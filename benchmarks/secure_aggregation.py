@@ -39,7 +39,7 @@ PHASE = Phase("gradient", owner="method", reduce={"vector": Mean()})
 
 
 class Room:
-    """All clients, and what of an engine and of a world secure aggregation asks for. gone: who is away from MASK on."""
+    """All clients, and what of an engine and of a setup secure aggregation asks for. gone: who is away from MASK on."""
 
     name = "room"
 

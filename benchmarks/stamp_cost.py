@@ -63,7 +63,7 @@ def compare(options: argparse.Namespace) -> None:
     take_turns([entrant(recipe_for(options.methods[0], options), stream=stream)], 1)  # so that no first call is counted
     take_turns(entrants, stream.rounds)
     first = entrants[0]
-    size = first.runner.world.facts.layout.size
+    size = first.runner.setup.facts.layout.size
     print(
         f"{options.model}, {size} parameters, {stream.tasks} tasks of {options.rounds} rounds; ratios to {first.name}"
     )

@@ -144,7 +144,7 @@ def looked_at(method: str, **changes: Any) -> tuple[Bench, Bench]:
     """The same run, without the monitor and with it."""
     stream = Toy(clients=4, sizes={(1, 0): 3, (2, 1): 30, (3, 0): 0}, augmented=True)
     plain = Bench(method, stream=stream, module=Norm).change(**changes)
-    known: Method = plain.world().method
+    known: Method = plain.setup().method
     return plain, plain.change(method=lambda: Method(known.name, (*known.parts, FeatureShift(samples=8))))
 
 
@@ -170,7 +170,7 @@ def test_training_is_the_same_bit_for_bit(method: str) -> None:
 def test_a_shift_is_sent_once() -> None:
     """A client that has no samples of its own in a round trains on its buffer, and sends no shift of an earlier one."""
     plain = Bench("er", stream=Toy(tasks=2, sizes={(0, 1): 0}))
-    known = plain.world().method
+    known = plain.setup().method
     looked = plain.change(method=lambda: Method(known.name, (*known.parts, FeatureShift(samples=8))))
     assert "shift" in looked.run(rounds=2).clients[0]["monitor"]
     outcome = looked.run()

@@ -207,14 +207,14 @@ class _Lane:
         section = assembly.recipe.engine.model_copy(update={"kind": name})
         started = time.perf_counter()
         engine: Engine = engines.build(
-            section, assembly.world, ClientStore(), assembly.build_module, lambda event: None
+            section, assembly.setup, ClientStore(), assembly.build_module, lambda event: None
         )
         stack.enter_context(closing(engine))
         self.name, self.start = name, time.perf_counter() - started
         self.device = engines.device(section)
         model = on_device(assembly.first_model(), self.device)
         options = EvalOptions(**assembly.recipe.eval.model_dump())
-        self.runner: Runner = Runner(assembly.world, engine, model, options)
+        self.runner: Runner = Runner(assembly.setup, engine, model, options)
         self.seconds: list[float] = []
         self.samples: list[int] = []
 

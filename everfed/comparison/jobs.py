@@ -129,7 +129,7 @@ def _measured(cell: Cell, settings: Settings) -> tuple[Any, int, int] | None:
     with placed(cell.places):
         data = None if settings.data is None else str(settings.data)
         assembly = assemble(scaled(cell.recipe, settings.scale), data, settings.scale, cell.stream)
-    measured = calibration.one_client(assembly.world, assembly.build_module)
+    measured = calibration.one_client(assembly.setup, assembly.build_module)
     return None if measured is None else (measured, len(assembly.stream.round(0).participants), assembly.stream.rounds)
 
 

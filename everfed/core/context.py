@@ -1,6 +1,6 @@
 """What a hook may know: where it is in the run, the facts of the stream, keyed random numbers, and local training.
 
-`World` makes the contexts: it is everything a call on a client needs to know of the run, the same in every process that
+`Setup` makes the contexts: it is everything a call on a client needs to know of the run, the same in every process that
 runs clients.
 """
 
@@ -190,7 +190,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class World:
+class Setup:
     """Method, stream and options of a run."""
 
     method: Method

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.engine import Engine, Replies
 from everfed.core.events import Reporter
 from everfed.core.message import Message
@@ -31,9 +31,9 @@ class EvalOptions:
     top_k: int = 1
 
 
-def scored_on_clients(world: World) -> bool:
+def scored_on_clients(setup: Setup) -> bool:
     """Do the clients score, because they hold what is scored, or what it is scored on?"""
-    return world.personal or world.stream.own_tests
+    return setup.personal or setup.stream.own_tests
 
 
 class Evaluation:
@@ -41,27 +41,27 @@ class Evaluation:
 
     def __init__(
         self,
-        world: World,
+        setup: Setup,
         engine: Engine,
         exchange: Exchange,
         reporter: Reporter,
         state: RunState,
         options: EvalOptions,
     ) -> None:
-        self.world, self.engine, self.exchange, self.reporter = world, engine, exchange, reporter
+        self.setup, self.engine, self.exchange, self.reporter = setup, engine, exchange, reporter
         self.state, self.options = state, options
 
     def score_initial(self) -> None:
         """The untrained model on every task, for forward transfer; only with the whole matrix (`zero_shot`), and where
         the server holds the tests."""
-        if self.options.zero_shot and self.state.initial is None and not self.world.stream.own_tests:
-            tasks = tuple(range(self.world.stream.tasks))
+        if self.options.zero_shot and self.state.initial is None and not self.setup.stream.own_tests:
+            tasks = tuple(range(self.setup.stream.tasks))
             spec = EvalSpec(tasks, 0, self.options.split, self.options.top_k)
             self.state.initial = self.engine.evaluate(self.state.model, spec).tolist()
 
     def run(self, phase: Phase, moment: Moment) -> None:
         """The tasks seen so far, and at a task's end a row of the matrix."""
-        plan, tasks = moment.plan, self.world.stream.tasks
+        plan, tasks = moment.plan, self.setup.stream.tasks
         spec = self._spec(moment)
         counts = self._counts(phase, moment, spec).tolist()
         if plan.evaluate:
@@ -71,11 +71,11 @@ class Evaluation:
     def _spec(self, moment: Moment) -> EvalSpec:
         plan = moment.plan
         begun = max(plan.task, *plan.tasks.values()) + 1 if plan.tasks else plan.task + 1
-        scored = self.world.stream.tasks if self.options.zero_shot and plan.evaluate else plan.task + 1
+        scored = self.setup.stream.tasks if self.options.zero_shot and plan.evaluate else plan.task + 1
         return EvalSpec(tuple(range(scored)), begun, self.options.split, self.options.top_k)
 
     def _counts(self, phase: Phase, moment: Moment, spec: EvalSpec) -> Tensor:
-        if not scored_on_clients(self.world):
+        if not scored_on_clients(self.setup):
             return self.engine.evaluate(self.state.model, spec)
         message: Message = {**self.exchange.model(phase, moment), EVALUATE: spec.to_tree()}
         replies = Replies({EVALUATE: {"counts": Sum()}})
@@ -86,7 +86,7 @@ class Evaluation:
 
     def _record(self, moment: Moment, counts: list[list[float]]) -> None:
         """A point of the curves, and an event, by the rule that the recipe names."""
-        plan, stream = moment.plan, self.world.stream
+        plan, stream = moment.plan, self.setup.stream
         accuracies = [row_value(stream, row, self.options.logits) for row in counts]
         place = {"round": moment.round, "task": plan.task}
         self.state.curves.append({**place, "accuracy": accuracies})

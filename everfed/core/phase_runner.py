@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from everfed.core.context import Context, Moment, World
+from everfed.core.context import Context, Moment, Setup
 from everfed.core.engine import Engine, PhaseCall, Replies
 from everfed.core.events import Reporter, check_finite
 from everfed.core.message import MODEL, Message, Once, addressed, payload_bytes, versions
@@ -21,18 +21,18 @@ from everfed.core.tree import Tree
 class Exchange:
     """Messages to an engine's clients and replies from them, with the traffic they make."""
 
-    def __init__(self, world: World, engine: Engine, state: RunState) -> None:
-        self.world, self.engine, self.state = world, engine, state
+    def __init__(self, setup: Setup, engine: Engine, state: RunState) -> None:
+        self.setup, self.engine, self.state = setup, engine, state
 
     # what is sent ------------------------------------------------------------------------------------------------
     def message(self, phase: Phase, moment: Moment) -> Message | None:
         """The model and what the parts broadcast; empty where a phase sends nothing; None for training between
         synchronisations."""
-        ctx = self.world.server(phase.name, moment)
+        ctx = self.setup.server(phase.name, moment)
         if phase.name == TRAIN:
-            if moment.round % self.world.options.sync_every != 0:
+            if moment.round % self.setup.options.sync_every != 0:
                 return None
-            broadcasts = {part.name: part.broadcast(self.state.server, ctx) for part in self.world.method.parts}
+            broadcasts = {part.name: part.broadcast(self.state.server, ctx) for part in self.setup.method.parts}
         elif not phase.sends:
             return {}
         else:
@@ -42,12 +42,12 @@ class Exchange:
     def model(self, phase: Phase, moment: Moment) -> Message:
         """Each version reaches a client once; local statistics are sent at the beginning only."""
         message: Message = {MODEL: {k: Once(self.state.version, v) for k, v in self.state.model.items()}}
-        if self.world.options.batchnorm == "local":
+        if self.setup.options.batchnorm == "local":
             message[MODEL] |= {k: Once(0, self.state.model[k]) for k in ("stats", "counters")}
-        pieces = self.world.pieces
+        pieces = self.setup.pieces
         if pieces is None:
             return message
-        return pieces.split(message, self.state.pieces, self.state.server, self.world.server(phase.name, moment))
+        return pieces.split(message, self.state.pieces, self.state.server, self.setup.server(phase.name, moment))
 
     def batch(self, phases: Sequence[Phase], moment: Moment) -> None:
         """Name the phases that an engine may send together with the next one."""
@@ -77,7 +77,7 @@ class Exchange:
     def _count_down(self, clients: tuple[int, ...], message: Message | None) -> int:
         if message is None:
             return 0
-        name, new, down = self.world.method.aggregator.name, versions(message), 0
+        name, new, down = self.setup.method.aggregator.name, versions(message), 0
         for client in clients:
             sizes = payload_bytes(addressed(message, client), self.state.held.get(client, {}))
             sizes[name] = sizes.get(name, 0) + sizes.pop(MODEL, 0) + sizes.pop(PIECES, 0)
@@ -90,8 +90,8 @@ class Exchange:
 class PhaseRunner:
     """Runs phases: `train`, a part's phase on clients, a part's phase on the server."""
 
-    def __init__(self, world: World, engine: Engine, exchange: Exchange, reporter: Reporter, state: RunState) -> None:
-        self.world, self.engine, self.exchange = world, engine, exchange
+    def __init__(self, setup: Setup, engine: Engine, exchange: Exchange, reporter: Reporter, state: RunState) -> None:
+        self.setup, self.engine, self.exchange = setup, engine, exchange
         self.reporter, self.state = reporter, state
 
     def run(self, phase: Phase, moment: Moment) -> bool:
@@ -101,16 +101,16 @@ class PhaseRunner:
             return True
         if phase.cohort is Cohort.SERVER:
             return self._on_server(phase, moment)
-        ctx = self.world.server(phase.name, moment)
+        ctx = self.setup.server(phase.name, moment)
         reduced = self._collect(phase, moment).get(phase.owner, {})
         self._measure(phase, moment, reduced, ctx)
         return self._update(phase, moment, reduced, ctx)
 
     def _train(self, phase: Phase, moment: Moment) -> None:
         reduced = self._collect(phase, moment)
-        if (moment.round + 1) % self.world.options.sync_every:
+        if (moment.round + 1) % self.setup.options.sync_every:
             return
-        method, ctx = self.world.method, self.world.server(TRAIN, moment)
+        method, ctx = self.setup.method, self.setup.server(TRAIN, moment)
         for part in method.parts:
             self._report(moment, TRAIN, part.name, part.measure(self.state.server, reduced.get(part.name, {}), ctx))
         model = self._aggregate(reduced[method.aggregator.name], ctx)
@@ -124,7 +124,7 @@ class PhaseRunner:
 
     def _aggregate(self, reduced: Tree, ctx: Context) -> Model:
         """The new shared model. Of one in pieces, the aggregating part reduces what was trained, as a smaller model."""
-        aggregator, server, pieces = self.world.method.aggregator, self.state.server, self.world.pieces
+        aggregator, server, pieces = self.setup.method.aggregator, self.state.server, self.setup.pieces
         if pieces is None or isinstance(aggregator, TrainsPieces):
             return aggregator.aggregate(server, reduced, ctx)
         old, spans = server[MODEL], pieces.moving(server, ctx)
@@ -133,7 +133,7 @@ class PhaseRunner:
 
     def _only_trained(self, model: Model, ctx: Context) -> Model:
         """The model without what a rule (server momentum, say) changed outside the trained pieces."""
-        pieces, server = self.world.pieces, self.state.server
+        pieces, server = self.setup.pieces, self.state.server
         if pieces is None:
             return model
         spans = pieces.moving(server, ctx)
@@ -143,14 +143,14 @@ class PhaseRunner:
         """A new model; its pieces that differ from the old one's have new versions."""
         old = self.state.model
         self.state.set_model(model)
-        if self.world.pieces is not None:
-            changed = self.world.pieces.changed(old, model)
+        if self.setup.pieces is not None:
+            changed = self.setup.pieces.changed(old, model)
             self.state.pieces = {**self.state.pieces, **dict.fromkeys(changed, self.state.version)}
 
     def _on_server(self, phase: Phase, moment: Moment) -> bool:
         """The server's own work; it is measured and reported when it is done."""
         started = time.monotonic()
-        ctx = self.world.server(phase.name, moment, self.engine.workbench())
+        ctx = self.setup.server(phase.name, moment, self.engine.workbench())
         finished = self._update(phase, moment, {}, ctx)
         measured = self._measure(phase, moment, {}, ctx)
         self.reporter.phase(phase, moment, Replies({}), 0, started)
@@ -161,17 +161,17 @@ class PhaseRunner:
         """Send, wait, reduce in client order, report, protect."""
         message = self.exchange.message(phase, moment)
         started = time.monotonic()
-        replies = Replies(self.world.method.reducers(phase))
+        replies = Replies(self.setup.method.reducers(phase))
         down = self.exchange.collect(replies, phase, moment, message)
-        self.state.samples += sum(one.samples for one in replies.trained) * self.world.options.local_epochs
+        self.state.samples += sum(one.samples for one in replies.trained) * self.setup.options.local_epochs
         self.reporter.phase(phase, moment, replies, down, started)
         return self._release(phase, moment, replies.reduction)
 
     def _release(self, phase: Phase, moment: Moment, reduction: Reduction) -> Reduced:
         """What was reduced, as the protections let the parts read it."""
         reduced, weights = reduction.result(), reduction.weights()
-        ctx = self.world.server(phase.name, moment)
-        for part in self.world.method.protections:
+        ctx = self.setup.server(phase.name, moment)
+        for part in self.setup.method.protections:
             slots, reduced = part.release(self.state.server, phase, reduced, weights, ctx)
             self.state.set_slots(part.name, slots)
             if part.name not in reduced:  # in `train` it is measured with the other parts

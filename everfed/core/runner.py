@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.engine import Engine
 from everfed.core.evaluation import EvalOptions, Evaluation, scored_on_clients
 from everfed.core.events import Diverged, Event, Monitor, Reporter
@@ -23,11 +23,11 @@ from everfed.core.stream import RoundPlan
 
 
 class Runner:
-    """Drives a world through an engine, from a state to the stream's end."""
+    """Drives a run through an engine, from a state to the stream's end."""
 
     def __init__(
         self,
-        world: World,
+        setup: Setup,
         engine: Engine,
         model: Model,
         evaluation: EvalOptions,
@@ -36,25 +36,25 @@ class Runner:
         state: RunState | None = None,
         monitors: Sequence[Monitor] = (),
     ) -> None:
-        self.world, self.engine, self.save = world, engine, save
-        self.state = state or RunState(_first_server_state(world, model))
-        reporter = Reporter(notify, monitors, world.method.parts, self.state)
-        self.exchange = Exchange(world, engine, self.state)
-        self.phases = PhaseRunner(world, engine, self.exchange, reporter, self.state)
-        self.evaluation = Evaluation(world, engine, self.exchange, reporter, self.state, evaluation)
+        self.setup, self.engine, self.save = setup, engine, save
+        self.state = state or RunState(_first_server_state(setup, model))
+        reporter = Reporter(notify, monitors, setup.method.parts, self.state)
+        self.exchange = Exchange(setup, engine, self.state)
+        self.phases = PhaseRunner(setup, engine, self.exchange, reporter, self.state)
+        self.evaluation = Evaluation(setup, engine, self.exchange, reporter, self.state, evaluation)
 
     def run(self) -> RunState:
         """To the end of the stream; `save` is offered the state after every phase."""
         if self.state.place == (0, 0, 0, 0):
             self.evaluation.score_initial()
-        while self.state.round < self.world.stream.rounds:
+        while self.state.round < self.setup.stream.rounds:
             self.round()
         return self.state
 
     def round(self) -> None:
         """The rest of the current round."""
-        state, plan = self.state, plan_of(self.world, self.state.round)
-        phases = list(phases_of(self.world, self.evaluation.options, state.round, plan))
+        state, plan = self.state, plan_of(self.setup, self.state.round)
+        phases = list(phases_of(self.setup, self.evaluation.options, state.round, plan))
         while state.position < len(phases):
             started = time.monotonic()
             moment = Moment(state.round, plan, state.repeat, state.position)
@@ -78,34 +78,34 @@ class Runner:
         return self.phases.run(phase, moment)
 
 
-def plan_of(world: World, index: int) -> RoundPlan:
+def plan_of(setup: Setup, index: int) -> RoundPlan:
     """The stream's plan; between synchronisations the participants stay those of the last synchronised round."""
-    plan = world.stream.round(index)
-    block = index - index % world.options.sync_every
+    plan = setup.stream.round(index)
+    block = index - index % setup.options.sync_every
     if block == index:
         return plan
-    return replace(plan, participants=world.stream.round(block).participants, notes={})
+    return replace(plan, participants=setup.stream.round(block).participants, notes={})
 
 
-def phases_of(world: World, evaluation: EvalOptions, index: int, plan: RoundPlan) -> Iterator[Phase]:
+def phases_of(setup: Setup, evaluation: EvalOptions, index: int, plan: RoundPlan) -> Iterator[Phase]:
     """The phases of a round: those before aggregation, `train`, those after, evaluation."""
-    every, rounds = world.options.sync_every, world.facts.rounds
+    every, rounds = setup.options.sync_every, setup.facts.rounds
 
     def due(position: Position) -> Iterator[Phase]:
-        return (phase for phase in world.method.phases(position) if phase.due(index, plan, rounds))
+        return (phase for phase in setup.method.phases(position) if phase.due(index, plan, rounds))
 
     if index % every == 0:
         yield from due(Position.BEFORE)
-    yield world.method.train_phase()
+    yield setup.method.train_phase()
     if (index + 1) % every == 0:
         yield from due(Position.AFTER)
         if plan.evaluate or (evaluation.every and (index + 1) % evaluation.every == 0):
-            yield Phase(EVALUATE, cohort=Cohort.ALL if scored_on_clients(world) else Cohort.SERVER)
+            yield Phase(EVALUATE, cohort=Cohort.ALL if scored_on_clients(setup) else Cohort.SERVER)
 
 
-def _first_server_state(world: World, model: Model) -> State:
-    ctx = world.server("init")
-    slots = {part.name: part.server_slots(ctx) for part in world.method.parts}
+def _first_server_state(setup: Setup, model: Model) -> State:
+    ctx = setup.server("init")
+    slots = {part.name: part.server_slots(ctx) for part in setup.method.parts}
     return {MODEL: dict(model), **{name: tree for name, tree in slots.items() if tree}}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.engines.base import BuildModule
 from everfed.engines.eager import Eager
@@ -93,7 +93,7 @@ def join(section: EngineSection) -> Group | None:
 
 def build(
     section: EngineSection,
-    world: World,
+    setup: Setup,
     store: ClientStore,
     build_module: BuildModule,
     notify: Notify,
@@ -102,17 +102,17 @@ def build(
     """The engine that `section` asks for; "auto" takes graphs on a GPU, else processes when they are faster."""
     check(section)
     if group is not None:
-        return _ranks(section, world, store, build_module, notify, group)
+        return _ranks(section, setup, store, build_module, notify, group)
     where, kind = device(section), str(section.kind)
     if where.type == "cuda":
         _set_precision(precision(section))
     if kind == "auto":
-        kind = "graphs" if where.type == "cuda" else _faster_on_cpu(section, world, build_module)
+        kind = "graphs" if where.type == "cuda" else _faster_on_cpu(section, setup, build_module)
     if kind == "graphs":
         from everfed.engines.graphs import Graphs
 
         how = (str(where), precision(section), section.slots, section.compile)
-        return Graphs(world, store, build_module, *how, notify=notify)
+        return Graphs(setup, store, build_module, *how, notify=notify)
     if kind == "processes":
         from everfed.engines.forking import forks_can_train
         from everfed.engines.processes import Processes
@@ -122,31 +122,31 @@ def build(
                 "engine.kind = 'processes' forks its workers, and PyTorch cannot train in them: on a machine with a "
                 "GPU this process has computed gradients already. Run it in a new process, or use eager or graphs"
             )
-        return Processes(world, store, build_module, section.workers or cores())
-    return Eager(world, store, build_module, str(where), precision(section))
+        return Processes(setup, store, build_module, section.workers or cores())
+    return Eager(setup, store, build_module, str(where), precision(section))
 
 
 def _ranks(
-    section: EngineSection, world: World, store: ClientStore, build_module: BuildModule, notify: Notify, group: Group
+    section: EngineSection, setup: Setup, store: ClientStore, build_module: BuildModule, notify: Notify, group: Group
 ) -> Engine:
     """Of several processes, each with the engine inside that suits its device."""
     from everfed.engines.ranks import Ranks
 
     inside = "graphs" if group.device.type == "cuda" else "eager"
     alone = section.model_copy(update={"kind": inside, "device": str(group.device)})
-    return Ranks(build(alone, world, store, build_module, notify), group)
+    return Ranks(build(alone, setup, store, build_module, notify), group)
 
 
-def _faster_on_cpu(section: EngineSection, world: World, build_module: BuildModule) -> str:
+def _faster_on_cpu(section: EngineSection, setup: Setup, build_module: BuildModule) -> str:
     workers = section.workers or cores()
-    if workers < 2 or len(world.stream.round(0).participants) < 2:
+    if workers < 2 or len(setup.stream.round(0).participants) < 2:
         return "eager"
     from everfed.engines.calibration import processes_pay
     from everfed.engines.forking import forks_can_train
 
     if not forks_can_train():
         return "eager"
-    return "processes" if processes_pay(world, build_module, workers) else "eager"
+    return "processes" if processes_pay(setup, build_module, workers) else "eager"
 
 
 def _set_precision(chosen: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply, new_state, run_client
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.data import Data
 from everfed.core.engine import ClientError, Engine
 from everfed.core.message import Message, addressed, unwrap
@@ -28,7 +28,7 @@ CLIENT_FAULTS = (RuntimeError, ValueError, KeyError, IndexError, TypeError, Attr
 
 
 def call(
-    world: World,
+    setup: Setup,
     trainer: Trainer,
     phase: Phase,
     client: int,
@@ -38,10 +38,10 @@ def call(
     data: Data | None = None,
 ) -> tuple[State, Reply]:
     """Run `phase` on one client, wherever this is. `data`: what it sees now, when that is at hand already."""
-    ctx = world.client(client, phase, moment, trainer)
+    ctx = setup.client(client, phase, moment, trainer)
     plain: dict[str, Tree] | None = None if message is None else unwrap(addressed(message, client))
-    data = world.data(client, phase, moment) if data is None else data
-    return run_client(world.method, phase, state or new_state(world.method, ctx), plain, data, ctx)
+    data = setup.data(client, phase, moment) if data is None else data
+    return run_client(setup.method, phase, state or new_state(setup.method, ctx), plain, data, ctx)
 
 
 def failed(client: int, phase: str, index: int, error: Exception) -> Exception:
@@ -57,26 +57,26 @@ def failed(client: int, phase: str, index: int, error: Exception) -> Exception:
 class OneTrainer(Engine):
     """For engines that score, and do the server's own work, with one trainer in this process."""
 
-    world: World
+    setup: Setup
     trainer: Trainer
 
     def workbench(self) -> Trainer:
         return self.trainer
 
     def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
-        return score_tasks(self.trainer, self.world.held_out, model, spec)
+        return score_tasks(self.trainer, self.setup.held_out, model, spec)
 
 
 def new_trainer(
-    world: World,
+    setup: Setup,
     build_module: BuildModule,
     device: str = "cpu",
     precision: str = "fp32",
     kind: type[Trainer] = Trainer,
 ) -> Trainer:
-    """A trainer for this world's clients that runs every step as it comes."""
-    forward_part = world.method.owner("forward")
-    return kind(world.stream, world.facts.layout, build_module, device, precision, forward_part)
+    """A trainer for this run's clients that runs every step as it comes."""
+    forward_part = setup.method.owner("forward")
+    return kind(setup.stream, setup.facts.layout, build_module, device, precision, forward_part)
 
 
 __all__ = ["CLIENT_FAULTS", "BuildModule", "ClientStore", "OneTrainer", "call", "failed", "new_trainer"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from everfed.core import random
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.message import MODEL
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import tensor_bytes
@@ -38,12 +38,12 @@ class OneClient:
     moved: int
 
 
-def processes_pay(world: World, build_module: BuildModule, workers: int) -> bool:
+def processes_pay(setup: Setup, build_module: BuildModule, workers: int) -> bool:
     """Would `workers` processes run a round clearly faster than one?"""
-    measured = one_client(world, build_module)
+    measured = one_client(setup, build_module)
     if measured is None:
         return False
-    clients = len(world.stream.round(0).participants)
+    clients = len(setup.stream.round(0).participants)
     return _in_processes(measured, clients, workers) < _WORTH * clients * measured.seconds
 
 
@@ -58,13 +58,13 @@ def _in_processes(measured: OneClient, clients: int, workers: int) -> float:
     return busiest * (measured.seconds + CALL_SECONDS + measured.moved / BYTES_PER_SECOND)
 
 
-def one_client(world: World, build_module: BuildModule) -> OneClient | None:
+def one_client(setup: Setup, build_module: BuildModule) -> OneClient | None:
     """Measured once and remembered; None where a client's training fails, which the run reports properly."""
-    key, remembered = _key(world), _read()
+    key, remembered = _key(setup), _read()
     if key not in remembered:
         try:
             # where there is a GPU, this process must not run a backward pass if it shall fork workers later
-            measured = in_fork(partial(_measure, world, build_module)) if gpu() else _measure(world, build_module)
+            measured = in_fork(partial(_measure, setup, build_module)) if gpu() else _measure(setup, build_module)
         except CLIENT_FAULTS:
             return None
         remembered[key] = OneClient(*measured)
@@ -72,37 +72,37 @@ def one_client(world: World, build_module: BuildModule) -> OneClient | None:
     return remembered[key]
 
 
-def _measure(world: World, build_module: BuildModule) -> tuple[float, int]:
+def _measure(setup: Setup, build_module: BuildModule) -> tuple[float, int]:
     """(seconds one client's training takes here, bytes that would have to move). Nothing is kept of it."""
-    trainer = new_trainer(world, build_module)
-    plan = world.stream.round(0)
-    moment, phase = Moment(0, plan), world.method.train_phase()
-    client = _with_data(world, plan)
-    model = world.facts.layout.read(build_module())
-    message = {MODEL: {**model, "params": model["params"][: world.facts.layout.shared]}}
+    trainer = new_trainer(setup, build_module)
+    plan = setup.stream.round(0)
+    moment, phase = Moment(0, plan), setup.method.train_phase()
+    client = _with_data(setup, plan)
+    model = setup.facts.layout.read(build_module())
+    message = {MODEL: {**model, "params": model["params"][: setup.facts.layout.shared]}}
     seconds, moved = [], 0
     for _ in range(2):  # the first call warms up
         started = time.perf_counter()
-        state, reply = call(world, trainer, phase, client, None, message, moment)
+        state, reply = call(setup, trainer, phase, client, None, message, moment)
         seconds.append(time.perf_counter() - started)
         moved = 2 * tensor_bytes(state) + tensor_bytes(reply.values)
     return seconds[-1], moved
 
 
-def _with_data(world: World, plan: RoundPlan) -> int:
+def _with_data(setup: Setup, plan: RoundPlan) -> int:
     """The first participant that will train at all."""
     for client in plan.participants:
-        if len(world.stream.data(client, plan.tasks[client])):
+        if len(setup.stream.data(client, plan.tasks[client])):
             return client
     return plan.participants[0]
 
 
-def _key(world: World) -> str:
-    options, facts = world.options, world.facts
-    parts = (world.method.name, facts.layout.size, *facts.input_shape, options.batch_size, options.local_epochs)
-    plan = world.stream.round(0)
-    client = _with_data(world, plan)
-    sizes = (len(plan.participants), len(world.stream.data(client, plan.tasks[client])))
+def _key(setup: Setup) -> str:
+    options, facts = setup.options, setup.facts
+    parts = (setup.method.name, facts.layout.size, *facts.input_shape, options.batch_size, options.local_epochs)
+    plan = setup.stream.round(0)
+    client = _with_data(setup, plan)
+    sizes = (len(plan.participants), len(setup.stream.data(client, plan.tasks[client])))
     # a home folder may serve several machines
     return f"{random.key(*(str(part) for part in (*parts, *sizes, platform.node(), torch.__version__))):x}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.data import Data, DataCache
 from everfed.core.phase import EVALUATE, Phase
 
@@ -18,7 +18,7 @@ class DeviceData:
         self.device = device
         self._kept = DataCache(int(torch.cuda.mem_get_info(device)[0] * _SHARE))
 
-    def get(self, world: World, client: int, phase: Phase, moment: Moment) -> Data:
+    def get(self, setup: Setup, client: int, phase: Phase, moment: Moment) -> Data:
         task = None if phase.name == EVALUATE else moment.plan.tasks.get(client)
         key = (client, task, moment.round if client in moment.plan.drifting else None)
-        return self._kept.get(key, lambda: world.data(client, phase, moment).to(self.device))
+        return self._kept.get(key, lambda: setup.data(client, phase, moment).to(self.device))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.engine import ClientError
 from everfed.core.message import Message
 from everfed.core.phase import Phase
@@ -22,21 +22,21 @@ class Eager(OneTrainer):
 
     def __init__(
         self,
-        world: World,
+        setup: Setup,
         store: ClientStore,
         build_module: BuildModule,
         device: str = "cpu",
         precision: str = "fp32",
     ) -> None:
-        self.world, self.store = world, store
-        self.trainer = new_trainer(world, build_module, device, precision)
+        self.setup, self.store = setup, store
+        self.trainer = new_trainer(setup, build_module, device, precision)
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply]]:
         for client in clients:
             try:
-                state, reply = call(self.world, self.trainer, phase, client, self.store.get(client), message, moment)
+                state, reply = call(self.setup, self.trainer, phase, client, self.store.get(client), message, moment)
             except CLIENT_FAULTS as error:
                 raise ClientError(client, phase.name, moment.round, error) from error
             self.store.put(client, state)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.data import Data
 from everfed.core.engine import ClientError
 from everfed.core.message import Message
@@ -40,7 +40,7 @@ class Graphs(OneTrainer):
 
     def __init__(
         self,
-        world: World,
+        setup: Setup,
         store: ClientStore,
         build_module: BuildModule,
         device: str = "cuda",
@@ -50,14 +50,14 @@ class Graphs(OneTrainer):
         host_threads: int = 0,
         notify: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
-        self.world, self.store, self.notify = world, store, notify
+        self.setup, self.store, self.notify = setup, store, notify
         self._build_module, self._precision, self._compiled = build_module, precision, compiled
         self.device = torch.device(device)
         # for scoring and for the server's own phases, on the default stream
-        self.trainer = new_trainer(world, build_module, device, precision, LoopingTrainer)
+        self.trainer = new_trainer(setup, build_module, device, precision, LoopingTrainer)
         self.data = DeviceData(self.device)
         # the graphs of several streams would share the state of torch's global generator
-        self._draws_globally = draws_globally(build_module(), world)
+        self._draws_globally = draws_globally(build_module(), setup)
         self.tuner = Tuner(1, 1, self.device) if self._draws_globally else Tuner(slots, host_threads, self.device)
         self.slots: list[CapturedTrainer] = []
         self._capturing = Capturing()
@@ -68,7 +68,7 @@ class Graphs(OneTrainer):
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply]]:
-        per_wave = max(1, WAVE_BYTES // (4 * self.world.facts.layout.size + 1))
+        per_wave = max(1, WAVE_BYTES // (4 * self.setup.facts.layout.size + 1))
         for start in range(0, len(clients), per_wave):
             yield from self._wave(phase, clients[start : start + per_wave], message, moment)
 
@@ -76,7 +76,7 @@ class Graphs(OneTrainer):
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply]]:
         """Run some clients on all slots, wait for them on the device, and yield their replies in order."""
-        data = {client: self.data.get(self.world, client, phase, moment) for client in clients}
+        data = {client: self.data.get(self.setup, client, phase, moment) for client in clients}
         setting = self.tuner.choose(len(clients))
         slots = self._use_slots(setting.slots, max(map(len, data.values())))
         captures, started = sum(slot.captures for slot in slots), time.monotonic()
@@ -105,7 +105,7 @@ class Graphs(OneTrainer):
 
     def _deal(self, slots: Sequence[CapturedTrainer], sizes: Mapping[int, int]) -> list[list[int]]:
         """The clients of every slot: balanced, and where slots have graphs for their last minibatches already."""
-        shapes = {client: size % self.world.options.batch_size for client, size in sizes.items()}
+        shapes = {client: size % self.setup.options.batch_size for client, size in sizes.items()}
         hands = seat(deal(sizes, len(slots)), shapes, [slot.shapes for slot in slots])
         for slot, hand in zip(slots, hands, strict=True):
             slot.shapes.update(shapes[client] for client in hand)
@@ -125,7 +125,7 @@ class Graphs(OneTrainer):
         _used_on(slot.cuda_stream, state or {})
         try:
             with torch.cuda.stream(slot.cuda_stream):
-                state, reply = call(self.world, slot, phase, client, state, message, moment, data)
+                state, reply = call(self.setup, slot, phase, client, state, message, moment, data)
         except CLIENT_FAULTS as error:
             raise ClientError(client, phase.name, moment.round, error) from error
         self.store.put(client, state)
@@ -143,12 +143,12 @@ class Graphs(OneTrainer):
         while len(self.slots) < number:
             self.slots.append(
                 CapturedTrainer(
-                    self.world.stream,
-                    self.world.facts.layout,
+                    self.setup.stream,
+                    self.setup.facts.layout,
                     self._build_module,
                     self.device,
                     self._precision,
-                    self.world.method.owner("forward"),
+                    self.setup.method.owner("forward"),
                     capturing=self._capturing,
                     compiled=self._compiled,
                     on_eager=self._warn_eager,
@@ -191,11 +191,11 @@ class Graphs(OneTrainer):
             self._executor.shutdown()
 
 
-def draws_globally(module: nn.Module, world: World) -> bool:
+def draws_globally(module: nn.Module, setup: Setup) -> bool:
     """Does the network, in training, draw from torch's global generator (attention's dropout, DropPath)?"""
     adopt_dropout(module, torch.Generator())
-    blank = world.facts.blank.x
-    inputs = world.stream.inputs(torch.zeros((2, *blank.shape[1:]), dtype=blank.dtype))
+    blank = setup.facts.blank.x
+    inputs = setup.stream.inputs(torch.zeros((2, *blank.shape[1:]), dtype=blank.dtype))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.get_rng_state()
         module.train()(inputs)

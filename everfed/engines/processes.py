@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.engine import ClientError, Engine
 from everfed.core.message import MODEL, Message, common, own, unwrap
 from everfed.core.part import Model
@@ -42,7 +42,7 @@ class Crew:
     While the worker runs a client in one lane, the next may wait in the other, so that it never waits for us.
     """
 
-    def __init__(self, world: World, build_module: BuildModule, broadcast: Mailbox, earlier: list[Crew]) -> None:
+    def __init__(self, setup: Setup, build_module: BuildModule, broadcast: Mailbox, earlier: list[Crew]) -> None:
         self.lanes = [Lane(Mailbox(), Mailbox()) for _ in range(LANES)]
         self.free = list(range(LANES))
         self.given: deque[tuple[int, int]] = deque()  # (client, lane), in the order in which they will be answered
@@ -50,7 +50,7 @@ class Crew:
         context = multiprocessing.get_context("fork")
         # a fork inherits our ends of all pipes so far; while it held them, no worker would see us go
         ours = [self.pipe, *(crew.pipe for crew in earlier)]
-        arguments = (theirs, ours, world, build_module, broadcast, self.lanes)
+        arguments = (theirs, ours, setup, build_module, broadcast, self.lanes)
         self.process = context.Process(target=serve, args=arguments, daemon=True, name="everfed-worker")
         # A ctrl-C during a fork would be lost: Python drops what the hooks around it (logging's, say) raise. And it
         # reaches all processes of a terminal: the worker is born with it blocked, until it ignores it (`serve`).
@@ -80,13 +80,13 @@ class Processes(Engine):
 
     name = "processes"
 
-    def __init__(self, world: World, store: ClientStore, build_module: BuildModule, workers: int) -> None:
-        self.world, self.store, self._build_module = world, store, build_module
+    def __init__(self, setup: Setup, store: ClientStore, build_module: BuildModule, workers: int) -> None:
+        self.setup, self.store, self._build_module = setup, store, build_module
         self._trainer: Trainer | None = None
         self.broadcast = Mailbox()
         self.crews: list[Crew] = []
         for _ in range(workers):
-            self.crews.append(Crew(world, build_module, self.broadcast, self.crews))
+            self.crews.append(Crew(setup, build_module, self.broadcast, self.crews))
         self._own: dict[int, Tree] = {}  # what of the message is for one client only
         self._sizes: dict[int, int] = {}  # samples of each client when it last trained
 
@@ -107,7 +107,7 @@ class Processes(Engine):
     def _hands(self, clients: Sequence[int]) -> list[list[int]]:
         """Clients by worker: the large ones first, or in order when their replies would fill the memory."""
         workers = len(self.crews)
-        if len(clients) * 4 * self.world.facts.layout.size > REPLY_BYTES:
+        if len(clients) * 4 * self.setup.facts.layout.size > REPLY_BYTES:
             return [list(clients[worker::workers]) for worker in range(workers)]
         return deal({client: self._sizes.get(client, 1) for client in clients}, workers)
 
@@ -170,7 +170,7 @@ class Processes(Engine):
     # the rest ----------------------------------------------------------------------------------------------------
     def workbench(self) -> Trainer:
         """In this process, made when it is first asked for: most methods never do."""
-        self._trainer = self._trainer or new_trainer(self.world, self._build_module)
+        self._trainer = self._trainer or new_trainer(self.setup, self._build_module)
         return self._trainer
 
     def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.message import MODEL, Message, with_own
 from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.core.stream import RoundPlan
@@ -23,7 +23,7 @@ from everfed.errors import note_of, place_of
 def serve(
     pipe: Connection,
     inherited: list[Connection],
-    world: World,
+    setup: Setup,
     build_module: BuildModule,
     broadcast: Mailbox,
     lanes: list[Lane],
@@ -34,7 +34,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's to handle
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # what the parent blocked until this was said
     torch.set_num_threads(1)
-    worker = Worker(world, new_trainer(world, build_module), broadcast, lanes)
+    worker = Worker(setup, new_trainer(setup, build_module), broadcast, lanes)
     while True:
         try:
             request = json.loads(pipe.recv_bytes())
@@ -56,18 +56,18 @@ def serve(
 class Worker:
     """Runs one call at a time."""
 
-    def __init__(self, world: World, trainer: Trainer, broadcast: Mailbox, lanes: list[Lane]) -> None:
-        self.world, self.trainer = world, trainer
+    def __init__(self, setup: Setup, trainer: Trainer, broadcast: Mailbox, lanes: list[Lane]) -> None:
+        self.setup, self.trainer = setup, trainer
         self.broadcast, self.lanes = broadcast, lanes
-        self._phases = world.method.phases_by_name()
-        self._plan = lru_cache(maxsize=1)(world.stream.round)
+        self._phases = setup.method.phases_by_name()
+        self._plan = lru_cache(maxsize=1)(setup.stream.round)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         header = request["message"]
         message: Message | None = None if header is None else self.broadcast.read(header, copy=False)
         if "spec" in request:
             spec = EvalSpec.from_tree(request["spec"])
-            counts = score_tasks(self.trainer, self.world.held_out, (message or {})[MODEL], spec)
+            counts = score_tasks(self.trainer, self.setup.held_out, (message or {})[MODEL], spec)
             return {"counts": counts.tolist()}
         return self._client(request, message)
 
@@ -79,7 +79,7 @@ class Worker:
             message = with_own(message, lane.inbox.read(request["own"], copy=False))
         state = None if request["state"] is None else lane.inbox.read(request["state"], copy=False)
         phase = self._phases[request["phase"]]
-        state, reply = call(self.world, self.trainer, phase, request["client"], state, message, moment)
+        state, reply = call(self.setup, self.trainer, phase, request["client"], state, message, moment)
         header = lane.outbox.write({"state": state, "values": reply.values})
         loss = None if reply.loss is None else float(reply.loss)
         return {"header": header, "samples": reply.samples, "steps": reply.steps, "loss": loss}

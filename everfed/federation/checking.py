@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply, synchronises
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.message import MODEL
 from everfed.core.part import Model
 from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
@@ -84,18 +84,18 @@ class Expected:
     limits: Limits = Limits()
 
 
-def expected_reply(world: World, phase: Phase, moment: Moment, model: Model) -> Expected:
+def expected_reply(setup: Setup, phase: Phase, moment: Moment, model: Model) -> Expected:
     """What clients may reply in `phase`. The shapes of the trained model come from a call of the aggregating part's
     `upload` on the server's model; other values that are added up must have the form that most clients send.
     A reply may be as large as 64 models (a collected pool of tasks, say)."""
-    reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else world.method.reducers(phase)
-    silent = phase.name == TRAIN and not synchronises(world.server(TRAIN, moment))
+    reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else setup.method.reducers(phase)
+    silent = phase.name == TRAIN and not synchronises(setup.server(TRAIN, moment))
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
     outer = phase.position is not Position.INSIDE
-    added = {part.name: part.adds for part in world.method.protections if part.adds and outer}
+    added = {part.name: part.adds for part in setup.method.protections if part.adds and outer}
     return Expected(
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **added},
-        _uploaded(world, moment, model) if phase.name == TRAIN and not silent else {},
+        _uploaded(setup, moment, model) if phase.name == TRAIN and not silent else {},
         frozenset(added_up),
         Limits(bytes=largest_reply(model)),
     )
@@ -106,9 +106,9 @@ def largest_reply(model: Model) -> int:
     return 64 * tree.tensor_bytes({MODEL: dict(model)}) + (1 << 20)
 
 
-def _uploaded(world: World, moment: Moment, model: Model) -> dict[str, Spec]:
-    aggregator = world.method.aggregator
-    sent = aggregator.upload(model, {MODEL: dict(model)}, world.server(TRAIN, moment))
+def _uploaded(setup: Setup, moment: Moment, model: Model) -> dict[str, Spec]:
+    aggregator = setup.method.aggregator
+    sent = aggregator.upload(model, {MODEL: dict(model)}, setup.server(TRAIN, moment))
     return {f"{aggregator.name}/{key}": Spec.of(value) for key, value in sent.items() if isinstance(value, Tensor)}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.message import MODEL
 from everfed.core.part import Model, overrides
 from everfed.core.phase import TRAIN, Phase
@@ -53,12 +53,12 @@ def _form(value: Any, exact: bool) -> str:
 
 
 def find_outliers(
-    world: World, moment: Moment, model: Model, replies: Mapping[int, Reply], factor: float
+    setup: Setup, moment: Moment, model: Model, replies: Mapping[int, Reply], factor: float
 ) -> dict[int, Refusal]:
     """The clients whose trained models are too far from the model that they were sent: more than `factor` times the
     median of all replies, which a minority cannot move beyond what honest clients send."""
-    part = world.method.aggregator
-    unmoved = part.upload(model, {MODEL: dict(model)}, world.server(TRAIN, moment))
+    part = setup.method.aggregator
+    unmoved = part.upload(model, {MODEL: dict(model)}, setup.server(TRAIN, moment))
     refused: dict[int, Refusal] = {}
     for key, base in unmoved.items():
         if not isinstance(base, Tensor) or not base.is_floating_point():
@@ -85,14 +85,14 @@ class SampleClaims:
     claims.
     """
 
-    def __init__(self, world: World, allowed: Callable[[int], int | None] = lambda client: None) -> None:
-        self.world, self.allowed = world, allowed
-        self._rehearses = any(overrides(part, "dataset") for part in world.method.parts)  # samples of earlier tasks
+    def __init__(self, setup: Setup, allowed: Callable[[int], int | None] = lambda client: None) -> None:
+        self.setup, self.allowed = setup, allowed
+        self._rehearses = any(overrides(part, "dataset") for part in setup.method.parts)  # samples of earlier tasks
         self._held: dict[tuple[int, int], int] = {}  # (client, task) -> samples in the server's own stream
 
     def capped(self, phase: Phase, moment: Moment, claims: Mapping[int, int]) -> dict[int, int]:
         """{client: as how many it counts}, for those whose claim is larger."""
-        reducers = self.world.method.reducers(phase)
+        reducers = self.setup.method.reducers(phase)
         if not any(isinstance(r, Mean) and r.weighted for keys in reducers.values() for r in keys.values()):
             return {}
         middle = int(median(sorted(claims.values()))) if claims else 0
@@ -103,7 +103,7 @@ class SampleClaims:
         allowed = self.allowed(client)
         if allowed is not None:
             return allowed
-        if self.world.stream.private_data:
+        if self.setup.stream.private_data:
             return middle
         own = moment.plan.tasks.get(client, moment.plan.task)
         earlier = range(own) if self._rehearses else ()
@@ -111,5 +111,5 @@ class SampleClaims:
 
     def _size(self, client: int, task: int) -> int:
         if (client, task) not in self._held:
-            self._held[client, task] = len(self.world.stream.data(client, task))
+            self._held[client, task] = len(self.setup.stream.data(client, task))
         return self._held[client, task]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.context import Moment, Place, World
+from everfed.core.context import Moment, Place, Setup
 from everfed.core.engine import Absent, ClientError, PhaseCall
 from everfed.core.message import MODEL, Message, unwrap
 from everfed.core.part import Model
@@ -65,7 +65,7 @@ class Federated(OneTrainer):
 
     def __init__(
         self,
-        world: World,
+        setup: Setup,
         build_module: BuildModule,
         transport: Transport,
         identity: RunIdentity,
@@ -75,13 +75,13 @@ class Federated(OneTrainer):
         outlier: float = OUTLIER,
         allowed: Callable[[int], int | None] = lambda client: None,
     ) -> None:
-        self.world, self.transport, self.identity = world, transport, identity
-        self.outlier, self.claims = outlier, SampleClaims(world, allowed)
+        self.setup, self.transport, self.identity = setup, transport, identity
+        self.outlier, self.claims = outlier, SampleClaims(setup, allowed)
         self.options, self.durable, self.notify = options, durable, notify
-        self.trainer = new_trainer(world, build_module, "cpu")
+        self.trainer = new_trainer(setup, build_module, "cpu")
         self.name = transport.name
-        first = world.facts.layout.read(build_module())
-        self._model: Model = {**first, "params": first["params"][: world.facts.layout.shared]}
+        first = setup.facts.layout.read(build_module())
+        self._model: Model = {**first, "params": first["params"][: setup.facts.layout.shared]}
         self._recipe = identity.recipe.encode()
         self._holds: dict[int, frozenset[str]] = {}  # client -> the payloads that it has
         self._sent_recipe: set[int] = set()  # clients that have the recipe
@@ -132,7 +132,7 @@ class Federated(OneTrainer):
     def _checked(self, outgoing: OutgoingPhase, replies: dict[int, Reply | Absent]) -> dict[int, Reply | Absent]:
         """Replies that may not be used are replaced by Absent and reported."""
         phase = outgoing.phase
-        expected = expected_reply(self.world, phase, outgoing.moment, self._model)
+        expected = expected_reply(self.setup, phase, outgoing.moment, self._model)
         checked = dict(replies)
         for client, reply in replies.items():
             refusal = None if isinstance(reply, Absent) else check_reply(reply, expected)
@@ -149,7 +149,7 @@ class Federated(OneTrainer):
         found = {client: reply for client, reply in replies.items() if isinstance(reply, Reply)}
         if phase.name != TRAIN:
             return replies
-        outliers = find_outliers(self.world, moment, self._model, found, self.outlier) if self.outlier else {}
+        outliers = find_outliers(self.setup, moment, self._model, found, self.outlier) if self.outlier else {}
         compared = {**replies, **{c: self._reject(c, phase, refusal) for c, refusal in outliers.items()}}
         claims = {c: reply.samples for c, reply in found.items() if c not in outliers and reply.samples}
         for client, samples in self.claims.capped(phase, moment, claims).items():

@@ -30,15 +30,15 @@ class RuntimeBuilder:
     def __call__(self, text: str, scale: float) -> ClientRuntime:
         torch.set_num_threads(1)  # as in every engine: results are exact only at one thread
         assembly, store = self.assembled(text, scale), ClientStore()
-        engine = engines.build(assembly.recipe.engine, assembly.world, store, assembly.build_module, lambda event: None)
-        return ClientRuntime(assembly.world, engine, store)
+        engine = engines.build(assembly.recipe.engine, assembly.setup, store, assembly.build_module, lambda event: None)
+        return ClientRuntime(assembly.setup, engine, store)
 
     def assembled(self, text: str, scale: float) -> Assembly:
         """The pieces of the server's run, within this client's policy."""
         recipe = self._own_engine(self._own_data(from_table(tomllib.loads(text))))
         self.policy.check_recipe(recipe)
         assembly = assemble(scaled(recipe, scale), self.data_dir, scale)
-        self.policy.check_method(assembly.world.method)
+        self.policy.check_method(assembly.setup.method)
         return assembly
 
     def _own_data(self, recipe: Recipe) -> Recipe:

@@ -126,7 +126,7 @@ def _engine(
         return section.samples.get(roster.name(client))
 
     return Federated(
-        assembly.world,
+        assembly.setup,
         assembly.build_module,
         transport,
         identity,

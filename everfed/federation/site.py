@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.core.context import Attempt, Credentials, Moment, World
+from everfed.core.context import Attempt, Credentials, Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.stream import RoundPlan
@@ -43,9 +43,9 @@ from everfed.store.ledger import Ledger
 
 @dataclass(frozen=True)
 class ClientRuntime:
-    """The world of a recipe, and an engine over `store`, which holds the state of this client alone."""
+    """The setup of a recipe, and an engine over `store`, which holds the state of this client alone."""
 
-    world: World
+    setup: Setup
     engine: Engine
     store: ClientStore
 
@@ -149,7 +149,7 @@ class Site:
         """Make a step, or repeat the reply of one that was made before."""
         runtime = self._runtime_for(recipe, request)
         name = f"{step.name}.{request.client}"
-        if any(part.per_epoch for part in runtime.world.method.protections):
+        if any(part.per_epoch for part in runtime.setup.method.protections):
             name = f"{name}.{request.epoch}"  # masked with other keys for a server that was started again
         known = run.journal.find(step.place, name)
         where = f"round {step.place[0] + 1}, {step.phase}"
@@ -160,7 +160,7 @@ class Site:
             if content in packet.pieces:
                 run.payloads.put(part, key, content, packet.pieces[content])
         message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
-        before, method = run.journal.before(step.place), runtime.world.method
+        before, method = run.journal.before(step.place), runtime.setup.method
         attempt = Attempt(request.run, request.epoch, self._ledger, self._credentials)
         self._spending.check(method)
         state, reply = _call(runtime, request.client, step, message, before, attempt)
@@ -215,11 +215,11 @@ def _call(
     runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any, attempt: Attempt
 ) -> tuple[Any, Any]:
     """(state, reply) of one step."""
-    phases = runtime.world.method.phases_by_name()
+    phases = runtime.setup.method.phases_by_name()
     if step.phase not in phases:
         raise PacketError(f"the recipe's method has no phase {step.phase[:80]!r}")
-    if not 0 <= client < runtime.world.facts.clients:
-        raise PacketError(f"no client {client}: the recipe has {runtime.world.facts.clients}")
+    if not 0 <= client < runtime.setup.facts.clients:
+        raise PacketError(f"no client {client}: the recipe has {runtime.setup.facts.clients}")
     round_index, position, repeat, stage = step.place
     tasks = {client: step.task} if step.task >= 0 else {}
     plan = RoundPlan(max(step.task, 0), (client,), tasks, drifting=frozenset({client} if step.drifting else ()))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed import CompositionError, Method
-from everfed.core.context import Ledger, World
+from everfed.core.context import Ledger, Setup
 from everfed.core.engine import Engine
 from everfed.core.run_state import RunState
 
@@ -30,36 +30,36 @@ def protect(method: Method, section: PrivacySection) -> Method:
     return method
 
 
-def check(world: World) -> None:
+def check(setup: Setup) -> None:
     """Refuse models and options that the protections do not cover. Raises CompositionError."""
-    from everfed.privacy.differential import check_world
+    from everfed.privacy.differential import check_setup
 
-    check_world(world)
+    check_setup(setup)
 
 
-def accounting(world: World, folder: Path, notify: Notify) -> Callable[[RunState], None] | None:
+def accounting(setup: Setup, folder: Path, notify: Notify) -> Callable[[RunState], None] | None:
     """A function that records what a run has released in a ledger in its folder; None where nothing is counted."""
     from everfed.privacy.spending import RunLedger, protection
 
-    part = protection(world.method)
+    part = protection(setup.method)
     return None if part is None else RunLedger(folder, part, notify).record
 
 
-def wrap(engine: Engine, world: World, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:
+def wrap(engine: Engine, setup: Setup, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:
     """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
     from everfed.privacy.secure import NAME
     from everfed.privacy.spending import protection
 
-    noise = protection(world.method)
+    noise = protection(setup.method)
     if engine.sharded and noise is not None and noise.seed < 0:
         raise CompositionError(
             "privacy.dp: every rank would draw the server's noise with a key of its own, and the ranks would end with "
             "different models; engine.kind = 'ranks' needs privacy.dp.seed, or use eager, processes or graphs"
         )
-    if not any(part.name == NAME for part in world.method.parts):
+    if not any(part.name == NAME for part in setup.method.parts):
         return engine
     if engine.sharded:
         raise CompositionError("privacy.secure_aggregation needs all clients behind one server; engine.kind is 'ranks'")
     from everfed.privacy.secure_engine import Secured
 
-    return Secured(engine, world, device, notify, ledger)
+    return Secured(engine, setup, device, notify, ledger)

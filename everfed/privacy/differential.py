@@ -39,7 +39,7 @@ from everfed import (
     Tree,
 )
 from everfed.core.client import Reply, synchronises
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.part import Reduced, Weights
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
@@ -256,15 +256,15 @@ def _means(method: Method, phase: Phase) -> dict[str, bool]:
     return found
 
 
-def check_world(world: World) -> None:
+def check_setup(setup: Setup) -> None:
     """Refuse models and training options that would send unprotected values. Raises CompositionError."""
-    if not any(part.name == NAME for part in world.method.parts):
+    if not any(part.name == NAME for part in setup.method.parts):
         return
-    if world.options.sync_every > 1:
+    if setup.options.sync_every > 1:
         raise CompositionError(
             "privacy.dp needs train.sync_every = 1: updates are clipped against the model of the round"
         )
-    if world.facts.layout.stats and world.options.batchnorm != "local":
+    if setup.facts.layout.stats and setup.options.batchnorm != "local":
         raise CompositionError(
             "privacy.dp: the model has BatchNorm statistics, which would be sent; set model.batchnorm = 'local'"
         )

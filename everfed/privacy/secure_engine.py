@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everfed import Model, Phase, Position, Trainer, Tree
 from everfed.core.client import Reply
-from everfed.core.context import Ledger, Moment, World
+from everfed.core.context import Ledger, Moment, Setup
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.message import Message, Traffic, addressed, payload_bytes
 from everfed.core.reduce import Total
@@ -35,17 +35,17 @@ class Secured(Engine):
     def __init__(
         self,
         inner: Engine,
-        world: World,
+        setup: Setup,
         device: str = "cpu",
         notify: Notify = lambda event: None,
         ledger: Ledger | None = None,
     ) -> None:
-        self.inner, self.world, self.device, self.notify, self.ledger = inner, world, device, notify, ledger
+        self.inner, self.setup, self.device, self.notify, self.ledger = inner, setup, device, notify, ledger
         self.name = inner.name
-        part = world.method.part(NAME)
+        part = setup.method.part(NAME)
         assert isinstance(part, SecureAggregation)
         self.part = part
-        self._steps = {step.name: step for step in world.method.phases(Position.INSIDE)}
+        self._steps = {step.name: step for step in setup.method.phases(Position.INSIDE)}
         self._sums: Sums | None = None
         self._traffic = Traffic()
         self._stage = 0  # of the current phase: every exchange has a place of its own
@@ -56,7 +56,7 @@ class Secured(Engine):
         """Yields which clients are absent, and empty replies of the others: their sum comes with `merge`."""
         self._sums, self._traffic, self._stage = None, Traffic(), 0
         replies, absent = self._gather(phase, clients, message, moment)
-        if self.part.adds_up(phase, self.world.server(phase.name, moment)):
+        if self.part.adds_up(phase, self.setup.server(phase.name, moment)):
             self._sums = SecurePhase(self, phase, moment, replies, absent).run()
             self._warn(phase, moment)
         for client in clients:

@@ -78,7 +78,7 @@ class SecurePhase:
 
     def _leave_out_large_forms(self) -> None:
         """Clients refuse a sum with more numbers than `largest_form`; the largest form goes first."""
-        largest = largest_form(self.engine.world.facts.layout.size)
+        largest = largest_form(self.engine.setup.facts.layout.size)
         while (clients := self.clients) and _numbers(common_form(self.forms[c] for c in clients)) > largest:
             client = max(clients, key=lambda client: _numbers(self.forms[client]))
             self.reject(client, f"too large: a form of {_numbers(self.forms[client])} numbers")

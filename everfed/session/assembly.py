@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed import engines, methods, models, monitor, privacy, streams
-from everfed.core.context import Context, Facts, TrainOptions, World
+from everfed.core.context import Context, Facts, Setup, TrainOptions
 from everfed.core.layout import Layout, attach
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
@@ -38,7 +38,7 @@ class Assembly:
     frozen parameters, which every machine must hold; "" where all train."""
 
     recipe: Recipe
-    world: World
+    setup: Setup
     build_module: Callable[[], nn.Module]
     first: Model
     scale: float = 1.0
@@ -46,15 +46,15 @@ class Assembly:
 
     @property
     def stream(self) -> Stream:
-        return self.world.stream
+        return self.setup.stream
 
     @property
     def method(self) -> Method:
-        return self.world.method
+        return self.setup.method
 
     def first_model(self) -> Model:
         """The shared model before the first round."""
-        return {**self.first, "params": self.first["params"][: self.world.facts.layout.shared].clone()}
+        return {**self.first, "params": self.first["params"][: self.setup.facts.layout.shared].clone()}
 
 
 def assemble(
@@ -94,9 +94,9 @@ def assemble(
     first = layout.read(module)
     facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())
     _check_groups(options.optimizer, layout)
-    world = World(method, stream, facts, options, recipe.seed)
-    privacy.check(world)
-    return Assembly(recipe, world, lambda: attach(bare_module(), method.parts, ctx), first, scale, frozen)
+    setup = Setup(method, stream, facts, options, recipe.seed)
+    privacy.check(setup)
+    return Assembly(recipe, setup, lambda: attach(bare_module(), method.parts, ctx), first, scale, frozen)
 
 
 def _check_groups(optimizer: Optimizer, layout: Layout) -> None:

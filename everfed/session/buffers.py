@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.part import State
 from everfed.core.stream import Stream
 from everfed.core.tree import Tree
@@ -24,25 +24,25 @@ class HasBuffer(Protocol):
         """(n,) the task of each sample in the buffer; `task_of` finds it by the samples' ids."""
 
 
-def reports(world: World) -> bool:
+def reports(setup: Setup) -> bool:
     """Has the method a buffer, on a stream that knows where its samples come from?"""
-    knows = type(world.stream).task_of is not Stream.task_of
-    return knows and any(isinstance(part, HasBuffer) for part in world.method.parts)
+    knows = type(setup.stream).task_of is not Stream.task_of
+    return knows and any(isinstance(part, HasBuffer) for part in setup.method.parts)
 
 
-def samples_by_task(world: World, clients: Iterable[tuple[int, State]], tasks: int) -> list[int]:
+def samples_by_task(setup: Setup, clients: Iterable[tuple[int, State]], tasks: int) -> list[int]:
     """How many buffered samples of each task the clients have together; at least `tasks` numbers."""
     counts = np.zeros(tasks, dtype=np.int64)
     for client, state in clients:
-        for part in world.method.parts:
+        for part in setup.method.parts:
             if part.name in state and isinstance(part, HasBuffer):
-                counts = _added(counts, part.buffer_tasks(state[part.name], _task_of(world, client)))
+                counts = _added(counts, part.buffer_tasks(state[part.name], _task_of(setup, client)))
     return [int(count) for count in counts]
 
 
-def _task_of(world: World, client: int) -> TaskOf:
+def _task_of(setup: Setup, client: int) -> TaskOf:
     def find(ids: np.ndarray) -> np.ndarray:
-        found = world.stream.task_of(client, ids)
+        found = setup.stream.task_of(client, ids)
         assert found is not None  # `reports` has asked
         return found
 

@@ -35,7 +35,7 @@ def estimate(assembly: Assembly) -> dict[str, Any]:
 
 
 def _facts(assembly: Assembly) -> dict[str, Any]:
-    stream, facts, method = assembly.stream, assembly.world.facts, assembly.method
+    stream, facts, method = assembly.stream, assembly.setup.facts, assembly.method
     return {
         "method": method.name,
         "parts": [part.name for part in method.parts],

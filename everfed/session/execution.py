@@ -74,7 +74,7 @@ def _drive(
     build_engine: BuildEngine | None = None,
 ) -> dict[str, Any]:
     """Open what a run works with, let the runner go to the end, write down what came of it."""
-    recipe, world, of_recipe = assembly.recipe, assembly.world, fingerprint(assembly)
+    recipe, setup, of_recipe = assembly.recipe, assembly.setup, fingerprint(assembly)
     store = ClientStore(folder.clients, engines.state_budget(recipe.engine))
     alone = Checkpoints(folder.checkpoint, store, checkpoint_every, of_recipe)
     state = latest(folder.checkpoint, store, of_recipe)
@@ -84,19 +84,19 @@ def _drive(
         alone.durable = state.place
         state.server = {name: on_device(slots, where) for name, slots in state.server.items()}
     if build_engine is None:
-        engine, ledger = engines.build(recipe.engine, world, store, assembly.build_module, notify, group), None
+        engine, ledger = engines.build(recipe.engine, setup, store, assembly.build_module, notify, group), None
     else:
         engine, ledger = build_engine(assembly, notify, lambda: alone.durable), Ledger(folder.path / LEDGER)
-    engine = privacy.wrap(engine, world, str(where), notify, ledger)
+    engine = privacy.wrap(engine, setup, str(where), notify, ledger)
     try:
         announce(notify, assembly, state)
-        report_buffers = buffer_reporter(world, store, group, notify) if build_engine is None else None
+        report_buffers = buffer_reporter(setup, store, group, notify) if build_engine is None else None
         leads = group is None or group.leads
-        account = privacy.accounting(world, folder.path, notify) if leads else None
+        account = privacy.accounting(setup, folder.path, notify) if leads else None
         save = _saver(checkpoints, notify, report_buffers, account)
         options = EvalOptions(**recipe.eval.model_dump())
         first = on_device(assembly.first_model(), where)
-        final = Runner(world, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
+        final = Runner(setup, engine, first, options, notify, save, state, monitor.monitors(recipe.monitor)).run()
         _require_data(assembly, final)
         checkpoints.wait()
         state_bytes = engine.total(store.bytes())

@@ -84,7 +84,7 @@ def describe(assembly: Assembly, module: nn.Module) -> Description:
     """Of an assembly's network."""
     stream, model = assembly.stream, assembly.recipe.model
     form = stream.normalisation()
-    blank: Tensor = assembly.world.facts.blank.x
+    blank: Tensor = assembly.setup.facts.blank.x
     left_out = {"weights", FROZEN, IDENTITY}  # the file's own tensors are used instead
     return Description(
         model.kind,
@@ -100,17 +100,17 @@ def describe(assembly: Assembly, module: nn.Module) -> Description:
         fingerprint(assembly),
         [
             {"part": f"{type(part).__module__}:{type(part).__qualname__}", **options_of(part)}
-            for part in assembly.world.method.parts
+            for part in assembly.setup.method.parts
             if isinstance(part, AdaptsNetwork)
         ],
-        assembly.world.facts.tasks,
+        assembly.setup.facts.tasks,
     )
 
 
 def save(folder: RunFolder, assembly: Assembly, model: Model) -> None:
     """Write model.safetensors: parameters by name, as any PyTorch user expects them, frozen ones too; personal ones as
     at the beginning."""
-    module, personal = assembly.build_module(), assembly.world.facts.personal
+    module, personal = assembly.build_module(), assembly.setup.facts.personal
     whole = {**model, "params": torch.cat([model["params"].cpu(), personal])}
     description = replace(describe(assembly, module), personal=len(personal))
     folder.write_model(to_bytes(with_vectors(assembly, module, whole), description))
@@ -118,7 +118,7 @@ def save(folder: RunFolder, assembly: Assembly, model: Model) -> None:
 
 def with_vectors(assembly: Assembly, module: nn.Module, model: Model) -> nn.Module:
     """The module, holding the tensors of a whole model."""
-    layout = assembly.world.facts.layout
+    layout = assembly.setup.facts.layout
     layout.bind(module, *(model[key].cpu() for key in ("params", "stats", "counters")))
     return module
 
@@ -257,15 +257,15 @@ def client_model(folder: RunFolder, assembly: Assembly, client: int | None) -> n
 def personal_module(assembly: Assembly, client: int, own: State | None, shared: Model) -> nn.Module:
     """own: the client's state, None where it never took part. Raises HandoverError where the method's forward pass is
     no network alone."""
-    world = assembly.world
-    if world.method.owner("forward") is not None:
+    setup = assembly.setup
+    if setup.method.owner("forward") is not None:
         raise HandoverError(
-            f"method {world.method.name!r} changes the forward pass by each client's state: its personal models are no "
+            f"method {setup.method.name!r} changes the forward pass by each client's state: its personal models are no "
             "networks alone and cannot be exported"
         )
-    index = world.stream.rounds - 1
-    moment, phase = Moment(index, world.stream.round(index)), world.method.phases_by_name()[EVALUATE]
-    trainer = new_trainer(world, assembly.build_module)
-    ctx = world.client(client, phase, moment, trainer)
-    whole = personal_model(world.method, own or new_state(world.method, ctx), {MODEL: dict(shared)}, ctx)
+    index = setup.stream.rounds - 1
+    moment, phase = Moment(index, setup.stream.round(index)), setup.method.phases_by_name()[EVALUATE]
+    trainer = new_trainer(setup, assembly.build_module)
+    ctx = setup.client(client, phase, moment, trainer)
+    whole = personal_model(setup.method, own or new_state(setup.method, ctx), {MODEL: dict(shared)}, ctx)
     return with_vectors(assembly, assembly.build_module(), whole).eval()

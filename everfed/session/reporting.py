@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.events import Event
 from everfed.core.run_state import RunState
 from everfed.engines.group import Group
@@ -37,18 +37,18 @@ def report_fault(observers: Sequence[Observer], error: BaseException) -> None:
 
 
 def buffer_reporter(
-    world: World, store: ClientStore, group: Group | None, notify: Observer
+    setup: Setup, store: ClientStore, group: Group | None, notify: Observer
 ) -> Callable[[RunState], None] | None:
     """Reports at a task's end from which tasks the buffered samples come; None where there are no buffers."""
-    if not buffers.reports(world):
+    if not buffers.reports(setup):
         return None
 
     def report(state: RunState) -> None:
         index, known = state.round - 1, store.clients()
-        task = world.stream.round(index).task
+        task = setup.stream.round(index).task
         read = known[:_MOST_CLIENTS]
         states = ((client, held) for client in read if (held := store.peek(client)) is not None)
-        here: dict[str, Any] = {"by_task": buffers.samples_by_task(world, states, task + 1)}
+        here: dict[str, Any] = {"by_task": buffers.samples_by_task(setup, states, task + 1)}
         here |= {"clients": len(read), "of": len(known)}
         ranks = [here] if group is None else group.gather(here)
         by_task = [sum(counts) for counts in zip_longest(*(one["by_task"] for one in ranks), fillvalue=0)]

@@ -47,7 +47,7 @@ def result(assembly: Assembly, state: RunState, environment: dict[str, Any], sta
         "scale": assembly.scale,
         "score": stream.score,
         "logits": recipe.eval.logits,
-        "evaluated": "personalised" if assembly.world.personal else "global",
+        "evaluated": "personalised" if assembly.setup.personal else "global",
         "split": recipe.eval.split,
         "n_test": n_test,
         "accuracy_matrix": chosen["accuracy_matrix"],

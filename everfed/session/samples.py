@@ -59,20 +59,20 @@ def sample(folder: RunFolder, assembly: Assembly, per_class: int) -> Sheet:
     state = newest(folder.checkpoint)
     if state is None:
         raise SamplesError(f"{folder.path} has no checkpoint yet, so no generator to draw from")
-    world = assembly.world
-    index = min(state.round, world.stream.rounds - 1)
-    trainer = new_trainer(world, assembly.build_module)
+    setup = assembly.setup
+    index = min(state.round, setup.stream.rounds - 1)
+    trainer = new_trainer(setup, assembly.build_module)
     images, labels = [], []
-    classes = sorted({label for task in range(world.stream.tasks) for label in world.stream.labels(task)})
+    classes = sorted({label for task in range(setup.stream.tasks) for label in setup.stream.labels(task)})
     for number in range(-(-TRIES * per_class * len(classes) // BATCH)):
-        ctx = world.server("samples", Moment(index, world.stream.round(index), number), trainer)
+        ctx = setup.server("samples", Moment(index, setup.stream.round(index), number), trainer)
         try:
             made, found = part.sample(state.server, BATCH, ctx)
         except ValueError as error:
             raise SamplesError(f"{folder.path}: {error}") from error
-        images.append(_pixels(world.stream, made))
+        images.append(_pixels(setup.stream, made))
         labels.append(found)
-    return _sorted(torch.cat(images).cpu(), torch.cat(labels).cpu(), _names(world.stream), per_class)
+    return _sorted(torch.cat(images).cpu(), torch.cat(labels).cpu(), _names(setup.stream), per_class)
 
 
 def _generative(assembly: Assembly) -> HasGenerator:

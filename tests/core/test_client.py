@@ -196,7 +196,7 @@ def test_the_past_is_gone_unless_a_part_declares_it() -> None:
 
 def test_there_is_no_training_on_the_server() -> None:
     with pytest.raises(Hidden, match="no local training"):
-        _ = Bench().world().server("train").train
+        _ = Bench().setup().server("train").train
 
 
 def test_the_servers_own_phases_have_a_trainer_and_know_the_task() -> None:

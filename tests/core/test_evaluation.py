@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.core.part import Model
 from everfed.core.runner import EvalOptions
@@ -36,8 +36,8 @@ class Recording(Eager):
 def specs(bench: Bench) -> list[EvalSpec]:
     found: list[EvalSpec] = []
 
-    def build(world: World, store: ClientStore) -> Engine:
-        engine = Recording(world, store, bench.build_module)
+    def build(setup: Setup, store: ClientStore) -> Engine:
+        engine = Recording(setup, store, bench.build_module)
         engine.specs = found
         return engine
 
@@ -68,7 +68,7 @@ def test_classes_are_seen_as_soon_as_any_client_has_begun_their_task() -> None:
 def test_the_classes_of_a_task_not_yet_begun_do_not_compete_under_the_seen_rule() -> None:
     """Every logit favours the last class, 5; of the two seen tasks' classes, 0 to 3, the favoured one is 3."""
     bench = Bench(stream=ClassToy(tasks=3, classes=6), module=Rising)
-    scored = score_tasks(bench.trainer(), bench.world().held_out, bench.model(), EvalSpec((0, 1), 2))
+    scored = score_tasks(bench.trainer(), bench.setup().held_out, bench.model(), EvalSpec((0, 1), 2))
     threes = int((bench.stream.test(1).y == 3).sum())
     ones = int((bench.stream.test(0).y == 1).sum())
     assert scored.tolist() == [[40, 0, 0, ones], [40, 0, threes, threes]]
@@ -111,9 +111,9 @@ def test_the_event_s_accuracies_follow_the_rule_that_is_reported() -> None:
         assert last["accuracy"] == [row[column] / row[0] for row in rows]
 
 
-ENGINES: dict[str, Callable[[World, Bench], Engine]] = {
-    "eager": lambda world, bench: Eager(world, ClientStore(), bench.build_module),
-    "processes": lambda world, bench: Processes(world, ClientStore(), bench.build_module, 2),
+ENGINES: dict[str, Callable[[Setup, Bench], Engine]] = {
+    "eager": lambda setup, bench: Eager(setup, ClientStore(), bench.build_module),
+    "processes": lambda setup, bench: Processes(setup, ClientStore(), bench.build_module, 2),
 }
 
 
@@ -123,7 +123,7 @@ ENGINES: dict[str, Callable[[World, Bench], Engine]] = {
 def test_every_engine_scores_what_the_spec_names(name: str, top_k: int, split: str) -> None:
     """Rising logits: the top k of 4 classes are the last k. One task has begun, so classes 0 and 1 are seen."""
     bench = Bench(stream=Split(), module=Rising)
-    engine = ENGINES[name](bench.world(), bench)
+    engine = ENGINES[name](bench.setup(), bench)
     try:
         found = engine.evaluate(bench.model(), EvalSpec((1, 0), 1, split, top_k))
     finally:

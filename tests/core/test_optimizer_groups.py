@@ -171,7 +171,7 @@ def test_a_recipe_keeps_its_groups() -> None:
     import tomllib
 
     assert from_table(tomllib.loads(to_toml(recipe))) == recipe
-    made = assemble(recipe).world.options.optimizer
+    made = assemble(recipe).setup.options.optimizer
     assert made.groups == (Group(["head.*"], lr=0.5), Group(["*.bias"], weight_decay=0.0))
 
 

@@ -85,14 +85,14 @@ def alternating() -> Method:
 
 
 def pieces_of(bench: Bench) -> Pieces:
-    pieces = bench.world().pieces
+    pieces = bench.setup().pieces
     assert pieces is not None
     return pieces
 
 
 def test_a_client_puts_the_vector_together_again() -> None:
     bench = Bench(alternating)
-    ctx, pieces, model = bench.world().server("train", None), pieces_of(bench), bench.model()
+    ctx, pieces, model = bench.setup().server("train", None), pieces_of(bench), bench.model()
     message = pieces.split({MODEL: {k: Once(7, v) for k, v in model.items()}}, {"second": 3}, {}, ctx)
     assert versions(message)["pieces/second"] == 3
     short = unwrap(message)
@@ -130,7 +130,7 @@ def test_only_what_a_round_trains_is_sent_and_changes() -> None:
 
 def test_a_client_that_holds_a_piece_is_not_sent_it_again() -> None:
     bench = Bench(alternating)
-    ctx, pieces, model = bench.world().server("train", None), pieces_of(bench), bench.model()
+    ctx, pieces, model = bench.setup().server("train", None), pieces_of(bench), bench.model()
     whole = {MODEL: {"params": Once(1, model["params"])}}
     message = pieces.split(whole, {"second": 3}, {}, ctx)
     assert payload_bytes(message, {"pieces/second": 3})["pieces"] == 0

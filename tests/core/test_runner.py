@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.context import Context, Moment, TrainOptions, World
+from everfed.core.context import Context, Moment, Setup, TrainOptions
 from everfed.core.data import Data
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
@@ -249,8 +249,8 @@ class Logging(Engine):
 def test_reported_bytes_are_those_of_the_messages(name: str) -> None:
     bench, engines = Bench(name, module=Norm), []
 
-    def build(world: World, store: ClientStore) -> Engine:
-        engines.append(Logging(bench.eager(world, store)))
+    def build(setup: Setup, store: ClientStore) -> Engine:
+        engines.append(Logging(bench.eager(setup, store)))
         return engines[0]
 
     assert bench.run(build).state.traffic.as_dict()["bytes_up"] == engines[0].up > 0
@@ -363,7 +363,7 @@ class Losing(Eager):
 
 def test_a_round_goes_on_without_a_client_that_is_absent() -> None:
     bench = Bench("fedgp+der")
-    lost = bench.run(lambda world, store: Losing(world, store, bench.build_module))
+    lost = bench.run(lambda setup, store: Losing(setup, store, bench.build_module))
     planned = bench.change(stream=Toy(cohorts={1: (0, 2)})).run()
     assert torch.equal(lost.params, planned.params)
     assert tree.equal(lost.clients[1], planned.clients[1])
@@ -375,7 +375,7 @@ def test_a_round_goes_on_without_a_client_that_is_absent() -> None:
 @pytest.mark.parametrize("name", ["fedavg", "fedcurv", "fedgp+der", "fedgp+agem", "fedgp+er"])
 def test_the_order_in_which_clients_run_changes_nothing(name: str) -> None:
     bench = Bench(name, module=Norm)
-    backwards = bench.run(lambda world, store: Backwards(world, store, bench.build_module))
+    backwards = bench.run(lambda setup, store: Backwards(setup, store, bench.build_module))
     assert tree.equal(comparable(bench.run().state), comparable(backwards.state))
 
 
@@ -412,10 +412,10 @@ class Poison(Part):
 def test_divergence_stops_the_run_before_aggregation() -> None:
     bench = Bench(lambda: compose(FedAvg(), Poison()))
     saved: list[RunState] = []
-    world = bench.world()
+    setup = bench.setup()
     runner = Runner(
-        world,
-        bench.eager(world, ClientStore()),
+        setup,
+        bench.eager(setup, ClientStore()),
         bench.model(),
         EvalOptions(),
         save=lambda state, end: saved.append(RunState.from_tree(crossed(state.to_tree()))),
@@ -457,9 +457,9 @@ class Saver:
 
 
 def saved_run(bench: Bench) -> tuple[RunState, Saver]:
-    world, saver = bench.world(), Saver(ClientStore())
-    engine = bench.eager(world, saver.store)
-    return Runner(world, engine, bench.model(), bench.evaluation, save=saver).run(), saver
+    setup, saver = bench.setup(), Saver(ClientStore())
+    engine = bench.eager(setup, saver.store)
+    return Runner(setup, engine, bench.model(), bench.evaluation, save=saver).run(), saver
 
 
 @pytest.mark.parametrize("method", ["fedgp+der", "fedcurv"])

@@ -96,13 +96,13 @@ def test_momentum_lives_for_a_round_a_task_or_for_ever(state: str, kept: tuple[b
 def test_a_training_changes_nothing_that_it_was_given(optimizer: Optimizer) -> None:
     """The same call twice gives the same, moments included, and leaves the state before it alone."""
     bench = Bench("der", stream=Toy(clients=1), train=TrainOptions(1, 5, optimizer))
-    world, first = bench.world(), bench.run(rounds=1)
+    setup, first = bench.setup(), bench.run(rounds=1)
     state, message = first.clients[0], {"model": dict(first.state.model)}
     before = tree.clone(state)
-    moment, trainer = Moment(1, bench.stream.round(1)), bench.trainer(world)
-    phase = world.method.train_phase()
-    ctx = world.client(0, phase, moment, trainer)
-    ends = [run_client(world.method, phase, state, message, bench.stream.data(0, 0), ctx) for _ in range(2)]
+    moment, trainer = Moment(1, bench.stream.round(1)), bench.trainer(setup)
+    phase = setup.method.train_phase()
+    ctx = setup.client(0, phase, moment, trainer)
+    ends = [run_client(setup.method, phase, state, message, bench.stream.data(0, 0), ctx) for _ in range(2)]
     assert tree.equal(state, before)
     assert tree.equal(ends[0][0], ends[1][0]) and tree.equal(ends[0][1].values, ends[1][1].values)
     assert not tree.equal(ends[0][0], before)

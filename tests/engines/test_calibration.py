@@ -37,7 +37,7 @@ class Stopwatch:
 
 
 def pays(bench: Bench, workers: int = 2) -> bool:
-    return processes_pay(bench.world(), bench.build_module, workers)
+    return processes_pay(bench.setup(), bench.build_module, workers)
 
 
 def clients(count: int) -> Bench:
@@ -144,7 +144,7 @@ def test_a_fault_of_the_client_is_left_to_the_run(cache: Path) -> None:
 @pytest.mark.parametrize("method", ["fedavg", "fedgp+der", *[n for n in methods.names() if n in ("fedweit", "stamp")]])
 def test_a_real_client_is_measured_and_nothing_is_kept(method: str) -> None:
     bench = Bench(method, stream=Toy(clients=3, sizes={(0, 0): 0}))
-    world = bench.world()
-    seconds, moved = calibration._measure(world, bench.build_module)
+    setup = bench.setup()
+    seconds, moved = calibration._measure(setup, bench.build_module)
     assert seconds > 0.0
-    assert moved >= 4 * world.facts.layout.shared, "the first client has no data, but another one trains"
+    assert moved >= 4 * setup.facts.layout.shared, "the first client has no data, but another one trains"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from everfed import Optimizer, TrainOptions
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.schedule import Table
 from everfed.engines import captured
 from everfed.engines.captured import CapturedTrainer, Workspace, kernel_search, share_of_steps
@@ -61,8 +61,8 @@ class Captures:
         self.threads.add(threading.get_ident())
         return Body(body, slot.replica.module)
 
-    def slot(self, world: World, build_module: Any, largest: int = 0) -> CapturedTrainer:
-        given = (world.stream, world.facts.layout, build_module, "cpu", "fp32", world.method.owner("forward"))
+    def slot(self, setup: Setup, build_module: Any, largest: int = 0) -> CapturedTrainer:
+        given = (setup.stream, setup.facts.layout, build_module, "cpu", "fp32", setup.method.owner("forward"))
         slot = CapturedTrainer(*given, capturing=self.capturing, on_eager=lambda part: None)
         slot.largest = largest
         return slot
@@ -83,9 +83,9 @@ def run(case: Bench, captures: Captures, largest: int = 0) -> tuple[torch.Tensor
     slots: list[CapturedTrainer] = []
 
     class OneSlot(Eager):
-        def __init__(self, world: World, store: ClientStore) -> None:
-            super().__init__(world, store, case.build_module)
-            self.trainer = captures.slot(world, case.build_module, largest)
+        def __init__(self, setup: Setup, store: ClientStore) -> None:
+            super().__init__(setup, store, case.build_module)
+            self.trainer = captures.slot(setup, case.build_module, largest)
             slots.append(self.trainer)
 
     return case.run(OneSlot).params, slots[0]
@@ -152,7 +152,7 @@ def test_the_share_of_steps_counts_the_shapes_of_all_tables() -> None:
 
 def test_slots_remember_the_last_minibatches_that_they_met() -> None:
     slots: list[Any] = [SimpleNamespace(shapes=set()) for _ in range(3)]
-    engine: Any = SimpleNamespace(world=SimpleNamespace(options=TrainOptions(batch_size=32)))
+    engine: Any = SimpleNamespace(setup=SimpleNamespace(options=TrainOptions(batch_size=32)))
     first = Graphs._deal(engine, slots, {0: 64 + 5, 1: 32 + 9, 2: 7})
     met = {min(slot.shapes): hand for slot, hand in zip(slots, first, strict=True)}
     assert met == {5: [0], 9: [1], 7: [2]}

@@ -54,13 +54,13 @@ def test_processes_where_there_is_a_gpu(can: bool, monkeypatch: pytest.MonkeyPat
 
     def build(kind: str):
         section = recipe.engine.model_copy(update={"kind": kind})
-        return engines.build(section, made.world, ClientStore(), made.build_module, lambda event: None)
+        return engines.build(section, made.setup, ClientStore(), made.build_module, lambda event: None)
 
     if can:
         engine = build("processes")
         assert engine.name == "processes"
         engine.close()
-        assert calibration.one_client(made.world, made.build_module) is not None  # measured in a fork
+        assert calibration.one_client(made.setup, made.build_module) is not None  # measured in a fork
     else:
         assert build("auto").name == "eager"
         with pytest.raises(UserError, match="has computed gradients already"):

@@ -60,7 +60,7 @@ def on_two_ranks(work: Callable[[Ranks], Any]) -> list[Any]:
     shared: dict[int, Any] = {}
     barrier = threading.Barrier(2)
     ranks = [
-        Ranks(BENCH.eager(BENCH.world(), ClientStore()), Threads(rank, shared, barrier))  # type: ignore[arg-type]
+        Ranks(BENCH.eager(BENCH.setup(), ClientStore()), Threads(rank, shared, barrier))  # type: ignore[arg-type]
         for rank in range(2)
     ]
     with ThreadPoolExecutor(2) as pool:
@@ -73,7 +73,7 @@ def on_two_ranks(work: Callable[[Ranks], Any]) -> list[Any]:
 def test_tasks_are_scored_as_in_one_process(spec: EvalSpec) -> None:
     """Of every rank's tasks, too, the classes of all `seen` tasks compete, whichever rank scores them."""
     model = BENCH.run().state.model
-    alone = BENCH.eager(BENCH.world(), ClientStore()).evaluate(model, spec)
+    alone = BENCH.eager(BENCH.setup(), ClientStore()).evaluate(model, spec)
     for found in on_two_ranks(lambda rank: rank.evaluate(model, spec)):
         assert found.tolist() == alone.tolist()
 

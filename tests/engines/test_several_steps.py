@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from everfed import Optimizer, TrainOptions
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.engines import captured
 from everfed.engines.captured import CapturedTrainer
 from everfed.engines.capturing import Capturing
@@ -45,15 +45,15 @@ def trained(case: Bench, monkeypatch: pytest.MonkeyPatch, milliseconds: float) -
     monkeypatch.setattr(CapturedTrainer, "capture", capture)
     monkeypatch.setattr(captured, "_milliseconds", lambda graph: milliseconds)
 
-    def engine(world: World, store: ClientStore) -> Eager:
-        made = Eager(world, store, case.build_module)
+    def engine(setup: Setup, store: ClientStore) -> Eager:
+        made = Eager(setup, store, case.build_module)
         made.trainer = CapturedTrainer(
-            world.stream,
-            world.facts.layout,
+            setup.stream,
+            setup.facts.layout,
             case.build_module,
             "cpu",
             "fp32",
-            world.method.owner("forward"),
+            setup.method.owner("forward"),
             capturing=Capturing(),
             on_eager=lambda part: None,
         )

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everfed.core.context import Place, World
+from everfed.core.context import Place, Setup
 from everfed.core.runner import Runner, RunState
 from everfed.engines.eager import Eager
 from everfed.federation import packet as wire
@@ -35,8 +35,8 @@ def framed(packet: Packet) -> Packet:
 
 
 def runtime(bench: Bench) -> ClientRuntime:
-    world, store = bench.world(), ClientStore()
-    return ClientRuntime(world, Eager(world, store, bench.build_module), store)
+    setup, store = bench.setup(), ClientStore()
+    return ClientRuntime(setup, Eager(setup, store, bench.build_module), store)
 
 
 def site(bench: Bench, folder: Path, client: int) -> Site:
@@ -100,7 +100,7 @@ def federated(
     durable: Callable[[RunState], bool] = lambda state: True,
 ) -> Outcome:
     """A run over `loop`. stop: may raise after a phase, as a kill would; durable: which states a checkpoint keeps."""
-    world = bench.world()
+    setup = bench.setup()
     events: list[dict[str, object]] = []
     saved: list[Place] = [state.place if state is not None else (0, 0, 0, 0)]
 
@@ -110,7 +110,7 @@ def federated(
         stop(reached)
 
     engine = Federated(
-        world,
+        setup,
         bench.build_module,
         loop,
         RunIdentity("a1", epoch, "# no recipe\n"),
@@ -118,7 +118,7 @@ def federated(
         lambda: saved[-1],
         events.append,
     )
-    runner = Runner(world, engine, bench.model(), bench.evaluation, events.append, save, state)
+    runner = Runner(setup, engine, bench.model(), bench.evaluation, events.append, save, state)
     runner.run()
     return Outcome(runner.state, ClientStore(), events)
 
@@ -127,12 +127,12 @@ def loop_of(bench: Bench, folder: Path) -> Loop:
     return Loop({client: site(bench, folder, client) for client in range(bench.stream.clients)})
 
 
-def states(world: World, folder: Path) -> dict[int, dict[str, object]]:
+def states(setup: Setup, folder: Path) -> dict[int, dict[str, object]]:
     """What each client remembers at the end, read from its disk by a new process."""
     from everfed.federation.journal import Journal
 
     found = {}
-    for client in range(world.facts.clients):
+    for client in range(setup.facts.clients):
         last = Journal(folder / str(client) / "a1" / "steps").before((1 << 30, 0, 0, 0))
         if last is not None:
             found[client] = last

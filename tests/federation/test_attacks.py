@@ -92,10 +92,10 @@ def test_a_reply_of_another_protocol_is_not_taken(tmp_path: Path, honest: Outcom
 def test_another_federation_does_not_touch_this_one_s_state(tmp_path: Path, honest: Outcome) -> None:
     loop = loop_of(BENCH, tmp_path)
     federated(BENCH, loop)
-    before = states(BENCH.world(), tmp_path)
+    before = states(BENCH.setup(), tmp_path)
     for client, packet in loop.sent[:4]:
         Answer.of(loop.sites[client].answer(Packet({**packet.header, "run": "b2", "epoch": 9}, packet.pieces)))
-    after = states(BENCH.world(), tmp_path)
+    after = states(BENCH.setup(), tmp_path)
     assert all(tree.equal(before[client], after[client]) for client in before)
 
 

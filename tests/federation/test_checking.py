@@ -155,7 +155,7 @@ class Checked(Wire):
     def exchange(self, phase, clients, message, moment):  # type: ignore[no-untyped-def]
         self.model = _sent_model(message) or self.model
         assert self.model is not None
-        expected = expected_reply(self.runner.world, phase, moment, self.model)
+        expected = expected_reply(self.runner.setup, phase, moment, self.model)
         replies = dict(super().exchange(phase, clients, message, moment))
         assert find_other_forms(expected, replies) == {}
         for client, reply in replies.items():
@@ -173,24 +173,24 @@ QUICK = ("fedavg", "fedgp+der", "fedweit", "fedomg", "feddbe", "coordinated")
 def test_no_preset_has_a_reply_refused(name: str) -> None:
     bench = Bench(name, module=Norm)
     engine = Checked(bench, {})
-    engine.runner = Runner(bench.world(), engine, bench.model(), bench.evaluation)
+    engine.runner = Runner(bench.setup(), engine, bench.model(), bench.evaluation)
     engine.runner.run()
     assert engine.seen >= 12
 
 
 def test_the_form_of_the_model_is_known_before_anybody_answered() -> None:
     bench = Bench("fedgp+der", module=Norm)
-    world, model = bench.world(), bench.model()
-    expected = expected_reply(world, world.method.train_phase(), Moment(0, bench.stream.round(0)), model)
+    setup, model = bench.setup(), bench.model()
+    expected = expected_reply(setup, setup.method.train_phase(), Moment(0, bench.stream.round(0)), model)
     assert expected.like == {f"fedavg/{key}": Spec.of(value) for key, value in model.items()}
 
 
 def test_nothing_is_expected_where_nothing_is_sent() -> None:
     bench = Bench("fedavg", train=TrainOptions(1, 5, Optimizer(lr=0.05), sync_every=2))
-    world = bench.world()
-    silent = expected_reply(world, world.method.train_phase(), Moment(0, bench.stream.round(0)), bench.model())
+    setup = bench.setup()
+    silent = expected_reply(setup, setup.method.train_phase(), Moment(0, bench.stream.round(0)), bench.model())
     assert silent.declared == {}
-    scored = expected_reply(world, Phase(EVALUATE), Moment(0, bench.stream.round(0)), bench.model())
+    scored = expected_reply(setup, Phase(EVALUATE), Moment(0, bench.stream.round(0)), bench.model())
     assert scored.declared == {EVALUATE: {"counts"}}
 
 

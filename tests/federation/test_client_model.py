@@ -41,7 +41,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Assembly
 
     def build(assembly: Assembly, notify: Any, durable: Callable[[], Place]) -> Engine:
         identity = RunIdentity("a1", 1, to_toml(recipe), 1.0)
-        return Federated(assembly.world, assembly.build_module, Loop(sites), identity, PhaseOptions(), durable, notify)
+        return Federated(assembly.setup, assembly.build_module, Loop(sites), identity, PhaseOptions(), durable, notify)
 
     run = RunFolder.create(folder / "run", to_toml(recipe), {})
     return folder, assembly, execute(assembly, run, [], 0.0, build)

@@ -35,7 +35,7 @@ from tests.support.wire import crossed
 def assert_same(bench: Bench, eager: Outcome, outcome: Outcome, folder: Path) -> None:
     """The same bits on the server and on every client's disk."""
     assert tree.equal(comparable(eager.state), comparable(outcome.state))
-    remembered = states(bench.world(), folder)
+    remembered = states(bench.setup(), folder)
     assert remembered.keys() == eager.clients.keys()
     assert all(tree.equal(remembered[client], eager.clients[client]) for client in remembered)
 
@@ -433,9 +433,9 @@ def test_requests_from_the_past_are_refused(tmp_path: Path) -> None:
     old = next(packet for client, packet in loop.sent if client == 0)
     earlier = Packet({**old.header, "epoch": 1}, old.pieces)
     assert Answer.of(loop.sites[0].answer(earlier)).kind == wire.REFUSED
-    before = states(bench.world(), tmp_path)
+    before = states(bench.setup(), tmp_path)
     assert Answer.of(loop.sites[0].answer(old)).kind == wire.REFUSED  # its place was passed in this life
-    assert all(tree.equal(states(bench.world(), tmp_path)[c], before[c]) for c in before)
+    assert all(tree.equal(states(bench.setup(), tmp_path)[c], before[c]) for c in before)
 
 
 def test_a_journal_keeps_no_more_than_a_resumed_server_may_ask_for(tmp_path: Path) -> None:

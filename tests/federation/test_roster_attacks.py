@@ -76,22 +76,22 @@ def loop(folder: Path, pairs: dict[int, KeyPair]) -> Loop:
 
 
 def run(clients: Loop, run: str = "a1", epoch: int = 1) -> tuple[Runner, list[dict[str, Any]]]:
-    world, events = BENCH.world(), []  # type: ignore[var-annotated]
+    setup, events = BENCH.setup(), []  # type: ignore[var-annotated]
     identity, options = RunIdentity(run, epoch, "# no recipe\n"), PhaseOptions(deadline=5.0, retry=0.0, tries=1)
-    inner = Federated(world, BENCH.build_module, clients, identity, options, lambda: (0, 0, 0, 0), events.append)
-    runner = Runner(world, Secured(inner, world, notify=events.append), BENCH.model(), BENCH.evaluation, events.append)
+    inner = Federated(setup, BENCH.build_module, clients, identity, options, lambda: (0, 0, 0, 0), events.append)
+    runner = Runner(setup, Secured(inner, setup, notify=events.append), BENCH.model(), BENCH.evaluation, events.append)
     runner.run()
     return runner, events
 
 
 def honest() -> torch.Tensor:
-    return BENCH.run(lambda world, store: Secured(BENCH.eager(world, store), world)).params
+    return BENCH.run(lambda setup, store: Secured(BENCH.eager(setup, store), setup)).params
 
 
 def without(*gone: int) -> torch.Tensor:
     cohort = tuple(client for client in range(CLIENTS) if client not in gone)
     own = BENCH.change(stream=replace(BENCH.stream, cohorts={0: cohort}))
-    return own.run(lambda world, store: Secured(own.eager(world, store), world)).params
+    return own.run(lambda setup, store: Secured(own.eager(setup, store), setup)).params
 
 
 def absences(events: list[dict[str, Any]]) -> dict[str, str]:

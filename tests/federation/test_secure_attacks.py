@@ -76,17 +76,17 @@ def server(
     loop: Loop, epoch: int = 1, run: str = "a1", ledger: Any = None, killed: bool = True, tries: int = 1
 ) -> tuple[Secured, Runner]:
     """A server of the run, from its beginning. killed: it ends after its first phase, before a checkpoint."""
-    world, events = BENCH.world(), []  # type: ignore[var-annotated]
+    setup, events = BENCH.setup(), []  # type: ignore[var-annotated]
     identity = RunIdentity(run, epoch, TEXT)
     options = PhaseOptions(deadline=1.0, retry=0.0, tries=tries)
-    inner = Federated(world, BENCH.build_module, loop, identity, options, lambda: (0, 0, 0, 0), events.append)
-    engine = Secured(inner, world, notify=events.append, **({} if ledger is None else {"ledger": ledger}))
+    inner = Federated(setup, BENCH.build_module, loop, identity, options, lambda: (0, 0, 0, 0), events.append)
+    engine = Secured(inner, setup, notify=events.append, **({} if ledger is None else {"ledger": ledger}))
 
     def save(state: Any, task_end: bool) -> None:
         if killed:
             raise Killed
 
-    return engine, Runner(world, engine, BENCH.model(), BENCH.evaluation, events.append, save)
+    return engine, Runner(setup, engine, BENCH.model(), BENCH.evaluation, events.append, save)
 
 
 def opened(loop: Loop, **options: Any) -> Tensor:
@@ -247,7 +247,7 @@ def test_where_nothing_was_opened_a_resumed_server_takes_any_set(phase: str, tmp
     _, runner = server(loop, epoch=2, ledger=server_ledger(tmp_path), killed=False)
     runner.run()
     others = replace(BENCH.stream, cohorts={0: (0, 1, 2, 3)})
-    alone = BENCH.change(stream=others).run(lambda world, store: Secured(BENCH.eager(world, store), world))
+    alone = BENCH.change(stream=others).run(lambda setup, store: Secured(BENCH.eager(setup, store), setup))
     assert torch.equal(runner.state.model["params"], alone.params)
 
 
@@ -269,7 +269,7 @@ def test_a_server_killed_while_it_opens_keeps_to_the_set(tmp_path: Path) -> None
     loop.away = set()
     _, runner = server(loop, epoch=3, ledger=server_ledger(tmp_path), killed=False)
     runner.run()
-    whole = BENCH.run(lambda world, store: Secured(BENCH.eager(world, store), world))
+    whole = BENCH.run(lambda setup, store: Secured(BENCH.eager(setup, store), setup))
     assert torch.equal(runner.state.model["params"], whole.params)
 
 
@@ -288,7 +288,7 @@ def test_a_client_that_dies_between_its_ledger_and_its_journal_answers_the_same_
     monkeypatch.setattr(Journal, "record", record)
     _, runner = server(loop_of(BENCH, tmp_path), killed=False, tries=3)
     runner.run()
-    whole = BENCH.run(lambda world, store: Secured(BENCH.eager(world, store), world))
+    whole = BENCH.run(lambda setup, store: Secured(BENCH.eager(setup, store), setup))
     assert died and torch.equal(runner.state.model["params"], whole.params)
 
 

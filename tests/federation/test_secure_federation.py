@@ -35,10 +35,10 @@ def protected(bench: Bench, **options: Any) -> Bench:
 
 def run(own: Bench, loop: Loop, options: PhaseOptions | None = None) -> Outcome:
     events: list[dict[str, Any]] = []
-    world = own.world()
+    setup = own.setup()
     identity = RunIdentity("a1", 1, "# no recipe\n")
-    inner = Federated(world, own.build_module, loop, identity, options or PhaseOptions(retry=0.0), lambda: (0, 0, 0, 0))
-    runner = Runner(world, Secured(inner, world, notify=events.append), own.model(), own.evaluation, events.append)
+    inner = Federated(setup, own.build_module, loop, identity, options or PhaseOptions(retry=0.0), lambda: (0, 0, 0, 0))
+    runner = Runner(setup, Secured(inner, setup, notify=events.append), own.model(), own.evaluation, events.append)
     return Outcome(runner.run(), ClientStore(), events)
 
 
@@ -92,7 +92,7 @@ def test_a_client_with_letters_that_cannot_be_opened_is_left_out_and_the_others_
     loop.after = lie
     outcome = run(own, loop)
     others = own.change(stream=replace(own.stream, cohorts={0: (0, 1, 3, 4)}))
-    honest = others.run(lambda world, store: Secured(others.eager(world, store), world))
+    honest = others.run(lambda setup, store: Secured(others.eager(setup, store), setup))
     assert torch.equal(outcome.params, honest.params)
     [event] = [event for event in outcome.events if event["event"] == "phase" and event["phase"] == "train"]
     assert event["absent"] == {"2": "rejected: malformed: clients 0,1,3,4 cannot use its shares"}

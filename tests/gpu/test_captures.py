@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from everfed import Optimizer, TrainOptions
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Toy
 
@@ -27,8 +27,8 @@ def described(sizes: Sizes, slots: int, threads: int) -> dict[str, Any]:
     case = Bench("fedavg", stream=stream, train=TrainOptions(2, 4, Optimizer(lr=0.1)), module=Norm)
     engines: list[Graphs] = []
 
-    def graphs(world: World, store: ClientStore) -> Graphs:
-        engine = Graphs(world, store, case.build_module, "cuda", "bf16", slots=slots, host_threads=threads)
+    def graphs(setup: Setup, store: ClientStore) -> Graphs:
+        engine = Graphs(setup, store, case.build_module, "cuda", "bf16", slots=slots, host_threads=threads)
         engine.close = lambda: None  # type: ignore[method-assign]
         engines.append(engine)
         return engine

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from everfed import Optimizer, TrainOptions, models
 from everfed.core import loss
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.kernels import load_kernels
 from everfed.core.layout import Layout
 from everfed.core.replica import Replica
@@ -232,10 +232,10 @@ def test_several_short_steps_in_one_graph_equal_eager_ones(method: str, monkeypa
     stream = Toy(clients=3, samples=23, augmented=True)
     case = Bench(method, stream=stream, train=TrainOptions(2, 4, Optimizer(lr=0.1)), module=Norm)
 
-    def graphs(world: World, store: ClientStore) -> Graphs:
-        return Graphs(world, store, case.build_module, "cuda", "fp32", slots=2, host_threads=1)
+    def graphs(setup: Setup, store: ClientStore) -> Graphs:
+        return Graphs(setup, store, case.build_module, "cuda", "fp32", slots=2, host_threads=1)
 
-    def eager(world: World, store: ClientStore) -> Eager:
-        return Eager(world, store, case.build_module, "cuda", "fp32")
+    def eager(setup: Setup, store: ClientStore) -> Eager:
+        return Eager(setup, store, case.build_module, "cuda", "fp32")
 
     assert error(case.run(graphs).params, case.run(eager).params.double()) < 1e-5

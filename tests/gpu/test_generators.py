@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everfed import Model, State, Trainer
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.replica import initial_weights
 from everfed.engines.base import new_trainer
 from everfed.engines.loops import LoopingTrainer
@@ -40,7 +40,7 @@ def trained(kind: type[Trainer], precision: str = "fp32") -> tuple[Model, torch.
     """A generator after chunks of three and two steps, and the terms of its loss in the last."""
     chunks = (3, 2)
     bench = case()
-    trainer = new_trainer(bench.world(), bench.build_module, "cuda", precision, kind)
+    trainer = new_trainer(bench.setup(), bench.build_module, "cuda", precision, kind)
     how = Inversion(batch=16, lr=1e-3)
     model: Model = {k: v.cuda() for k, v in initial_weights(BLUEPRINT, 0).items()}
     moments = how.optimizer.init(model["params"])
@@ -55,7 +55,7 @@ def trained(kind: type[Trainer], precision: str = "fp32") -> tuple[Model, torch.
 def test_a_captured_loop_counts_every_run_and_no_trial() -> None:
     generator = torch.Generator("cuda")
     bench = case()
-    trainer = new_trainer(bench.world(), bench.build_module, "cuda", "fp32", LoopingTrainer)
+    trainer = new_trainer(bench.setup(), bench.build_module, "cuda", "fp32", LoopingTrainer)
     counter, drawn = torch.zeros((), device="cuda"), torch.zeros(4, device="cuda")
 
     def body() -> None:
@@ -93,8 +93,8 @@ def on_graphs(bench: Bench) -> Outcome:
     from everfed.engines.graphs import Graphs
     from everfed.store.clients import ClientStore
 
-    def graphs(world: World, store: ClientStore) -> Graphs:
-        return Graphs(world, store, bench.build_module, "cuda", "bf16", slots=2)
+    def graphs(setup: Setup, store: ClientStore) -> Graphs:
+        return Graphs(setup, store, bench.build_module, "cuda", "bf16", slots=2)
 
     return bench.run(graphs)
 
@@ -117,7 +117,7 @@ def test_consolidation_is_captured_and_equals_what_comes_step_by_step() -> None:
     ctx = bench.context(round_index=3, phase="consolidate").at(client=None)
     losses = []
     for kind in (Trainer, LoopingTrainer):
-        trainer = new_trainer(bench.world(), bench.build_module, "cuda", "fp32", kind)
+        trainer = new_trainer(bench.setup(), bench.build_module, "cuda", "fp32", kind)
         here = ctx.at(trainer=trainer)
         own: State = {**server, "fedcil": {**server["fedcil"], "moments": {}}}
         for repeat, past in enumerate((True, False)):

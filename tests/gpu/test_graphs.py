@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everfed import Method, Optimizer, TrainOptions
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.engines.eager import Eager
 from everfed.monitor import FeatureShift
 from everfed.store.clients import ClientStore
@@ -38,8 +38,8 @@ def bench(method: str, **changes: object) -> Bench:
 
 
 def on_gpu(case: Bench) -> Outcome:
-    def eager(world: World, store: ClientStore) -> Eager:
-        return Eager(world, store, case.build_module, "cuda", "fp32")
+    def eager(setup: Setup, store: ClientStore) -> Eager:
+        return Eager(setup, store, case.build_module, "cuda", "fp32")
 
     return case.run(eager)
 
@@ -47,8 +47,8 @@ def on_gpu(case: Bench) -> Outcome:
 def captured(case: Bench, slots: int = 3, threads: int = 1) -> Outcome:
     from everfed.engines.graphs import Graphs
 
-    def graphs(world: World, store: ClientStore) -> Graphs:
-        return Graphs(world, store, case.build_module, "cuda", "fp32", slots=slots, host_threads=threads)
+    def graphs(setup: Setup, store: ClientStore) -> Graphs:
+        return Graphs(setup, store, case.build_module, "cuda", "fp32", slots=slots, host_threads=threads)
 
     return case.run(graphs)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
@@ -22,8 +22,8 @@ pytestmark = [
 def trained(kind: type[Eager] | type[Graphs], method: str) -> Tensor:
     case = bench(method)
 
-    def build(world: World, store: ClientStore) -> Engine:
-        return kind(world, store, case.build_module, "cuda", "fp32")
+    def build(setup: Setup, store: ClientStore) -> Engine:
+        return kind(setup, store, case.build_module, "cuda", "fp32")
 
     return case.run(build).params.cpu()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
@@ -24,8 +24,8 @@ def trained(module: type[nn.Module], kind: type[Eager] | type[Graphs], seed: int
     torch.cuda.manual_seed_all(seed)
     case = bench(module)
 
-    def build(world: World, store: ClientStore) -> Engine:
-        return kind(world, store, case.build_module, "cuda", "fp32")
+    def build(setup: Setup, store: ClientStore) -> Engine:
+        return kind(setup, store, case.build_module, "cuda", "fp32")
 
     return case.run(build).params.cpu()
 

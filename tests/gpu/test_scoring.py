@@ -20,9 +20,9 @@ pytestmark = [
 
 def test_scoring_waits_for_the_device_once() -> None:
     case = Bench("fedavg", stream=Toy(tasks=4))
-    world = case.world()
-    trainer = Trainer(world.stream, world.facts.layout, case.build_module, "cuda")
-    held_out, model, spec = HeldOut(world.stream), trainer.replica.model(), EvalSpec((0, 1, 2, 3), 2)
+    setup = case.setup()
+    trainer = Trainer(setup.stream, setup.facts.layout, case.build_module, "cuda")
+    held_out, model, spec = HeldOut(setup.stream), trainer.replica.model(), EvalSpec((0, 1, 2, 3), 2)
     first = score_tasks(trainer, held_out, model, spec)  # the test sets cross to the device here
     torch.cuda.set_sync_debug_mode("warn")
     try:

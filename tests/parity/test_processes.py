@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.context import Moment, TrainOptions, World
+from everfed.core.context import Moment, Setup, TrainOptions
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.engines.processes import Processes
@@ -24,8 +24,8 @@ from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 def on_processes(bench: Bench, workers: int = 2) -> Outcome:
     engines: list[Processes] = []
 
-    def build(world: World, store: ClientStore) -> Processes:
-        engines.append(Processes(world, store, bench.build_module, workers))
+    def build(setup: Setup, store: ClientStore) -> Processes:
+        engines.append(Processes(setup, store, bench.build_module, workers))
         return engines[0]
 
     try:
@@ -59,13 +59,13 @@ def test_the_number_of_workers_does_not_matter() -> None:
 def test_replies_are_handed_on_in_client_order_whoever_ran_first() -> None:
     """One worker runs the largest client first once it knows the sizes: client 2, then 1, then 0."""
     case = Bench(stream=Toy(sizes={(0, 0): 2, (1, 0): 10, (2, 0): 30}))
-    world = case.world()
-    engine = Processes(world, ClientStore(), case.build_module, 1)
+    setup = case.setup()
+    engine = Processes(setup, ClientStore(), case.build_module, 1)
     message = {"model": dict(case.model())}
     try:
         for index in range(2):
             moment = Moment(index, case.stream.round(index))
-            replies = engine.exchange(world.method.train_phase(), (0, 1, 2), message, moment)
+            replies = engine.exchange(setup.method.train_phase(), (0, 1, 2), message, moment)
             assert [(client, reply.samples) for client, reply in replies] == [(0, 2), (1, 10), (2, 30)]
     finally:
         engine.close()
@@ -83,7 +83,7 @@ def test_no_worker_can_be_ended_by_ctrl_c_however_young() -> None:
     """SIGINT is blocked or ignored from birth on (a terminal sends it to all processes of a command); of the parent it
     is not blocked."""
     case = bench("fedavg")
-    engine = Processes(case.world(), ClientStore(), case.build_module, 3)
+    engine = Processes(case.setup(), ClientStore(), case.build_module, 3)
     try:
         status = [Path(f"/proc/{crew.process.pid}/status").read_text() for crew in engine.crews]
     finally:
@@ -115,7 +115,7 @@ from tests.support.toy import Bench
 bench = Bench()
 armed.append(True)
 try:
-    Processes(bench.world(), ClientStore(), bench.build_module, 2)
+    Processes(bench.setup(), ClientStore(), bench.build_module, 2)
 except KeyboardInterrupt:
     sys.exit(7)
 """
@@ -132,12 +132,12 @@ def test_a_ctrl_c_during_a_fork_is_not_lost() -> None:
 
 def test_a_killed_worker_is_named() -> None:
     case = bench("fedavg")
-    world = case.world()
-    engine = Processes(world, ClientStore(), case.build_module, 2)
+    setup = case.setup()
+    engine = Processes(setup, ClientStore(), case.build_module, 2)
     os.kill(engine.crews[0].process.pid or 0, signal.SIGKILL)
     engine.crews[0].process.join()
     with pytest.raises(
         ClientError, match=r"client \d failed in phase 'train' of round 0: worker process \d+ was killed"
     ):
-        case.run(lambda world, store: engine)
+        case.run(lambda setup, store: engine)
     engine.close()

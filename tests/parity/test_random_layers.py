@@ -95,5 +95,5 @@ def test_a_resumed_run_equals_an_unbroken_one(module: type[nn.Module]) -> None:
 @pytest.mark.parametrize(("module", "draws"), [(Attention, True), (Residual, True), (Norm, False)])
 def test_such_networks_are_recognised(module: type[nn.Module], draws: bool) -> None:
     """On a GPU they get one slot: captured steps of several streams would share the generator's state."""
-    world = bench(module).world()
-    assert draws_globally(bench(module).build_module(), world) is draws
+    setup = bench(module).setup()
+    assert draws_globally(bench(module).build_module(), setup) is draws

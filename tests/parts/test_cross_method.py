@@ -110,7 +110,7 @@ def check_run(name: str, stream: Toy) -> None:
         assert [event["trained"] for event in training] == with_data
     shared = outcome.params.numel()  # none where only statistics of the features travel
     assert not shared or not torch.equal(outcome.params, bench.model()["params"])
-    check_scores(outcome, stream, stream.clients if bench.world().personal else 1)
+    check_scores(outcome, stream, stream.clients if bench.setup().personal else 1)
     if not any(isinstance(part, UsesTaskId) for part in bench.build_method().parts):  # then the network is the same
         assert all(seen <= own for row in outcome.state.rows.values() for _, _, seen, own in filter(None, row))
     for kept in (comparable(outcome.state), *outcome.clients.values()):

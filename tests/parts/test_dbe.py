@@ -141,7 +141,7 @@ def test_the_term_by_hand() -> None:
 
 
 def test_it_is_scored_with_the_vector() -> None:
-    assert Bench("feddbe").world().personal
+    assert Bench("feddbe").setup().personal
     outcome = Bench("feddbe", module=Norm).run()
     assert set(outcome.state.rows) == {0, 1} and outcome.state.rows[1][0][0] == 3 * 40
 

@@ -213,10 +213,10 @@ def test_computing_the_reference_changes_nothing(mode: str) -> None:
 
 def test_the_shared_model_is_the_same_before_and_after_the_reference() -> None:
     bench = gp(module=Norm, evaluation=EvalOptions(every=1))
-    world, saved = bench.world(), []
+    setup, saved = bench.setup(), []
     runner = Runner(
-        world,
-        bench.eager(world, ClientStore()),
+        setup,
+        bench.eager(setup, ClientStore()),
         bench.model(),
         bench.evaluation,
         save=lambda state, end: saved.append((state.round, state.position, tree.clone(state.model))),

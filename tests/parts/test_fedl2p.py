@@ -225,7 +225,7 @@ def test_norms_by_hand_equal_torchs() -> None:
 def test_the_base_is_fedavgs_and_the_meta_nets_move() -> None:
     outcome = Bench("fedl2p", QUICK).run()
     assert torch.allclose(outcome.params, Bench("fedavg").run().params, atol=1e-6)
-    first = FedL2P(hidden=5).server_slots(Bench("fedl2p", QUICK).world().server("init"))["meta"]
+    first = FedL2P(hidden=5).server_slots(Bench("fedl2p", QUICK).setup().server("init"))["meta"]
     meta = outcome.state.server["fedl2p"]["meta"]
     assert meta.shape == first.shape and not torch.equal(meta, first)
     assert (meta - first).abs().max() <= 4 * 3 * 1e-3 + 1e-6  # 4 rounds of 3 clamped steps at 1e-3, averaged
@@ -251,7 +251,7 @@ def test_the_base_rates_have_a_learning_rate_of_their_own() -> None:
     """1e-4 in the authors' code, against 1e-3 of the meta-nets; every step is clamped to 1."""
     bench = Bench("fedl2p", {"fedl2p": {"epochs": 2, "hidden": 5, "base_rate": 0.1}}, Toy(tasks=1, rounds_per_task=1))
     part = FedL2P(hidden=5, base_rate=0.1)
-    moved = (bench.run().state.server["fedl2p"]["meta"] - part.server_slots(bench.world().server("init"))["meta"]).abs()
+    moved = (bench.run().state.server["fedl2p"]["meta"] - part.server_slots(bench.setup().server("init"))["meta"]).abs()
     base, nets = moved[:4], moved[4:]
     assert 0 < base.max() <= 3 * 1e-4 + 1e-7
     assert part._steps(part.nets(bench.layout()))[:5].tolist() == pytest.approx([1e-4] * 4 + [1e-3])

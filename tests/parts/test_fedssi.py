@@ -353,7 +353,7 @@ def test_options_are_checked(option: str, value: Any) -> None:
 
 def test_draws_do_not_depend_on_who_else_runs() -> None:
     bench = Bench("fedssi")
-    world, moment = bench.world(), Moment(1, bench.stream.round(1))
-    keys = {world.client(k, Phase("consolidate"), moment, bench.trainer()).key("surrogate/order") for k in range(3)}
+    setup, moment = bench.setup(), Moment(1, bench.stream.round(1))
+    keys = {setup.client(k, Phase("consolidate"), moment, bench.trainer()).key("surrogate/order") for k in range(3)}
     assert len(keys) == 3
     assert np.all([key >= 0 for key in keys])

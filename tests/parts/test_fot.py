@@ -52,7 +52,7 @@ def transformed(bench: Bench, bases: dict[str, Tensor], new: Tensor) -> Tensor:
     server = {"model": bench.model(), "fot": {"bases": bases}}
     part = next(part for part in bench.build_method().parts if part.name == "fot")
     model: Model = {**bench.model(), "params": new}
-    return part.update_model(server, model, bench.world().server("train"))[1]["params"]
+    return part.update_model(server, model, bench.setup().server("train"))[1]["params"]
 
 
 def perturbed(bench: Bench) -> Tensor:
@@ -284,7 +284,7 @@ def test_the_threshold_rises_after_every_task() -> None:
     dense = torch.zeros(16, 80)
     dense[:, :16] = torch.eye(16)
     reduced = {"sketch": torch.cat([sketch, dense.reshape(-1)]), "outside": torch.ones(3)}
-    ctx = bench.world().server("subspace")
+    ctx = bench.setup().server("subspace")
     ranks = [
         phase_of(part, "subspace").update({"fot": {"finished": n}}, reduced, ctx)["bases"]["conv2.weight"].shape[1]
         for n in range(3)

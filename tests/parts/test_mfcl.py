@@ -197,10 +197,10 @@ def test_during_a_task_the_server_keeps_both_as_they_were() -> None:
 
 
 def generator_phase(case: Bench, server: dict[str, Tree], repeat: int = 0) -> Tree:
-    world = case.world()
+    setup = case.setup()
     index = case.stream.rounds_per_task - 1
-    ctx = world.server(PHASE, Moment(index, case.stream.round(index), repeat), case.trainer(world))
-    return phase_of(world.method.part("mfcl"), PHASE).update(server, {}, ctx)
+    ctx = setup.server(PHASE, Moment(index, case.stream.round(index), repeat), case.trainer(setup))
+    return phase_of(setup.method.part("mfcl"), PHASE).update(server, {}, ctx)
 
 
 def test_training_a_generator_changes_nothing_of_the_model() -> None:
@@ -390,8 +390,8 @@ def test_a_run_resumes_in_the_middle_of_generator_training(chunk: int) -> None:
             stopped.append(to_bytes(state.to_tree()))
             raise StopAt
 
-    world, store = case.world(), ClientStore()
-    runner = Runner(world, case.eager(world, store), case.model(), case.evaluation, save=save)
+    setup, store = case.setup(), ClientStore()
+    runner = Runner(setup, case.eager(setup, store), case.model(), case.evaluation, save=save)
     with pytest.raises(StopAt):
         runner.run()
     state = RunState.from_tree(from_bytes(stopped[0]))
@@ -480,8 +480,8 @@ def test_scoring_twice_gives_the_same_numbers_and_changes_nothing() -> None:
     case = bench(module=Norm)
     model = case.run(rounds=2).state.model
     before = clone(model)
-    world = case.world()
-    engine = case.eager(world, ClientStore())
+    setup = case.setup()
+    engine = case.eager(setup, ClientStore())
     spec = EvalSpec((0, 1), 2)
     assert torch.equal(engine.evaluate(model, spec), engine.evaluate(model, spec))
     assert equal(model, before)
@@ -489,7 +489,7 @@ def test_scoring_twice_gives_the_same_numbers_and_changes_nothing() -> None:
 
 def test_a_task_without_training_is_scored_with_the_first_model() -> None:
     case = bench().change(train=TrainOptions(0, 12, Optimizer(lr=0.1), logits="seen"))
-    engine = case.eager(case.world(), ClientStore())
+    engine = case.eager(case.setup(), ClientStore())
     counts = engine.evaluate(case.model(), EvalSpec((0,), 1))
     assert case.change(method="fedavg", options={}).run(rounds=2).state.rows[0][0] == counts[0].tolist()
 

@@ -358,13 +358,13 @@ def shares(kind: Any, size: int, tasks: int, clients: int = 400, samples: int = 
     stream = Toy(clients=clients, tasks=tasks + 1, rounds_per_task=1, samples=samples)
     running = bench(kind, size, stream=stream, module=Still)
     choose, counts = phase_of(running.build_method().part(NAME), "remember").run, np.zeros(tasks)
-    world, trainer = running.world(), running.trainer()
+    setup, trainer = running.setup(), running.trainer()
     new = running.new_client()
     data = [stream.data(0, task) for task in range(tasks)]
     for client in range(clients):
         state = new
         for task in range(tasks):
-            ctx = world.server("remember").at(round=task, client=client, trainer=trainer)
+            ctx = setup.server("remember").at(round=task, client=client, trainer=trainer)
             state = {NAME: choose(state, {}, data[task], ctx)[0]}
         counts += np.bincount(stored(state[NAME]).ids // 10_000, minlength=tasks)
     return counts / clients

@@ -285,8 +285,8 @@ def _until_repeat(case: Bench, repeat: int) -> Outcome:
         if state.repeat == repeat:
             raise Paused
 
-    store, world = ClientStore(), case.world()
-    runner = Runner(world, case.eager(world, store), case.model(), case.evaluation, save=save)
+    store, setup = ClientStore(), case.setup()
+    runner = Runner(setup, case.eager(setup, store), case.model(), case.evaluation, save=save)
     with pytest.raises(Paused):
         runner.run()
     return Outcome(runner.state, store, [])

@@ -15,13 +15,13 @@ from scipy import stats
 
 from everfed import methods
 from everfed.core.client import Reply
-from everfed.core.context import Context, World
+from everfed.core.context import Context, Setup
 from everfed.core.engine import Engine
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
 from everfed.core.phase import Phase
 from everfed.privacy.accountant import epsilon
-from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, check_world, clip_norm, private
+from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, check_setup, clip_norm, private
 from everfed.privacy.secure import secured
 from everfed.privacy.secure_engine import Secured
 from everfed.store.clients import ClientStore
@@ -213,8 +213,8 @@ def test_clipped_replies_are_added_under_masks_and_the_server_adds_the_noise() -
     plain = Bench("fedavg", stream=Toy(clients=4))
     both = replace(plain, method=lambda: secured(private(plain.build_method(), noise=0.1, seed=5)))
 
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(both.eager(world, store), world)
+    def engine(setup: Setup, store: ClientStore) -> Engine:
+        return Secured(both.eager(setup, store), setup)
 
     alone = protected(plain, noise=0.1, seed=5).run()
     assert torch.allclose(alone.params, both.run(engine).params, rtol=0, atol=1e-3)
@@ -240,10 +240,10 @@ def test_statistics_and_equalised_traffic_are_refused() -> None:
 
     bench = Bench(build, module=Norm)
     with pytest.raises(CompositionError, match="model.batchnorm = 'local'"):
-        check_world(bench.world())
-    check_world(replace(bench, train=replace(bench.train, batchnorm="local")).world())
+        check_setup(bench.setup())
+    check_setup(replace(bench, train=replace(bench.train, batchnorm="local")).setup())
     with pytest.raises(CompositionError, match="sync_every"):
-        check_world(replace(Bench(build), train=replace(bench.train, sync_every=2)).world())
+        check_setup(replace(Bench(build), train=replace(bench.train, sync_every=2)).setup())
 
 
 @pytest.mark.parametrize("options", [{"kind": "x"}, {"noise": 0.0}, {"clip": -1.0}, {"delta": 1.0}, {"budget": -1.0}])

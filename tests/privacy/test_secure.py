@@ -19,7 +19,7 @@ from torch import Tensor
 from everfed import CompositionError, Each, Phase, methods
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.events import Diverged
 from everfed.core.message import Message
@@ -214,18 +214,18 @@ def test_a_client_without_values_sends_as_much_as_the_others() -> None:
 # other engines -------------------------------------------------------------------------------------------------------
 def test_processes_and_wire_give_the_same_bits() -> None:
     own = protected(Bench("fedgp+der", stream=Toy(tasks=1)))
-    makes: list[Callable[[World, ClientStore], Engine]] = [
+    makes: list[Callable[[Setup, ClientStore], Engine]] = [
         own.eager,
-        lambda world, store: Processes(world, store, own.build_module, 2),
-        lambda world, store: Wire(own, {}),
+        lambda setup, store: Processes(setup, store, own.build_module, 2),
+        lambda setup, store: Wire(own, {}),
     ]
     ends = []
     for make in makes:
         made: list[Engine] = []
 
-        def engine(world: World, store: ClientStore, make: Any = make, made: list[Engine] = made) -> Engine:
-            made.append(make(world, store))
-            return Secured(made[0], world)
+        def engine(setup: Setup, store: ClientStore, make: Any = make, made: list[Engine] = made) -> Engine:
+            made.append(make(setup, store))
+            return Secured(made[0], setup)
 
         ends.append(own.run(engine).params)
         made[0].close()
@@ -235,8 +235,8 @@ def test_processes_and_wire_give_the_same_bits() -> None:
 def test_a_resumed_run_ends_in_the_same_bits() -> None:
     own = protected(Bench("fedgp+der"))
 
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(own.eager(world, store), world)
+    def engine(setup: Setup, store: ClientStore) -> Engine:
+        return Secured(own.eager(setup, store), setup)
 
     whole, stopped = own.run(engine), own.run(engine, rounds=2)
     store = ClientStore()
@@ -302,7 +302,7 @@ def test_options_validate_themselves(options: dict[str, Any], match: str) -> Non
 def test_values_beyond_the_clip_are_warned_about() -> None:
     warnings: list[Any] = []
     own = protected(Bench("fedavg", stream=Toy(tasks=1)), clip=0.05)
-    own.run(lambda world, store: Secured(own.eager(world, store), world, notify=warnings.append))
+    own.run(lambda setup, store: Secured(own.eager(setup, store), setup, notify=warnings.append))
     assert warnings and "outside [-clip, clip]" in warnings[0]["message"]
 
 
@@ -388,8 +388,8 @@ def test_clients_refuse_a_server_that_cheats(name: str) -> None:
     step, change, reason = CHEATS[name]
     own = protected(SMALL)
 
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(Cheat(own.eager(world, store), step=step, change=change), world)
+    def engine(setup: Setup, store: ClientStore) -> Engine:
+        return Secured(Cheat(own.eager(setup, store), step=step, change=change), setup)
 
     with pytest.raises(ClientError, match="client 0 failed") as caught:
         own.run(engine)
@@ -442,7 +442,7 @@ class Garbled(Flaky):
 def test_a_client_that_answers_garbage_is_left_out_and_named(step: str, values: dict[str, Any]) -> None:
     bench = Bench("fedavg", stream=Toy(tasks=1, rounds_per_task=1, clients=5))
     own = protected(bench, threshold=0.6)
-    outcome = own.run(lambda world, store: Secured(Garbled(own.eager(world, store), step=step, values=values), world))
+    outcome = own.run(lambda setup, store: Secured(Garbled(own.eager(setup, store), step=step, values=values), setup))
     plain = plain_run(bench, {"train": (0,)})
     assert torch.allclose(outcome.params, plain.params, rtol=0, atol=STEP)
     [event] = events(outcome, event="phase", phase="train")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everfed import Mean, Method, Part, Phase, methods
 from everfed.core.client import Reply
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.privacy import secure, shamir
@@ -52,8 +52,8 @@ def run(
     """(the run, what the server was warned of)."""
     own, warned = protected(BENCH, threshold=0.6), []  # type: ignore[var-annotated]
 
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(Lying(own.eager(world, store), lost or {}, step=step, lie=lie), world, notify=warned.append)
+    def engine(setup: Setup, store: ClientStore) -> Engine:
+        return Secured(Lying(own.eager(setup, store), lost or {}, step=step, lie=lie), setup, notify=warned.append)
 
     return own.run(engine), warned
 
@@ -172,8 +172,8 @@ def test_two_liars_in_two_attempts_are_both_left_out() -> None:
                     reply = replace(reply, values={NAME: {"keys": OFF_CURVE}})
                 yield client, reply
 
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(Two(own.eager(world, store), step=SHARE, lie=key("letters", changed)), world)
+    def engine(setup: Setup, store: ClientStore) -> Engine:
+        return Secured(Two(own.eager(setup, store), step=SHARE, lie=key("letters", changed)), setup)
 
     outcome = own.run(engine)
     assert set(absences(outcome)) == {"0", "1"} and near(outcome, without(0, 1))
@@ -247,8 +247,8 @@ def divided(
 ) -> Outcome:
     own = protected(BENCH, threshold=threshold)
 
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(Divided(own.eager(world, store), lost or {}, step=step, some=some, change=change), world)
+    def engine(setup: Setup, store: ClientStore) -> Engine:
+        return Secured(Divided(own.eager(setup, store), lost or {}, step=step, some=some, change=change), setup)
 
     return own.run(engine)
 

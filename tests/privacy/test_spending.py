@@ -14,7 +14,7 @@ import torch
 import everfed
 from everfed import privacy
 from everfed.core.client import Reply
-from everfed.core.context import World
+from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
@@ -124,8 +124,8 @@ def test_a_participation_under_secure_aggregation_is_charged_once(tmp_path: Path
 
     bench = replace(PLAIN, method=both)
 
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(bench.eager(world, store), world)
+    def engine(setup: Setup, store: ClientStore) -> Engine:
+        return Secured(bench.eager(setup, store), setup)
 
     outcome: Outcome = bench.run(engine)
     book = ClientLedger(tmp_path, budget=100.0)
@@ -197,9 +197,9 @@ def test_a_private_federation_with_a_seed_equals_the_private_simulation(tmp_path
 def test_ranks_with_a_secret_key_are_refused() -> None:
     """Every rank makes the server's first state, and a secret key would differ from rank to rank."""
 
-    world = protected(noise=1.0).world()
+    setup = protected(noise=1.0).setup()
     with pytest.raises(CompositionError, match=r"needs privacy\.dp\.seed"):
-        privacy.wrap(Ranks(PLAIN.eager(world, ClientStore()), None), world, "cpu", lambda event: None)  # type: ignore[arg-type]
+        privacy.wrap(Ranks(PLAIN.eager(setup, ClientStore()), None), setup, "cpu", lambda event: None)  # type: ignore[arg-type]
 
 
 # the file ------------------------------------------------------------------------------------------------------------

@@ -150,12 +150,12 @@ def test_memories_keep_images_with_their_boxes_and_raw_outputs(tmp_path: Path) -
     from everfed.session import assemble
 
     assembly = assemble(Recipe.model_validate(recipe("fedgp+der")))
-    assert assembly.world.facts.outputs == (5, 10, 2, 3)
+    assert assembly.setup.facts.outputs == (5, 10, 2, 3)
     from everfed.engines.eager import Eager
     from everfed.store.clients import ClientStore
 
     store = ClientStore(tmp_path)
-    engine = Eager(assembly.world, store, assembly.build_module)
+    engine = Eager(assembly.setup, store, assembly.build_module)
     phase = assembly.method.train_phase()
     from everfed.core.message import MODEL
 

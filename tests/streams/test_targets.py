@@ -15,7 +15,7 @@ import everfed
 from everfed import methods, streams
 from everfed.cli import app
 from everfed.core import tree
-from everfed.core.context import TrainOptions, World
+from everfed.core.context import Setup, TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.runner import EvalOptions
 from everfed.core.stream import Stream
@@ -280,8 +280,8 @@ CASES = [
 def on_processes(case: Bench) -> Outcome:
     engines: list[Processes] = []
 
-    def build(world: World, store: ClientStore) -> Processes:
-        engines.append(Processes(world, store, case.build_module, 2))
+    def build(setup: Setup, store: ClientStore) -> Processes:
+        engines.append(Processes(setup, store, case.build_module, 2))
         return engines[0]
 
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everfed import Method, Model, Phase, Trainer
 from everfed.core.client import Reply
-from everfed.core.context import Moment, World
+from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, Engine
 from everfed.core.message import Message
 from everfed.core.scoring import EvalSpec
@@ -67,14 +67,14 @@ def protected(bench: Bench, **options: Any) -> Bench:
 def secure_run(bench: Bench, lost: Lost | None = None, seen: list[Any] | None = None, **options: Any) -> Outcome:
     own = protected(bench, **options)
 
-    def engine(world: World, store: ClientStore) -> Engine:
-        return Secured(Flaky(own.eager(world, store), lost or {}, [] if seen is None else seen), world)
+    def engine(setup: Setup, store: ClientStore) -> Engine:
+        return Secured(Flaky(own.eager(setup, store), lost or {}, [] if seen is None else seen), setup)
 
     return own.run(engine)
 
 
 def plain_run(bench: Bench, lost: Lost | None = None) -> Outcome:
-    return bench.run(lambda world, store: Flaky(bench.eager(world, store), lost or {}))
+    return bench.run(lambda setup, store: Flaky(bench.eager(setup, store), lost or {}))
 
 
 def events(outcome: Outcome, **wanted: Any) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everfed import methods, models
 from everfed.core.client import new_state
-from everfed.core.context import Context, Facts, Moment, TrainOptions, World
+from everfed.core.context import Context, Facts, Moment, Setup, TrainOptions
 from everfed.core.data import Data
 from everfed.core.engine import Engine
 from everfed.core.layout import Layout, attach
@@ -289,10 +289,10 @@ class Bench:
         _, layout, vectors = self._start()
         return {**vectors, "params": vectors["params"][: layout.shared]}
 
-    def world(self) -> World:
+    def setup(self) -> Setup:
         method, layout, vectors = self._start()
         facts = self._facts(layout, vectors["params"][layout.shared :])
-        return World(method, self.stream, facts, self.train, self.seed)
+        return Setup(method, self.stream, facts, self.train, self.seed)
 
     def _start(self) -> tuple[Method, Layout, Model]:
         """A method with the layout and the first weights of its network, those that stay on clients included."""
@@ -317,35 +317,35 @@ class Bench:
             task_ids=stream.task_ids,
         )
 
-    def trainer(self, world: World | None = None) -> Trainer:
-        return Eager(world or self.world(), ClientStore(), self.build_module).trainer
+    def trainer(self, setup: Setup | None = None) -> Trainer:
+        return Eager(setup or self.setup(), ClientStore(), self.build_module).trainer
 
     def context(self, client: int = 0, round_index: int = 0, phase: str = "train") -> Context:
         """What a hook on `client` is given in a round."""
-        moment, world = Moment(round_index, self.stream.round(round_index)), self.world()
-        return world.client(client, Phase(phase), moment, self.trainer(world))
+        moment, setup = Moment(round_index, self.stream.round(round_index)), self.setup()
+        return setup.client(client, Phase(phase), moment, self.trainer(setup))
 
     def new_client(self, client: int = 0) -> State:
         """The state of a client that was never called."""
         return new_state(self.build_method(), self.context(client))
 
-    def eager(self, world: World, store: ClientStore) -> Engine:
-        return Eager(world, store, self.build_module)
+    def eager(self, setup: Setup, store: ClientStore) -> Engine:
+        return Eager(setup, store, self.build_module)
 
     def run(
         self,
-        engine: Callable[[World, ClientStore], Engine] | None = None,
+        engine: Callable[[Setup, ClientStore], Engine] | None = None,
         *,
         state: RunState | None = None,
         store: ClientStore | None = None,
         rounds: int | None = None,
     ) -> Outcome:
         """Run to the end of the stream, or until `rounds` rounds are over; from `state` and `store` when given."""
-        world, store = self.world(), ClientStore() if store is None else store
+        setup, store = self.setup(), ClientStore() if store is None else store
         events: list[Event] = []
         runner = Runner(
-            world,
-            (engine or self.eager)(world, store),
+            setup,
+            (engine or self.eager)(setup, store),
             self.model(),
             self.evaluation,
             notify=events.append,

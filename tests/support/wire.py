@@ -76,9 +76,9 @@ class Wire(Engine):
     def _call(self, phase: Phase, client: int, sent: bytes | None, moment: Moment) -> bytes:
         message = None if sent is None else message_from_tree(from_bytes(sent))
         state: State | None = from_bytes(self.states[client]) if client in self.states else None
-        world = self.bench.world()
-        phase = world.method.phases_by_name()[phase.name]  # its functions, too, belong to the fresh method
-        state, reply = call(world, self.bench.trainer(world), phase, client, state, message, moment)
+        setup = self.bench.setup()
+        phase = setup.method.phases_by_name()[phase.name]  # its functions, too, belong to the fresh method
+        state, reply = call(setup, self.bench.trainer(setup), phase, client, state, message, moment)
         self.states[client] = to_bytes(state)
         return to_bytes(reply_to_tree(reply))
 
@@ -86,7 +86,7 @@ class Wire(Engine):
         return self.bench.trainer()
 
     def evaluate(self, model: Model, spec: EvalSpec) -> Tensor:
-        spec, held_out = EvalSpec.from_tree(crossed(spec.to_tree())), self.bench.world().held_out
+        spec, held_out = EvalSpec.from_tree(crossed(spec.to_tree())), self.bench.setup().held_out
         return score_tasks(self.bench.trainer(), held_out, crossed(dict(model)), spec)
 
     def describe(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def run_over_wire(bench: Bench) -> Outcome:
 
 def _one_phase(bench: Bench, states: dict[int, bytes], events: list[Any], state: RunState | None) -> RunState:
     runner = Runner(
-        bench.world(), Wire(bench, states), bench.model(), bench.evaluation, events.append, _stop, state=state
+        bench.setup(), Wire(bench, states), bench.model(), bench.evaluation, events.append, _stop, state=state
     )
     with suppress(Paused):
         runner.run()
