@@ -40,6 +40,7 @@ def environment(home: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    from everfed.federation.local import answers, control_socket
     from everfed.federation.superlink import Security, Settings
 
     base = tmp_path_factory.mktemp("site")
@@ -52,7 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     (base / "link").mkdir()
     command = Settings(HOST, port, base / "link", files).command()
     with process(command, base / "superlink.log", environment(base / "flwr")):
-        wait(lambda: listens(port), (base / "superlink.log").read_text())
+        wait(lambda: listens(port) and answers(control_socket(port)), (base / "superlink.log").read_text())
         register(pki, port, "site-a")
         with proxied(base / "nginx", pki, port) as outside:
             yield Site(pki, port, outside, base / "superlink.log")

@@ -15,7 +15,7 @@ import pytest
 import everfed
 
 COMMAND = ("reproduce", "fedgp/table1", "--scale", "small", "--columns", "MNIST", "--methods", "fedavg,fedgp")
-OPTIONS = ("--seeds", "1", "--engine", "eager", "--checkpoint-every", "0", "--out", "table")
+OPTIONS = ("--seeds", "1", "--jobs", "1", "--engine", "eager", "--checkpoint-every", "0", "--out", "table")
 
 
 def command(data: Path) -> list[str]:
