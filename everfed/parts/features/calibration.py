@@ -42,6 +42,7 @@ from everfed.core.client import synchronises
 from everfed.parts.features.statistics import (
     ReplacesHead,
     class_moments,
+    class_numbers,
     columns_of,
     feature_rows,
     head_entries,
@@ -162,9 +163,10 @@ class CCVR(Calibration):
         return None, {**{key: value.long() for key, value in sent.items()}, "classes": classes}
 
     def _add(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        if reduced.get("counts") is None:
+        classes = None if reduced.get("counts") is None else class_numbers(reduced["classes"], ctx.facts.classes)
+        if classes is None:
             return None
-        held, classes = server.get(self.name, {}), reduced["classes"]
+        held = server.get(self.name, {})
         total = {key: of_all_classes(reduced[key], classes, ctx.facts.classes) for key in _MOMENTS}
         return {key: value + held[key] if held else value for key, value in total.items()}
 

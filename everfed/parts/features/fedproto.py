@@ -38,7 +38,7 @@ from everfed import (
 )
 from everfed.core.client import synchronises
 from everfed.core.pieces import TrainsPieces
-from everfed.parts.features.statistics import class_moments, of_all_classes, task_classes
+from everfed.parts.features.statistics import class_moments, class_numbers, of_all_classes, task_classes
 from everfed.parts.shared.checks import at_least, one_of
 from everfed.parts.shared.features import keep_features, kept_features
 
@@ -96,9 +96,10 @@ class FedProto(Part):
         return {"sums": Sum(), "counts": Sum(), "classes": Mean()}
 
     def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        if reduced.get("sums") is None:
+        classes = None if reduced.get("sums") is None else class_numbers(reduced["classes"], ctx.facts.classes)
+        if classes is None:
             return None
-        own, classes = server.get(self.name), reduced["classes"].long()
+        own = server.get(self.name)
         sums, counts = (of_all_classes(reduced[key], classes, ctx.facts.classes) for key in ("sums", "counts"))
         means, there = (sums / counts.clamp(min=1).unsqueeze(1)).float(), counts > 0
         if own:

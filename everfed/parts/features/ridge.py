@@ -62,6 +62,7 @@ from everfed.core.pieces import TrainsPieces
 from everfed.parts.features.statistics import (
     MOST_SAMPLES,
     ReplacesHead,
+    class_numbers,
     columns_of,
     feature_rows,
     head_entries,
@@ -228,11 +229,12 @@ class Ridge(ReplacesHead):
     # the head --------------------------------------------------------------------------------------------------------
     def _add(self, server: State, reduced: Tree, ctx: Context) -> Slots:
         """G and Q of all clients and tasks so far, and the head that they give."""
-        if reduced.get("counts") is None:
+        classes = None if reduced.get("counts") is None else class_numbers(reduced["classes"], ctx.facts.classes)
+        if classes is None:
             return None
         if self.groups:
             reduced = self._estimated(reduced, ctx)
-        held, classes = server.get(self.name, {}), reduced["classes"].long()
+        held = server.get(self.name, {})
         size, kind = reduced["products"].shape[1], reduced["gram"].dtype
         products = torch.zeros(self.pairs, size, ctx.facts.classes, dtype=kind)
         counts = torch.zeros(self.pairs, ctx.facts.classes, dtype=kind)

@@ -145,6 +145,14 @@ def task_classes(ctx: Context) -> Tensor:
     return torch.arange(ctx.facts.classes) if hidden else torch.tensor(stream.labels(task))
 
 
+def class_numbers(mean: Tensor, count: int) -> Tensor | None:
+    """The classes that clients sent sums of, from the mean of their numbers; None where they are no classes, because a
+    client sent other numbers than all others: nothing can be made of the sums then."""
+    numbers = mean.round().long()
+    valid = ((numbers >= 0) & (numbers < count)).all() and len(numbers.unique()) == len(numbers)
+    return numbers if valid else None
+
+
 def of_all_classes(rows: Tensor, classes: Tensor, count: int) -> Tensor:
     """(count, ...) the rows of some classes, and zeros for the others."""
     found = rows.new_zeros(count, *rows.shape[1:])
