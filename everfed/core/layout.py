@@ -175,6 +175,11 @@ class AdaptsNetwork(Protocol):
         """Change `module` in place, the same way in every process; ctx.facts.layout is the network's before it."""
 
 
+def head_name(module: nn.Module) -> str:
+    """The name of the weight of the head, the last linear layer; trainable or not."""
+    return [n for n, p in module.named_parameters() if p.dim() == 2 and not n.startswith(EXTRAS)][-1]
+
+
 def registered(part: str, name: str, personal: bool) -> str:
     """The name under which a module lists a parameter that a part added."""
     return EXTRAS + f"{_scope(personal)}/{part}/{name}".replace(".", "_")

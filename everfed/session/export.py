@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from everfed.core.layout import head_name
 from everfed.models import lora
 from everfed.models.pretrained import HuggingFace
-from everfed.parts.shared.features import head_name
 from everfed.session.handover import Description, HandoverError, check_shared, normalised
 
 SAMPLES = 4  # that the exported network is compared on

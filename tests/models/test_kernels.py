@@ -16,7 +16,8 @@ from everfed.core.layout import Entry, Layout
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels run on the GPU here: tests/gpu/test_fused.py"
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs TRITON_INTERPRET=1, or see tests/gpu/test_fused.py",
 )
 
 

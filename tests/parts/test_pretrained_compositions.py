@@ -73,7 +73,17 @@ TOGETHER: dict[str, Parts] = {
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+QUICK = {
+    "FedGP, DER++, LoRA",
+    "FedGP, replay, CODA",
+    "DER, DualPrompt",
+    "FedAdam, LoRM",
+    "FedL2P on attention",
+    "RegMean, HGP",
+}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TOGETHER])
 def test_compositions_give_the_same_bits_over_bytes_and_after_resuming(name: str) -> None:
     case = bench(TOGETHER[name])
     eager = case.run()

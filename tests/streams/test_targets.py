@@ -49,7 +49,7 @@ WORK_WITH_ANY_LOSS = ("fedavg", "fedprox", "er", "der", "der++", "agem", "ewc", 
 NEED_CLASSES = (
     *("lwf", "fedlwf2t", "mfcl", "glfc", "fedcil", "af-fcl", "target", "lander", "fedweit", "ogd", "fedas"),
     *("stamp", "stamp-temporal", "pilora"),
-    *("herding", "ridge", "ranpac", "fedproto", "fedproto-personal", "ccvr", "hgp"),
+    *("herding", "ridge", "ranpac", "fedproto", "fedproto-personal", "ccvr", "hgp", "prompt-hgp"),
 )
 
 

@@ -58,6 +58,7 @@ from everfed import (
     overrides,
 )
 from everfed.core import random
+from everfed.core.layout import head_name
 from everfed.core.pieces import TrainsPieces
 from everfed.parts.features.statistics import (
     MOST_SAMPLES,
@@ -73,7 +74,7 @@ from everfed.parts.features.statistics import (
     triangle,
 )
 from everfed.parts.shared.checks import at_least, one_of, positive
-from everfed.parts.shared.features import head_name, head_weight
+from everfed.parts.shared.features import head_weight
 
 GRID = tuple(10.0**exponent for exponent in range(-8, 9))
 _STEP_HOOKS = ("batches", "objective", "loss", "gradient", "after")

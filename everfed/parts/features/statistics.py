@@ -30,9 +30,9 @@ from everfed import (
     on_device,
     overrides,
 )
-from everfed.core.layout import KeepsLayers, KeepsParameters
+from everfed.core.layout import KeepsLayers, KeepsParameters, head_name
 from everfed.core.message import MODEL
-from everfed.parts.shared.features import head, head_inputs, head_name, head_weight
+from everfed.parts.shared.features import head, head_inputs, head_weight
 from everfed.parts.shared.layers import in_precision
 
 LARGEST = 2**14  # of a rounded feature, in steps

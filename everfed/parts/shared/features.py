@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed import CompositionError, Entry, Layout, Model, Step, Trainer
-from everfed.core.layout import EXTRAS
+from everfed.core.layout import EXTRAS, head_name
 from everfed.parts.shared.layers import in_precision
 
 CHUNK = 1000  # samples at once in a pass over a client's data
@@ -38,11 +38,6 @@ def head_entries(layout: Layout) -> list[Entry]:
 def head(module: nn.Module) -> nn.Module:
     """The head itself."""
     return module.get_submodule(head_name(module).rpartition(".")[0])
-
-
-def head_name(module: nn.Module) -> str:
-    """The name of the head's weight, trainable or not."""
-    return [n for n, p in module.named_parameters() if p.dim() == 2 and not n.startswith(EXTRAS)][-1]
 
 
 def through_head(
