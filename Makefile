@@ -39,9 +39,8 @@ install: $(RUN_STAMP)
 demo: $(RUN_STAMP)
 	$(BIN)/everfed demo
 
-# three at a time on two cores: tests of processes and pages wait a good part of their time
 test: $(DEV_STAMP)
-	$(PYTEST) -n 3 --dist worksteal
+	$(PYTEST) -n 2 --dist worksteal
 
 slow: $(DEV_STAMP)
 	$(PYTEST) -n 2 --dist worksteal -m slow --timeout 7200
@@ -57,7 +56,7 @@ newest:
 
 times: $(DEV_STAMP)
 	rm -f .cpu-times
-	-EVERFED_CPU_TIMES=$(CURDIR)/.cpu-times $(PYTEST) -n 3 --dist worksteal
+	-EVERFED_CPU_TIMES=$(CURDIR)/.cpu-times $(PYTEST) -n 2 --dist worksteal
 	$(BIN)/python tests/support/cpu.py .cpu-times
 
 skips: $(DEV_STAMP)
