@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.kernels import load_kernels
+from everfed.kernels import load_kernels
 
-kernel = load_kernels("everfed.core.loss_kernel")
+kernel = load_kernels("everfed.kernels.loss")
 
 
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from everfed.core.kernels import load_kernels
 from everfed.core.layout import Layout
 from everfed.core.phase import Model
+from everfed.kernels import load_kernels
 
-sgd_kernel = load_kernels("everfed.core.sgd_kernel")
+sgd_kernel = load_kernels("everfed.kernels.sgd")
 _LOW = (_ConvNd, nn.Linear)  # layers that run in bfloat16: matrix units do their work
 
 
@@ -52,7 +52,7 @@ class Replica:
             isinstance(m, _BatchNorm) or getattr(m, "mixes_samples", False) for m in module.modules()
         )
         self.low: Tensor | None = None
-        self._update: Any = None  # everfed.core.sgd_kernel.Update
+        self._update: Any = None  # everfed.kernels.sgd.Update
         if precision == "bf16":
             self._lower()
 

@@ -145,17 +145,3 @@ def correct_counts(logits: Tensor, labels: Tensor, seen: Tensor, task: Tensor, k
     """
     masks = dict(zip(RULES, (None, seen, task), strict=True))
     return {rule: hits(logits, labels, mask, k).sum() for rule, mask in masks.items()}
-
-
-def counts_by_task(hit: Tensor, task_ids: Tensor, tasks: int) -> Tensor:
-    """(tasks, 2) int64, columns correct and scored: a row of the accuracy matrix from a batch that mixes tasks.
-
-    hit: (n,) bool. task_ids: (n,) int64. Add the counts of batches and clients, then divide: that is the LTP rule.
-    """
-    member = task_ids.unsqueeze(-1) == torch.arange(tasks, device=task_ids.device)
-    return torch.stack([(member & hit.unsqueeze(-1)).sum(0), member.sum(0)], dim=-1)
-
-
-def accuracies_from_counts(counts: Iterable[tuple[int, int]]) -> list[float | None]:
-    """One row of the accuracy matrix from (correct, scored) pairs on the host; None where nothing was scored."""
-    return [correct / scored if scored else None for correct, scored in counts]

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from everfed.core.kernels import load_kernels
+from everfed.kernels import load_kernels
 
-kernels = load_kernels("everfed.models.batchnorm_kernels")
-pooling = load_kernels("everfed.models.pooling_kernels")
-thin = load_kernels("everfed.models.thin_kernels")
+kernels = load_kernels("everfed.kernels.batchnorm")
+pooling = load_kernels("everfed.kernels.pooling")
+thin = load_kernels("everfed.kernels.thin")
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 

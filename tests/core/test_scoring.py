@@ -118,28 +118,6 @@ def test_a_model_that_diverged_is_wrong() -> None:
     assert not scoring.hits(torch.tensor([[torch.nan, 1.0, 0.0]]), torch.tensor([0])).any()
 
 
-def test_counts_by_task_give_a_row_of_the_matrix() -> None:
-    hit = torch.tensor([True, False, True, True])
-    counts = scoring.counts_by_task(hit, torch.tensor([0, 0, 2, 2]), 3)
-    assert counts.tolist() == [[1, 2], [0, 0], [2, 2]]
-    assert scoring.accuracies_from_counts(counts.tolist()) == [0.5, None, 1.0]
-
-
-def test_clients_pool_counts_not_accuracies() -> None:
-    """A task pool: client 0 scores 1 of 1 on its task, client 1 scores 0 of 3; together 1 of 4."""
-    one = scoring.counts_by_task(torch.tensor([True]), torch.tensor([0]), 1)
-    two = scoring.counts_by_task(torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1)
-    assert scoring.accuracies_from_counts((one + two).tolist()) == [0.25]
-
-
-@given(scored())
-def test_batches_add_up(batch) -> None:
-    logits, labels, tasks = batch
-    whole = scoring.counts_by_task(scoring.hits(logits, labels), tasks, len(BLOCKS))
-    parts = zip(logits.split(3), labels.split(3), tasks.split(3), strict=True)
-    assert torch.equal(sum(scoring.counts_by_task(scoring.hits(x, y), t, len(BLOCKS)) for x, y, t in parts), whole)
-
-
 def test_token_logits_are_scored_token_by_token() -> None:
     logits = torch.eye(5).expand(2, 5, 5)
     assert scoring.hits(logits, torch.arange(5).expand(2, 5)).shape == (2, 5)
@@ -152,10 +130,7 @@ def test_nothing_is_read_back_from_the_device() -> None:
     labels = torch.empty(8, dtype=torch.int64, device="meta")
     mask = torch.empty(CLASSES, dtype=torch.bool, device="meta")
     counts = scoring.correct_counts(logits, labels, mask, mask.expand(8, CLASSES), k=5)
-    by_task = scoring.counts_by_task(scoring.hits(logits, labels), labels, 3)
     assert all(count.device.type == "meta" and count.shape == () for count in counts.values())
-    assert by_task.device.type == "meta"
-    assert by_task.shape == (3, 2)
 
 
 @pytest.mark.gpu
@@ -167,7 +142,6 @@ def test_no_host_synchronisation_on_a_gpu() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         scoring.correct_counts(logits, labels, mask, mask, k=5)
-        scoring.counts_by_task(scoring.hits(logits, labels), labels, 8)
     finally:
         torch.cuda.set_sync_debug_mode(previous)
 

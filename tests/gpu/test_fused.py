@@ -10,17 +10,17 @@ from torch.nn import functional
 from everfed import Optimizer, TrainOptions, models
 from everfed.core import loss
 from everfed.core.context import Setup
-from everfed.core.kernels import load_kernels
 from everfed.core.layout import Layout
 from everfed.core.replica import Replica
 from everfed.engines import captured
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
+from everfed.kernels import load_kernels
 from everfed.models import fused
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Toy
 
-sgd_kernel = load_kernels("everfed.core.sgd_kernel")
+sgd_kernel = load_kernels("everfed.kernels.sgd")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or fused.kernels is None, reason="needs a CUDA device and Triton"),

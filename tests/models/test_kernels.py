@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def batchnorm() -> ModuleType:
-    return importlib.import_module("everfed.models.batchnorm_kernels")
+    return importlib.import_module("everfed.kernels.batchnorm")
 
 
 def maps(*shape: int) -> Tensor:
@@ -78,7 +78,7 @@ def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> N
 @pytest.mark.parametrize("shape", [(3, 16, 6, 8), (2, 32, 7, 5)])
 def test_bias_relu_and_pooling(batchnorm, shape, flat) -> None:
     """Small whole numbers, so that equal elements of a window, zeros and an odd last row and column are all there."""
-    pooling = importlib.import_module("everfed.models.pooling_kernels")
+    pooling = importlib.import_module("everfed.kernels.pooling")
     torch.manual_seed(0)
     x = torch.randint(-3, 4, shape).float().contiguous(memory_format=torch.channels_last).requires_grad_()
     bias = torch.randint(-2, 3, shape[1:2]).float().requires_grad_()
@@ -95,7 +95,7 @@ def test_bias_relu_and_pooling(batchnorm, shape, flat) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_sgd_of_gradients_of_mixed_types(momentum: float) -> None:
     """p - rate (g + decay p), with momentum p - rate (momentum v + g + decay p), in numbers that float32 holds."""
-    kernel = importlib.import_module("everfed.core.sgd_kernel")
+    kernel = importlib.import_module("everfed.kernels.sgd")
     torch.manual_seed(0)
     sizes = (5000, 3, 16)  # more than one block, and starts that are no multiple of anything
     entries = tuple(Entry(str(i), (size,), (1,), sum(sizes[:i]), size) for i, size in enumerate(sizes))
@@ -117,7 +117,7 @@ def test_sgd_of_gradients_of_mixed_types(momentum: float) -> None:
 @pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(1, 32, 5, 2), (3, 16, 3, 0)])
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_a_convolution_of_few_inputs(inputs: int, outputs: int, side: int, padding: int, order) -> None:
-    thin = importlib.import_module("everfed.models.thin_kernels")
+    thin = importlib.import_module("everfed.kernels.thin")
     torch.manual_seed(0)
     convolution = nn.Conv2d(inputs, outputs, side, padding=padding, bias=False).double().to(memory_format=order)
     assert thin.fits(convolution)
@@ -133,7 +133,7 @@ def test_a_convolution_of_few_inputs(inputs: int, outputs: int, side: int, paddi
 
 
 def test_which_convolutions_have_few_inputs() -> None:
-    thin = importlib.import_module("everfed.models.thin_kernels")
+    thin = importlib.import_module("everfed.kernels.thin")
     assert not any(
         thin.fits(convolution)
         for convolution in (
@@ -151,7 +151,7 @@ def test_which_convolutions_have_few_inputs() -> None:
 @pytest.mark.parametrize("shape", [(5, 3), (32, 10)])
 def test_cross_entropy_and_its_gradient(shape: tuple[int, int]) -> None:
     """Also with a target that does not count and logits that are left out."""
-    kernel = importlib.import_module("everfed.core.loss_kernel")
+    kernel = importlib.import_module("everfed.kernels.loss")
     torch.manual_seed(0)
     logits, y = 10 * torch.randn(shape), torch.randint(0, shape[1] - 1, shape[:1])
     logits[:, -1], y[1] = -torch.inf, kernel.IGNORED

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from everfed.core.layout import Layout
 
 BLOCK = 4096
 MOST = 128  # parameters: the addresses of their gradients are arguments of the kernel
@@ -73,7 +72,8 @@ def _descend(
 class Update:
     """params -= rate (gradient + decay params), with momentum where there is a velocity. Made once for a model."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Any, device: torch.device) -> None:
+        """layout: the model's everfed.core.layout.Layout."""
         self.entries = layout.params
         self.unit = math.gcd(8, *(entry.start for entry in self.entries))
         self.device = device

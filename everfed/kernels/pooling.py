@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everfed.models.batchnorm_kernels import _is_last, _power, _total, _width
+from everfed.kernels.batchnorm import _is_last, _power, _total, _width
 
 _WINDOWS = 64  # of one program, in the forward pass
 
