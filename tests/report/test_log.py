@@ -187,6 +187,8 @@ def test_a_tail_begins_anew_with_another_file(tmp_path: Path, how: str) -> None:
         os.replace(tmp_path / "other", path)
     assert tail.poll()
     assert tail.log.rounds_done == (0 if how == "cut" else 9)
+    assert tail.log.lines == (1 if how == "cut" else 10)  # the new file's, and not those that were read before
+    assert not tail.poll()
 
 
 def test_buffers_by_task() -> None:
