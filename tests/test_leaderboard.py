@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,10 +16,13 @@ from typer.testing import CliRunner
 
 from everfed import api, methods
 from everfed.cli import app
+from everfed.commands.leaderboard import _kept_samples
+from everfed.comparison.cells import Outcome
 from everfed.errors import UserError, is_user_error
 from everfed.leaderboard import page, pareto, records, tuning
 from everfed.leaderboard.pareto import Point, front
 from everfed.recipe import read, settled
+from everfed.store.lock import Locked, locked
 
 STREAMS = ("rotated-digits", "split-digits", "cifar100")
 
@@ -118,10 +122,33 @@ def test_a_record_in_literal_numbers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rotated-digits" / "er.json").read_text()) == record
 
 
+def test_stored_samples_are_those_of_a_client_at_the_end(tmp_path: Path) -> None:
+    """At the end of the second task four clients hold 30 + 50 samples together."""
+    lines = [{"event": "buffer", "round": at, "by_task": counts} for at, counts in ((1, [60, 0]), (3, [30, 50]))]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cell = SimpleNamespace(folder=tmp_path)
+    assert _kept_samples(Outcome(cell, {"stream": {"clients": 4}})) == 20.0  # type: ignore[arg-type]
+
+
 def test_what_is_there_stays(tmp_path: Path) -> None:
     added(tmp_path, "er", "tests", 0, records.measured(result(0.5), "", None))
     record = added(tmp_path, "er", "tests", 0, records.measured(result(0.9), "", None))
     assert records.mean(record, "acc") == 0.5
+
+
+def test_between_reading_and_writing_a_record_no_other_process_has_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, lock = records.opened, tmp_path / STREAMS[0] / ".fedavg.json.lock"
+
+    def refused(*arguments: Any) -> records.Record:
+        with pytest.raises(Locked), locked(lock):
+            pass
+        return opened(*arguments)
+
+    monkeypatch.setattr(records, "opened", refused)
+    assert len(added(tmp_path, "fedavg", "tests", 0, {"problem": ""})["tests"]) == 1
+    assert not lock.exists()
 
 
 def test_failures_are_forgotten_and_with_a_try_the_tests(tmp_path: Path) -> None:
