@@ -204,6 +204,16 @@ def test_the_table_has_the_best_first_and_what_is_needed_beside_it(board: Path) 
     assert page.failures(records.read_all(board)) == [("ewc", "the loss is not finite")]
 
 
+def test_a_point_is_at_the_bytes_of_both_directions_or_at_the_stored_samples(board: Path) -> None:
+    """100 bytes up and 50 down; ideal stores all samples and has no place among the others."""
+    found = records.read_all(board)
+    assert {point.name: point.cost for point in page.points(found, pareto.BYTES)} == {
+        name: 150.0 for name in ("er", "fedala †", "fedavg", "ideal")
+    }
+    by_samples = {point.name: point.cost for point in page.points(found, pareto.SAMPLES)}
+    assert by_samples == {"er": 40.0, "fedala †": 0.0, "fedavg": 0.0}
+
+
 def test_tries_that_ended_without_a_number_are_named_with_the_kind_of_reason(board: Path) -> None:
     problems = [
         "CUDA out of memory. Tried",
