@@ -87,6 +87,8 @@ def test_comparison_run_and_report(tmp_path: Path) -> None:
         asked = f"run={quote('deep/a b')}&run=c"
         status, _, body = get(port, f"/api/compare?{asked}&what=acc_t")
         assert status == 200 and body.count(b"<polyline") == 2
+        status, _, body = get(port, "/api/compare?run=c&what=loss&first=3&last=5")
+        assert status == 200 and b'data-frame="3 5 ' in body
         status, _, body = get(port, "/api/run?id=c")
         assert status == 200 and "Who saw what when" in json.loads(body)["sections"]["who"]
         status, headers, body = get(port, f"/api/report?{asked}")
