@@ -18,7 +18,7 @@ from everfed.comparison.cells import Cell, Outcome, Queue, Settings
 from everfed.engines.calibration import CALL_SECONDS, OneClient
 from everfed.recipe import Places, read
 from everfed.store.lock import locked
-from everfed.store.run import LOCK
+from everfed.store.run import LOCK, RECIPE, RunFolder, SameRun
 from tests.support.child import KILLED, Child, events, state_of, until
 
 TABLE = """
@@ -208,8 +208,30 @@ def test_a_divergence_elsewhere_is_the_outcome_and_nothing_else_is(cell: Any) ->
     log.write_text('{"event": "start"}\n{"event": "fault", "message": "Diverged: the loss is not finite"}\n')
     outcome = cells.attempt(own, settings(), [], was_held=True)
     assert outcome == Outcome(own, None, "the loss is not finite")
+    with log.open("a") as file:
+        file.write('{"event": "sta')  # another process has begun to go on with it
+    assert cells._divergence(own) == "the loss is not finite"
     log.write_text('{"event": "fault", "message": "KeyboardInterrupt: "}\n')
     assert cells._divergence(own) is None
+
+
+def test_a_run_that_another_process_begins_meanwhile_is_not_taken_for_something_else(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SameRun: the cell is left to the other process. Any other error would end the command."""
+    exists, begun = Path.exists, list[Path]()
+
+    def then_begun(path: Path) -> bool:
+        found = exists(path)
+        if path.name == RECIPE and not begun:
+            begun.append(path)
+            RunFolder.create(path.parent, "seed = 0", {})
+        return found
+
+    monkeypatch.setattr(Path, "exists", then_begun)
+    with pytest.raises(SameRun, match="unfinished run of this recipe"), RunFolder.new(work / "one", "seed = 0", {}):
+        pass
+    assert begun
 
 
 # how many at a time ----------------------------------------------------------------------------------------------
