@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-import numpy
+import numpy as np
 import pytest
 import torch
 import typer.testing
@@ -62,9 +62,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws without a seed of its own is the same, whichever tests its process ran before."""
-    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-        seed(0)
+    """Global generators are the same at the beginning of every test and of its fixtures, whatever ran before it here:
+    which tests a worker gets, and in which order, depends on how long the others take."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:
