@@ -18,7 +18,7 @@ from everfed.cli import app
 from everfed.errors import UserError, is_user_error
 from everfed.leaderboard import page, pareto, records, tuning
 from everfed.leaderboard.pareto import Point, front
-from everfed.recipe import read, settled
+from everfed.recipe import read, settled, to_toml
 
 STREAMS = ("rotated-digits", "split-digits", "cifar100")
 
@@ -267,6 +267,20 @@ def test_a_small_leaderboard_from_tries_to_records(tmp_path: Path) -> None:
     assert kept[0]["tests"][0]["kept_samples"] > 0 and kept[1]["tests"][0]["kept_samples"] is None
     again = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "elsewhere"), *command[-2:]])
     assert again.exit_code == 0 and not (tmp_path / "elsewhere").exists(), again.output
+
+
+@pytest.mark.usefixtures("one_core")
+def test_a_run_folder_of_other_settings_is_not_taken_for_a_try(tmp_path: Path) -> None:
+    """Left by an earlier table of tries: its number would stand for settings that it did not have."""
+    left = tmp_path / "runs" / "split-digits" / "fedavg" / "try-0"
+    left.mkdir(parents=True)
+    other = read("leaderboard/split-digits", method="fedavg", sets=["train.optimizer.lr=0.3"])
+    (left / "recipe.toml").write_text(to_toml(settled(other)))
+    command = ["leaderboard", "--streams", "split-digits", "--methods", "fedavg", "--tries", "1", "--seeds", "1"]
+    command += ["--jobs", "1", "--out", str(tmp_path / "runs"), "--records", str(tmp_path / "records")]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2 and f"{left} belongs to another recipe" in refused.output.replace("\n", "")
+    assert not (tmp_path / "records").exists()
 
 
 def test_an_unknown_method_is_refused() -> None:
