@@ -192,6 +192,11 @@ class Graph:
             self._device.capturing.invalid = "a graph was destroyed during the capture"
 
 
+def _one_hot(labels: Tensor, classes: int) -> Tensor:
+    """As it is on a GPU: on the CPU PyTorch looks at the labels, for which a GPU would wait."""
+    return labels.new_zeros((*labels.shape, classes)).scatter_(-1, labels.unsqueeze(-1), 1)
+
+
 def _there(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.tensor() if isinstance(leaf, Foreign) else leaf, tree)
 
@@ -235,6 +240,7 @@ class Device:
         }
         for name, replacement in replaced.items():
             monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(torch.nn.functional, "one_hot", _one_hot)
 
     def current(self) -> Stream:
         return getattr(self._current, "stream", self.default)
