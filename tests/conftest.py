@@ -3,10 +3,12 @@
 import functools
 import gc
 import os
+import random
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import typer.testing
@@ -56,6 +58,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation, built once for all workers of a session; a broken link fails every test that asks for it."""
     base = tmp_path_factory.getbasetemp()
     return build_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws without a seed of its own is the same, whichever tests its process ran before."""
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
 
 
 def pytest_collection_finish() -> None:

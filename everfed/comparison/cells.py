@@ -275,7 +275,8 @@ def _divergence(cell: Cell) -> str | None:
     log = RunFolder(cell.folder).events
     if cell.finished or not log.exists():
         return None
-    *_, last = log.read_text().splitlines() or ["{}"]
+    # behind the last line break there may be half a line of a process that writes it now or was killed
+    last = log.read_text().rpartition("\n")[0].rpartition("\n")[2] or "{}"
     kind, _, message = json.loads(last).get("message", "").partition(": ")
     return message if kind == "Diverged" else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -148,9 +149,10 @@ def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 def test_anything_else_is_answered_as_before(tmp_path: Path) -> None:
     site = Site(tmp_path, Identity("site-0", 0), RuntimeBuilder())
-    guard = Guard(site, Policy(max_bytes=10, max_seconds=10))
+    guard, before = Guard(site, Policy(max_bytes=10, max_seconds=10)), signal.getsignal(signal.SIGALRM)
     assert guard.answer(Packet({"protocol": PROTOCOL, "kind": ask.HELLO})).header["name"] == "site-0"
     assert Answer.of(guard.answer(Packet({"protocol": PROTOCOL, "kind": "x"}))).kind == ask.REFUSED
+    assert signal.getsignal(signal.SIGALRM) is before  # an alarm of the user's own still has its handler
 
 
 @pytest.mark.parametrize(
