@@ -245,7 +245,7 @@ def test_one_clients_factor_is_merged_to_itself() -> None:
 
 
 def test_the_heads_off_diagonal_entries_are_multiplied_by_its_alpha() -> None:
-    """Where they vanish, the head is merged by the diagonal alone, which has another form; full ones merge otherwise."""
+    """Where they vanish, the head is merged by the diagonal alone, which has another form."""
     stream = ClassToy(clients=2, tasks=1, rounds_per_task=1)
     cases = [Bench("lorm", {"lorm": {"rank": 2, "head_alpha": alpha}}, stream=stream) for alpha in (0.0, 1e-12, 1.0)]
     diagonal, vanishing, full = (entries(case, case.run().params, "head.weight")["head.weight"] for case in cases)
