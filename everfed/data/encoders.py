@@ -144,8 +144,8 @@ class TransformerEncoder:
 
 class ImageEncoder:
     """The first token's vector of a vision transformer's last layer, in eval mode, of images brought to its size and
-    number of channels, and normalised as its preprocessor_config.json says (else mean and deviation 0.5). folder: with config.json
-    and model.safetensors."""
+    number of channels, and normalised as its preprocessor_config.json says (else mean and deviation 0.5). folder: with
+    config.json and model.safetensors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, f"transformer:{folder.name}"
