@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from everfed import methods
 from everfed.core.part import CompositionError
 from everfed.models.lora import LoRALinear
-from everfed.parts.pretrained.grams import damped, over, packed, times, unpacked
+from everfed.parts.pretrained.grams import _current_tasks, damped, over, packed, times, unpacked
 from everfed.parts.pretrained.lorm import factor_gram
 from tests.parts.test_lora import ClassToy, entries
 from tests.support.toy import Bench, Norm, Toy
@@ -198,6 +198,17 @@ def test_until_a_task_has_ended_its_updates_mean_is_scored() -> None:
     ones = torch.ones(5, dtype=torch.float64)
     found = layer(torch.stack([3 * ones, 0 * ones]))
     assert torch.allclose(update(found), (found.lora_B @ found.lora_A).mean(0), atol=1e-12)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_gram_matrices_are_those_of_the_network_in_training_unless_merged(merged: bool) -> None:
+    """Eval mode merges the two tasks, rank 2 r; sums of inputs use the current task's factors alone, rank r."""
+    found = layer(torch.zeros(2, 5)).eval()
+    rank, own = found.rank, found.lora_A[1]
+    with _current_tasks(nn.Sequential(found), merged):
+        down, _ = found.factors()
+    assert len(down) == (2 * rank if merged else rank) and torch.equal(down, own) != merged
+    assert not found.training
 
 
 def bench(**fields: int) -> Bench:

@@ -211,7 +211,7 @@ def test_scoring_uses_the_expert_of_the_nearest_key_among_tasks_so_far() -> None
     module, x = network(prompts), images()
     query = prompts.query(module, module.embed(x))
     with torch.no_grad():
-        prompts.key[1, 0], prompts.key[0, 0], prompts.key[2, 0] = query[0], -query[0], query[0]
+        prompts.key[1, 0], prompts.key[0, 0], prompts.key[2, 0] = 0.0, -query[0], query[0]  # cosines 0, -1, 1
         prompts.task.fill_(1)
     found = module(x[:1])
     with torch.no_grad():
@@ -384,4 +384,4 @@ def test_every_chosen_key_pulls() -> None:
     with torch.no_grad():
         prompts.key.copy_(2.0 * prompts.query(vit, vit.embed(x)).expand(5, 1, 8))
     vit(x)
-    assert prompts.pull is not None and float(prompts.pull) == pytest.approx(-3.0, abs=1e-5)
+    assert prompts.pull is not None and prompts.pull.item() == pytest.approx(-3.0, abs=1e-5)
