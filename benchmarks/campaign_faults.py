@@ -21,8 +21,9 @@ from everfed.federation.certificates import CA, SECRETS, make_authority, make_cl
 from everfed.federation.joining import Joining
 from everfed.federation.local import control_socket, socket_path
 from everfed.recipe import Recipe
-from tests.federation.field import OPTIONS, Site, alive, descendants, events, everfed, free_port, runs, small_recipe
+from tests.federation.field import OPTIONS, Site, alive, descendants, events, everfed, runs, small_recipe
 from tests.federation.test_faults import CLOCK
+from tests.support.ports import free_port
 
 WORKER, NODE, LINK = "everfed.federation.worker", "flower.supernode", "flower.superlink"
 STOPPED = 5.0  # seconds for which a process is stopped, or the network is cut

@@ -44,18 +44,23 @@ def build(case: dict[str, Any], method: str, rounds: int) -> Assembly:
                 "batch_size": case["batch"],
                 "optimizer": {"lr": 0.01},
             },
-            "engine": {"kind": "graphs", "memory_format": "channels-last"},
+            "engine": {"memory_format": "channels-last"},
         }
     )
-    return assemble(recipe, stream=synthetic.stream(case["shape"], 10, case["per_client"], rounds))
+    return assemble(recipe, stream=synthetic.stream(case["shape"], case.get("clients", 10), case["per_client"], rounds))
 
 
 def seconds(work: Any) -> float:
-    torch.cuda.synchronize()
+    wait_for_device()
     started = time.perf_counter()
     work()
-    torch.cuda.synchronize()
+    wait_for_device()
     return time.perf_counter() - started
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, Any]:

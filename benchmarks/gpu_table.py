@@ -1,32 +1,160 @@
-"""What a run of a table costs beside its rounds, and what several runs together gain, on one GPU.
+"""What a table costs on one GPU, in one sitting: rounds and what each piece brings to them, MFCL's generator, what a
+run takes beside its rounds, and what several runs together gain.
 
+rounds: FedAvg of three networks, with everything and without each piece (a kernel, several steps in one graph) in
+turns, and fedgp+der beside it. generator: a step of MFCL's generator at the paper's size, with and without the kernels.
 whole: one command from start to result, split into start-up, rounds, first rounds (capture, choice of kernels and of
 slots), scoring, checkpoints and the end, against the same number of warm rounds. together: several methods as
-processes, with and without CUDA MPS, in images a second, against each of them alone.
+processes, under CUDA MPS where it is installed, in images a second, against each of them alone.
 
-python -m benchmarks.gpu_table [--only whole] [--data DIR] [--rounds 5] [--device cpu] [--out FILE]
+No part begins after --minutes; what was found is written after every part.
+
+python -m benchmarks.gpu_table [--only whole,together] [--data DIR] [--rounds 5] [--device cpu] [--toy] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.measure import machine, write
+
+if TYPE_CHECKING:
+    from everfed.session import Assembly
 
 Event = dict[str, Any]
 MPS = "nvidia-cuda-mps-control"
 POLL = 0.1
+PARTS = ("rounds", "generator", "together", "whole")
+
+# what can be left out: a name in a module, and what stands there without it
+PIECES: dict[str, tuple[str, str, Any]] = {
+    "batchnorm": ("everfed.models.fused", "kernels", None),
+    "pooling": ("everfed.models.fused", "pooling", None),
+    "thin": ("everfed.models.fused", "thin", None),
+    "loss": ("everfed.core.loss", "kernel", None),
+    "sgd": ("everfed.core.replica", "sgd_kernel", None),
+    "several steps": ("everfed.engines.captured", "OFTEN", sys.maxsize),
+}
+OF_CASE = {
+    "resnet18-b32": ("batchnorm", "thin", "sgd"),
+    "resnet18-b128": ("batchnorm", "thin", "sgd"),
+    "mcmahan-b32": ("pooling", "thin", "loss", "sgd", "several steps"),
+}
+TOY = {"clients": 2, "per_client": 6, "batch": 4, "epochs": 1, "model": "small-cnn"}  # in place of a case's own
+
+
+# rounds -------------------------------------------------------------------------------------------------------
+@contextmanager
+def without(piece: str | None) -> Iterator[None]:
+    """Inside, everfed does without one of its PIECES, or has all. Kernels are chosen when a step is captured."""
+    if piece is None:
+        yield
+        return
+    module, name, off = PIECES[piece]
+    place = importlib.import_module(module)
+    before = getattr(place, name)
+    setattr(place, name, off)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+def new_engine(assembly: Assembly, device: str, like: Any = None) -> Any:
+    """like: an engine that has found its numbers of slots and threads; the new one takes them over."""
+    from everfed.engines.eager import Eager
+    from everfed.engines.graphs import Graphs
+    from everfed.store.clients import ClientStore
+
+    if device == "cpu":
+        return Eager(assembly.setup, ClientStore(), assembly.build_module)
+    known = {} if like is None else {"slots": like.tuner.setting.slots, "host_threads": like.tuner.setting.threads}
+    return Graphs(assembly.setup, ClientStore(), assembly.build_module, device, **known)
+
+
+def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict[str, Any]:
+    """Median seconds of a round of each contender, and fedgp+der and each missing piece over fedavg, turn by turn."""
+    from benchmarks.gpu_rounds import CASES, build, round_of, seconds
+
+    case = {**CASES[name], **(TOY if toy else {})}
+    contenders: dict[str, tuple[str, str | None]] = {"fedavg": ("fedavg", None), "fedgp+der": ("fedgp+der", None)}
+    contenders |= {f"without {piece}": ("fedavg", piece) for piece in OF_CASE[name]}
+    runs: dict[str, Any] = {}
+    engines: dict[str, Any] = {}
+    for contender, (method, piece) in contenders.items():
+        assembly = build(case, method, warm + rounds)
+        with without(piece):
+            first = engines.get("fedavg")
+            engines[contender] = new_engine(assembly, device, first)
+            runs[contender] = round_of(assembly, engines[contender])
+            for _ in range(warm if first is None else min(2, warm)):  # captures; at first the search for slots, too
+                last = seconds(runs[contender])
+        show(f"{name}, {contender}", f"warm, last round {last:.4f} s")
+    times: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for _ in range(rounds):
+        for contender, (_, piece) in contenders.items():
+            with without(piece):
+                times[contender].append(seconds(runs[contender]))
+    found = {
+        contender: {
+            "median_s": statistics.median(own),
+            "spread_s": [min(own), max(own)],
+            "over_fedavg": statistics.median(a / b for a, b in zip(own, times["fedavg"], strict=True)),
+            "engine": engines[contender].describe(),
+        }
+        for contender, own in times.items()
+    }
+    images = case.get("clients", 10) * case["per_client"] * case["epochs"]
+    for contender, row in found.items():
+        row["images_per_s"] = images / row["median_s"]
+        show(f"{name}, {contender}", f"{row['median_s']:.4f} s, {row['over_fedavg']:.3f} times fedavg")
+        engines[contender].close()
+    return found
+
+
+def generator(device: str, steps: int, toy: bool) -> dict[str, float]:
+    """Milliseconds of a step of MFCL's generator: 128 images of 32 x 32 from 1,000 numbers, ResNet-18, 100 classes."""
+    import torch
+
+    from benchmarks.gpu_rounds import CASES, build, seconds
+    from everfed.core.replica import initial_weights
+    from everfed.engines.base import new_trainer
+    from everfed.engines.loops import LoopingTrainer
+    from everfed.models.generators import GeneratorBlueprint
+    from everfed.parts.generative.data_free import GeneratorTraining, Inversion
+
+    assembly = build({**CASES["resnet18-b128"], **(TOY if toy else {})}, "fedavg", 1)
+    blueprint = GeneratorBlueprint((3, 32, 32), 16 if toy else 1000, toy)
+    found: dict[str, float] = {}
+    for piece in (None, "batchnorm"):
+        with without(piece):
+            precision, kind = ("fp32", None) if device == "cpu" else ("bf16", LoopingTrainer)
+            how = (device, precision, *([] if kind is None else [kind]))
+            trainer = new_trainer(assembly.setup, assembly.build_module, *how)
+            training = GeneratorTraining(trainer, blueprint, Inversion(batch=4 if toy else 128))
+            first = {k: v.to(trainer.device) for k, v in initial_weights(blueprint, 0).items()}
+            moments = training.optimizer.init(first["params"])
+            seen = torch.ones(trainer.stream.classes, dtype=torch.bool)
+
+            run = partial(training.run, trainer.replica.model(), first, moments, seen, steps, 0)
+            run()  # captures
+            found["all pieces" if piece is None else f"without {piece}"] = 1000 * seconds(run) / steps
+    show("ms a step of MFCL's generator", json.dumps(found))
+    return found
 
 
 # one run ------------------------------------------------------------------------------------------------------
@@ -188,11 +316,9 @@ def together(
         alone[method] = rates(command, [method], images, window, folder / f"alone-{method}", {}).get("total")
         show(f"{method} alone", f"{alone[method] or 0:.0f} images/s")
     found["alone"] = alone
-    found["processes"] = _all_at_once(command, methods, images, window, folder / "processes", {}, alone)
-    if gpu:
-        with mps() as env:
-            if env is not None:
-                found["mps"] = _all_at_once(command, methods, images, window, folder / "mps", env, alone)
+    with mps() if gpu else nullcontext() as env:
+        name = "processes" if env is None else "mps"
+        found[name] = _all_at_once(command, methods, images, window, folder / name, env or {}, alone)
     return found
 
 
@@ -229,12 +355,15 @@ def show(what: str, value: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["whole", "together"])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument("--minutes", type=float, default=4.0, help="after which no part begins")
+    parser.add_argument("--steps", type=int, default=100, help="of MFCL's generator")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--recipe", default="fedgp/table1-cifar100")
     parser.add_argument("--method", default="fedavg", help="of the whole run")
     parser.add_argument("--methods", default="fedavg,fedprox,der,ewc", help="that run together")
     parser.add_argument("--rounds", type=int, default=5, help="a task, of the whole run")
-    parser.add_argument("--warm", type=int, default=6, help="rounds before rates are taken")
+    parser.add_argument("--warm", type=int, default=8, help="rounds before rates are taken")
     parser.add_argument("--window", type=int, default=3, help="rounds over which rates are taken")
     parser.add_argument("--limit", type=float, default=70.0, help="seconds for each measurement of rates")
     parser.add_argument("--data", type=Path)
@@ -244,19 +373,49 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     data = given.data or (Path(os.environ["EVERFED_DATA"]) if "EVERFED_DATA" in os.environ else None)
     command = Command(given.recipe, (f'engine.device="{given.device}"', *given.sets), data)
-    images, full = images_a_round(command)
-    found: dict[str, Any] = {"recipe": given.recipe, "sets": list(command.sets), "machine": machine()}
+    only = given.only.split(",")
+    if unknown := set(only) - set(PARTS):
+        parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
+    if given.device != "cpu":
+        from everfed import engines
+
+        engines._set_precision("bf16")  # as for every run on a GPU
+    started = time.monotonic()
+    found: dict[str, Any] = {"recipe": given.recipe, "sets": list(command.sets), "machine": machine(), "left_out": []}
     with tempfile.TemporaryDirectory() as place:
-        if given.only != "together":
-            found["whole"] = whole(command, given.method, given.rounds, full, Path(place) / "whole")
-            show("whole run", json.dumps(found["whole"], indent=1))
+        for name, measure in _measurements(given, command, Path(place)).items():
+            if name.partition(" ")[0] not in only:
+                continue
+            if time.monotonic() - started > 60 * given.minutes:
+                found["left_out"].append(name)
+                continue
+            found[name] = measure()
+            found["seconds"] = time.monotonic() - started
             write(found, given.out)
-        if given.only != "whole":
-            window = Window(given.warm, given.window, given.limit)
-            methods = given.methods.split(",")
-            found["together"] = together(command, methods, images, window, Path(place), given.device != "cpu")
+    show("all of it", f"{found.get('seconds', 0):.0f} s; left out: {', '.join(found['left_out']) or 'nothing'}")
     write(found, given.out)
     return found
+
+
+def _measurements(given: argparse.Namespace, command: Command, place: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What is measured, the most important first."""
+
+    def all_together() -> dict[str, Any]:
+        window = Window(given.warm, given.window, given.limit)
+        methods, images = given.methods.split(","), images_a_round(command)[0]
+        return together(command, methods, images, window, place, given.device != "cpu")
+
+    def whole_run() -> dict[str, Any]:
+        found = whole(command, given.method, given.rounds, images_a_round(command)[1], place / "whole")
+        show("whole run", json.dumps(found, indent=1))
+        return found
+
+    of_rounds = {
+        f"rounds {name}": partial(rounds_of, name, given.device, given.warm, given.window, given.toy)
+        for name in OF_CASE
+    }
+    one = {"generator": partial(generator, given.device, given.steps, given.toy)}
+    return {**of_rounds, **one, "together": all_together, "whole": whole_run}
 
 
 if __name__ == "__main__":

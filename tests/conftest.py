@@ -3,10 +3,12 @@
 import functools
 import gc
 import os
+import random
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer.testing
@@ -56,6 +58,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation, built once for all workers of a session; a broken link fails every test that asks for it."""
     base = tmp_path_factory.getbasetemp()
     return build_once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Global generators are the same at the beginning of every test and of its fixtures, whatever ran before it here:
+    which tests a worker gets, and in which order, depends on how long the others take."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +102,16 @@ def test_both_engines_run_the_same_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     assert left.equal(right)
 
 
+def test_an_engine_of_half_the_time_is_twice_as_fast() -> None:
+    fast, eager = (
+        SimpleNamespace(name=name, device="cpu", start=0.0, seconds=seconds, samples=[60, 60, 60])
+        for name, seconds in (("processes", [1.0, 2.0, 3.0]), ("eager", [2.0, 8.0, 9.0]))
+    )
+    row = bench._row("demo", fast, eager)
+    assert row["times_eager"] == {"median": 3.0, "q1": 2.5, "q3": 3.5}  # 2, 4 and 3 times
+    assert row["samples_per_s"] == 30.0 and row["round_s"]["median"] == 2.0
+
+
 def test_workers_do_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import multiprocessing
 
@@ -114,6 +126,12 @@ def test_built_in_cases_need_no_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["case"] for row in found["rows"]] == ["demo", "demo", "mcmahan", "mcmahan"], "ResNet-18 needs a GPU"
     found = numbers("--rounds", "1", "--cases", "demo", "--engines", "eager", "--method", "fedprox")
     assert [(row["case"], row["engine"]) for row in found["rows"]] == [("demo", "eager")]
+
+
+def test_settings_of_one_case_are_not_those_of_the_next() -> None:
+    before = copy.deepcopy(bench.BUILT_IN)
+    table = bench._with_sets({"model": bench.BUILT_IN["demo"][3]}, ["model.hidden=[4]"])
+    assert table["model"] == {"kind": "mlp", "hidden": [4]} and before == bench.BUILT_IN
 
 
 def test_one_core_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:

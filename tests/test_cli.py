@@ -227,7 +227,7 @@ def test_a_killed_run_resumes_to_the_same_result(work: Path) -> None:
 
 
 def test_ctrl_c_says_how_to_go_on(work: Path) -> None:
-    command = ["run", "tiny.toml", "--set", "train.rounds_per_task=2000", "--set", "engine.kind=processes"]
+    command = ["run", "tiny.toml", "--set", "train.rounds_per_task=1000000", "--set", "engine.kind=processes"]
     child = Child(work, *command, "--out", "long", terminal=True)
     log = Path("long/events.jsonl")
     until(lambda: log.exists() and '"phase"' in log.read_text(), child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_line_that_is_being_written_is_no_event(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_small_table_on_the_cpu(tmp_path: Path) -> None:
     small = ["--recipe", "demo", "--device", "cpu", "--methods", "fedavg,fedprox", "--rounds", "2", "--warm", "1"]
-    small += ["--window", "1", "--set", "stream.tasks=2", "--set", 'engine.kind="eager"']
+    small += ["--window", "1", "--set", "stream.tasks=2", "--set", 'engine.kind="eager"', "--only", "together,whole"]
     found = table.main([*small, "--out", str(tmp_path / "found.json")])
     assert sum(found["whole"]["seconds"].values()) == pytest.approx(found["whole"]["total_s"])
     assert found["whole"]["expected"]["rounds_per_task"] == 10
@@ -85,3 +86,31 @@ def test_a_small_table_on_the_cpu(tmp_path: Path) -> None:
     assert found["together"]["processes"]["over_alone"] > 0
     assert "mps" not in found["together"]
     assert (tmp_path / "found.json").is_file()
+
+
+def test_rounds_and_the_generator_at_toy_size_on_the_cpu(tmp_path: Path) -> None:
+    given = ["--device", "cpu", "--toy", "--only", "rounds,generator", "--warm", "1", "--window", "1", "--steps", "1"]
+    found = table.main([*given, "--out", str(tmp_path / "found.json")])
+    rounds = {name: found[f"rounds {name}"] for name in table.OF_CASE}
+    for name, pieces in table.OF_CASE.items():
+        assert list(rounds[name]) == ["fedavg", "fedgp+der", *(f"without {piece}" for piece in pieces)]
+        assert rounds[name]["fedavg"]["over_fedavg"] == 1.0
+        assert all(row["images_per_s"] * row["median_s"] == pytest.approx(12) for row in rounds[name].values())
+    assert found["generator"].keys() == {"all pieces", "without batchnorm"}
+    assert found["left_out"] == [] and (tmp_path / "found.json").is_file()
+
+
+def test_parts_that_would_begin_too_late_are_left_out() -> None:
+    found = table.main(["--device", "cpu", "--toy", "--only", "rounds,generator", "--minutes", "-1"])
+    assert found["left_out"] == [*(f"rounds {name}" for name in table.OF_CASE), "generator"]
+
+
+def test_a_piece_is_missing_inside_only() -> None:
+    from everfed.engines import captured
+
+    before = captured.OFTEN
+    with pytest.raises(KeyError), table.without("several steps"):
+        assert captured.OFTEN > 10**9
+        raise KeyError
+    assert before == captured.OFTEN
+    assert all(hasattr(importlib.import_module(module), name) for module, name, _ in table.PIECES.values())

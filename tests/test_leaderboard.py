@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,10 +16,13 @@ from typer.testing import CliRunner
 
 from everfed import api, methods
 from everfed.cli import app
+from everfed.commands.leaderboard import _kept_samples
+from everfed.comparison.cells import Outcome
 from everfed.errors import UserError, is_user_error
 from everfed.leaderboard import page, pareto, records, tuning
 from everfed.leaderboard.pareto import Point, front
-from everfed.recipe import read, settled
+from everfed.recipe import read, settled, to_toml
+from everfed.store.lock import Locked, locked
 
 STREAMS = ("rotated-digits", "split-digits", "cifar100")
 
@@ -118,10 +122,33 @@ def test_a_record_in_literal_numbers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rotated-digits" / "er.json").read_text()) == record
 
 
+def test_stored_samples_are_those_of_a_client_at_the_end(tmp_path: Path) -> None:
+    """At the end of the second task four clients hold 30 + 50 samples together."""
+    lines = [{"event": "buffer", "round": at, "by_task": counts} for at, counts in ((1, [60, 0]), (3, [30, 50]))]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cell = SimpleNamespace(folder=tmp_path)
+    assert _kept_samples(Outcome(cell, {"stream": {"clients": 4}})) == 20.0  # type: ignore[arg-type]
+
+
 def test_what_is_there_stays(tmp_path: Path) -> None:
     added(tmp_path, "er", "tests", 0, records.measured(result(0.5), "", None))
     record = added(tmp_path, "er", "tests", 0, records.measured(result(0.9), "", None))
     assert records.mean(record, "acc") == 0.5
+
+
+def test_between_reading_and_writing_a_record_no_other_process_has_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, lock = records.opened, tmp_path / STREAMS[0] / ".fedavg.json.lock"
+
+    def refused(*arguments: Any) -> records.Record:
+        with pytest.raises(Locked), locked(lock):
+            pass
+        return opened(*arguments)
+
+    monkeypatch.setattr(records, "opened", refused)
+    assert len(added(tmp_path, "fedavg", "tests", 0, {"problem": ""})["tests"]) == 1
+    assert not lock.exists()
 
 
 def test_failures_are_forgotten_and_with_a_try_the_tests(tmp_path: Path) -> None:
@@ -175,6 +202,16 @@ def test_the_table_has_the_best_first_and_what_is_needed_beside_it(board: Path) 
     ]
     assert lines[0][7:9] == ["all data", "all"]
     assert page.failures(records.read_all(board)) == [("ewc", "the loss is not finite")]
+
+
+def test_a_point_is_at_the_bytes_of_both_directions_or_at_the_stored_samples(board: Path) -> None:
+    """100 bytes up and 50 down; ideal stores all samples and has no place among the others."""
+    found = records.read_all(board)
+    assert {point.name: point.cost for point in page.points(found, pareto.BYTES)} == {
+        name: 150.0 for name in ("er", "fedala †", "fedavg", "ideal")
+    }
+    by_samples = {point.name: point.cost for point in page.points(found, pareto.SAMPLES)}
+    assert by_samples == {"er": 40.0, "fedala †": 0.0, "fedavg": 0.0}
 
 
 def test_tries_that_ended_without_a_number_are_named_with_the_kind_of_reason(board: Path) -> None:
@@ -267,6 +304,20 @@ def test_a_small_leaderboard_from_tries_to_records(tmp_path: Path) -> None:
     assert kept[0]["tests"][0]["kept_samples"] > 0 and kept[1]["tests"][0]["kept_samples"] is None
     again = CliRunner().invoke(app, [*command[:-3], str(tmp_path / "elsewhere"), *command[-2:]])
     assert again.exit_code == 0 and not (tmp_path / "elsewhere").exists(), again.output
+
+
+@pytest.mark.usefixtures("one_core")
+def test_a_run_folder_of_other_settings_is_not_taken_for_a_try(tmp_path: Path) -> None:
+    """Left by an earlier table of tries: its number would stand for settings that it did not have."""
+    left = tmp_path / "runs" / "split-digits" / "fedavg" / "try-0"
+    left.mkdir(parents=True)
+    other = read("leaderboard/split-digits", method="fedavg", sets=["train.optimizer.lr=0.3"])
+    (left / "recipe.toml").write_text(to_toml(settled(other)))
+    command = ["leaderboard", "--streams", "split-digits", "--methods", "fedavg", "--tries", "1", "--seeds", "1"]
+    command += ["--jobs", "1", "--out", str(tmp_path / "runs"), "--records", str(tmp_path / "records")]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2 and f"{left} belongs to another recipe" in refused.output.replace("\n", "")
+    assert not (tmp_path / "records").exists()
 
 
 def test_an_unknown_method_is_refused() -> None:

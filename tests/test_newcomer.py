@@ -260,7 +260,7 @@ def executed(notebook: Path, folder: Path, kernel: Any) -> str:
         begin = f"%reset -f\nimport os\nos.chdir({str(folder)!r})\n"
         begin += "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
         read.cells.insert(0, nbformat.v4.new_code_cell(begin))
-        NotebookClient(read, km=kernel, timeout=HANG).execute()
+        NotebookClient(read, km=kernel, timeout=HANG, startup_timeout=HANG, iopub_timeout=HANG).execute()
         return json.dumps([cell.get("outputs") for cell in read.cells])
     (folder / "notebook.py").write_text("\n".join(sources(notebook)))
     return subprocess.run(

@@ -243,7 +243,9 @@ def _number(queue: Queue) -> str:
 
 def attempt(cell: Cell, settings: Settings, observers: Sequence[Observer], was_held: bool = False) -> Outcome | None:
     """Run a cell, go on with it, or read its result; None while another process holds it. was_held: another one had it
-    before; where it diverged there, that is the outcome: it would do so again."""
+    before; where it diverged there, that is the outcome: it would do so again. Raises UserError where its folder holds
+    another run, even with keep_going: that is no outcome of this cell."""
+    _check_folder(cell, settings)
     how: dict[str, Any] = {"observers": observers, "track": settings.track, "progress": False, "stream": cell.stream}
     how["checkpoint_every"] = settings.checkpoint_every
     if was_held and (problem := _divergence(cell)) is not None:
@@ -273,7 +275,8 @@ def _divergence(cell: Cell) -> str | None:
     log = RunFolder(cell.folder).events
     if cell.finished or not log.exists():
         return None
-    *_, last = log.read_text().splitlines() or ["{}"]
+    # behind the last line break there may be half a line of a process that writes it now or was killed
+    last = log.read_text().rpartition("\n")[0].rpartition("\n")[2] or "{}"
     kind, _, message = json.loads(last).get("message", "").partition(": ")
     return message if kind == "Diverged" else None
 

@@ -255,6 +255,10 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
         queue.hold(cell)
     elif kind == "outcome":
         queue.finish(content)
+        if content.problem and worker.share.cores is None:
+            # after an error on a GPU neither CUDA nor torch's allocator need be of use to the next run
+            worker.stop()
+            workers.remove(worker)
     else:
         raise _error(kind, content)
 

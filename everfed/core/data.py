@@ -53,6 +53,15 @@ class Data:
         )
 
 
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """(free, in all) bytes that this process may have on a CUDA device: one of several that share it has a part only
+    (torch.cuda.set_per_process_memory_fraction)."""
+    free, total = torch.cuda.mem_get_info(device)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    allowed = int(torch.cuda.get_per_process_memory_fraction(number) * total)
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(device))), allowed
+
+
 class DataCache:
     """Least recently used data goes first once `limit` bytes of samples are exceeded; the newest always stays."""
 

@@ -95,7 +95,12 @@ class Replica:
     @property
     def can_descend(self) -> bool:
         """Is there a kernel for `descend`?"""
-        return sgd_kernel is not None and self.params.is_cuda and len(self.trainable) <= sgd_kernel.MOST
+        return (
+            sgd_kernel is not None
+            and self.params.is_cuda
+            and 0 < len(self.trainable) <= sgd_kernel.MOST
+            and self.layout.size < 2**31  # places in the vector are 32-bit numbers
+        )
 
     def descend(self, loss: Tensor, rate: Tensor, decay: float, momentum: float, velocity: Tensor | None) -> None:
         """A step of SGD down the gradient of `loss`; the module is up to date afterwards."""

@@ -71,7 +71,8 @@ class Step:
 
     def scales(self, optimizer: Optimizer) -> Scales | None:
         """The optimiser's own rates and decays for every parameter, made in the first step."""
-        if self._scales is None or self._scales[0] is not optimizer:
+        # equal ones share the tensors: a captured step reads them where they lie
+        if self._scales is None or self._scales[0] != optimizer:
             self._scales = (optimizer, optimizer.scales(self.layout, self.params.device))
         return self._scales[1]
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.data import Data
+from everfed.core.data import Data, device_memory
 from everfed.core.loss import cross_entropy
 from everfed.scores import score_value
 
@@ -285,7 +285,7 @@ class HeldOut:
 
     def _copy(self, key: Hashable, data: Data, device: torch.device) -> Data:
         if self.budget is None:
-            self.budget = int(torch.cuda.mem_get_info(device)[0] * _TEST_SHARE) if device.type == "cuda" else 0
+            self.budget = int(device_memory(device)[0] * _TEST_SHARE) if device.type == "cuda" else 0
         size = data.x.nbytes + data.y.nbytes
         if self.bytes + size > self.budget:
             return data

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from everfed.core.context import Setup
+from everfed.core.data import device_memory
 from everfed.core.engine import Engine
 from everfed.engines.base import BuildModule
 from everfed.engines.eager import Eager
@@ -67,7 +68,7 @@ def state_budget(section: EngineSection) -> int:
     if section.state_memory:
         return int(section.state_memory * 2**30)
     chosen = device(section)
-    free = torch.cuda.mem_get_info(chosen)[0] if chosen.type == "cuda" else 0
+    free = device_memory(chosen)[0] if chosen.type == "cuda" else 0
     return max(DEFAULT_BUDGET, free // 4)
 
 
@@ -106,6 +107,8 @@ def build(
     where, kind = device(section), str(section.kind)
     if where.type == "cuda":
         _set_precision(precision(section))
+        if where.index is not None:
+            torch.cuda.set_device(where)  # Triton launches on the current device, wherever its tensors are
     if kind == "auto":
         kind = "graphs" if where.type == "cuda" else _faster_on_cpu(section, setup, build_module)
     if kind == "graphs":

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.context import Context
+from everfed.core.data import device_memory
 from everfed.core.part import Model, Part, Tables
 from everfed.core.replica import global_generators, seed_global
 from everfed.core.step import Step, train_step
@@ -34,7 +35,7 @@ _SHORT = 0.5  # milliseconds: below, the host needs a good part of a step's time
 WARM_UPS = 2  # eager runs before a capture: libraries choose their kernels and allocate their workspaces
 _SLACK = 1.25  # room for clients a little larger than those known when a workspace was made
 _TUNED_SHARE = 0.25  # of a client's steps: shapes that are less frequent are captured with the kernels cuDNN proposes
-_FREE_SHARE = 0.2  # of the device's memory: below it, cached memory is released before a capture
+_FREE_SHARE = 0.2  # of the process's memory on the device: below it, cached memory is released before a capture
 
 
 class CapturedTrainer(Trainer):
@@ -118,11 +119,12 @@ class CapturedTrainer(Trainer):
             graph.register_generator_state(self.replica.generator)
             # not by torch.cuda.graph, which waits for all slots and gives their cached memory back, each time
             with no_garbage_collection(), self._capturing.alone():
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
-                    body()
-                finally:
-                    graph.capture_end()
+                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                    record(body, graph)
+                except BaseException:
+                    self._pool = torch.cuda.graph_pool_handle()  # the other one may have no graph now
+                    raise
         return graph
 
     def _workspace(self, job: Job) -> Workspace:
@@ -335,6 +337,18 @@ class CapturedGradient:
         self.out.copy_(self.trainer.replica.gradient(loss))
 
 
+def record(body: Callable[[], None], graph: torch.cuda.CUDAGraph) -> None:
+    """Run `body` between the beginning of a capture and its end. What it raises is the error, not the capture that it
+    has made invalid."""
+    try:
+        body()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
 def share_of_steps(plans: Mapping[str, Tables], index: int) -> float:
     """The share of a client's steps that have the shapes of step `index`."""
     lengths = np.stack([table.lengths for own in plans.values() for table in own.values()])
@@ -343,7 +357,7 @@ def share_of_steps(plans: Mapping[str, Tables], index: int) -> float:
 
 def release_memory(device: torch.device) -> None:
     """Give cached memory back to the device where little is free: during a capture the allocator cannot do it."""
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = device_memory(device)
     if free < _FREE_SHARE * total:
         torch.cuda.empty_cache()
 

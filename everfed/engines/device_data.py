@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from everfed.core.context import Moment, Setup
-from everfed.core.data import Data, DataCache
+from everfed.core.data import Data, DataCache, device_memory
 from everfed.core.phase import EVALUATE, Phase
 
 _SHARE = 0.3  # of the memory that is free at the start
@@ -16,7 +16,7 @@ class DeviceData:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept = DataCache(int(torch.cuda.mem_get_info(device)[0] * _SHARE))
+        self._kept = DataCache(int(device_memory(device)[0] * _SHARE))
 
     def get(self, setup: Setup, client: int, phase: Phase, moment: Moment) -> Data:
         task = None if phase.name == EVALUATE else moment.plan.tasks.get(client)

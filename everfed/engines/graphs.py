@@ -6,9 +6,10 @@ the way. Clients of a phase are dealt to the slots by size, so that no slot wait
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -81,19 +82,29 @@ class Graphs(OneTrainer):
         slots = self._use_slots(setting.slots, max(map(len, data.values())))
         captures, started = sum(slot.captures for slot in slots), time.monotonic()
         hands = self._deal(slots, {client: len(own) for client, own in data.items()})
+        states: dict[int, State] = {}
         replies: dict[int, Reply] = {}
+        failed = threading.Event()
 
         def work(thread: int) -> None:
-            for client, slot in _in_turn(hands, slots, thread, setting.threads):
-                with self._capturing.working():
-                    replies[client] = self._client(slot, phase, client, message, moment, data[client])
+            try:
+                for client, slot in _in_turn(hands, slots, thread, setting.threads):
+                    if failed.is_set():
+                        return
+                    with self._capturing.working():
+                        given = (slot, phase, client, message, moment, data[client])
+                        states[client], replies[client] = self._client(*given)
+            except BaseException:
+                failed.set()
+                raise
 
         self._fork(slots)
-        if setting.threads == 1:
-            work(0)
-        else:
-            list(self._pool(setting.threads).map(work, range(setting.threads)))
-        self._join(slots)
+        try:
+            self._in_threads(work, setting.threads)
+        finally:
+            self._join(slots)
+        for client in clients:  # now, as the store may write states to disk: they are complete for this stream only
+            self.store.put(client, states.pop(client))
         if captures != sum(slot.captures for slot in slots):
             torch.cuda.empty_cache()  # of the trial runs before captures, once for all of them
         elif phase.name == TRAIN and self.tuner.searching:
@@ -111,6 +122,16 @@ class Graphs(OneTrainer):
             slot.shapes.update(shapes[client] for client in hand)
         return hands
 
+    def _in_threads(self, work: Callable[[int], None], threads: int) -> None:
+        """Call `work` with the number of each thread; when it returns or raises, no thread works any more."""
+        if threads == 1:
+            work(0)
+            return
+        running = [self._pool(threads).submit(work, thread) for thread in range(threads)]
+        wait(running)
+        for one in running:
+            one.result()
+
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         if self._executor is None or threads > self._executor._max_workers:
             if self._executor is not None:
@@ -120,16 +141,14 @@ class Graphs(OneTrainer):
 
     def _client(
         self, slot: CapturedTrainer, phase: Phase, client: int, message: Message | None, moment: Moment, data: Data
-    ) -> Reply:
+    ) -> tuple[State, Reply]:
         state: State | None = self.store.get(client)
         _used_on(slot.cuda_stream, state or {})
         try:
             with torch.cuda.stream(slot.cuda_stream):
-                state, reply = call(self.setup, slot, phase, client, state, message, moment, data)
+                return call(self.setup, slot, phase, client, state, message, moment, data)
         except CLIENT_FAULTS as error:
             raise ClientError(client, phase.name, moment.round, error) from error
-        self.store.put(client, state)
-        return reply
 
     def _fork(self, slots: Sequence[CapturedTrainer]) -> None:
         for slot in slots:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.trainer import Trainer
-from everfed.engines.captured import WARM_UPS, no_garbage_collection
+from everfed.engines.captured import WARM_UPS, no_garbage_collection, record
 
 
 class LoopingTrainer(Trainer):
@@ -55,9 +55,11 @@ class CapturedLoop:
             self.stream.synchronize()
         graph.register_generator_state(self.generator)
         gc.collect()  # the loop of the task before may be held by a cycle, with its memory
-        with no_garbage_collection(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.body()
+        torch.cuda.empty_cache()
         with torch.cuda.stream(self.stream):
+            with no_garbage_collection():
+                graph.capture_begin(capture_error_mode="thread_local")
+                record(self.body, graph)
             self._restore(saved, state)
         current.wait_stream(self.stream)
         return graph

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
@@ -27,6 +26,7 @@ from everfed.core.scoring import EvalSpec, stacked
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.base import BuildModule, ClientStore, failed, new_trainer
+from everfed.engines.forking import interrupts_wait
 from everfed.engines.mailbox import Lane, Mailbox
 from everfed.engines.slots import deal
 from everfed.engines.worker import serve
@@ -52,13 +52,8 @@ class Crew:
         ours = [self.pipe, *(crew.pipe for crew in earlier)]
         arguments = (theirs, ours, setup, build_module, broadcast, self.lanes)
         self.process = context.Process(target=serve, args=arguments, daemon=True, name="everfed-worker")
-        # A ctrl-C during a fork would be lost: Python drops what the hooks around it (logging's, say) raise. And it
-        # reaches all processes of a terminal: the worker is born with it blocked, until it ignores it (`serve`).
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with interrupts_wait():
             self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
 
     def send(self, request: dict[str, Any]) -> None:

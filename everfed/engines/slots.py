@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from everfed.core.data import device_memory
+
 _STEPS = (4, 8, 12, 16)  # numbers of slots worth trying
 _GAIN = 1.03  # a change must be at least this much faster
 _MEMORY_SHARE = 0.8
@@ -101,9 +103,5 @@ class Tuner:
     def _fits(self, slots: int, more: int) -> bool:
         if self.device is None:
             return True
-        reserved = torch.cuda.memory_reserved(self.device)
-        free, total = torch.cuda.mem_get_info(self.device)
-        # beside other runs a process may have less than all
-        number = torch.cuda.current_device() if self.device.index is None else self.device.index
-        allowed = torch.cuda.get_per_process_memory_fraction(number) * total - reserved
-        return reserved / slots * (more - slots) < _MEMORY_SHARE * min(free, allowed)
+        each = torch.cuda.memory_reserved(self.device) / slots
+        return each * (more - slots) < _MEMORY_SHARE * device_memory(self.device)[0]

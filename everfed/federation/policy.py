@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from everfed.recipe import Recipe
 
 OWN_CODE = ("everfed.parts", "everfed.federation.elsewhere")  # what recipes name of everfed itself
+AGAIN = 1.0  # seconds after which a step that goes on after its limit is ended again
 _LOG = logging.getLogger("everfed.policy")
 
 
@@ -174,16 +175,24 @@ class Guard:
             yield
             return
 
+        armed = [limit]
+
         def over(number: int, frame: Any) -> None:
-            raise Refusal(f"policy max_seconds = {limit}: this round has taken longer")
+            if armed:
+                raise Refusal(f"policy max_seconds = {limit}: this round has taken longer")
 
         before = signal.signal(signal.SIGALRM, over)
         try:
             if self._seconds >= limit:
                 over(0, None)
-            signal.setitimer(signal.ITIMER_REAL, limit - self._seconds)
-            yield
+            # again and again: Python drops what is raised in a destructor, logging what is raised while it writes
+            signal.setitimer(signal.ITIMER_REAL, limit - self._seconds, AGAIN)
+            try:
+                yield
+            finally:
+                armed.clear()
         finally:
+            armed.clear()  # an alarm may have come before the line above
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 

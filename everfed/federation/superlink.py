@@ -91,20 +91,31 @@ def _supervised(settings: Settings, say: Say) -> Iterator[None]:
     log, owner = settings.folder / "superlink.log", control_socket(settings.port)
     child = Child("the SuperLink", settings.command(), log, environment(settings.folder / "flwr"))
     ended = threading.Event()
+    listened: set[int] = set()  # the process, once it has been seen to listen at its socket
+
+    def listens() -> bool:
+        process = child.process
+        if process is None or not answers(owner):
+            return False
+        listened.add(process.pid)
+        return True
 
     def supervise() -> None:
-        listened = False
         while not ended.wait(0.2):
             before = child.process
             child.check(say)
-            if child.process is not None and child.process is not before:
-                listened = False
-                write_atomic(settings.folder / PID, str(child.process.pid).encode(), durable=False)
-            if child.process is not None and listened and not owner.exists():
+            if child.process is None:
+                continue
+            pid = child.process.pid
+            if child.process is not before:
+                listened.clear()
+                write_atomic(settings.folder / PID, str(pid).encode(), durable=False)
+            elif pid in listened and not owner.exists():
                 say(stamped(f"{owner} was removed; the SuperLink is restarted", logging.WARNING))
                 child.process.terminate()
-                listened = False
-            listened = listened or (child.process is before and answers(owner))
+                listened.clear()
+            else:
+                listens()
 
     child.start()
     assert child.process is not None
@@ -112,7 +123,7 @@ def _supervised(settings: Settings, say: Say) -> Iterator[None]:
     thread = threading.Thread(target=supervise, name="superlink", daemon=True)
     thread.start()
     try:
-        _until(lambda: answers(control_socket(settings.port)), f"the SuperLink did not start; see {log}")
+        _until(listens, f"the SuperLink did not start; see {log}")
         yield
     finally:
         ended.set()

@@ -45,7 +45,7 @@ def serve(site: Answers, path: Path, watch: FolderWatch) -> None:
         if not path.exists():  # by a program that cleans up, say: the clients' data are all there
             logging.getLogger("everfed").warning("%s was removed; listening there again", path)
             listener.close()
-            listener = _listen(path)
+            listener = _listen_again(path, watch)
         try:
             connection, _ = listener.accept()
         except TimeoutError:
@@ -59,6 +59,14 @@ def _listen(path: Path) -> socket.socket:
     listener = listen(path)
     listener.settimeout(LOOK)
     return listener
+
+
+def _listen_again(path: Path, watch: FolderWatch) -> socket.socket:
+    try:
+        return _listen(path)
+    except FileNotFoundError:
+        watch.check()  # the folder went after the last look at it
+        raise
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

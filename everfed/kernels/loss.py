@@ -31,6 +31,8 @@ def _cross_entropy(
     counts = y != IGNORED
     count = tl.sum(counts.to(tl.float32), 0)
     losses = largest + tl.log(total) - tl.sum(tl.where(own, z, 0.0), 1)
+    # no such class: PyTorch raises, a kernel cannot
+    losses = tl.where((y < 0) | (y >= C), float("nan"), losses)
     tl.store(loss_ptr, tl.sum(tl.where(counts, losses, 0.0), 0) / count)
     dz = (e / total[:, None] - own.to(tl.float32)) / count
     tl.store(dz_ptr + rows[:, None] * C + cols[None, :], tl.where(counts[:, None], dz, 0.0), there)

@@ -95,6 +95,13 @@ def fits(convolution: nn.Conv2d) -> bool:
     )
 
 
+def outputs(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> int:
+    """How many elements the output has; 0 where the image is smaller than the window."""
+    (high, wide), (kh, kw) = x.shape[2:], weight.shape[2:]
+    positions = max(0, high + 2 * padding[0] - kh + 1) * max(0, wide + 2 * padding[1] - kw + 1)
+    return len(x) * len(weight) * positions
+
+
 def forward(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
     """(n, O, h', w'), channels-last, of the weights' type; no bias."""
     images, _, high, wide = x.shape

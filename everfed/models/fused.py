@@ -12,6 +12,7 @@ fixed order, so results repeat bit for bit; they differ from PyTorch's by roundi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -69,6 +70,8 @@ def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
         and norm.affine
         and norm.track_running_stats
         and norm.momentum is not None
+        and x.shape[1] == norm.num_features
+        and (not norm.training or x.numel() > x.shape[1])  # one value has no variance: PyTorch raises
         and (norm.training or not (torch.is_grad_enabled() and norm.weight.requires_grad))
         and not (norm._forward_hooks or norm._forward_pre_hooks_with_kwargs)
         and not torch.compiler.is_compiling()
@@ -105,7 +108,10 @@ def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
         and weight.dtype == torch.bfloat16
         and (x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cuda"))
         and not x.requires_grad
-        and 0 < x.numel() * convolution.out_channels < 2**31  # the output has no more elements
+        and x.dim() == 4
+        and x.shape[1] == convolution.in_channels
+        and x.numel() < 2**31
+        and 0 < thin.outputs(x, weight, convolution.padding) < 2**31
         and not torch.compiler.is_compiling()
         and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))
     ):
@@ -187,21 +193,33 @@ class _Trained(torch.autograd.Function):
             return (None,) * 10
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             dy = dy if again is None else dy + again
-            grads = _differentiable(dy, x, residual, weight, bias, ctx.eps, ctx.slope)
+            grads = _differentiable(dy, (x, residual, weight, bias), ctx.needs_input_grad, ctx.eps, ctx.slope)
         else:
             grads = kernels.backward(dy, again, x, y, weight, bias, mean, rstd, ctx.slope, ctx.counts)
         return (*grads, *[None] * 6)
 
 
 def _differentiable(
-    dy: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, slope: float
+    dy: Tensor,
+    inputs: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    wanted: Sequence[bool],
+    eps: float,
+    slope: float,
 ) -> tuple[Tensor | None, ...]:
-    """(dx, dresidual, dweight, dbias) by PyTorch's operations, which can be differentiated again."""
+    """(dx, dresidual, dweight, dbias), those that are `wanted`, by PyTorch's operations, which can be differentiated
+    again."""
+    x, residual, weight, bias = inputs
     normed = functional.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
-    wanted = [t for t in (x, residual, weight, bias) if t is not None]
-    found = torch.autograd.grad(_composed(normed, residual, slope), wanted, dy, create_graph=True)
-    dx, *rest = found
-    return (dx, *rest) if residual is not None else (dx, None, *rest)
+    return _gradients(_composed(normed, residual, slope), inputs, wanted, dy)
+
+
+def _gradients(
+    y: Tensor, inputs: Sequence[Tensor | None], wanted: Sequence[bool], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the inputs that are `wanted`, None for the others, as parts of a graph."""
+    chosen = [t for t, want in zip(inputs, wanted, strict=False) if want and t is not None]
+    found = iter(torch.autograd.grad(y, chosen, dy, create_graph=True))
+    return tuple(next(found) if want and t is not None else None for t, want in zip(inputs, wanted, strict=False))
 
 
 class _Mapped(torch.autograd.Function):
@@ -254,7 +272,7 @@ class _Pooled(torch.autograd.Function):
         x, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             y = _pooled(x + bias.to(x.dtype).view(1, -1, 1, 1), ctx.flat)
-            return (*torch.autograd.grad(y, (x, bias), dy, create_graph=True), None, None)
+            return (*_gradients(y, (x, bias), ctx.needs_input_grad, dy), None, None)
         return (*pooling.backward(dy, x, bias, ctx.flat, ctx.counts), None, None)
 
 

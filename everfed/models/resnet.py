@@ -9,7 +9,9 @@ from torch.nn import functional
 
 from everfed.models.fused import batch_norm_act, batch_norm_act_twice, first_convolution
 
-Twice = tuple[Tensor, Tensor]  # one tensor for its two uses, as `batch_norm_act_twice` returns it
+# an activation for its two uses, the convolution and the shortcut, as `batch_norm_act_twice` returns it: on a GPU its
+# backward kernel adds their gradients
+Twice = tuple[Tensor, Tensor]
 
 
 class BasicBlock(nn.Module):
@@ -25,22 +27,10 @@ class BasicBlock(nn.Module):
         if stride != 1 or inputs != outputs:
             self.shortcut = Projection(inputs, outputs, stride)
 
-    def forward(self, x: Tensor, again: Tensor | None = None) -> Tensor | Twice:
-        """again: `x` once more, for the shortcut; the output then comes twice, too."""
+    def forward(self, both: Twice) -> Twice:
+        x, again = both
         out = self.conv2(batch_norm_act(self.conv1(x), self.bn1))
-        if again is None:
-            return batch_norm_act(out, self.bn2, self.shortcut(x))
         return batch_norm_act_twice(out, self.bn2, self.shortcut(again))
-
-
-class Blocks(nn.Sequential):
-    """Residual blocks, between which activations are passed on twice."""
-
-    def forward(self, x: Tensor, again: Tensor | None = None) -> Tensor:
-        both = (x, x if again is None else again)
-        for block in self:
-            both = block(*both)
-        return both[0]
 
 
 class Projection(nn.Sequential):
@@ -64,7 +54,7 @@ class ResNet18(nn.Module):
         self.conv1 = self.first_convolution(input_shape[0])
         self.bn1 = nn.BatchNorm2d(64)
         widths = (64, 64, 128, 256, 512)
-        self.blocks = Blocks(
+        self.blocks = nn.Sequential(
             *(
                 block
                 for i, (inputs, outputs) in enumerate(itertools.pairwise(widths))
@@ -84,7 +74,8 @@ class ResNet18(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """(n, 512) before the head."""
-        return functional.adaptive_avg_pool2d(self.blocks(*self.stem(x)), 1).flatten(1)
+        last, _ = self.blocks(self.stem(x))
+        return functional.adaptive_avg_pool2d(last, 1).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))

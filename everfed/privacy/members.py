@@ -22,9 +22,9 @@ KEYS = 2 * masking.PUBLIC  # bytes of a client's two public keys: for masks, for
 
 
 def needed(clients: int, threshold: float) -> int:
-    """How many of `clients` must stay to the end: more than half in any case, so that no server can split them into two
-    groups and have each unmask the other; and never fewer than FEWEST."""
-    return max(FEWEST, clients // 2 + 1, math.ceil(threshold * clients))
+    """How many of `clients` must stay to the end, never fewer than FEWEST. threshold: above 0.5, so more than half, and
+    no server can split them into two groups and have each unmask the other."""
+    return max(FEWEST, math.ceil(threshold * clients))
 
 
 def largest_form(parameters: int) -> int:

@@ -166,8 +166,11 @@ class Feed:
 
     async def watch(self) -> None:
         """Poll every `every` seconds, for ever, and wake the listeners."""
+        sent = -1
         while True:
-            if await asyncio.to_thread(self.index.poll) or self.closed:
+            await asyncio.to_thread(self.index.poll)
+            if self.index.version > sent or self.closed:  # by a poll, or by a note since the one before
+                sent = self.index.version
                 async with self._news:
                     self._news.notify_all()
             await asyncio.sleep(self.every)

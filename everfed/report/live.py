@@ -219,6 +219,8 @@ class Index:
             kept = {key: found.model_dump(exclude_defaults=True) for key, found in sorted(notes.items())}
             text = json.dumps({key: value for key, value in kept.items() if value}, indent=1)
             write_atomic(self.guard.root / NOTES, f"{text}\n".encode(), shared=True)
+            self.notes = {key: notes[key] for key, value in kept.items() if value}  # for a page that is reloaded now
+            self.version += 1
 
     def _read_notes(self, problems: list[str]) -> dict[str, Note]:
         try:
@@ -233,18 +235,18 @@ class Index:
     def poll(self) -> bool:
         """Read everything once; True when something changed. Changed runs get a higher version."""
         before, problems = self.version, list[str]()
-        found, notes = dict(self._find(problems)), self._read_notes(problems)
-        if tuple(problems) != self.problems or notes != self.notes or not set(self.runs) <= set(found):
-            self.version += 1
-        self.problems, self.notes = tuple(problems), notes
+        found = dict(self._find(problems))
         with self.lock:
+            notes = self._read_notes(problems)
+            if tuple(problems) != self.problems or notes != self.notes or not set(self.runs) <= set(found):
+                self.version += 1
+            self.problems, self.notes = tuple(problems), notes
             self.runs = {name: self.runs.get(name) or Watched(name, found[name]) for name in sorted(found)}
         for watched in list(self.runs.values()):
             with self.lock:
-                changed = watched.poll(self.guard, self.clock())
-            if changed:
-                self.version += 1
-                watched.version = self.version
+                if watched.poll(self.guard, self.clock()):
+                    self.version += 1
+                    watched.version = self.version
         return self.version > before
 
     def chosen(self, names: Sequence[str]) -> list[Watched]:

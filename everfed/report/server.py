@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 EVERY = 1.0  # seconds between two polls of the folder
+GRACE = 5  # seconds that open requests have after ctrl-C
 
 
 def create_app(root: Path, token: str | None = None, every: float = EVERY) -> "FastAPI":
@@ -168,7 +169,7 @@ def serve(root: Path, host: str, port: int, token: str | None, announce: Callabl
     with _listen(host, port) as listening:
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{listening.getsockname()[1]}/")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE)
         Server(config).run(sockets=[listening])
 
 

@@ -157,9 +157,11 @@ class RunFolder:
     def _refuse_taken(self, recipe_toml: str) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"--out {self.path} is a file; name a folder")
+        # listed first: another process that begins this run meanwhile writes its recipe before anything else
+        found = list(self.path.iterdir()) if self.path.is_dir() else []
         if self.recipe.exists():
             self._refuse_run(recipe_toml)
-        if self.path.is_dir() and not all(map(_is_beginning, self.path.iterdir())):
+        if not all(map(_is_beginning, found)):
             raise RunError(f"--out {self.path} is not empty and not a run; name a new folder")
 
     def _refuse_run(self, recipe_toml: str) -> None:

@@ -34,7 +34,7 @@ def browser() -> Iterator[Any]:
     if not found:
         pytest.skip("no browser: install chromium, or name one in EVERFED_CHROMIUM")
     with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=list(FLAGS))
+        opened = playwright.chromium.launch(executable_path=found, args=list(FLAGS), timeout=1000 * HANG)
         yield opened
         opened.close()
 

@@ -258,7 +258,7 @@ def test_a_deleted_and_a_damaged_run_are_reported(runs: Path, home: str, watch: 
     page.locator("#sections figure").first.wait_for()
     shutil.rmtree(runs / "der-0")
     page.get_by_text("there is no run der-0, or not any more").wait_for()
-    assert "der-0" not in ids(page)
+    wait(page, "document.querySelector('tr[data-id=\"der-0\"]') === null")
     (runs / "der-1" / "result.json").write_text("{")
     wait(page, "document.querySelector('tr[data-id=\"der-1\"] td[data-name=Status]').textContent === 'unreadable'")
     page.get_by_role("button", name="der-1", exact=True).click()
@@ -413,8 +413,7 @@ def test_runs_are_grouped_named_tagged_and_hidden(runs: Path, home: str, watch: 
     page.get_by_role("button", name="small memory", exact=True).wait_for()
     page.locator("#note-tags").fill("good, draft")
     page.locator("#note-tags").press("Tab")
-    page.locator('tr[data-id="sweep/s5"] .tag').nth(1).wait_for()  # saved on the server, then shown
-    assert page.locator('tr[data-id="sweep/s5"] .tag').all_inner_texts() == ["good", "draft"]
+    until(lambda: page.locator('tr[data-id="sweep/s5"] .tag').all_inner_texts() == ["good", "draft"])
     page.locator("#note-hidden").check()
     wait(page, "document.querySelector('tr[data-id=\"sweep/s5\"]') === null")
     page.reload()

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from everfed import engines
 from everfed.comparison import jobs
+from everfed.comparison.cells import Settings
+from everfed.core.data import device_memory
+from everfed.engines import captured
+from everfed.engines.device_data import DeviceData
 from everfed.engines.slots import Setting, Tuner
+from everfed.recipe import EngineSection
 
 GIB = 1 << 30
 
@@ -39,3 +48,55 @@ def test_slots_are_added_within_the_share_of_the_process(
     tuner = Tuner(0, 1, torch.device("cuda"))
     tuner.measured(Setting(4, 1), 100.0)
     assert (tuner.setting.slots if tuner.searching else None) == more
+
+
+@pytest.mark.parametrize(("share", "free", "allowed"), [(1.0, 60, 100), (0.225, 14.5, 22.5), (0.05, 0, 5)])
+def test_free_memory_is_what_the_process_may_still_have(
+    monkeypatch: pytest.MonkeyPatch, share: float, free: float, allowed: float
+) -> None:
+    """8 of 100 GiB are this process's, 32 others'. Caches of data, test sets and states are parts of what is free."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {0: share}.__getitem__)
+    released: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(True))
+    device = torch.device("cuda")
+    assert device_memory(device) == (pytest.approx(free * GIB, abs=1), pytest.approx(allowed * GIB, abs=1))
+    assert DeviceData(device)._kept.limit == pytest.approx(0.3 * free * GIB, abs=1)
+    captured.release_memory(device)
+    assert bool(released) == (free < 0.2 * allowed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert engines.state_budget(EngineSection()) == pytest.approx(max(2 * GIB, free * GIB / 4), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cores", "goes_on"), [("", None, True), ("CUDA error", None, False), ("nan", (0,), True)]
+)
+def test_after_an_error_on_a_gpu_the_next_run_has_a_new_process(
+    problem: str, cores: tuple[int, ...] | None, goes_on: bool
+) -> None:
+    """An illegal access ends all that a process can do on a GPU; the next run in it would fail as well."""
+    stopped: list[bool] = []
+    cell = SimpleNamespace(folder="run")
+    outcome = SimpleNamespace(cell=cell, problem=problem)
+    worker: Any = SimpleNamespace(
+        cell=cell, share=jobs.Share(cores), stop=lambda: stopped.append(True),
+        pipe=SimpleNamespace(recv=lambda: ("outcome", outcome)),
+    )  # fmt: skip
+    queue: Any = SimpleNamespace(finish=lambda given: None)
+    workers = [worker]
+    jobs._receive(worker, queue, workers, Settings(), lambda cell, event: None)
+    assert (worker in workers, stopped) == (goes_on, [] if goes_on else [True])
+
+
+def test_work_on_a_gpu_with_a_number_is_done_with_it_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device: scoring and the server's phases would run on the first one."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(engines, "_set_precision", lambda precision: None)
+    monkeypatch.setattr(engines, "Eager", lambda *given: None)
+    for device in ("cuda:1", "cuda"):
+        engines.build(EngineSection(kind="eager", device=device), *[None] * 4)  # type: ignore[arg-type]
+    assert chosen == [torch.device("cuda:1")]

@@ -35,6 +35,13 @@ def test_numbers_and_plot_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "near_optimality.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_seed_draws_other_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everfed.commands.near_optimality.find_spec", lambda name: None)  # no plot
+    few = ["--sizes", "8", "--keep", "3", "--repetitions", "2", "--reading", "per-vector", "--json"]
+    first, again, other = (run(*few, "--seed", seed, "--out", str(tmp_path)) for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
 def test_the_ordering_of_the_paper(tmp_path: Path) -> None:
     """Zero-diagonal, convex, GSS-greedy, random, from the best to the worst (per-vector reading)."""
     arguments = ["--sizes", "30", "--repetitions", "25", "--reading", "per-vector", "--json", "--out", str(tmp_path)]

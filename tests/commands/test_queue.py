@@ -17,7 +17,9 @@ from everfed.comparison import cells, jobs
 from everfed.comparison.cells import Cell, Outcome, Queue, Settings
 from everfed.engines.calibration import CALL_SECONDS, OneClient
 from everfed.recipe import Places, read
-from tests.support.child import KILLED, Child, events, until
+from everfed.store.lock import locked
+from everfed.store.run import LOCK, RECIPE, RunFolder, SameRun
+from tests.support.child import KILLED, Child, events, state_of, until
 
 TABLE = """
 [stream]
@@ -135,13 +137,16 @@ def test_a_worker_that_is_killed_is_replaced_and_its_cell_goes_on(work: Path, al
 
 
 def test_workers_end_with_the_command_that_started_them(work: Path) -> None:
-    parent = started(work, "--jobs", "2")
-    until(lambda: rounds(work / "cells" / FOLDERS[0]) > 0, parent)
-    workers = _children(parent.pid)
-    assert len(workers) == 2
-    parent.kill()
-    assert parent.wait().code == KILLED
-    until(lambda: not any(map(_runs, workers)), None)
+    last = work / "cells" / FOLDERS[-1]
+    last.mkdir(parents=True)
+    with locked(last / LOCK):  # as another process would: the command waits for this cell, however slow the test is
+        parent = started(work, "--jobs", "2")
+        until(lambda: rounds(work / "cells" / FOLDERS[0]) > 0, parent)
+        workers = _children(parent.pid)
+        assert len(workers) == 2
+        parent.kill()
+        assert parent.wait().code == KILLED
+        until(lambda: all(state_of(pid) in ("", "Z") for pid in workers), None)
     ended(started(work, "--jobs", "1"))
     assert set(numbers(work / "cells")) == set(FOLDERS)
 
@@ -154,13 +159,6 @@ def _children(pid: int) -> list[int]:
 
 def _child(pid: int) -> int:
     return _children(pid)[0]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except OSError:
-        return False
 
 
 # the queue -------------------------------------------------------------------------------------------------------
@@ -210,8 +208,30 @@ def test_a_divergence_elsewhere_is_the_outcome_and_nothing_else_is(cell: Any) ->
     log.write_text('{"event": "start"}\n{"event": "fault", "message": "Diverged: the loss is not finite"}\n')
     outcome = cells.attempt(own, settings(), [], was_held=True)
     assert outcome == Outcome(own, None, "the loss is not finite")
+    with log.open("a") as file:
+        file.write('{"event": "sta')  # another process has begun to go on with it
+    assert cells._divergence(own) == "the loss is not finite"
     log.write_text('{"event": "fault", "message": "KeyboardInterrupt: "}\n')
     assert cells._divergence(own) is None
+
+
+def test_a_run_that_another_process_begins_meanwhile_is_not_taken_for_something_else(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SameRun: the cell is left to the other process. Any other error would end the command."""
+    exists, begun = Path.exists, list[Path]()
+
+    def then_begun(path: Path) -> bool:
+        found = exists(path)
+        if path.name == RECIPE and not begun:
+            begun.append(path)
+            RunFolder.create(path.parent, "seed = 0", {})
+        return found
+
+    monkeypatch.setattr(Path, "exists", then_begun)
+    with pytest.raises(SameRun, match="unfinished run of this recipe"), RunFolder.new(work / "one", "seed = 0", {}):
+        pass
+    assert begun
 
 
 # how many at a time ----------------------------------------------------------------------------------------------

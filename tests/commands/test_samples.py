@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from everfed import api
 from everfed.cli import app
 from everfed.data import transforms
+from everfed.session import samples
 from everfed.session.samples import Sheet, draw, sample
 from everfed.store.run import RunFolder
 
@@ -86,6 +87,14 @@ def test_images_are_labelled_by_the_frozen_model_with_classes_it_knew(run: Path)
     assert set(sheet.rows) <= set(range(5))  # the generator was trained after the first of two tasks
     assert all(rows.dtype == torch.uint8 and rows.shape[1:] == (1, 8, 8) for rows in sheet.rows.values())
     assert all(torch.equal(sheet.rows[label], again.rows[label]) for label in sheet.rows)
+
+
+def test_every_batch_is_drawn_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.open(run)
+    monkeypatch.setattr(samples, "BATCH", 20)
+    monkeypatch.setattr(samples, "_sorted", lambda images, labels, names, width: images)
+    images = sample(folder, api.reassemble(folder, on_cpu=True), 1)  # 4 tries for each of 10 classes
+    assert len(images) == 40 and not torch.equal(images[:20], images[20:])
 
 
 def test_a_method_without_a_generator_is_refused(run: Path, tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +15,14 @@ from tests.support.toy import Bench
 
 parts = st.none() | st.integers(-(2**70), 2**70) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 names = st.lists(parts, max_size=4).map(tuple)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_global_generators_do_not_depend_on_the_tests_before(again: bool) -> None:
+    """The first numbers of Python, NumPy and PyTorch after a seed of 0; drawn twice, so that one moves the other."""
+    assert random.random() == 0.8444218515250481
+    assert np.random.random() == 0.5488135039273248
+    assert torch.rand(1).item() == pytest.approx(0.4962566, abs=1e-7)
 
 
 def test_keys_are_the_same_on_every_machine() -> None:

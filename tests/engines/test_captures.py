@@ -1,76 +1,38 @@
-"""What the graphs engine does around its CUDA graphs, on the CPU: a graph is replaced by its body, run as it comes."""
+"""What the graphs engine does around its CUDA graphs, on the CPU: see tests/support/cuda.py for the graphs."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from everfed import Optimizer, TrainOptions
-from everfed.core.context import Setup
+from everfed.core.engine import ClientError
+from everfed.core.optimizer import Group
 from everfed.core.schedule import Table
-from everfed.engines import captured
-from everfed.engines.captured import CapturedTrainer, Workspace, kernel_search, share_of_steps
-from everfed.engines.capturing import Capturing
-from everfed.engines.eager import Eager
+from everfed.core.step import Step
+from everfed.core.trainer import Trainer
+from everfed.engines.captured import Workspace, kernel_search, share_of_steps
 from everfed.engines.graphs import Graphs
 from everfed.store.clients import ClientStore
+from tests.support.cuda import Device
+from tests.support.presets import each_kind
 from tests.support.toy import Bench, Norm, Toy
+from tests.support.waiting import HANG
 
 # with minibatches of 4: a ninth sample joins the minibatch before it, 3 and 1 are less than a minibatch
 SIZES = {(0, 0): 9, (1, 0): 14, (2, 0): 3, (3, 0): 0, (0, 1): 30, (1, 1): 6, (2, 1): 4, (3, 1): 1}
 
 
-class Body:
-    """Stands for a CUDA graph; as in one, the network's mode is that of the capture."""
-
-    def __init__(self, body: Callable[[], None], module: nn.Module) -> None:
-        self.body, self.module, self.training = body, module, module.training
-
-    def replay(self) -> None:
-        self.module.train(self.training)
-        self.body()
-
-
-class Captures:
-    """Replaces what needs a GPU, and notes of every capture whether it was tuned and in which thread it ran."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tuned: list[bool] = []
-        self.threads: set[int] = set()
-        self.capturing = Capturing()
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", itertools.count().__next__)
-        monkeypatch.setattr(CapturedTrainer, "_capture", lambda *args: self._capture(*args))
-        monkeypatch.setattr(captured, "_milliseconds", lambda graph: 1.0)
-
-    def _capture(
-        self, slot: CapturedTrainer, body: Callable[[], None], prepare: Callable[[], None], tuned: bool
-    ) -> Body:
-        for _ in range(2):
-            prepare()
-            body()
-        self.tuned.append(tuned)
-        self.threads.add(threading.get_ident())
-        return Body(body, slot.replica.module)
-
-    def slot(self, setup: Setup, build_module: Any, largest: int = 0) -> CapturedTrainer:
-        given = (setup.stream, setup.facts.layout, build_module, "cpu", "fp32", setup.method.owner("forward"))
-        slot = CapturedTrainer(*given, capturing=self.capturing, on_eager=lambda part: None)
-        slot.largest = largest
-        return slot
-
-
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    return Captures(monkeypatch)
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    return Device(monkeypatch)
 
 
 def bench(method: str) -> Bench:
@@ -78,35 +40,22 @@ def bench(method: str) -> Bench:
     return Bench(method, stream=stream, train=TrainOptions(2, 4, Optimizer(lr=0.1)), module=Norm)
 
 
-def run(case: Bench, captures: Captures, largest: int = 0) -> tuple[torch.Tensor, CapturedTrainer]:
-    """The shared model at the end, and the slot that trained every client."""
-    slots: list[CapturedTrainer] = []
-
-    class OneSlot(Eager):
-        def __init__(self, setup: Setup, store: ClientStore) -> None:
-            super().__init__(setup, store, case.build_module)
-            self.trainer = captures.slot(setup, case.build_module, largest)
-            slots.append(self.trainer)
-
-    return case.run(OneSlot).params, slots[0]
-
-
 @pytest.mark.parametrize("method", ["fedavg", "fedgp+der", "agem", "fedcurv", "mfcl", "fedssi"])
-def test_steps_from_fixed_places_equal_steps_as_they_come(method: str, captures: Captures) -> None:
+def test_steps_from_fixed_places_equal_steps_as_they_come(method: str, device: Device) -> None:
     case = bench(method)
-    assert torch.equal(run(case, captures)[0], case.run().params)
-    assert captures.tuned
+    assert torch.equal(device.run_in_one_slot(case)[0], case.run().params)
+    assert device.replays
 
 
-def test_a_shape_is_captured_once_whatever_the_sizes_of_clients(captures: Captures) -> None:
-    _, slot = run(bench("fedavg"), captures, largest=30)
+def test_a_shape_is_captured_once_whatever_the_sizes_of_clients(device: Device) -> None:
+    _, slot = device.run_in_one_slot(bench("fedavg"), largest=30)
     (workspace,) = slot._workspaces.values()
     # minibatches of 4, a last one of 1, 2 or 3, and one that a fifth sample joined; with the draws of augmentation
     assert sorted(workspace.graphs) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
-    assert slot.captures == len(captures.tuned) == 5
+    assert slot.captures == len(device.graphs) == 5
 
 
-def test_a_workspace_that_becomes_too_small_is_replaced_and_freed(captures: Captures) -> None:
+def test_a_workspace_that_becomes_too_small_is_replaced_and_freed(device: Device) -> None:
     made: list[Workspace] = []
     case, plain = bench("fedavg"), Workspace.__init__
 
@@ -116,30 +65,125 @@ def test_a_workspace_that_becomes_too_small_is_replaced_and_freed(captures: Capt
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspace, "__init__", noted)
-        params, slot = run(case, captures)
+        params, slot = device.run_in_one_slot(case)
     *replaced, last = made
     assert [one.capacity for one in made] == [12, 18, 38]  # 9, 14 and 30 samples, a quarter more, and one
     assert all(not one.graphs and one.step is None for one in replaced)
     assert list(slot._workspaces.values()) == [last]
-    assert slot._pool == len(replaced)  # PyTorch refuses a pool whose graphs are all gone
     assert torch.equal(params, case.run().params)
 
 
-def test_all_slots_capture_in_one_thread_and_errors_reach_the_caller(captures: Captures) -> None:
+def test_all_slots_capture_in_one_thread_and_errors_reach_the_caller(device: Device) -> None:
     case = bench("fedavg")
     for _ in range(2):
-        run(case, captures)
-    assert len(captures.threads) == 1
-    assert captures.threads != {threading.get_ident()}
-    slot = run(case, captures)[1]
+        device.run_in_one_slot(case)
+    assert len(set(device.captured_in)) == 1
+    assert threading.get_ident() not in device.captured_in
+    slot = device.run_in_one_slot(case)[1]
     with pytest.raises(ZeroDivisionError):
         slot.capture(lambda: print(1 // 0), lambda: None, tuned=False)
 
 
-def test_kernels_are_searched_only_for_shapes_that_are_frequent(captures: Captures) -> None:
+def test_a_capture_that_fails_names_its_cause_and_the_next_one_succeeds(device: Device) -> None:
+    """A wait makes the capture invalid, so that ending it fails, too. An error of Python leaves a graph without use,
+    the only one of its memory pool."""
+    case = bench("fedavg")
+    slot = device.slot(case.setup(), case)
+    place = torch.zeros(1)
+
+    def wait() -> None:
+        if device.capturing is not None:
+            place.item()
+
+    def fail() -> None:
+        if device.capturing is not None:
+            raise ZeroDivisionError
+
+    for body, error, message in ((wait, RuntimeError, "waits for the device"), (fail, ZeroDivisionError, "")):
+        with pytest.raises(error, match=message):
+            slot.capture(body, lambda: None, tuned=False)
+    slot.capture(lambda: place.add_(1), lambda: place.zero_(), tuned=False).replay()
+    assert place.item() == 3  # the second trial run and the capture of the stand-in are runs, too
+
+
+@pytest.mark.parametrize("method", each_kind())
+def test_the_engine_equals_the_eager_one(method: str, device: Device) -> None:
+    case = bench(method)
+    assert torch.equal(device.run_in_slots(case, slots=2, threads=2), case.run().params)
+
+
+def test_states_reach_the_store_when_all_streams_are_done(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may write them to disk, from the default stream."""
+    put = ClientStore.put
+
+    def noted(self: ClientStore, client: int, state: Any) -> None:
+        device.log.append(("put", str(client)))
+        put(self, client, state)
+
+    monkeypatch.setattr(ClientStore, "put", noted)
+    device.run_in_slots(bench("der"), slots=2, threads=2)
+    fork, join = (("stream {}", "waits for", "default"), ("default", "waits for", "stream {}"))
+    used = {entry[0] for entry in device.log if entry[1:] == fork[1:]}
+    unfinished = set[str]()
+    for entry in device.log:
+        if entry[1:] == fork[1:]:
+            unfinished.add(entry[0])
+        elif entry[:2] == join[:2]:
+            unfinished.discard(entry[2])
+        elif entry[0] == "put":
+            assert not unfinished
+    assert len(used) == 2 and ("put", "3") in device.log
+
+
+def test_when_a_client_fails_all_threads_stop_before_the_error_arrives(device: Device, monkeypatch) -> None:
+    case, working, began = bench("fedavg"), set[int](), threading.Event()
+
+    def client(self: Graphs, slot: Any, phase: Any, number: int, *args: Any) -> Any:
+        working.add(number)
+        if number == 1:  # the largest, of the first slot
+            began.wait(HANG)
+            working.discard(number)
+            raise ClientError(1, phase.name, 0, "lost")
+        began.set()
+        time.sleep(0.2)
+        working.discard(number)
+        return {}, None
+
+    monkeypatch.setattr(Graphs, "_client", client)
+    with pytest.raises(ClientError, match="lost"):
+        device.run_in_slots(case, slots=4, threads=4)
+    assert not working
+
+
+def test_a_graph_whose_inputs_are_gone_is_an_error_of_the_stand_in(device: Device) -> None:
+    """So that the tests above would notice it: on a GPU it would read what lies there now."""
+    place, out = torch.ones(3), torch.zeros(3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        out.copy_(place * 2)
+        graph.capture_end()
+    place.fill_(4)
+    graph.replay()
+    assert out.tolist() == [8, 8, 8]
+    del place
+    with pytest.raises(RuntimeError, match="freed after its capture"):
+        graph.replay()
+
+
+def test_equal_optimisers_share_the_rates_that_graphs_read() -> None:
+    case = bench("fedavg")
+    setup = case.setup()
+    replica = Trainer(setup.stream, setup.facts.layout, case.build_module).replica
+    step = Step(None, replica, None, None, {}, {}, replica.params)  # type: ignore[arg-type]
+    first, second = (Optimizer(lr=0.1, groups=(Group(("*bias*",), lr=0.2),)) for _ in range(2))
+    assert first is not second and step.scales(first) is step.scales(second)
+
+
+def test_kernels_are_searched_only_for_shapes_that_are_frequent(device: Device) -> None:
     stream = Toy(clients=1, tasks=1, rounds_per_task=1, sizes={(0, 0): 27})
-    run(Bench("fedavg", stream=stream, train=TrainOptions(1, 4)), captures)
-    assert captures.tuned == [True, False]  # six minibatches of 4, one of 3
+    device.run_in_one_slot(Bench("fedavg", stream=stream, train=TrainOptions(1, 4)))
+    assert [tuned for tuned, _ in device.graphs] == [True, False]  # six minibatches of 4, one of 3
 
 
 def test_the_share_of_steps_counts_the_shapes_of_all_tables() -> None:

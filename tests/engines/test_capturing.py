@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from everfed.engines.capturing import Capturing
+from tests.support.waiting import HANG
 
 SLOTS, STEPS = 4, 60
 
@@ -42,7 +43,7 @@ class Slots:
 def test_no_slot_works_while_another_ones_steps_are_recorded() -> None:
     slots = Slots()
     with ThreadPoolExecutor(SLOTS) as pool:
-        done = list(pool.map(lambda slot: slots.client(slot, {0, 7 * slot, 30}), range(SLOTS), timeout=60))
+        done = list(pool.map(lambda slot: slots.client(slot, {0, 7 * slot, 30}), range(SLOTS), timeout=HANG))
     assert done == list(range(SLOTS))
     assert len(slots.recorded) == 3 * SLOTS - 1  # 7 x 0 is 0
     assert all(not others for _, others in slots.recorded)
@@ -66,7 +67,7 @@ def test_an_error_of_a_capture_reaches_its_slot_and_the_others_go_on() -> None:
                 capturing.pause()
                 return True
 
-        assert pool.submit(work).result(timeout=60)
+        assert pool.submit(work).result(timeout=HANG)
     assert not capturing.wanted
 
 

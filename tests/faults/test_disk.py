@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.small import outcome, prepare, resume_command, run_command
-from tests.support.child import Child, Ended, Fate, count, events, everfed, running, until
+from tests.support.child import Child, Ended, Fate, events, everfed, running
 
 CASE = "fedgp+der"
 WIDE = "model.hidden=[100]"  # a checkpoint of 30 kB, more than the event log ever has
+MIDDLE = Fate(halts_at=14, kind="phase", settled=True)  # the second of four tasks has begun, and a checkpoint is there
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run, `whole`, and the same one killed in its middle, `mine`. Tests work on copies."""
     folder = prepare(tmp_path_factory.mktemp("stopped"))
     assert everfed(folder, *run_command("whole", CASE, WIDE, every=5.0)).code == 0
-    with running(folder, *run_command("mine", CASE, WIDE)) as child:
-        until(lambda: len(events(folder / "mine")) > 20 and count(folder / "mine", "checkpoint") > 2, child)
+    with running(folder, *run_command("mine", CASE, WIDE), fate=MIDDLE):
+        pass
     assert not (folder / "mine/result.json").exists()
     return folder
 
@@ -89,10 +90,10 @@ def fill(disk: Path) -> Path:
 
 
 def test_a_disk_that_becomes_full(work: Path, small_disk: Path) -> None:
-    child = Child(work, *run_command("disk/mine", CASE, WIDE))
-    until(lambda: count(small_disk / "mine", "checkpoint") >= 2, child)
-    ballast = fill(small_disk)
-    refused(child.wait(), "cannot write", "disk/mine", "No space left on device", "everfed resume")
+    with running(work, *run_command("disk/mine", CASE, WIDE), fate=MIDDLE) as child:
+        ballast = fill(small_disk)
+        child.go_on()
+        refused(child.wait(), "cannot write", "disk/mine", "No space left on device", "everfed resume")
     refused(everfed(work, *resume_command("disk/mine")), "cannot write", "disk/mine", "No space left on device")
     ballast.unlink()
     goes_on(work, "disk/mine")
@@ -245,10 +246,8 @@ def test_a_recipe_that_was_changed_after_the_run_began(work: Path, old: str, new
 
 
 def test_two_processes_on_one_folder(work: Path) -> None:
-    command = run_command("long", CASE, WIDE, "train.rounds_per_task=2000")
-    with running(work, *command) as child:
-        until((work / "long/events.jsonl").exists, child)
-        refused(everfed(work, *resume_command("long")), "long is being run by another process")
+    with running(work, *run_command("held", CASE, WIDE), fate=Fate(halts_at=1)) as child:
+        refused(everfed(work, *resume_command("held")), "held is being run by another process")
         assert child.alive()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.small import outcome, prepare, resume_command, run_command
-from tests.support.child import Ended, count, events, everfed, running, until
+from tests.support.child import Ended, Fate, events, everfed, running, state_of, until
 
 PART = '''\
 """A part that fails on client 2 in round 5, while there is a file that says how."""
@@ -48,6 +48,7 @@ class Fragile(Part):
 '''
 FRAGILE = 'method={ parts = ["fedavg", "memory", "er", "fragile_part:Fragile"], memory = { size = 10 } }'
 PROCESSES = ("engine.kind=processes", "engine.workers=2")
+MIDDLE = Fate(halts_at=7, kind="phase")
 
 
 @pytest.fixture(scope="module")
@@ -104,29 +105,19 @@ def test_a_worker_that_dies(work: Path, whole: dict[str, object], phase: str) ->
 
 
 def test_a_worker_that_is_killed_from_outside(work: Path) -> None:
-    """Whether it was busy with a client or waiting for one."""
-    command = run_command("mine", "fedgp+der", "train.rounds_per_task=200", *PROCESSES)
-    with running(work, *command) as child:
-        until(lambda: count(work / "mine", "phase") > 6, child)
+    """While it waits for a client; above, one dies that is busy with one."""
+    with running(work, *run_command("mine", "fedgp+der", *PROCESSES), fate=MIDDLE) as child:
         os.kill(child.workers()[0], signal.SIGKILL)
+        child.go_on()
         ended = child.wait()
     failed(ended, work, r"client \d failed in phase '\w+' of round \d+: worker process \d+ was killed by signal 9")
 
 
 def test_no_worker_outlives_its_run(work: Path) -> None:
-    command = run_command("mine", "fedgp+der", "train.rounds_per_task=200", *PROCESSES)
-    with running(work, *command) as child:
-        until(lambda: count(work / "mine", "phase") > 6, child)
+    with running(work, *run_command("mine", "fedgp+der", *PROCESSES), fate=MIDDLE) as child:
         workers = child.workers()
         assert len(workers) == 2
         child.kill()
         child.wait()
         for pid in workers:
-            until(lambda: not _alive(pid), None)  # noqa: B023 - used at once
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+            until(lambda: state_of(pid) in ("", "Z"), None)  # noqa: B023 - used at once

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.small import CASES, outcome, prepare, resume_command, run_command
-from tests.support.child import KILLED, Ended, Fate, count, events, everfed, python_m, running, until
+from tests.support.child import KILLED, Ended, Fate, everfed, python_m, running, until
 
 ENGINES = ("eager", "processes")
 
@@ -107,19 +107,21 @@ def test_killed_over_a_certain_file(work: Path, wholes: dict[str, dict[str, Any]
 def test_killed_when_so_much_was_written(work: Path, wholes: dict[str, dict[str, Any]], engine: str) -> None:
     for lines in (1, 12, 25):
         command = next_command(work, "fedgp+der", f"engine.kind={engine}", "engine.workers=2")
-        with running(work, *command) as child:
-            until(lambda: len(events(work / "mine")) >= lines, child)  # noqa: B023 - used at once
+        with running(work, *command, fate=Fate(halts_at=lines)):
+            pass
     assert not (work / "mine/result.json").exists(), "it should have been killed in its middle"
     succeed(everfed(work, *resume_command("mine")))
     assert outcome(work / "mine") == wholes["fedgp+der"]
 
 
 def test_killed_while_python_still_starts(work: Path, wholes: dict[str, dict[str, Any]]) -> None:
-    """Started as a user would, killed as soon as the run folder is there and long before torch is."""
+    """Started as a user would, killed as soon as the run folder is there and before torch is: its import hangs."""
+    (work / "torch.py").write_text("import signal; signal.pause()")
     child = python_m(work, *run_command("mine", "fedgp+der"))
     until((work / "mine/recipe.toml").exists, child)
     child.kill()
     child.communicate()
+    (work / "torch.py").unlink()
     assert not (work / "mine/events.jsonl").exists()
     succeed(everfed(work, *resume_command("mine")))
     assert outcome(work / "mine") == wholes["fedgp+der"]
@@ -128,8 +130,7 @@ def test_killed_while_python_still_starts(work: Path, wholes: dict[str, dict[str
 def test_a_run_may_be_resumed_before_its_orphans_are_gone(work: Path, wholes: dict[str, dict[str, Any]]) -> None:
     """Workers outlive a killed process until they notice; they must not keep the run folder locked."""
     command = run_command("mine", "fedgp+der", "engine.kind=processes", "engine.workers=2")
-    with running(work, *command) as child:
-        until(lambda: count(work / "mine", "phase") >= 2, child)
+    with running(work, *command, fate=Fate(halts_at=2, kind="phase")) as child:
         orphans = child.workers()
         for pid in orphans:
             os.kill(pid, signal.SIGSTOP)  # as if busy with a long training

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from everfed.federation.joining import Joining, children
 from everfed.federation.superlink import Settings, running
 from everfed.federation.supervisor import Child
 from everfed.recipe import Recipe, read
+from tests.support.ports import free_port
 from tests.support.waiting import HANG
 
 RECIPE = """\
@@ -57,12 +57,6 @@ OPTIONS = {
     "mfcl": [f"method.mfcl.{name}" for name in ("gen_steps=4", "gen_chunk=2", "gen_batch=8", "syn_batch=4", "z_dim=6")],
 }
 WAIT = HANG
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Site:

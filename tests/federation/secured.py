@@ -20,18 +20,13 @@ from typing import Any
 import pytest
 
 from everfed.federation.proxy import Proxy, nginx
+from tests.support.ports import free_port
 from tests.support.waiting import HANG
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 needs_nginx = pytest.mark.skipif(
     NGINX is None, reason="nginx is not installed: apt install nginx-light, or put it on PATH"
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def listens(port: int) -> bool:

@@ -50,7 +50,7 @@ def handshake(server: Path, ca: Path, host: str) -> str | None:
         return str(error)
     finally:
         ours.close()
-        thread.join(5)
+        thread.join()
 
 
 @pytest.mark.parametrize("host", [HOST, "localhost", "127.0.0.1", "10.1.2.3"])

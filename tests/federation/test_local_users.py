@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from everfed.federation import certificates
-from tests.federation.field import field, free_port, until
+from tests.federation.field import field, until
+from tests.support.ports import free_port
+from tests.support.waiting import HANG
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = pytest.mark.federation
@@ -55,6 +57,7 @@ def foreign_app(path: Path) -> Any:
     return Fab(hashlib.sha256(content).hexdigest(), content, {})
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("secure", [False, True], ids=["insecure", "TLS and keys"])
 def test_without_the_operator_s_rights_no_run_is_started_listed_or_stopped(tmp_path: Path, secure: bool) -> None:
     """On loopback anyone may connect to the SuperLink's port; only SuperNodes' calls are answered there."""
@@ -78,7 +81,7 @@ def test_without_the_operator_s_rights_no_run_is_started_listed_or_stopped(tmp_p
                 with pytest.raises(httpx.HTTPStatusError) as caught:
                     call()
                 assert caught.value.response.status_code == 403, caught.value.response.text
-        refused = httpx.get(f"http{'s' if secure else ''}://127.0.0.1:{port}/docs", verify=False)
+        refused = httpx.get(f"http{'s' if secure else ''}://127.0.0.1:{port}/docs", verify=False, timeout=HANG)
         assert refused.status_code == 403
     assert "refused POST /v1/control/start-run" in (tmp_path / "link" / "superlink.log").read_text()
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +25,12 @@ from everfed.federation.packet import PROTOCOL, Packet
 from everfed.federation.request import HELLO
 from everfed.federation.superlink import Settings, running
 from everfed.federation.watch import FolderWatch, StateLost
-from tests.federation.field import free_port, until
+from everfed.federation.worker import serve
+from tests.federation.field import until
+from tests.federation.loop import site
 from tests.support.child import Child
+from tests.support.ports import free_port
+from tests.support.toy import Bench
 from tests.support.waiting import HANG
 
 
@@ -52,21 +55,26 @@ def _until_it_listens(process: subprocess.Popen[bytes], folder: Path) -> Iterato
         process.wait(HANG)
 
 
+def remove(path: Path, to: Path) -> None:
+    """At once: where files are removed one after the other, a process may see that the first is gone and write a new
+    one before the last is. to: an existing folder."""
+    path.rename(to / f"removed-{path.name}")
+
+
 @pytest.mark.federation
 @pytest.mark.parametrize("what", ["folder", pytest.param("contents", marks=pytest.mark.slow)])
 def test_a_client_whose_folder_is_removed_starts_again(tmp_path: Path, what: str) -> None:
     folder, output = tmp_path / "state", tmp_path / "output"
     with joined(folder, output) as process:
         until((folder / "privacy.jsonl").exists, what="for the ledger")
-        first = socket_path(folder).stat().st_ino
         if what == "folder":
-            shutil.rmtree(folder)
+            remove(folder, tmp_path)
         else:
             for path in folder.iterdir():
                 if not path.name.startswith("."):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    remove(path, tmp_path)
         until(lambda: "starting again without it" in output.read_text(), what="for the report")
-        until(lambda: socket_path(folder).exists() and socket_path(folder).stat().st_ino != first, what="for a worker")
+        until(lambda: answers(socket_path(folder)), what="for a worker")  # the first one has ended by now
         assert process.poll() is None
     assert "was removed or replaced while this client was running: its state is lost" in output.read_text()
 
@@ -123,7 +131,7 @@ def test_a_lost_state_that_ends_the_command_is_an_error_without_a_traceback(
 def test_a_client_whose_folder_is_removed_ends_by_its_policy(tmp_path: Path, options: list[str]) -> None:
     folder, output = tmp_path / "state", tmp_path / "output"
     with joined(folder, output, *options) as process:
-        shutil.rmtree(folder)
+        remove(folder, tmp_path)
         assert process.wait(HANG) != 0
     text = output.read_text()
     assert "its state is lost" in text.replace("\n", " ") and "Traceback" not in text
@@ -134,9 +142,26 @@ def test_a_worker_of_its_own_ends_with_a_code_that_says_so(tmp_path: Path) -> No
     folder = tmp_path / "state"
     worker = Child(tmp_path, "--folder", str(folder), "--name", "a", module="everfed.federation.worker")
     until(lambda: socket_path(folder).exists(), what="for the worker")
-    shutil.rmtree(folder)
+    remove(folder, tmp_path)
     ended = worker.wait()
     assert ended.code == 3 and "its state is lost" in ended.stderr
+
+
+def test_a_folder_that_goes_between_two_looks_is_lost_state_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the look at the folder, before the look at the socket in it, which then cannot be made again."""
+    monkeypatch.chdir(tmp_path)  # the address of a socket has to be short
+    folder = Path("state")
+    folder.mkdir()
+
+    class Late(FolderWatch):
+        def check(self) -> None:
+            super().check()
+            remove(folder, tmp_path)
+
+    with pytest.raises(StateLost, match="was removed or replaced"):
+        serve(site(Bench("fedavg"), tmp_path, 0), folder / "worker.sock", Late(folder))
 
 
 def test_a_worker_whose_socket_is_removed_listens_again(tmp_path: Path) -> None:
@@ -147,24 +172,23 @@ def test_a_worker_whose_socket_is_removed_listens_again(tmp_path: Path) -> None:
         until(lambda: socket_path(folder).exists(), what="for the worker")
         socket_path(folder).unlink()
         hello = Packet({"protocol": PROTOCOL, "kind": HELLO})
-        assert call_worker(str(socket_path(folder)), hello, timeout=60.0).text("name") == "a"
+        assert call_worker(str(socket_path(folder)), hello, timeout=HANG).text("name") == "a"
     finally:
         worker.kill()
         worker.wait()
 
 
 @pytest.mark.federation
-@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("patient")
 def test_a_superlink_whose_socket_is_removed_is_restarted(tmp_path: Path) -> None:
     said: list[str] = []
     settings = Settings("127.0.0.1", free_port(), tmp_path / "link")
     with running(settings, said.append):
-        first = (tmp_path / "link" / "superlink.pid").read_text()
-        until(lambda: control_socket(settings.port).exists())
-        threading.Event().wait(1.0)  # until it was seen there
+        pid = tmp_path / "link" / "superlink.pid"
+        first = pid.read_text()
         control_socket(settings.port).unlink()
-        until(lambda: answers(control_socket(settings.port)))
-        assert (tmp_path / "link" / "superlink.pid").read_text() != first
+        until(lambda: answers(control_socket(settings.port)), what="for a SuperLink")
+        until(lambda: pid.read_text() != first, what="for another one")
     assert any("was removed; the SuperLink is restarted" in line for line in said)
 
 

@@ -93,6 +93,7 @@ def test_keys_are_renewed_and_revoked_by_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.federation
+@pytest.mark.usefixtures("patient")
 def test_a_superlink_accepts_the_keys_of_its_folder_and_no_others(tmp_path: Path) -> None:
     """Revoked and replaced keys are refused although its database knew them; the others stay."""
     from everfed.federation.flower.internals import ListNodesRequest

@@ -16,12 +16,14 @@ pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = pytest.mark.federation
 
 
+@pytest.mark.usefixtures("patient")
 def test_two_clients_equal_a_simulation_bit_for_bit(tmp_path: Path) -> None:
     with field(tmp_path, 2) as small:
         recipe = small.recipe(method="fedgp+der")
         out = small.serve(recipe, "run")
         assert outcome(out) == outcome(simulated(recipe, tmp_path / "reference"))
-        assert {event["reason"] for event in events(out, "client")} == {"site-0", "site-1"}
+        connected = [event for event in events(out, "client") if event["kind"] == "connected"]
+        assert {event["reason"] for event in connected} == {"site-0", "site-1"}  # again after a pause, perhaps
         assert all(site.steps() for site in small.sites.values())
         for site in small.sites.values():
             assert_listens_on_no_port(site)

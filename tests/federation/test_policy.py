@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -146,11 +147,32 @@ def test_a_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         assert "policy max_seconds = 0.05" in Answer.of(guard.answer(request(b"name = 'x'\n"))).reason
 
 
+class Slow:
+    def __del__(self) -> None:
+        time.sleep(30)  # ended by the first alarm, whose error Python drops: nothing can be raised by a destructor
+
+
+def test_a_step_that_is_in_a_destructor_when_its_time_is_over_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everfed.federation.policy.AGAIN", 0.1)
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
+
+    def build(recipe: str, scale: float) -> ClientRuntime:
+        Slow()
+        time.sleep(30)
+        raise AssertionError("not ended")
+
+    guard = Guard(Site(tmp_path, Identity("site-0", 0), build), Policy(max_seconds=0.5))
+    assert "policy max_seconds = 0.5" in Answer.of(guard.answer(request(b"name = 'x'\n"))).reason
+
+
 def test_anything_else_is_answered_as_before(tmp_path: Path) -> None:
     site = Site(tmp_path, Identity("site-0", 0), RuntimeBuilder())
-    guard = Guard(site, Policy(max_bytes=10, max_seconds=10))
+    guard, before = Guard(site, Policy(max_bytes=10, max_seconds=10)), signal.getsignal(signal.SIGALRM)
     assert guard.answer(Packet({"protocol": PROTOCOL, "kind": ask.HELLO})).header["name"] == "site-0"
     assert Answer.of(guard.answer(Packet({"protocol": PROTOCOL, "kind": "x"}))).kind == ask.REFUSED
+    assert signal.getsignal(signal.SIGALRM) is before  # an alarm of the user's own still has its handler
 
 
 @pytest.mark.parametrize(

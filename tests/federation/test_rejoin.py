@@ -25,12 +25,12 @@ from tests.federation.field import (
     events,
     everfed,
     expected,
-    free_port,
     outcome,
     runs,
     small_recipe,
     until,
 )
+from tests.support.ports import free_port
 from tests.support.waiting import HANG
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")

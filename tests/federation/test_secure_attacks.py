@@ -73,12 +73,16 @@ def reply_of(client: int) -> Tensor:
 
 
 def server(
-    loop: Loop, epoch: int = 1, run: str = "a1", ledger: Any = None, killed: bool = True, tries: int = 1
+    loop: Loop,
+    epoch: int = 1,
+    run: str = "a1",
+    ledger: Any = None,
+    killed: bool = True,
+    options: PhaseOptions = PhaseOptions(deadline=1.0, retry=0.0, tries=1),  # noqa: B008 - frozen
 ) -> tuple[Secured, Runner]:
     """A server of the run, from its beginning. killed: it ends after its first phase, before a checkpoint."""
     setup, events = BENCH.setup(), []  # type: ignore[var-annotated]
     identity = RunIdentity(run, epoch, TEXT)
-    options = PhaseOptions(deadline=1.0, retry=0.0, tries=tries)
     inner = Federated(setup, BENCH.build_module, loop, identity, options, lambda: (0, 0, 0, 0), events.append)
     engine = Secured(inner, setup, notify=events.append, **({} if ledger is None else {"ledger": ledger}))
 
@@ -286,8 +290,11 @@ def test_a_client_that_dies_between_its_ledger_and_its_journal_answers_the_same_
         honest(journal, place, *rest)
 
     monkeypatch.setattr(Journal, "record", record)
-    _, runner = server(loop_of(BENCH, tmp_path), killed=False, tries=3)
+    loop, repeats = loop_of(BENCH, tmp_path), PhaseOptions(retry=0.0, tries=3)  # without a deadline, which may be over
+    _, runner = server(loop, killed=False, options=repeats)
     runner.run()
+    asked = [client for client, packet in loop.sent if f'"{UNMASK}"' in str(packet.header["steps"])]
+    assert sorted(asked) == sorted([*range(CLIENTS), asked[0]])
     whole = BENCH.run(lambda setup, store: Secured(BENCH.eager(setup, store), setup))
     assert died and torch.equal(runner.state.model["params"], whole.params)
 

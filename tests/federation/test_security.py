@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from everfed.federation import certificates
-from tests.federation.secured import Signing, ask, flower, free_port, listens, needs_nginx, process, proxied, wait
+from tests.federation.secured import Signing, ask, flower, listens, needs_nginx, process, proxied, wait
+from tests.support.ports import free_port
 
 pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 pytestmark = [pytest.mark.slow, pytest.mark.federation, needs_nginx]

@@ -16,7 +16,8 @@ from everfed.federation.joining import Joining
 from everfed.federation.security import enrolled, read_security, register
 from everfed.federation.superlink import Settings, running
 from everfed.recipe import from_table, read
-from tests.federation.field import Field, Site, events, free_port, outcome, simulated, small_recipe, until
+from tests.federation.field import Field, Site, events, outcome, simulated, small_recipe, until
+from tests.support.ports import free_port
 
 flwr = pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 pytestmark = [pytest.mark.federation, pytest.mark.slow]

@@ -63,6 +63,13 @@ def test_images_without_boxes() -> None:
     assert alarmed == (0.5, 0.5)
 
 
+@pytest.mark.parametrize(("missed", "score"), [(99, 0.01), (100, 0.0)])
+def test_a_hundred_detections_of_an_image_count(missed: int, score: float) -> None:
+    """The least certain one is right: precision 1 / 100 where it is the hundredth, and left out behind that."""
+    seen = found([*[BOX[0] + 0.5] * missed, BOX[0]], np.linspace(0.9, 0.1, missed + 1), [0] * (missed + 1))
+    assert mean_average_precision([seen], [truth(BOX, [0])]).map_50 == pytest.approx(score)
+
+
 def test_as_many_images_on_both_sides() -> None:
     with pytest.raises(ValueError, match="1 images but boxes of 2"):
         mean_average_precision([found([], [], [])], [truth([], [])] * 2)

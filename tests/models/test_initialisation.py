@@ -87,6 +87,8 @@ def test_the_stem_of_the_paper() -> None:
         module = models.MODELS["resnet18-imagenet"][0]((3, 224, 224), 1000)
     assert sum(p.numel() for p in module.parameters()) == 11_689_512
     sides: list[int] = []
-    module.blocks.register_forward_hook(lambda _, args, out: sides.extend([args[0].shape[-1], out.shape[-1]]))
+    module.blocks.register_forward_hook(
+        lambda _, given, out: sides.extend(activations[0].shape[-1] for activations in (given[0], out))
+    )
     assert module(torch.zeros(2, 3, 224, 224, device="meta")).shape == (2, 1000)
     assert sides == [56, 7]

@@ -4,6 +4,7 @@ tests/gpu/test_fused.py."""
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from types import ModuleType
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core.layout import Entry, Layout
+from everfed.models import fused
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 pytestmark = pytest.mark.skipif(
@@ -72,6 +74,81 @@ def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> N
     mean, variance = batchnorm.moments(x)
     variance64, mean64 = torch.var_mean(x.double(), dim=[0, 2, 3], correction=0)
     assert error(mean, mean64) < 1e-7 and error(variance, variance64) < 1e-5
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fused` takes its kernels for the tensors of a test, as for those on a GPU."""
+    for place, name in (("kernels", "batchnorm"), ("pooling", "pooling"), ("thin", "thin")):
+        monkeypatch.setattr(fused, place, importlib.import_module(f"everfed.kernels.{name}"))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+
+
+@pytest.mark.parametrize("small", [1024, 0])
+@pytest.mark.parametrize("shape", [(1, 16, 2, 2), (1, 48, 1, 33), (2, 80, 1, 1), (1, 16, 37, 29)])
+def test_batchnorm_of_odd_shapes(on_gpu, batchnorm, monkeypatch, shape: tuple[int, ...], small: int) -> None:
+    """Four values to a channel, rows one beyond a block, channels that are no multiple of 32, an expanded gradient."""
+    monkeypatch.setattr(batchnorm, "_SMALL", small)
+    torch.manual_seed(0)
+    norm, exact = nn.BatchNorm2d(shape[1]), nn.BatchNorm2d(shape[1]).double()
+    x = maps(*shape).requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    assert fused._fusable(x, norm, None)
+    y, y64 = fused.batch_norm_act(x, norm, slope=0.1), functional.leaky_relu(exact(x64), 0.1)
+    got = [y, *torch.autograd.grad(y.square().sum(), [x, norm.weight, norm.bias], retain_graph=True)]
+    want = [y64, *torch.autograd.grad(y64.square().sum(), [x64, exact.weight, exact.bias], retain_graph=True)]
+    assert all((a.double() - b).norm() < 2e-5 * (1 + b.norm()) for a, b in zip(got, want, strict=True))
+    pairs = (torch.autograd.grad(y.sum(), norm.bias)[0], torch.autograd.grad(y64.sum(), exact.bias)[0])
+    assert error(*pairs) < 1e-6
+
+
+def test_what_pytorch_refuses_is_refused(on_gpu) -> None:
+    """One value of a channel has no variance; other channels than the layer's would be read behind its end."""
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fused.batch_norm_act(maps(1, 16, 1, 1), nn.BatchNorm2d(16))
+    with pytest.raises(RuntimeError):
+        fused.batch_norm_act(maps(4, 32, 2, 2), nn.BatchNorm2d(16))
+    layer = nn.Conv2d(3, 16, 3, bias=False).bfloat16()
+    for images in (torch.zeros(2, 1, 5, 5), torch.zeros(2, 3, 2, 2)):  # of one colour; smaller than the window
+        with pytest.raises(RuntimeError):
+            fused.first_convolution(images.bfloat16(), layer)
+    assert fused.first_convolution(torch.zeros(0, 3, 5, 5).bfloat16(), layer).shape == (0, 16, 3, 3)
+    assert fused.batch_norm_act(maps(1, 16, 1, 1), nn.BatchNorm2d(16).eval()).shape == (1, 16, 1, 1)
+
+
+def test_the_size_of_an_output_counts_its_padding() -> None:
+    """A window of 3 with a padding of 8: 1,014 x 1,014 positions of 1,000 x 1,000, times 64 channels of 33 images."""
+    thin = importlib.import_module("everfed.kernels.thin")
+    x, weight = torch.empty(33, 1, 1000, 1000, device="meta"), torch.empty(64, 1, 3, 3, device="meta")
+    assert x.numel() * 64 < 2**31 < thin.outputs(x, weight, (8, 8)) == 33 * 64 * 1014**2
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias", "residual"])
+def test_second_derivatives_where_some_inputs_have_no_gradient(on_gpu, frozen: str) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(16)
+    inputs = {"x": maps(2, 16, 3, 3), "weight": norm.weight, "bias": norm.bias, "residual": maps(2, 16, 3, 3)}
+    for name, tensor in inputs.items():
+        tensor.requires_grad_(name != frozen)
+    wanted = [tensor for name, tensor in inputs.items() if name != frozen]
+    found = []
+    for fuse in (True, False):
+        normed = fused.batch_norm_act(inputs["x"], norm, inputs["residual"]) if fuse else None
+        y = fused._composed(norm(inputs["x"]), inputs["residual"], 0.0) if normed is None else normed
+        first = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), wanted))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(*found, strict=True))
+
+
+def test_second_derivatives_of_pooling_with_a_frozen_bias(on_gpu) -> None:
+    layer = nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last)
+    layer.bias.requires_grad_(False)
+    x = maps(2, 16, 6, 6)
+    found = []
+    for y in (fused.conv_relu_pool(x, layer), fused._pooled(layer(x), False)):
+        (first,) = torch.autograd.grad(y.square().sum(), layer.weight, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), layer.weight)[0])
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -160,3 +237,12 @@ def test_cross_entropy_and_its_gradient(shape: tuple[int, int]) -> None:
     loss, gradient = kernel.cross_entropy(logits, y)
     assert error(loss, want) < 1e-6 and error(gradient, torch.autograd.grad(want, logits64)[0]) < 1e-6
     assert kernel.fits(logits) and not kernel.fits(torch.zeros(300, 100)) and not kernel.fits(torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize("target", [3, -1])
+def test_a_target_that_is_no_class_makes_the_loss_not_a_number(target: int) -> None:
+    """PyTorch raises on a CPU and ends the process's work on a GPU; a finite loss would hide it."""
+    kernel = importlib.import_module("everfed.kernels.loss")
+    loss, _ = kernel.cross_entropy(torch.zeros(2, 3), torch.tensor([0, target]))
+    assert loss.isnan()
+    assert kernel.cross_entropy(torch.zeros(1, 3), torch.tensor([2]))[0].item() == pytest.approx(math.log(3))

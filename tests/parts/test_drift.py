@@ -4,6 +4,7 @@ forms: where clients drift, FedAvg's fixed point is not the optimum, theirs is."
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,6 +194,13 @@ def test_the_weights_of_gradients_under_momentum() -> None:
     train = TrainOptions(1, 1, Optimizer(lr=RATE, momentum=0.5))
     found = slopes("fednova", {"fednova": {"weighting": "uniform"}}, train).run()
     assert at(found) == pytest.approx(-RATE * (1.0 + 4.25) / 2 * 3)
+
+
+def test_steps_are_counted_anew_after_they_were_sent() -> None:
+    """Client 0 alone takes 1 step along 1; then both: mean steps 2, mean gradient 3."""
+    bench = slopes("fednova", {"fednova": {"weighting": "uniform"}})
+    stream = replace(bench.stream, rounds_per_task=2, cohorts={0: (0,), 1: (0, 1)})
+    assert at(bench.change(stream=stream).run()) == pytest.approx(-RATE * (1 + 2 * 3))
 
 
 @given(st.integers(1, 3))

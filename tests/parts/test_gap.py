@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from everfed import methods
 from everfed.core.method import Method
 from everfed.metrics.alignment import local_global_gap
+from everfed.parts.project.gap import Gap
 from tests.support.toy import Bench, Outcome, Toy
 
 PARTS = ["fedavg", "everfed.parts.project.gap:Gap"]
@@ -50,6 +52,11 @@ def test_local_models_are_scored_before_aggregation() -> None:
     assert event["local_global_gap"] == pytest.approx(
         local_global_gap([event["local_accuracy"]], event["global_accuracy"])
     )
+
+
+def test_a_client_that_did_not_train_is_not_scored() -> None:
+    nothing = Toy().data(0, 0).take(np.zeros(0, dtype=np.int64))
+    assert Gap()._score_shared({}, {}, nothing, Bench().context()) == (None, {})
 
 
 def test_it_costs_no_uplink() -> None:

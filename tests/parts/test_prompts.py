@@ -211,11 +211,12 @@ def test_scoring_uses_the_expert_of_the_nearest_key_among_tasks_so_far() -> None
     module, x = network(prompts), images()
     query = prompts.query(module, module.embed(x))
     with torch.no_grad():
-        prompts.key[1, 0], prompts.key[0, 0], prompts.key[2, 0] = 0.0, -query[0], query[0]  # cosines 0, -1, 1
+        prompts.key[1, 0], prompts.key[0, 0] = query[0] + 0.1 * query[0].norm(), -query[0]
+        prompts.key[2, 0] = query[0]  # the nearest of all, of a task that has not begun
         prompts.task.fill_(1)
     found = module(x[:1])
     with torch.no_grad():
-        prompts.expert["1"][2] += 1.0  # of a task that has not begun
+        prompts.expert["1"][2] += 1.0
         prompts.expert["1"][0] += 1.0  # of a key that is far away
     assert torch.equal(module(x[:1]), found)
     with torch.no_grad():

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -192,6 +193,14 @@ def test_a_hundred_thousand_numbers_are_normal() -> None:
     assert abs(numbers).max() < 8.6
     other = standard_normal(bytes(32), b"x", 100_000)
     assert abs(stats.pearsonr(numbers, other).statistic) < 5 / math.sqrt(100_000)
+
+
+def test_no_number_comes_twice_in_a_long_vector() -> None:
+    """Several blocks of the generator: with repeated noise the difference of two entries would be bare."""
+    from everfed.privacy.noise import _BLOCK, standard_normal
+
+    count = 5 * _BLOCK
+    assert len(np.unique(standard_normal(bytes(32), b"", count))) == count
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40), st.integers(0, 70_000))

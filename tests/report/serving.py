@@ -17,10 +17,11 @@ from tests.support.waiting import HANG
 
 @contextlib.contextmanager
 def served(root: Path, token: str | None = None, every: float = 0.05) -> Iterator[int]:
-    """The dashboard of `root`; gives its port."""
+    """The dashboard of `root`; gives its port. What is there already has been read when it opens."""
     import uvicorn
 
     app = create_app(root, token, every)
+    app.state.feed.index.poll()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, ws="none"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

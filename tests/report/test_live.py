@@ -14,7 +14,7 @@ import pytest
 from everfed.errors import UserError
 from everfed.report.dashboard import Dashboard, NoRun
 from everfed.report.figures import View
-from everfed.report.live import QUIET_AFTER, Index
+from everfed.report.live import QUIET_AFTER, Index, Note
 from everfed.store.run import RunError
 from tests.report.folders import create, evaluation, finished, log, phase, start
 
@@ -127,6 +127,17 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_does_not_hold_things_up(index
     (other.path / "result.json").mkdir()
     assert statuses(index) == {"a": "unreadable", "b": "unreadable"}
     assert "not a regular file" in index.runs["a"].summary["problem"]
+
+
+def test_a_note_is_there_at_once_and_a_poll_changes_nothing_about_it(index: Index) -> None:
+    finished(index.guard.root / "a")
+    index.poll()
+    before = index.version
+    index.annotate("a", Note(name="best"))
+    assert index.notes == {"a": Note(name="best")} and index.version > before
+    assert not index.poll() and index.notes == {"a": Note(name="best")}
+    index.annotate("a", Note())
+    assert index.notes == {} and not index.poll()
 
 
 def test_only_runs_that_were_found_can_be_asked_for(tmp_path: Path) -> None:

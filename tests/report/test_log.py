@@ -183,10 +183,12 @@ def test_a_tail_begins_anew_with_another_file(tmp_path: Path, how: str) -> None:
     if how == "cut":
         path.write_bytes(as_bytes([start()]))
     else:
-        (tmp_path / "other").write_bytes(as_bytes([start(), *(phase(i) for i in range(9))]))
+        (tmp_path / "other").write_bytes(as_bytes([start(), *(phase(i, bytes_up=7) for i in range(9))]))
         os.replace(tmp_path / "other", path)
     assert tail.poll()
     assert tail.log.rounds_done == (0 if how == "cut" else 9)
+    assert tail.log.bytes_up == (0 if how == "cut" else 63)  # of the new file alone
+    assert not tail.poll()
 
 
 def test_buffers_by_task() -> None:

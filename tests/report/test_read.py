@@ -38,10 +38,19 @@ def test_a_run_without_any_event(tmp_path: Path) -> None:
 def test_curves_come_from_the_result_where_events_are_gone(tmp_path: Path) -> None:
     folder = finished(tmp_path / "a")
     (folder.path / "events.jsonl").unlink()
-    data = {**folder.read_result(), "curves": [{"round": 1, "task": 1, "accuracy": [0.4, 0.6]}]}
+    data = {**folder.read_result(), "curves": [{"round": 1, "task": 1, "accuracy": [0.4, 0.6, 0.1]}]}
     folder.write_result(data)
     (value,) = read_run(folder.path).evaluations()
-    assert (value.round, value.score) == (1, 0.5)
+    assert (value.round, value.score) == (1, 0.5)  # task 3 has not begun: what is measured on it does not count
+
+
+def test_the_time_left_is_that_of_the_rounds_since_the_resume(tmp_path: Path) -> None:
+    """Resumed after two of six rounds, one round in three seconds: the other three take nine."""
+    folder = create(tmp_path / "a")
+    log(folder, [start(), phase(0), phase(1)], clock=100.0)
+    log(folder, [{"event": "resume", "round": 2}, start(at=2)], clock=500.0)
+    log(folder, [phase(2, 1)], clock=504.0)
+    assert read_run(folder.path).seconds_left == 9.0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from urllib.parse import quote
 import pytest
 
 from everfed.errors import UserError
+from everfed.report import dashboard, live
 from everfed.report.access import check_token, is_loopback
 from everfed.report.server import create_app, serve
 from tests.report.folders import create, evaluation, finished, log, phase, start
@@ -46,7 +47,8 @@ def test_the_page_and_its_files_come_from_here(tmp_path: Path) -> None:
             assert status == 200 and headers["x-content-type-options"] == "nosniff" and b"://" not in body
 
 
-def test_runs_appear_move_and_go_live(tmp_path: Path) -> None:
+def test_runs_appear_move_and_go_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "QUIET_AFTER", HANG)  # seconds by the clock of this machine
     with served(tmp_path) as port:
         stream = events(port)
         assert next(stream) == {"runs": [], "gone": [], "problems": [], "notes": {}}
@@ -87,6 +89,8 @@ def test_comparison_run_and_report(tmp_path: Path) -> None:
         asked = f"run={quote('deep/a b')}&run=c"
         status, _, body = get(port, f"/api/compare?{asked}&what=acc_t")
         assert status == 200 and body.count(b"<polyline") == 2
+        status, _, body = get(port, "/api/compare?run=c&what=loss&first=3&last=5")
+        assert status == 200 and b'data-frame="3 5 ' in body
         status, _, body = get(port, "/api/run?id=c")
         assert status == 200 and "Who saw what when" in json.loads(body)["sections"]["who"]
         status, headers, body = get(port, f"/api/report?{asked}")
@@ -130,23 +134,30 @@ JSON = {"Content-Type": "application/json"}
 
 
 def post(port: int, path: str, body: Any, **headers: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
     connection.request("POST", path, json.dumps(body), headers)
     status = connection.getresponse().status
     connection.close()
     return status
 
 
-def test_runs_are_named_tagged_and_hidden_in_a_file_beside_them(tmp_path: Path) -> None:
+def test_runs_are_named_tagged_and_hidden_in_a_file_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dashboard, "HEARTBEAT", HANG)  # open pages are sent a note, and not by the next heartbeat
     finished(tmp_path / "deep" / "a")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "deep").rglob("*")}
     with served(tmp_path) as port:
         until(lambda: names(port))
+        stream = events(port)
+        assert next(stream)["notes"] == {}
         note = {"name": " the best ", "tags": ["good"], "hidden": True}
         assert post(port, "/api/note?id=deep/a", note, **JSON) == 200
         kept = {"deep/a": {"name": "the best", "tags": ["good"], "hidden": True}}
         assert json.loads((tmp_path / "dashboard.json").read_text()) == kept
-        until(lambda: json.loads(get(port, "/api/runs")[2])["notes"] == kept)
+        assert json.loads(get(port, "/api/runs")[2])["notes"] == kept, "at once, not with the next poll"
+        until(lambda: next(stream)["notes"] == kept)
+        stream.close()
         assert post(port, "/api/note?id=deep/a", {}, **JSON) == 200
         assert json.loads((tmp_path / "dashboard.json").read_text()) == {}
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "deep").rglob("*")} == before
@@ -286,10 +297,12 @@ def test_damaged_and_outside_runs_are_reported(tmp_path: Path) -> None:
         assert "This run cannot be read" in json.loads(get(port, "/api/run?id=a")[2])["sections"]["problem"]
 
 
-COMMAND = """
+COMMAND = f"""
 import typer
 from everfed.commands.ui import ui
+from everfed.report import server
 
+server.GRACE = {HANG}
 app = typer.Typer()
 app.command()(ui)
 app()

@@ -38,6 +38,14 @@ def test_comparison_by_hand(groups: tuple[Group, ...]) -> None:
     ]
 
 
+def test_a_metric_that_one_seed_lacks_has_no_column(tmp_path: Path) -> None:
+    for seed, metrics in enumerate(({"acc": 0.5, "bwt": -0.1}, {"acc": 0.7, "bwt": None})):
+        create(tmp_path / str(seed), seed=seed).write_result(result(seed=seed, metrics=metrics))
+    table = tables.comparison(grouped(read_runs([tmp_path])).groups)
+    assert [column.heading for column in table.columns] == ["Method", "Seeds", "Acc"]
+    assert table.rows == (("fedavg", "2/2", Spread(pytest.approx(0.6), pytest.approx(0.1), 2)),)
+
+
 def test_csv_has_full_precision_and_deviations_apart(groups: tuple[Group, ...]) -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(tables.comparison(groups)))))
     assert [row["method"] for row in rows] == ["der", "fedavg"]

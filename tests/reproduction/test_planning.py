@@ -25,6 +25,11 @@ def test_a_cell_knows_its_run_and_its_target() -> None:
     assert (cell.missing, cell.not_judged, cell.task) == ("", "", None)
 
 
+def test_a_claimed_difference_is_the_methods_number_less_its_baselines() -> None:
+    improved = one("fedgp/table1", dataset="rotated-MNIST (Domain-IL)", method="DER+FedGP")
+    assert improved.baseline == "DER" and improved.claimed == pytest.approx(87.13 - 57.73)
+
+
 def test_tables_share_runs() -> None:
     """Forgetting and the rows with the usual buffer come from the runs of Table 1."""
     table1 = set(experiments(plan(find("fedgp/table1"))))

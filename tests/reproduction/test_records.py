@@ -63,6 +63,11 @@ def test_a_run_is_recorded_and_read_back(tmp_path: Path) -> None:
     assert path.stat().st_size < 20_000
 
 
+def test_of_where_data_lay_only_the_name_is_recorded() -> None:
+    outcome = result([[0.5]], stream={**STREAM, "origin": "/home/me/data/mnist.npz"})
+    assert records.make(outcome, {}, {})["stream"]["origin"] == "mnist.npz"
+
+
 def test_all_finished_runs_of_a_folder_are_recorded(tmp_path: Path) -> None:
     run(tmp_path / "runs")
     assert command(str(tmp_path / "runs"), "--records", str(tmp_path / "kept")).exit_code == 0

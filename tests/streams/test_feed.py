@@ -61,6 +61,13 @@ def test_a_sample_is_known_by_the_period_that_brought_it() -> None:
     assert Feed(made, 0, classes=4).periods_of(np.zeros(0, np.int64)).tolist() == []
 
 
+def test_what_is_held_out_is_drawn_anew_in_every_period() -> None:
+    periods = [(np.arange(40, dtype=np.uint8).reshape(40, 1, 1), np.zeros(40, dtype=np.int64))] * 2
+    feed = Feed(lambda client: periods, 0, classes=1)
+    first, second = (set(feed.test(index).x.flatten().tolist()) for index in (0, 1))
+    assert len(first) == len(second) == 8 and first != second
+
+
 def test_an_earlier_period_is_read_again_and_is_the_same() -> None:
     CALLS.clear()
     feed = Feed(made, 5, classes=4)

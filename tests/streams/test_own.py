@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from tests.parity.test_processes import on_processes
 from tests.parity.test_resume import assert_resumes
 from tests.support.presets import each_kind
 from tests.support.toy import Bench, comparable
+from tests.support.waiting import HANG
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 READ: list[tuple[int, int]] = []
@@ -244,19 +245,23 @@ def test_a_function_that_is_no_stream_is_refused(name: str, message: str) -> Non
 
 
 def test_the_example_waits_for_files_that_come_while_it_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERFED_WAIT", "20")
+    monkeypatch.setenv("EVERFED_WAIT", str(HANG))
     put(folder, 0, 0, classes=2)
     own = build({"dataset": "growing_folder:make_stream", "scenario": "own", "classes": 10, "clients": 1}, 0, 1)
     assert own.labels_of(0, 0) == (0, 1)
 
-    def later() -> None:
-        time.sleep(0.3)
-        put(folder, 0, 1, classes=4)
+    import growing_folder
 
-    writer = threading.Thread(target=later)
-    writer.start()
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            put(folder, 0, 1, classes=4)
+
+    monkeypatch.setattr(growing_folder, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     assert own.labels_of(0, 1) == (0, 1, 2, 3)
-    writer.join()
+    assert waits == [growing_folder.POLL] * 3
 
 
 @pytest.mark.parametrize("engine", ["eager", "processes"])

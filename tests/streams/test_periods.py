@@ -161,6 +161,19 @@ def test_the_tokenizer_knows_the_first_period_only(tmp_path: Path) -> None:
     assert (stream.tokenizer.encode(["xyz"], 12) < len(SPECIAL)).sum() >= 10  # letters it has never seen
 
 
+def test_the_tokenizer_does_not_know_test_text(tmp_path: Path) -> None:
+    """Of ten utterances the last two are for testing."""
+    texts = ["aba aba"] * 8 + ["xyz xyz"] * 2
+    rows = [{"user": "a", "time": 0, "text": text} for text in texts]
+    stream = build(write(tmp_path / "one.jsonl", rows), tasks=1, clients=1)
+    assert len(stream.data(0, 0)) == 8 and not {"x", "y", "z"} & {*"".join(vocabulary(stream))}
+
+
+def vocabulary(stream: Any) -> list[str]:
+    """The word pieces, without the special ones."""
+    return [piece for piece in json.loads(stream.tokenizer.text)["model"]["vocab"] if not piece.startswith("[")]
+
+
 def test_rows_are_cut_and_padded() -> None:
     tokenizer = Tokenizer.train(["one two three one two three"] * 3, 100)
     short, long = tokenizer.encode(["one", "one two three one two three"], 5)

@@ -15,6 +15,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
@@ -38,11 +39,15 @@ _SERVER.set_forkserver_preload(["tests.support.warm"])
 class Fate:
     """What befalls a process. dies_at: the file operation, counted from 1, at which it is killed. dies_over: it is
     killed when it is about to rename, make or remove something with this in its name. file_limit: the largest file
-    it can write, in bytes."""
+    it can write, in bytes. halts_at: it is stopped as soon as the log of its run holds that many events, or that many
+    of a `kind`, until it is killed or continued, however slow the test is; settled: with its checkpoint written."""
 
     dies_at: int = 0
     dies_over: str = ""
     file_limit: int = 0
+    halts_at: int = 0
+    kind: str = ""
+    settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,15 @@ class Child:
         """Of its terminal, where it reaches the processes that it has forked, too."""
         os.killpg(self.pid, signal.SIGINT)
 
+    def go_on(self) -> None:
+        """After it halted."""
+        os.kill(self.pid, signal.SIGCONT)
+
     def alive(self) -> bool:
         return self.process.is_alive()
+
+    def halted(self) -> bool:
+        return state_of(self.pid) == "T"
 
     def wait(self) -> Ended:
         self.process.join(WAIT)
@@ -121,10 +133,13 @@ def python_m(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def running(cwd: Path, *arguments: str) -> Iterator[Child]:
-    """A command that is killed at the end of the block if it still runs."""
-    child = Child(cwd, *arguments)
+def running(cwd: Path, *arguments: str, fate: Fate = Fate()) -> Iterator[Child]:  # noqa: B008 - frozen
+    """A command that is killed at the end of the block if it still runs; begins when it has halted, if it is to."""
+    child = Child(cwd, *arguments, fate=fate)
     try:
+        if fate.halts_at:
+            until(child.halted, child)
+            assert child.halted(), f"it ended before it halted: {child.wait()}"
         yield child
     finally:
         child.kill()
@@ -138,6 +153,14 @@ def until(condition: Callable[[], Any], child: Child | subprocess.Popen[str] | N
     while not condition() and alive():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.002)
+
+
+def state_of(pid: int) -> str:
+    """R: running, S: sleeping, T: stopped by a signal, Z: ended, ...; "" when it is gone (proc(5))."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -166,8 +189,29 @@ def _serve(module: str, arguments: list[str], cwd: str, logs: Sequence[str], fat
         resource.setrlimit(resource.RLIMIT_FSIZE, (fate.file_limit, fate.file_limit))
     if fate.dies_at or fate.dies_over:
         sys.addaudithook(_Reaper(fate))
+    if fate.halts_at:
+        _halt_at(fate)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _halt_at(fate: Fate) -> None:
+    from everfed.store.run import EventLog
+
+    written = EventLog.__call__
+
+    def write(log: EventLog, event: dict[str, Any]) -> None:
+        written(log, event)
+        folder = Path(log._file.name).parent
+        if (count(folder, fate.kind) if fate.kind else len(events(folder))) < fate.halts_at:
+            return
+        EventLog.__call__ = written  # type: ignore[method-assign]
+        for thread in threading.enumerate():
+            if fate.settled and thread.name == "checkpoint":
+                thread.join()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    EventLog.__call__ = write  # type: ignore[method-assign]
 
 
 class _Reaper:
