@@ -143,9 +143,9 @@ class TransformerEncoder:
 
 
 class ImageEncoder:
-    """The first token's vector of a vision transformer's last layer, in eval mode, of images brought to its size, in
-    colour, and normalised as its preprocessor_config.json says (else mean and deviation 0.5). folder: with config.json
-    and model.safetensors."""
+    """The first token's vector of a vision transformer's last layer, in eval mode, of images brought to its size and
+    number of channels, and normalised as its preprocessor_config.json says (else mean and deviation 0.5). folder: with
+    config.json and model.safetensors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.name = folder, f"transformer:{folder.name}"
@@ -168,10 +168,11 @@ class ImageEncoder:
         described = self.folder / "preprocessor_config.json"
         table = json.loads(described.read_text()) if described.is_file() else {}
         mean, std = (tuple(table.get(key, (0.5,))) for key in ("image_mean", "image_std"))
+        channels = int(getattr(model.config, "num_channels", 3))
         found = []
         with torch.no_grad():
             for batch in torch.from_numpy(texts).split(_BATCH):
-                images = transforms.to_format(batch, 3, int(model.config.image_size))
+                images = transforms.to_format(batch, channels, int(model.config.image_size))
                 outputs = model.eval()(pixel_values=transforms.scale(images, mean, std))
                 found.append(outputs.last_hidden_state[:, 0].float().numpy())
         return np.concatenate(found)

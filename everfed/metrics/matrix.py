@@ -16,7 +16,16 @@ from everfed.metrics.numbers import Entry, Matrix, Unbounded, accuracies, differ
 from everfed.scores import PERCENT, SCORES, Score
 
 CHANGES = frozenset(  # metrics of how scores change; a positive one says the same whichever way the score is better
-    {"forgetting", "forgetting_clipped", "forgetting_standard", "forgetting_full", "forgetting_mfcl_code", "bwt", "fwt"}
+    {
+        "forgetting",
+        "forgetting_clipped",
+        "forgetting_standard",
+        "forgetting_full",
+        "forgetting_avg_incremental",
+        "forgetting_mfcl_code",
+        "bwt",
+        "fwt",
+    }
 )
 COUNTS = frozenset({"rounds_to_best"})  # metrics in a unit of their own
 Result = TypeVar("Result")

@@ -58,13 +58,24 @@ def test_features_are_computed_once(data: Path) -> None:
     np.testing.assert_allclose(held.x.numpy(), X[held.ids].mean((2, 3), dtype=np.float32))
 
 
-def test_a_vision_transformer(data: Path) -> None:
+def save_vit(folder: Path, **changes: int) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra `text` is not installed")
-    config = transformers.ViTConfig(
-        image_size=12, patch_size=4, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
+    sizes = {"image_size": 12, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(data / "vit")
+    config = transformers.ViTConfig(**sizes, intermediate_size=8, **changes)
+    transformers.ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
+
+
+def test_a_vision_transformer_for_grey_images(data: Path) -> None:
+    """The network's own number of channels counts, of colour images and of grey ones."""
+    save_vit(data / "vit", num_channels=1)
+    np.savez(data / "grey.npz", x_train=X[:32, 0], y_train=Y[:32], x_test=X[32:, 0], y_test=Y[32:])
+    for dataset in ("set", "grey"):
+        assert stream(data, "vit", dataset).input_shape == (16,)
+
+
+def test_a_vision_transformer(data: Path) -> None:
+    save_vit(data / "vit")
     made = stream(data, "vit")
     assert made.input_shape == (16,) and made.test(0).x.std() > 0
     assert torch.equal(stream(data, "vit").test(0).x, made.test(0).x)

@@ -102,6 +102,12 @@ def test_errors_that_grow_are_forgetting() -> None:
     assert over_time(forgetting, oriented(matrix, SCORES["mse"])) == [None, 1.0]
 
 
+def test_every_kind_of_forgetting_is_above_zero_where_errors_grew() -> None:
+    found = summary([[4.0], [5.0, 1.0]], score=SCORES["mse"])
+    kinds = {key: value for key, value in found.items() if key.startswith("forgetting")}
+    assert kinds.pop("forgetting_mfcl_code") == 0.5 and kinds and set(kinds.values()) == {1.0}
+
+
 def test_errors_that_shrink_are_none() -> None:
     found = summary([[4.0], [1.0, 2.0]], score=SCORES["mse"])
     assert (found["forgetting"], found["forgetting_clipped"], found["bwt"]) == (-3.0, 0.0, 3.0)

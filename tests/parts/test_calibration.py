@@ -266,3 +266,12 @@ def test_they_compose_with_replay_and_fedgp(name: str) -> None:
 def test_options_are_checked(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(methods.MethodError, match=rf"method\.{name}\.{next(iter(options))} must be"):
         methods.build(name, {name: options})
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_gaussians_of_hgp_are_those_of_the_trained_network(levels: int) -> None:
+    """Of one round: they depend on how far it trains, which the received network does not."""
+    case = Bench("hgp", {"hgp": {"levels": levels, "per_class": 4, "epochs": 1}}, Toy(clients=1, tasks=1))
+    rates = (TrainOptions(1, 4, Optimizer(lr=lr)) for lr in (0.1, 0.2))
+    near, far = (case.change(train=train).run(rounds=1).state.server["hgp"]["0"]["means"] for train in rates)
+    assert near.any() and not torch.allclose(near, far)

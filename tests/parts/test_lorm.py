@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from everfed import methods
 from everfed.core.part import CompositionError
 from everfed.models.lora import LoRALinear
-from everfed.parts.pretrained.grams import damped, over, packed, times, unpacked
+from everfed.parts.pretrained.grams import _current_tasks, damped, over, packed, times, unpacked
 from everfed.parts.pretrained.lorm import factor_gram
 from tests.parts.test_lora import ClassToy, entries
 from tests.support.toy import Bench, Norm, Toy
@@ -100,6 +100,16 @@ def test_one_client_is_merged_to_its_own_model(alpha: float) -> None:
         Bench(n, o, stream=stream).run() for n, o in (("regmean", {"regmean": {"alpha": alpha}}), ("fedavg", {}))
     )
     assert torch.allclose(found.params, plain.params, atol=1e-4)
+
+
+def test_biases_are_averaged_by_samples() -> None:
+    """As FedAvg by samples does it, of clients with 8 and 24; the uniform mean is another."""
+    stream = Toy(clients=2, tasks=1, rounds_per_task=1, sizes={(0, 0): 8, (1, 0): 24})
+    options = ({"regmean": {"alpha": 0.5}}, {"fedavg": {"weighting": "samples"}}, {"fedavg": {"weighting": "uniform"}})
+    cases = [Bench(next(iter(table), ""), table, stream=stream) for table in options]
+    ours, by_samples, uniform = (entries(case, case.run().params, "bias") for case in cases)
+    for name, bias in ours.items():
+        assert torch.allclose(bias, by_samples[name], atol=1e-6) and not torch.allclose(bias, uniform[name], atol=1e-6)
 
 
 def test_a_whole_run_moves_every_layer_and_sends_sums() -> None:
@@ -190,6 +200,17 @@ def test_until_a_task_has_ended_its_updates_mean_is_scored() -> None:
     assert torch.allclose(update(found), (found.lora_B @ found.lora_A).mean(0), atol=1e-12)
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_gram_matrices_are_those_of_the_network_in_training_unless_merged(merged: bool) -> None:
+    """Eval mode merges the two tasks, rank 2 r; sums of inputs use the current task's factors alone, rank r."""
+    found = layer(torch.zeros(2, 5)).eval()
+    rank, own = found.rank, found.lora_A[1]
+    with _current_tasks(nn.Sequential(found), merged):
+        down, _ = found.factors()
+    assert len(down) == (2 * rank if merged else rank) and torch.equal(down, own) != merged
+    assert not found.training
+
+
 def bench(**fields: int) -> Bench:
     return Bench("lorm", {"lorm": {"rank": 2}}, stream=ClassToy(**fields))
 
@@ -232,6 +253,14 @@ def test_one_clients_factor_is_merged_to_itself() -> None:
     ours, theirs = (entries(b, b.run().params, "lora_B") for b in (case, plain))
     for name, value in ours.items():
         assert torch.allclose(value, theirs[name], atol=1e-5)
+
+
+def test_the_heads_off_diagonal_entries_are_multiplied_by_its_alpha() -> None:
+    """Where they vanish, the head is merged by the diagonal alone, which has another form."""
+    stream = ClassToy(clients=2, tasks=1, rounds_per_task=1)
+    cases = [Bench("lorm", {"lorm": {"rank": 2, "head_alpha": alpha}}, stream=stream) for alpha in (0.0, 1e-12, 1.0)]
+    diagonal, vanishing, full = (entries(case, case.run().params, "head.weight")["head.weight"] for case in cases)
+    assert torch.allclose(vanishing, diagonal, atol=1e-6) and not torch.allclose(full, diagonal, atol=1e-4)
 
 
 def test_a_task_end_stores_the_inputs_sums_of_squares() -> None:

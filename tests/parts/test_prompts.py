@@ -376,3 +376,13 @@ def test_prompts_do_not_move_while_the_server_trains_the_head() -> None:
     found, expected = (case.layout().named(case.run(rounds=1).params) for case in (ours, plain))
     for name, value in expected.items():
         assert torch.equal(found[name], value) == name.startswith("prompts.")
+
+
+def test_every_chosen_key_pulls() -> None:
+    """Keys in the direction of a query: the term is -1 for each of the three that are chosen."""
+    prompts = PoolPrompts(5, 2, 3, 8, seed=0)
+    vit, x = network(prompts).train(), images(1)
+    with torch.no_grad():
+        prompts.key.copy_(2.0 * prompts.query(vit, vit.embed(x)).expand(5, 1, 8))
+    vit(x)
+    assert prompts.pull is not None and prompts.pull.item() == pytest.approx(-3.0, abs=1e-5)

@@ -501,3 +501,10 @@ def test_other_names_of_the_same_method() -> None:
 def test_options_are_checked(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(methods.MethodError, match=rf"method\.{name}\.{next(iter(options))} must be"):
         methods.build(name, {name: options})
+
+
+def test_ranpac_leaves_nothing_of_the_networks_own_head() -> None:
+    """Outputs are those of the random features alone: the first weights of the head, which are random, are 0 then."""
+    case = Bench("ranpac", {"ranpac": {"width": 16, "penalty": 1.0}}, ClassToy())
+    (own,) = (entry for entry in case.layout().params if entry.name.endswith("own.weight"))
+    assert own.view(case.model()["params"]).any() and not own.view(case.run().params).any()
