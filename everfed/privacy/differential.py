@@ -40,7 +40,7 @@ from everfed import (
 )
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Setup
-from everfed.core.part import Reduced, Weights
+from everfed.core.part import Reduced, Weights, options_of
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
 from everfed.privacy import accountant
@@ -250,10 +250,18 @@ def _means(method: Method, phase: Phase) -> dict[str, bool]:
             if total.weighted:
                 raise CompositionError(
                     f"privacy.dp: {part}/{key} is weighed by samples, so one client could weigh more than the noise "
-                    "hides; choose weighting = 'uniform' or another method"
+                    f"hides; {_remedy(method, part)}"
                 )
             found[f"{part}/{key}"] = total.mean
     return found
+
+
+def _remedy(method: Method, name: str) -> str:
+    """The key to set; a part whose weights belong to the method has none."""
+    part = next(part for part in method.parts if part.name == name)
+    if "weighting" in options_of(part):
+        return f"set method.{name}.weighting = 'uniform', or choose another method"
+    return f"part {name!r} has no other weights; choose another method"
 
 
 def check_setup(setup: Setup) -> None:

@@ -226,6 +226,8 @@ def test_clipped_replies_are_added_under_masks_and_the_server_adds_the_noise() -
     [
         ("stamp", {}, "the server needs every client's own fedomg/"),
         ("fedavg", {"fedavg": {"weighting": "samples"}}, "weighed by samples"),
+        ("lora", {}, "set method.fedavg.weighting = 'uniform', or choose another method"),
+        ("lorm", {}, "weighed by samples.*part 'lorm' has no other weights; choose another method"),
         ("fedavg", {"fedavg": {"reducer": "median"}}, "the server needs every client's own fedavg/params"),
     ],
 )
