@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from everfed import Mean, Method, Part, Phase, methods
+from everfed import Context, Data, Mean, Message, Method, Part, Phase, State, Tree, methods
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
-from everfed.core.message import Message
 from everfed.privacy import secure, shamir
 from everfed.privacy.members import Members
 from everfed.privacy.secure import AGREE, MASK, NAME, RECOVER, SHARE
@@ -59,8 +58,8 @@ def run(
     return own.run(engine), warned
 
 
-def absences(outcome: Outcome) -> dict[str, str]:
-    [event] = [event for event in outcome.events if event["event"] == "phase" and event["phase"] == "train"]
+def absences(outcome: Outcome, phase: str = "train") -> dict[str, str]:
+    [event] = [event for event in outcome.events if event["event"] == "phase" and event["phase"] == phase]
     return event.get("absent", {})
 
 
@@ -276,18 +275,35 @@ def test_clients_that_receive_different_sets_unmask_nothing() -> None:
         divided(AGREE, lambda request: {"alive": torch.tensor([0, 1, 2, 3])}, some=(2, 3), threshold=0.7)
 
 
-# clients of two rounds in one sum -------------------------------------------------------------------------------------
+# clients of two rounds or phases in one sum --------------------------------------------------------------------------
+Move = Callable[[Phase, Moment], tuple[Phase, Moment]]
+
+
+@dataclass(frozen=True)
+class TwoPhases(Part):
+    """Two phases whose replies have the same form."""
+
+    name = "two"
+
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(Phase(name, reduce={"x": Mean()}, run=self._run) for name in ("first", "second"))
+
+    def _run(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        return {}, {"x": torch.ones(2)}
+
+
 @dataclass
 class Mixed(Flaky):
-    """The victim makes every step of another place, as if it were that of the others."""
+    """The victim makes every step in another phase or at another place than the others."""
 
-    place: Callable[[Moment], Moment] = field(default=lambda moment: moment)
+    move: Move = field(default=lambda phase, moment: (phase, moment))
 
     def exchange(
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
         for client in clients:
-            yield from super().exchange(phase, [client], message, self.place(moment) if client == VICTIM else moment)
+            where = self.move(phase, moment) if client == VICTIM else (phase, moment)
+            yield from super().exchange(where[0], [client], message, where[1])
 
 
 def unbind(monkeypatch: pytest.MonkeyPatch, *what: str) -> None:
@@ -301,34 +317,41 @@ def unbind(monkeypatch: pytest.MonkeyPatch, *what: str) -> None:
         monkeypatch.setattr(Members, "digest", property(lambda members: honest(replace(members, where=""))))
 
 
-def mixed(place: Callable[[Moment], Moment]) -> Outcome:
-    own = protected(BENCH, threshold=0.6)
-    return own.run(lambda setup, store: Secured(Mixed(own.eager(setup, store), place=place), setup))
+def mixed(move: Move) -> Outcome:
+    plain = methods.build("fedavg")
+    own = protected(BENCH.change(method=lambda: Method("fedavg", (TwoPhases(), *plain.parts))), threshold=0.6)
+    return own.run(lambda setup, store: Secured(Mixed(own.eager(setup, store), move=move), setup))
 
 
-PLACES: dict[str, Callable[[Moment], Moment]] = {
-    "round": lambda moment: replace(moment, round=moment.round + 1),
-    "repeat": lambda moment: replace(moment, repeat=moment.repeat + 1),
+def second_instead_of_first(phase: Phase, moment: Moment) -> tuple[Phase, Moment]:
+    return (replace(phase, name="second") if phase.name == "first" else phase), moment
+
+
+MOVES: dict[str, Move] = {
+    "round": lambda phase, moment: (phase, replace(moment, round=moment.round + 1)),
+    "repeat": lambda phase, moment: (phase, replace(moment, repeat=moment.repeat + 1)),
+    "phase": second_instead_of_first,
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("unbound", [(), ("letters",), ("digest",)])
-def test_a_reply_is_not_added_up_with_replies_of_another_place(
-    place: str, unbound: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_a_reply_is_not_added_up_with_replies_of_another_round_or_phase(
+    move: str, unbound: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server passes keys, letters and shares of one round off as those of another, to open the victim's reply in a
-    sum with replies that it knows. Letters are bound to the place, and so is the digest that goes into shares and
-    masks: each alone keeps the victim out."""
+    """The server passes keys, letters and shares of one phase off as those of another, to open the victim's reply in a
+    sum with replies that it knows. Letters are bound to phase and place, and so is the digest that goes into shares
+    and masks: each alone keeps the victim out."""
     unbind(monkeypatch, *unbound)
-    outcome = mixed(PLACES[place])
-    assert set(absences(outcome)) == {str(VICTIM)} and near(outcome, without(VICTIM))
+    outcome = mixed(MOVES[move])
+    assert set(absences(outcome, "first")) == {str(VICTIM)}
+    assert near(outcome, without() if move == "phase" else without(VICTIM))
 
 
-def test_without_both_bindings_a_reply_would_be_added_up_with_those_of_another_place(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("move", MOVES)
+def test_without_both_bindings_a_reply_would_be_added_up_with_those_of_another_round_or_phase(
+    move: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attack above is one that works where nothing is bound to the place."""
+    """The attack above is one that works where nothing is bound to phase and place."""
     unbind(monkeypatch, "letters", "digest")
-    outcome = mixed(PLACES["repeat"])
-    assert absences(outcome) == {} and not near(outcome, without(VICTIM))
+    assert absences(mixed(MOVES[move]), "first") == {}
