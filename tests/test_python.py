@@ -16,6 +16,9 @@ from typer.testing import CliRunner
 import everfed
 from everfed import Part, api, progress, results, session, streams
 from everfed.cli import app
+from everfed.comparison import summary
+from everfed.comparison.cells import Outcome, new_cell
+from everfed.comparison.result import Comparison
 from everfed.errors import SettingError
 from everfed.recipe import as_entries, to_toml
 from everfed.store.run import RunFolder
@@ -110,6 +113,13 @@ def test_a_sweep_is_scored_on_validation_data_and_names_the_best() -> None:
     assert len(own.rows) == 1
     with pytest.raises(everfed.UserError, match="the grid is empty"):
         everfed.sweep(TINY, {})
+
+
+def test_no_row_is_the_best_where_no_run_finished() -> None:
+    cells = [new_cell(row, "tiny.toml", Path(row), method=row, seed=0, sets=[]) for row in ("fedavg", "er")]
+    failed = summary.rows([Outcome(cell, None, "the loss is not finite") for cell in cells])
+    assert Comparison(Path("out"), failed, "Method").best == ""
+    assert Comparison(Path("out"), [], "Method").best == ""
 
 
 def test_one_seed_has_no_deviation() -> None:
