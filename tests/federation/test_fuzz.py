@@ -81,6 +81,13 @@ def test_a_frame_that_claims_gigabytes_takes_none() -> None:
         received(struct.pack("<I", len(head)) + head)
 
 
+def test_the_limit_of_a_frame_is_on_all_pieces_together() -> None:
+    whole = b"".join(wire.to_frame(Packet({}, {"a": b"12", "b": b"345", "c": b"6"})))
+    assert received(whole, limit=6).pieces == {"a": b"12", "b": b"345", "c": b"6"}
+    with pytest.raises(PacketError, match="a packet may have 5 bytes, not 6"):
+        received(whole, limit=5)
+
+
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
 values = st.recursive(
     plain, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner), max_leaves=8

@@ -11,6 +11,7 @@ import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -155,6 +156,27 @@ def test_a_child_that_ends_is_started_again_after_a_while(tmp_path: Path, monkey
     child.stop()
     assert len(said) == 2 and "it ended with code 0" in said[0]
     assert (tmp_path / "log").read_text().startswith("1\n1\n")
+
+
+class Exited:
+    """A process that has ended."""
+
+    def poll(self) -> int:
+        return 1
+
+
+def test_the_wait_before_a_restart_doubles_up_to_a_minute_and_is_short_again_after_a_steady_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = [0.0], []
+    monkeypatch.setattr("everfed.federation.supervisor.time", SimpleNamespace(monotonic=lambda: now[0]))
+    child = Child("it", [], tmp_path / "log", {})
+    for life in [0.0] * 8 + [30.0, 31.0, 0.0]:  # seconds that it runs
+        child.process, child.started = Exited(), now[0]  # type: ignore[assignment]
+        now[0] += life
+        child.check(lambda line: None)
+        waits.append(child.due - now[0])
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 1, 2]
 
 
 def test_a_child_s_lines_are_said_once_and_whole(tmp_path: Path) -> None:

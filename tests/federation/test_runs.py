@@ -12,7 +12,7 @@ from everfed.federation.joining import Joining, children
 from everfed.federation.packet import Packet
 from everfed.federation.request import Answer
 from everfed.federation.runs import Runs
-from everfed.federation.site import Identity, Site
+from everfed.federation.site import ClientRuntime, Identity, Site
 from tests.federation.loop import federated, loop_of, runtime
 from tests.support.toy import Bench, Toy
 
@@ -126,3 +126,20 @@ def test_a_damaged_order_says_nothing(damage: bytes, tmp_path: Path) -> None:
 def test_the_option_reaches_the_worker(tmp_path: Path) -> None:
     (worker, *_) = children(Joining("127.0.0.1:1", tmp_path, "site-0", keep_runs=7))
     assert worker.command[worker.command.index("--keep-runs") + 1] == "7"
+
+
+def test_another_scale_is_another_runtime_and_the_same_one_is_reused(tmp_path: Path, first: Packet) -> None:
+    """Scale shortens the training and takes part of the data: a run at full scale is not made with a quarter."""
+    built, closed = [], []
+
+    def build(recipe: str, scale: float) -> ClientRuntime:
+        made = runtime(BENCH)
+        made.engine.close = lambda: closed.append(scale)  # type: ignore[method-assign]
+        built.append(scale)
+        return made
+
+    made = Site(tmp_path, Identity("site-0", 0), build)
+    for run, scale in enumerate((0.25, 0.25, 1.0, 0.25)):
+        request = Packet({**first.header, "scale": scale}, first.pieces)
+        assert answer_to(made, request, f"a{run}").kind == wire.REPLY
+    assert built == [0.25, 1.0, 0.25] and closed == [0.25, 1.0]

@@ -19,6 +19,7 @@ from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.privacy import secure, shamir
+from everfed.privacy.members import Members
 from everfed.privacy.secure import AGREE, MASK, NAME, RECOVER, SHARE
 from everfed.privacy.secure_engine import Secured, TooFewClients
 from everfed.store.clients import ClientStore
@@ -273,3 +274,61 @@ def test_clients_that_receive_different_sets_unmask_nothing() -> None:
     """For two of them the victim is gone, and they would give its mask key's shares; three would give its seed's."""
     with pytest.raises(ClientError, match=r"client 0 .*: 3 clients agree on the set to open; 4 are needed"):
         divided(AGREE, lambda request: {"alive": torch.tensor([0, 1, 2, 3])}, some=(2, 3), threshold=0.7)
+
+
+# clients of two rounds in one sum -------------------------------------------------------------------------------------
+@dataclass
+class Mixed(Flaky):
+    """The victim makes every step of another place, as if it were that of the others."""
+
+    place: Callable[[Moment], Moment] = field(default=lambda moment: moment)
+
+    def exchange(
+        self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
+    ) -> Iterator[tuple[int, Reply | Absent]]:
+        for client in clients:
+            yield from super().exchange(phase, [client], message, self.place(moment) if client == VICTIM else moment)
+
+
+def unbind(monkeypatch: pytest.MonkeyPatch, *what: str) -> None:
+    """Clients and server leave phase and place out of what letters, or shares and masks, are bound to."""
+    if "letters" in what:
+        monkeypatch.setattr(
+            secure, "letter_context", lambda own, members, *ends: repr((*ends[:2], members.digest)).encode()
+        )
+    if "digest" in what:
+        honest = Members.__dict__["digest"].func
+        monkeypatch.setattr(Members, "digest", property(lambda members: honest(replace(members, where=""))))
+
+
+def mixed(place: Callable[[Moment], Moment]) -> Outcome:
+    own = protected(BENCH, threshold=0.6)
+    return own.run(lambda setup, store: Secured(Mixed(own.eager(setup, store), place=place), setup))
+
+
+PLACES: dict[str, Callable[[Moment], Moment]] = {
+    "round": lambda moment: replace(moment, round=moment.round + 1),
+    "repeat": lambda moment: replace(moment, repeat=moment.repeat + 1),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("unbound", [(), ("letters",), ("digest",)])
+def test_a_reply_is_not_added_up_with_replies_of_another_place(
+    place: str, unbound: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server passes keys, letters and shares of one round off as those of another, to open the victim's reply in a
+    sum with replies that it knows. Letters are bound to the place, and so is the digest that goes into shares and
+    masks: each alone keeps the victim out."""
+    unbind(monkeypatch, *unbound)
+    outcome = mixed(PLACES[place])
+    assert set(absences(outcome)) == {str(VICTIM)} and near(outcome, without(VICTIM))
+
+
+def test_without_both_bindings_a_reply_would_be_added_up_with_those_of_another_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack above is one that works where nothing is bound to the place."""
+    unbind(monkeypatch, "letters", "digest")
+    outcome = mixed(PLACES["repeat"])
+    assert absences(outcome) == {} and not near(outcome, without(VICTIM))
