@@ -28,7 +28,6 @@ def test_a_lock_whose_file_is_removed_before_it_is_taken_is_taken_on_the_new_fil
         flock(file, operation)
 
     monkeypatch.setattr("everfed.store.lock.fcntl.flock", removed_first)
-    with locked(path):
-        with pytest.raises(Locked), locked(path):
-            pass
+    with locked(path), pytest.raises(Locked), locked(path):
+        pass
     assert operations == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3  # on the removed file, on the new one, and the refused one
