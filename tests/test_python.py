@@ -14,10 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 import everfed
-from everfed import Part, progress, results, streams
+from everfed import Part, api, progress, results, session, streams
 from everfed.cli import app
+from everfed.comparison import summary
+from everfed.comparison.cells import Outcome, new_cell
+from everfed.comparison.result import Comparison
 from everfed.errors import SettingError
-from everfed.recipe import as_entries
+from everfed.recipe import as_entries, to_toml
+from everfed.store.run import RunFolder
+from tests.report import folders
 
 TINY = {
     "name": "tiny",
@@ -110,6 +115,13 @@ def test_a_sweep_is_scored_on_validation_data_and_names_the_best() -> None:
         everfed.sweep(TINY, {})
 
 
+def test_no_row_is_the_best_where_no_run_finished() -> None:
+    cells = [new_cell(row, "tiny.toml", Path(row), method=row, seed=0, sets=[]) for row in ("fedavg", "er")]
+    failed = summary.rows([Outcome(cell, None, "the loss is not finite") for cell in cells])
+    assert Comparison(Path("out"), failed, "Method").best == ""
+    assert Comparison(Path("out"), [], "Method").best == ""
+
+
 def test_one_seed_has_no_deviation() -> None:
     found = everfed.sweep(TINY, {"train.optimizer.lr": [0.1]})
     assert "±" not in repr(found) and "±" not in Path(found.folder, "sweep.md").read_text().partition("\n\n")[0]
@@ -144,6 +156,7 @@ WRONG = [
     {"train.batchsize": 3},
     {"method.memory.size": 3},
     {"stream.max_train": 0},
+    {"stream.seed": "a"},
 ]
 
 
@@ -246,11 +259,27 @@ def test_resume_or_run_runs_goes_on_and_returns(work: Path) -> None:
         everfed.run(TINY, "job", resume_or_run=True, overwrite=True)
 
 
+@pytest.mark.parametrize(("there", "asked"), [({"scale": 0.5}, 1.0), ({"scale": 1.0}, 0.5), ({}, 0.5)])
+def test_a_run_at_another_scale_is_not_gone_on_with(work: Path, there: dict[str, float], asked: float) -> None:
+    folder = RunFolder.create(work / "job", to_toml(everfed.read_recipe(TINY)), there)
+    with pytest.raises(everfed.UserError, match="job belongs to another recipe or --scale"):
+        everfed.run(TINY, "job", resume_or_run=True, scale=asked)
+    assert folder.read_settings() == there and not (work / "job" / "events.jsonl").exists()
+
+
 def test_what_is_finished_already_is_said() -> None:
     for _ in range(2):
         found = CliRunner().invoke(app, ["compare", "tiny.toml", "--methods", "fedavg"])
     assert "already finished: fedavg seed 0" in found.stdout
     assert "already finished" in CliRunner().invoke(app, ["resume", "runs/tiny-compare/fedavg-0"]).stderr
+
+
+def test_a_stream_is_drawn_by_its_own_seed_or_by_that_of_the_run() -> None:
+    def pixels(run: int, **own: int) -> list[float]:
+        recipe = everfed.read_recipe({**TINY, "stream": {**TINY["stream"], **own}}, seed=run)
+        return session.assemble(recipe).stream.data(0, 0).x.flatten().tolist()
+
+    assert pixels(5, seed=0) == pixels(0) != pixels(5) == pixels(0, seed=5)
 
 
 # results -------------------------------------------------------------------------------------------------------------
@@ -275,6 +304,15 @@ def test_the_history_has_a_row_for_every_round(finished: everfed.Result) -> None
     assert frame["accuracy"].iloc[-1] == pytest.approx(finished.metrics["acc"])
     events = [json.loads(line) for line in (finished.folder / "events.jsonl").read_text().splitlines()]
     assert frame["loss"].tolist() == [e["loss"] for e in events if e["event"] == "phase"]
+
+
+def test_bytes_and_seconds_of_a_round_are_those_of_all_its_phases(work: Path) -> None:
+    made = folders.create(work / "phases")
+    reference = folders.phase(0, name="reference", bytes_up=7, bytes_down=30, seconds=0.25, loss=None)
+    folders.log(made, [folders.start(), folders.phase(0), reference, folders.phase(1)])
+    frame = results.Result(made.path, {}).history
+    assert frame["bytes_up"].tolist() == [107, 100] and frame["bytes_down"].tolist() == [230, 200]
+    assert frame["seconds"].tolist() == [0.75, 0.5] and frame["loss"].tolist() == [1.0, 0.5]
 
 
 def test_the_accuracy_matrix_is_that_of_the_result(finished: everfed.Result) -> None:
@@ -329,7 +367,7 @@ def test_in_a_notebook_one_line_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 # what it would cost --------------------------------------------------------------------------------------------------
 def test_a_dry_run_counts_bytes_and_parameters_and_leaves_nothing(work: Path) -> None:
     """8x8 pixels to 8 units to 10 classes: 64 * 8 + 8 + 8 * 10 + 10 = 610 parameters; 2 clients, 2 rounds, 4 bytes."""
-    found = everfed.api.estimate(TINY)
+    found = api.estimate(TINY)
     assert (found["parameters"], found["rounds"], found["samples"]) == (610, 2, 60)
     assert found["bytes_up"] == found["bytes_down"] == 610 * 4 * 2 * 2
     whole = everfed.run(TINY, "whole").data["cost"]
@@ -338,3 +376,23 @@ def test_a_dry_run_counts_bytes_and_parameters_and_leaves_nothing(work: Path) ->
     assert "mlp: 610 parameters, outputs (10,)" in text and "9.8 kB up, 9.8 kB down" in text and "memory" in text
     assert not (work / "runs").exists()
     assert CliRunner().invoke(app, ["run", "tiny.toml", "--dry-run", "--set", "model.kind=mlpp"]).exit_code == 2
+
+
+def test_a_dry_run_counts_every_phase_of_a_round() -> None:
+    """fedgp has two phases a round; the third round, which is not finished, is not counted."""
+    recipe = {**TINY, "train": {"rounds_per_task": 3}, "method": {"name": "fedgp"}}
+    found, whole = api.estimate(recipe), everfed.run(recipe, "whole").data["cost"]
+    assert (found["bytes_up"], found["bytes_down"]) == (whole["bytes_up"], whole["bytes_down"])
+
+
+def test_a_dry_run_leaves_the_warm_up_of_the_first_round_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("everfed.session.estimate")
+    seconds = [(0, 9.0), (0, 5.0), (1, 0.5), (1, 0.25), (2, 70.0)]
+
+    def execute(assembly: Any, folder: Any, observers: Any, checkpoint_every: float) -> None:
+        for index, duration in seconds:
+            observers[0](folders.phase(index, seconds=duration))
+
+    monkeypatch.setattr(module, "execute", execute)
+    found = api.estimate(TINY)
+    assert (found["seconds_per_round"], found["seconds"], found["bytes_up"]) == (0.75, 1.5, 400)

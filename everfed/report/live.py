@@ -212,10 +212,14 @@ class Index:
         self.version = 0
 
     def annotate(self, name: str, note: Note) -> None:
-        """Keep a note on a run in the file beside the runs. Raises KeyError for an unknown run."""
+        """Keep a note on a run in the file beside the runs. Raises KeyError for an unknown run, and UserError where
+        that file cannot be read: its other notes would be lost."""
         self.chosen([name])
         with self.lock:
-            notes = {**self._read_notes([]), name: note}
+            problems: list[str] = []
+            notes = {**self._read_notes(problems), name: note}
+            if problems:
+                raise UserError(f"{problems[0]}; nothing was written. Mend or remove {self.guard.root / NOTES}")
             kept = {key: found.model_dump(exclude_defaults=True) for key, found in sorted(notes.items())}
             text = json.dumps({key: value for key, value in kept.items() if value}, indent=1)
             write_atomic(self.guard.root / NOTES, f"{text}\n".encode(), shared=True)

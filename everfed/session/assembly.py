@@ -70,8 +70,7 @@ def assemble(
     method = build_method(recipe)
     if stream is None:
         table = recipe.stream.model_dump()
-        seed = int(table.get("seed") or recipe.seed)
-        stream = streams.build(table, seed, recipe.train.rounds_per_task, data_dir, share(scale))
+        stream = streams.build(table, recipe.seed, recipe.train.rounds_per_task, data_dir, share(scale))
     if not isinstance(stream, Stream):
         raise RecipeError(f"a stream of your own derives from everfed.Stream; got a {type(stream).__name__}")
     method.fit_stream(stream)

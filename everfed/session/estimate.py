@@ -25,9 +25,9 @@ def estimate(assembly: Assembly) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
 
     def measure(event: dict[str, Any]) -> None:
-        events.append(event)
         if event.get("round", 0) >= MEASURED:
             raise _Enough
+        events.append(event)
 
     with TemporaryDirectory(prefix="everfed-") as place, contextlib.suppress(_Enough):
         execute(assembly, RunFolder.create(Path(place) / "run", "", {}), [measure], checkpoint_every=0.0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,10 @@ import pytest
 
 from everfed.comparison import cells, jobs
 from everfed.comparison.cells import Cell, Outcome, Queue, Settings
+from everfed.comparison.grid import Shown
 from everfed.engines.calibration import CALL_SECONDS, OneClient
+from everfed.errors import UserError
+from everfed.progress import Several
 from everfed.recipe import Places, read
 from everfed.store.lock import locked
 from everfed.store.run import LOCK, RECIPE, RunFolder, SameRun
@@ -232,6 +237,137 @@ def test_a_run_that_another_process_begins_meanwhile_is_not_taken_for_something_
     with pytest.raises(SameRun, match="unfinished run of this recipe"), RunFolder.new(work / "one", "seed = 0", {}):
         pass
     assert begun
+
+
+# what is checked and shown --------------------------------------------------------------------------------------
+
+
+def test_before_the_first_run_one_cell_of_every_row_and_of_every_seed_is_checked(
+    cell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the seeds 0, 1 and 2 in two rows: a-0 and b-0 for the rows, a-1 and a-2 for the other seeds."""
+    checked = list[str]()
+    monkeypatch.setattr(cells, "check_run", lambda cell, settings: checked.append(cell.folder.name))
+    table = [
+        replace(cell(f"{row}-{seed}"), row=row, recipe=cell("any").recipe.model_copy(update={"seed": seed}))
+        for row in "ab"
+        for seed in range(3)
+    ]
+    cells.check(table, settings())
+    assert checked == ["a-0", "b-0", "a-1", "a-2"]
+
+
+def test_the_time_left_in_all_is_of_the_runs_that_are_not_finished(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three runs one is finished: the first of the others has a time left in all, the second is the last."""
+    known = list[bool]()
+
+    def shown(progress: bool | None, title: str, several: Several) -> AbstractContextManager[tuple[()]]:
+        known.append(several.left(0.5) is not None)
+        return nullcontext(())
+
+    monkeypatch.setattr("everfed.comparison.grid.shown", shown)
+    before, one, two = cell("before"), cell("one"), cell("two")
+    before.folder.mkdir()
+    RunFolder(before.folder).result.write_text("{}")
+    output = Shown(None, ())
+    output.begin([before, one, two])
+    for each in (before, one, two):
+        with output.watch(each, each.title):
+            pass
+    assert known == [True, False]
+
+
+# the workers, with stand-ins for their processes ----------------------------------------------------------------
+
+
+class Killed:
+    """A process that was killed before it read anything: the other end of its pipe is closed at once."""
+
+    exitcode = -signal.SIGKILL
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    kill = join = start
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers whose processes were killed."""
+    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Killed)
+    monkeypatch.setattr(jobs.multiprocessing, "get_context", lambda _: context)
+
+
+class Recorded(Queue):
+    """taken: the cells that were handed out."""
+
+    def __init__(self, *cells: Cell) -> None:
+        super().__init__(cells)
+        self.taken = list[Cell]()
+
+    def take(self) -> Cell | None:
+        found = super().take()
+        self.taken += [found] if found else []
+        return found
+
+
+def unseen(cell: Cell, event: dict[str, Any]) -> None:
+    raise AssertionError(f"{cell.title} has no events: {event}")
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_cell_whose_process_was_killed_twice_is_given_up(cell: Any) -> None:
+    one, two = cell("one"), cell("two")
+    queue = Recorded(one, two)
+    jobs.run(queue, settings(keep_going=True), jobs.Choice(1), unseen)
+    assert queue.taken == [one, one, two, two]
+    problems = [outcome.problem for outcome in queue.in_order()]
+    assert problems == [
+        f"the process of {name} seed 0 was killed by signal 9, 2 times; is there memory enough?"
+        for name in ("one", "two")
+    ]
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_cell_whose_process_was_killed_twice_ends_the_command(cell: Any) -> None:
+    queue = Recorded(cell("one"), cell("two"))
+    with pytest.raises(UserError, match="the process of one seed 0 was killed by signal 9, 2 times"):
+        jobs.run(queue, settings(), jobs.Choice(1), unseen)
+    assert [cell.row for cell in queue.taken] == ["one", "one"]
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_worker_in_the_place_of_one_that_died_has_its_cores(cell: Any) -> None:
+    queue, workers = Queue([cell("one"), cell("two"), cell("three")]), list[jobs.Worker]()
+    shares = [jobs.Share([0, 3]), jobs.Share([1, 4]), jobs.Share([2])]
+    jobs._hand_out(queue, workers, settings(), shares)
+    for dead in tuple(workers[1:]):
+        jobs._receive(dead, queue, workers, settings(), unseen)
+        assert dead not in workers
+    assert [worker.share for worker in workers] == shares
+
+
+@pytest.mark.usefixtures("killed")
+def test_the_limit_is_of_one_cell_however_long_its_worker_has_been_there(
+    cell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of 10 s: the second cell begins 8 s after the first one and is given up after 18 s."""
+    now = [100.0]
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    two, queue, limited = cell("two"), Queue([]), settings(limit=10.0)
+    workers = [jobs.Worker(limited, jobs.Share([0]))]
+    workers[0].begin(cell("one"), False)
+    now[0] = 108.0
+    workers[0].begin(two, False)
+    now[0] = 118.0
+    jobs._enforce_limit(queue, workers, limited)
+    assert not queue.outcomes
+    now[0] = 118.5
+    jobs._enforce_limit(queue, workers, limited)
+    assert list(queue.outcomes.values()) == [Outcome(two, None, "took longer than the limit of 10 s for a run")]
 
 
 # how many at a time ----------------------------------------------------------------------------------------------

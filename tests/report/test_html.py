@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from everfed.report import rerun
+from everfed.report.heatmaps import matrix as shaded_matrix
 from everfed.report.html import POLICY, render
 from everfed.report.read import read_run, read_runs
 from tests.report.folders import create, evaluation, finished, log, long_run, phase, result, start
@@ -152,6 +153,13 @@ def test_faults_warnings_and_unreadable_lines_are_shown(tmp_path: Path) -> None:
     page = render(read_runs([tmp_path]))
     assert "<b>fault</b> OSError: disk full" in page and "<b>warning</b> careful" in page
     assert "1 of 14 lines of events.jsonl could not be read." in page
+
+
+def test_a_cell_of_the_matrix_is_shaded_by_its_score() -> None:
+    """Fractions from 0 to 1, other scores from the lowest to the highest; an empty cell has no shade."""
+    for scores, unit in (([0.25, 0.0, 1.0], "%"), ([30.0, 20.0, 60.0], "")):
+        first, second, third = ((score, 0.0) for score in scores)
+        assert re.findall(r"--v:(\d+)%", shaded_matrix([[first, None], [second, third]], unit)) == ["25", "0", "100"]
 
 
 def test_many_tasks_are_shaded_instead_of_numbered(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from everfed.errors import UserError
-from everfed.report.dashboard import Dashboard, NoRun
+from everfed.report.dashboard import Dashboard, Feed, NoRun
 from everfed.report.figures import View
 from everfed.report.live import QUIET_AFTER, Index, Note
 from everfed.store.run import RunError
@@ -138,6 +138,35 @@ def test_a_note_is_there_at_once_and_a_poll_changes_nothing_about_it(index: Inde
     assert not index.poll() and index.notes == {"a": Note(name="best")}
     index.annotate("a", Note())
     assert index.notes == {} and not index.poll()
+
+
+def test_a_note_on_one_run_keeps_the_others(index: Index) -> None:
+    for name in ("a", "b"):
+        finished(index.guard.root / name)
+    index.poll()
+    index.annotate("a", Note(name="best"))
+    index.annotate("b", Note(tags=["slow"]))
+    assert index.notes == {"a": Note(name="best"), "b": Note(tags=["slow"])} and not index.poll()
+    index.annotate("a", Note())
+    assert index.notes == {"b": Note(tags=["slow"])} and not index.poll()
+
+
+def test_a_listener_gets_changed_and_removed_runs_only(index: Index) -> None:
+    feed, known = Feed(index, every=1.0), dict[str, int]()
+
+    def news() -> tuple[list[str], list[str]]:
+        index.poll()
+        found = feed._difference(known)
+        return [run["id"] for run in found["runs"]], found["gone"]
+
+    running = create(index.guard.root / "a")
+    finished(index.guard.root / "b")
+    assert news() == (["a", "b"], []) and news() == ([], [])
+    log(running, [start(), phase(0)], NOW)
+    assert news() == (["a"], [])
+    finished(index.guard.root / "c")
+    shutil.rmtree(index.guard.root / "b")
+    assert news() == (["c"], ["b"]) and news() == ([], [])
 
 
 def test_only_runs_that_were_found_can_be_asked_for(tmp_path: Path) -> None:

@@ -183,6 +183,8 @@ def test_a_damaged_file_of_notes_is_named_and_harms_nothing(tmp_path: Path) -> N
     with served(tmp_path) as port:
         found = until(lambda: json.loads(get(port, "/api/runs")[2])["problems"])
         assert names(port) == ["a"] and found[0].startswith("dashboard.json cannot be read")
+        assert post(port, "/api/note?id=a", {"name": "best"}, **JSON) == 422
+        assert (tmp_path / "dashboard.json").read_text() == '{"a": {"name": 3}}', "it may hold notes on other runs"
 
 
 def test_the_options_in_which_runs_differ(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from everfed.errors import UserError
+from everfed.report import trackers
 from everfed.report.trackers import Event, numbers, scalars, tracker
 from tests.report.folders import evaluation, phase, recipe, start, whole
 
@@ -65,11 +67,27 @@ def test_a_tracker_that_fails_does_not_end_the_run(
         raise OSError("disk full")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setitem(__import__("everfed.report.trackers", fromlist=["x"]).TRACKERS, "wandb", (broken, "wandb", ""))
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", (broken, "wandb", ""))
     observe = tracker("wandb", tmp_path, recipe(), warned.append)
     for event in whole():
         observe(event)
     assert warned == ["wandb tracks this run no longer: OSError: disk full"]
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [(METRICS, ({"acc": 0.75}, False)), ({"event": "fault", "message": "OSError: x"}, ({}, True))],
+)
+def test_a_tracker_is_closed_as_finished_or_failed(
+    last: Event, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Mock()
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", (lambda *given: sink, "everfed", ""))
+    observe = tracker("wandb", tmp_path, recipe(), print)
+    for event in (start(), phase(0), last, phase(1)):
+        observe(event)
+    assert [given.args for given in sink.end.call_args_list] == [expected]
+    assert [given.args[0] for given in sink.log.call_args_list] == [1]  # no event after the last one
 
 
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:

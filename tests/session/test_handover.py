@@ -246,3 +246,16 @@ def test_a_method_whose_clients_change_the_forward_pass_has_no_network_to_export
     everfed.run(recipe(write_data(tmp_path), method={"name": "feddbe"}), tmp_path / "run", checkpoint_every=0.0)
     with pytest.raises(everfed.UserError, match="forward pass"):
         everfed.load(tmp_path / "run", client=0)
+
+
+def test_a_personal_model_is_loaded_with_the_data_in_another_folder(tmp_path: Path) -> None:
+    """The folder of the run is gone; without another one the data set is not found."""
+    (tmp_path / "then").mkdir()
+    x, y = np.zeros((40, 8, 8, 3), dtype=np.uint8), np.arange(40) % 10
+    np.savez(tmp_path / "then" / "mnist.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    everfed.run(recipe(Path("mnist")), tmp_path / "run", data_dir=tmp_path / "then", checkpoint_every=0.0)
+    (tmp_path / "then").rename(tmp_path / "now")
+    with pytest.raises(everfed.UserError, match="then"):
+        everfed.load(tmp_path / "run", client=0)
+    found = everfed.load(tmp_path / "run", client=0, data_dir=tmp_path / "now")
+    assert found.predict(x).shape == (40,)

@@ -107,7 +107,7 @@ def test_another_file_is_another_run(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("client,round\n", "line 1: expected the columns client,task,round, got client,round"),
-        ("client,task,round\n9,1,3\n", "line 2: client '9' is not one of 0 to 3"),
+        ("client,task,round\n4,1,3\n", "line 2: client '4' is not one of 0 to 3"),
         ("client,task,round\n1,3,3\n", "line 2: task 3 is not one of 0 to 2"),
         ("client,task,round\n1,1,x\n", "line 2: expected a whole number of at least 0, got 'x'"),
         ("client,task,round\n1,0,3\n", "the first task must begin with round 0"),

@@ -115,6 +115,17 @@ def test_subsets_concatenations_and_tensors(sets: tuple[Files, Files]) -> None:
         assert torch.equal(made.data(1, 1).x, streams[0].data(1, 1).x)
 
 
+def test_a_subset_in_any_order_has_the_labels_of_its_own_samples() -> None:
+    labels = torch.arange(40) % 4
+    whole = TensorDataset(labels[:, None].float(), labels)  # every sample holds its label
+    test = Subset(whole, [13, 2, 31, 5, 8, 39, 20, 27, 4, 11])
+    train = Subset(test, range(9, 0, -1))
+    made = from_datasets(train, test, **{**ONE_CLIENT, "scenario": "class-incremental"})
+    data = [made.data(0, task) for task in range(2)] + [made.test_of(0, task) for task in range(2)]
+    assert [len(part) for part in data] == [4, 5, 5, 5]  # of classes 0 and 1, and of classes 2 and 3
+    assert all(part.x.flatten().tolist() == part.y.tolist() for part in data)
+
+
 class Pairs:
     """A plain sequence of (features, label): labels are read from the samples."""
 

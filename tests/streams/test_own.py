@@ -22,6 +22,7 @@ from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
+from everfed.engines.forking import in_fork
 from everfed.errors import is_user_error
 from everfed.streams import OptionError, build, from_function
 from tests.parity.test_processes import on_processes
@@ -73,6 +74,21 @@ def test_nothing_is_read_but_what_is_asked_for() -> None:
     own.round(0)
     own.data(2, 1)
     assert READ == [(2, 0), (2, 1)]
+
+
+def test_a_forked_process_takes_no_periods_from_the_open_files_of_its_parent(tmp_path: Path) -> None:
+    """A file that is open before a fork has one position for both processes."""
+    path = tmp_path / "periods"
+    path.write_bytes(bytes([10, 11, 12]))
+
+    def from_file(client: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        with open(path, "rb", buffering=0) as file:
+            while value := file.read(1):
+                yield np.full((5, 1), value[0], dtype=np.float32), np.zeros(5, dtype=np.int64)
+
+    own = from_function(from_file, classes=2, clients=1, tasks=3, rounds_per_task=1)
+    assert in_fork(lambda: own.data(0, 1).x.unique().tolist()) == [11]
+    assert own.data(0, 1).x.unique().tolist() == [11]
 
 
 def test_a_server_without_data_needs_the_form_of_a_sample_only() -> None:
