@@ -257,8 +257,7 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
         queue.finish(content)
         if content.problem and worker.share.cores is None:
             # after an error on a GPU neither CUDA nor torch's allocator need be of use to the next run
-            worker.stop()
-            workers.remove(worker)
+            _replace(worker, workers, settings)
     else:
         raise _error(kind, content)
 

@@ -1,5 +1,5 @@
-"""Frames, packets, requests, answers and replies that somebody made up: refused by name, without a crash, a hang or a
-file in the wrong place."""
+"""Frames, packets, requests, answers and replies that an attacker made up: refused by name, without a crash, a hang or
+a file in the wrong place."""
 
 from __future__ import annotations
 

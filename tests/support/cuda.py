@@ -9,7 +9,7 @@ error here as on a GPU:
 - One capture at a time; never on the default stream; nothing is replayed while there is one.
 - During a capture its thread does not wait for the device, nobody waits for the whole device, no graph is destroyed,
   and only generators draw that were registered. Any of these makes the capture invalid.
-- A graph's own tensors live as long as it does. All others it reads must be held by somebody else.
+- A graph's own tensors live as long as it does. All others it reads must be kept alive elsewhere.
 
 What is not imitated: that streams run at the same time, and memory that is used again.
 """
