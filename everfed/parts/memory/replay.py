@@ -52,7 +52,9 @@ class Replay(Part):
         return drawn(step, self.name, joined=True) if self.mode == "per_step" else {}
 
 
-def drawn(step: Step, name: str, joined: bool = False, rows: str = "rows") -> dict[str, Batch]:
+def drawn(
+    step: Step, name: str, joined: bool = False, rows: str = "rows", only_outputs: bool = False
+) -> dict[str, Batch]:
     """The samples of the buffer that part `name` planned for this step; none while the buffer is empty."""
     index = step.rows[name][rows]
     if len(index) == 0:
@@ -61,4 +63,4 @@ def drawn(step: Step, name: str, joined: bool = False, rows: str = "rows") -> di
     x, y = (slots[key].index_select(0, index) for key in ("x", "y"))
     extra = {"logits": slots["logits"].index_select(0, index)} if "logits" in slots else {}
     key = name if rows == "rows" else f"{name}/{rows}"
-    return {key: Batch(x, y, joined, extra)}
+    return {key: Batch(x, y, joined, extra, only_outputs=only_outputs)}

@@ -99,8 +99,14 @@ class FedGP(Part):
         reference = message.get(self.name, {}).get("reference")
         return (None if reference is None else {"norm": squared_norm(reference)}), model
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+    def conflicts_with(self, step: Step) -> tuple[Tensor, Tensor] | None:
+        """The reference and its squared norm."""
         reference = step.message.get(self.name, {}).get("reference")
         if reference is None:
-            return gradient
-        return project(gradient, reference, step.state.get(self.name, {}).get("norm"))
+            return None
+        norm = step.state.get(self.name, {}).get("norm")
+        return reference, squared_norm(reference) if norm is None else norm
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        found = self.conflicts_with(step)
+        return gradient if found is None else project(gradient, *found)
