@@ -32,8 +32,10 @@ class Reservoir(Policy):
 
     def plan(self, memory: Memory, own: Tree, schedule: Schedule, ctx: Context) -> tuple[Tree, Tables]:
         host = own["host"]
-        offered, seen = offers(memory.offer, host["seen"].numpy(), schedule)
         rng, n, size = ctx.rng("reservoir"), int(host["n"]), memory.size
+        if memory.offer == "first_visit" and np.isin(schedule.ids, host["seen"].numpy()).all():
+            return host, nothing_offered(schedule, min(n, size), size)
+        offered, seen = offers(memory.offer, host["seen"].numpy(), schedule)
         ids = host["ids"].numpy().copy()
         rows, fill = [], []
         for step, fresh in enumerate(offered):
@@ -51,6 +53,14 @@ class Reservoir(Policy):
         own["y"].index_copy_(0, rows, step.y)
         if memory.logits:
             own["logits"].index_copy_(0, rows, step.outputs.detach())
+
+
+def nothing_offered(schedule: Schedule, stored: int, size: int) -> Tables:
+    """The tables of rounds in which a client sees no new sample, most of a task's: every row is the spare one."""
+    values, lengths = schedule.rows.values, schedule.rows.lengths
+    inside = np.arange(values.shape[1]) < lengths[:, None]
+    fill = Table(np.full((schedule.steps, 1), stored), np.ones_like(lengths))
+    return {"rows": Table(np.where(inside, size, 0), lengths), "fill": fill}
 
 
 def offers(offer: str, seen: np.ndarray, schedule: Schedule) -> tuple[list[np.ndarray], np.ndarray]:
