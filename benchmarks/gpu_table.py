@@ -48,12 +48,13 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     "thin": ("everfed.models.fused", "thin", None),
     "loss": ("everfed.core.loss", "kernel", None),
     "sgd": ("everfed.core.replica", "sgd_kernel", None),
+    "rows": ("everfed.core.rows", "kernel", None),
     "several steps": ("everfed.engines.captured", "OFTEN", sys.maxsize),
 }
 OF_CASE = {
     "resnet18-b32": ("batchnorm", "thin", "sgd"),
     "resnet18-b128": ("batchnorm", "thin", "sgd"),
-    "mcmahan-b32": ("pooling", "thin", "loss", "sgd", "several steps"),
+    "mcmahan-b32": ("pooling", "thin", "loss", "sgd", "rows", "several steps"),
 }
 TOY = {"clients": 2, "per_client": 6, "batch": 4, "epochs": 1, "model": "small-cnn"}  # in place of a case's own
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
+SUMS = 1024  # blocks: their scalar products are added up by every program of the update; of more, once before
 MOST = 128  # gradients: their addresses are arguments of the kernel
 
 
@@ -41,16 +42,17 @@ def _gradient(
 @triton.jit
 def _block(
     address, other, params_ptr, low_ptr, velocity_ptr, rate_ptr, reference_ptr, product_ptr, norm_ptr, start, place,
-    size, decay, momentum,
+    size, decay, momentum, count,
     NARROW: tl.constexpr, WHOLE: tl.constexpr, PASSES: tl.constexpr, ALIGN: tl.constexpr, PROJECT: tl.constexpr,
-    DECAY: tl.constexpr, MOMENTUM: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr,
+    DECAY: tl.constexpr, MOMENTUM: tl.constexpr, LOW: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     g = _gradient(address, other, place, size, NARROW, WHOLE, PASSES, BLOCK)
     offsets = place * BLOCK + tl.arange(0, BLOCK)
     inside = None if WHOLE else offsets < size
     own = start * ALIGN + offsets
     if PROJECT:
-        product = tl.load(product_ptr)
+        sums = tl.arange(0, SUMS)
+        product = tl.sum(tl.load(product_ptr + sums, sums < count, 0.0), 0)
         conflict = tl.where(product > 0, 0.0, product) / tl.load(norm_ptr).to(tl.float64)
         g -= conflict.to(tl.float32) * tl.load(reference_ptr + own, inside)
     p = tl.load(params_ptr + own, inside)
@@ -68,9 +70,9 @@ def _block(
 @triton.jit
 def _descend(
     params_ptr, low_ptr, velocity_ptr, rate_ptr, reference_ptr, product_ptr, norm_ptr, table_ptr, addresses, decay,
-    momentum,
+    momentum, count,
     COUNT: tl.constexpr, PASSES: tl.constexpr, ALIGN: tl.constexpr, PROJECT: tl.constexpr, DECAY: tl.constexpr,
-    MOMENTUM: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, LOW: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = table_ptr + tl.program_id(0) * 5
     which, start, place, size = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
@@ -82,16 +84,16 @@ def _descend(
     if tl.load(row + 4) == 1:
         if whole:
             _block(address, other, params_ptr, low_ptr, velocity_ptr, rate_ptr, reference_ptr, product_ptr, norm_ptr,
-                   start, place, size, decay, momentum,
-                   True, True, PASSES, ALIGN, PROJECT, DECAY, MOMENTUM, LOW, BLOCK)  # fmt: skip
+                   start, place, size, decay, momentum, count,
+                   True, True, PASSES, ALIGN, PROJECT, DECAY, MOMENTUM, LOW, SUMS, BLOCK)  # fmt: skip
         else:
             _block(address, other, params_ptr, low_ptr, velocity_ptr, rate_ptr, reference_ptr, product_ptr, norm_ptr,
-                   start, place, size, decay, momentum,
-                   True, False, PASSES, ALIGN, PROJECT, DECAY, MOMENTUM, LOW, BLOCK)  # fmt: skip
+                   start, place, size, decay, momentum, count,
+                   True, False, PASSES, ALIGN, PROJECT, DECAY, MOMENTUM, LOW, SUMS, BLOCK)  # fmt: skip
     else:
         _block(address, other, params_ptr, low_ptr, velocity_ptr, rate_ptr, reference_ptr, product_ptr, norm_ptr,
-               start, place, size, decay, momentum,
-               False, False, PASSES, ALIGN, PROJECT, DECAY, MOMENTUM, LOW, BLOCK)  # fmt: skip
+               start, place, size, decay, momentum, count,
+               False, False, PASSES, ALIGN, PROJECT, DECAY, MOMENTUM, LOW, SUMS, BLOCK)  # fmt: skip
 
 
 @triton.jit
@@ -164,15 +166,16 @@ class Update:
         addresses = tuple(gradient.data_ptr() // 16 for gradient in flat)
         how = {"COUNT": len(self.entries), "PASSES": len(passes), "ALIGN": self.unit, "BLOCK": BLOCK, "num_warps": 8}
         reference, norm = (params, params) if conflict is None else conflict
-        product = params
+        sums = params
         if conflict is not None:
             sums = torch.empty(len(table), dtype=torch.float64, device=params.device)
             _products[(len(table),)](reference, sums, table, addresses, **how)
-            product = sums.sum()
+            sums = sums if len(table) <= SUMS else sums.sum(0, keepdim=True)
         _descend[(len(table),)](
             params, params if low is None else low, params if velocity is None else velocity, rate,
-            reference, product, norm, table, addresses, decay, momentum,
-            PROJECT=conflict is not None, DECAY=decay != 0, MOMENTUM=velocity is not None, LOW=low is not None, **how,
+            reference, sums, norm, table, addresses, decay, momentum, len(sums) if conflict else 1,
+            PROJECT=conflict is not None, DECAY=decay != 0, MOMENTUM=velocity is not None, LOW=low is not None,
+            SUMS=SUMS if 1 < len(sums) <= SUMS else 1, **how,
         )  # fmt: skip
 
     def _table(self, narrow: tuple[bool, ...]) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional
 from everfed import Optimizer, TrainOptions, models
 from everfed.core import loss
 from everfed.core import replica as replicas
+from everfed.core import rows as rows_of
 from everfed.core.context import Setup
 from everfed.core.layout import Layout
 from everfed.core.replica import Replica
@@ -247,6 +248,26 @@ def test_replay_and_projection_with_the_kernel_equal_those_without(
     with_kernel = case.run(graphs).params
     monkeypatch.setattr(replicas, "sgd_kernel", None)
     assert error(with_kernel, case.run(graphs).params.double()) < 1e-4
+
+
+def test_rows_of_several_tensors_in_one_kernel() -> None:
+    torch.manual_seed(0)
+    buffer = [
+        torch.randint(0, 256, (201, 3, 32, 32), device="cuda").byte(),
+        torch.randint(0, 100, (201,), device="cuda"),
+        torch.randn(201, 100, device="cuda"),
+    ]
+    index = torch.randperm(200, device="cuda")[:33]
+    for rows in (index, index[1:]):  # addresses that are multiples of 16 and others
+        assert rows_of._has_kernel(rows, buffer)
+        found = rows_of.take_rows(buffer, rows)
+        assert all(torch.equal(ours, own.index_select(0, rows)) for ours, own in zip(found, buffer, strict=True))
+        values = [torch.flip(own, (0,)) for own in found]
+        want = [own.index_copy(0, rows, value) for own, value in zip(buffer, values, strict=True)]
+        rows_of.put_rows(buffer, rows, values)
+        assert all(torch.equal(*pair) for pair in zip(buffer, want, strict=True))
+    odd = [torch.randint(0, 256, (9, 5), device="cuda").byte()]  # no whole words
+    assert torch.equal(rows_of.take_rows(odd, index % 9)[0], odd[0][index % 9])
 
 
 @pytest.mark.parametrize("shape", [(32, 10), (128, 100), (20, 200)])

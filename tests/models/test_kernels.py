@@ -230,6 +230,53 @@ def test_an_infinite_norm_removes_nothing_and_a_nan_shows() -> None:
     assert params.isnan().all()
 
 
+@pytest.mark.parametrize("sums", [1024, 2])  # blocks up to which every program adds up their products
+def test_products_are_added_up_before_or_inside_the_update(sums: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """g is 1 in the first 5,000 places, else 0; r is 1, but v in the 904 of the second block. v = -3: <g, r> is
+    4096 - 2712 > 0; v = -5: 4096 - 4520 = -424, so with |r|^2 = 848 half of r is added."""
+    monkeypatch.setattr(importlib.import_module("everfed.kernels.sgd"), "SUMS", sums)
+    gradients = tuple(torch.zeros(size, dtype=kind) for size, kind in zip(SIZES, KINDS, strict=True))
+    gradients[0].fill_(1.0)
+    for value, coefficient in ((-3.0, 0.0), (-5.0, -0.5)):
+        reference = torch.ones(sum(SIZES))
+        reference[4096:5000] = value
+        params = torch.zeros(sum(SIZES))
+        conflict = (reference, torch.tensor(848.0))
+        sgd_update()([gradients], params, None, None, torch.tensor(1.0), 0.0, 0.0, conflict)
+        assert torch.equal(params, -(joined(gradients) - coefficient * reference))
+
+
+ROWS = (
+    (torch.uint8, (1, 5, 5)),  # 25 bytes: no whole words
+    (torch.uint8, (3, 32, 32)),
+    (torch.int64, ()),
+    (torch.float32, (10,)),
+    (torch.bfloat16, (1,)),
+)
+
+
+@pytest.mark.parametrize("chosen", [(0, 2, 3), (1, 2), (4,), (3, 4, 0)])
+def test_rows_of_several_tensors(chosen: tuple[int, ...]) -> None:
+    """Against index_select and index_copy_: every third row, the last one first, of a tensor of ten."""
+    kernel = importlib.import_module("everfed.kernels.rows")
+    torch.manual_seed(0)
+    kinds = [ROWS[number] for number in chosen]
+    tensors = [torch.randint(0, 100, (10, *shape)).to(kind) for kind, shape in kinds]
+    index = torch.tensor([9, 6, 3, 0])
+    found = kernel.gather(tensors, index)
+    assert all(torch.equal(ours, tensor.index_select(0, index)) for ours, tensor in zip(found, tensors, strict=True))
+    values = [torch.randint(100, 200, (4, *shape)).to(kind) for kind, shape in kinds]
+    want = [tensor.index_copy(0, index, value) for tensor, value in zip(tensors, values, strict=True)]
+    kernel.scatter(tensors, index, values)
+    assert all(torch.equal(*pair) for pair in zip(tensors, want, strict=True))
+
+
+def test_which_tensors_have_rows_for_the_kernel() -> None:
+    kernel = importlib.import_module("everfed.kernels.rows")
+    assert kernel.fits(torch.zeros(3, 4)) and not kernel.fits(torch.zeros(4, 3).t())
+    assert not kernel.fits(torch.zeros(0, 4)) and not kernel.fits(torch.zeros(3, 4, requires_grad=True))
+
+
 @pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(1, 32, 5, 2), (3, 16, 3, 0)])
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_a_convolution_of_few_inputs(inputs: int, outputs: int, side: int, padding: int, order) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from everfed import Context, Phase, Schedule, Step, Table, Tables, Tree
+from everfed.core.rows import put_rows
 from everfed.parts.memory.policy import Policy
 
 if TYPE_CHECKING:
@@ -49,10 +50,10 @@ class Reservoir(Policy):
 
     def after(self, memory: Memory, step: Step) -> None:
         own, rows = step.state[memory.name], step.rows[memory.name]["rows"]
-        own["x"].index_copy_(0, rows, step.x)
-        own["y"].index_copy_(0, rows, step.y)
+        values = {"x": step.x, "y": step.y}
         if memory.logits:
-            own["logits"].index_copy_(0, rows, step.outputs.detach())
+            values["logits"] = step.outputs.detach()
+        put_rows([own[key] for key in values], rows, list(values.values()))
 
 
 def nothing_offered(schedule: Schedule, stored: int, size: int) -> Tables:
