@@ -165,6 +165,8 @@ def _close(a: State, b: State) -> bool:
         ("fedgp", {}, {(1, False), (1, True)}),
         ("fedgp+der", {}, {(1, False), (2, False), (2, True)}),
         ("fedgp+der", {"momentum": 0.9, "weight_decay": 0.01}, {(1, False), (2, False), (2, True)}),
+        ("agem", {}, {(1, False), (1, True)}),
+        ("fedgp+agem", {}, set()),  # two rules
         ("fedgp+der", {"clip": 1.0}, set()),
         ("fedgp+fedprox", {}, set()),  # a rule that the kernel does not know
     ],

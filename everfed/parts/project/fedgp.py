@@ -36,6 +36,7 @@ from everfed import (
     refuse_personal,
 )
 from everfed.core.pieces import only_trained
+from everfed.core.rows import take_rows
 from everfed.parts.memory import buffer as memory
 from everfed.parts.project.projection import check_finite, project, squared_norm
 
@@ -80,8 +81,8 @@ class FedGP(Part):
         if filled == 0:
             return None, {}
         chosen = ctx.rng("reference").permutation(filled)[: self.samples or filled]
-        rows = torch.from_numpy(chosen).to(own["x"].device)
-        x, y = own["x"].index_select(0, rows), own["y"].index_select(0, rows)
+        rows = torch.from_numpy(chosen).to(own["x"].device, non_blocking=True)
+        x, y = take_rows([own["x"], own["y"]], rows)
         gradient = ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")
         return None, {"gradient": only_trained(gradient, message)}
 
