@@ -101,11 +101,10 @@ class Board:
         known = self._hash(stream)
         entry = records.measured(outcome.result, outcome.problem, _kept_samples(outcome))
         if kind == "test":
-            about = {"seed": int(number), "try": int(rest[-1])}
-            records.add(self.records, known, stream, method, "tests", {**about, **entry})
+            of_try = {"seed": int(number), "try": int(rest[-1])}
+            records.add(self.records, known, stream, method, "tests", {**of_try, **entry})
             return []
-        sets = list(self._sets(stream, method, int(number)))
-        about = {"number": int(number), "seed": TUNING_SEED, "sets": sets}
+        about = {"number": int(number), "seed": TUNING_SEED, "sets": list(self._sets(stream, method, int(number)))}
         record = records.add(self.records, known, stream, method, "tries", {**about, **entry})
         whole = all(_has(record["tries"], "number", one) for one in range(self.tries))
         return list(self._tests(record)) if whole else []

@@ -61,8 +61,8 @@ def opened(root: Path, stream: str, method: str, recipe_hash: str) -> Record:
 
 
 def add(root: Path, recipe_hash: str, stream: str, method: str, kind: str, entry: Mapping[str, Any]) -> Record:
-    """Put a try or a test (kind: "tries" or "tests") into its record; one that is there already stays. A test of another
-    try than the best one is replaced."""
+    """Put a try or a test (kind: "tries" or "tests") into its record; one that is there already stays, unless it is a
+    test of another try than the best one."""
     path = place(root, stream, method)
     make_folder(path.parent)
     with _turn(path):
