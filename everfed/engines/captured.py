@@ -162,7 +162,6 @@ class Workspace:
         self.message = {name: _places(slots) for name, slots in job.message.items()}
         self.received = torch.empty_like(job.received, device=device)
         self.moments = {name: torch.empty_like(tensor, device=device) for name, tensor in job.moments.items()}
-        self.rates = torch.zeros(self.rounds, device=device)
         self.mask = trainer.label_mask(job.ctx)
         self.total = torch.zeros((), device=device)
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -173,9 +172,10 @@ class Workspace:
         self.replays: Counter[Hashable] = Counter()
 
     def _columns(self, plans: dict[str, Tables]) -> dict[str, dict[str, Columns]]:
-        """The tables side by side in one: a client's are copied at once, and a step reads its row of all of them."""
+        """The tables side by side in one: a client's are copied at once, and a step reads its row of all of them. The
+        first column is the learning rate, a float32 number and 4 bytes of nothing."""
         places: dict[str, dict[str, Columns]] = {}
-        self._total = 0
+        self._total = 1
         for part, own in plans.items():
             places[part] = {}
             for name, table in own.items():
@@ -200,6 +200,7 @@ class Workspace:
         self.x[: len(job.data)].copy_(job.data.x, non_blocking=True)
         self.y[: len(job.data)].copy_(job.data.y, non_blocking=True)
         host = np.zeros((job.schedule.steps, self._total), dtype=np.int64)
+        host.view(np.float32)[:, 0] = job.rates
         for part, own in job.plans.items():
             for name, table in own.items():
                 self.columns[part][name].write(host, table.values)
@@ -207,7 +208,6 @@ class Workspace:
         for name, slots in self.message.items():
             _fill(slots, job.message[name])
         self.received.copy_(job.received, non_blocking=True)
-        self.rates[: job.schedule.steps].copy_(torch.from_numpy(job.rates), non_blocking=True)
         mask = self.trainer.label_mask(job.ctx)
         if self.mask is not None and mask is not None:
             self.mask.copy_(mask)
@@ -279,7 +279,7 @@ class Workspace:
             for part, own in self.columns.items()
         }
         self.trainer.load_batch(self.step, self.x, self.y, rows)
-        rate = self.rates.index_select(0, self.index)[0]
+        rate = row[:1].view(torch.float32)[0]
         loss = train_step(self.step, self.job.parts, self.job.optimizer, self.moments, rate)
         self.total.add_(loss)
         self.index.add_(1)

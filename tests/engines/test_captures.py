@@ -57,12 +57,12 @@ def test_a_shape_is_captured_once_whatever_the_sizes_of_clients(device: Device) 
 
 
 def test_a_step_reads_its_rows_of_all_tables_at_once(device: Device) -> None:
-    """One row of all tables, the rate; samples and targets of the data; samples, targets and outputs of the buffer."""
+    """One row of all tables and the rate; samples and targets of the data; samples, targets, outputs of the buffer."""
     _, slot = device.run_in_one_slot(bench("fedgp+der"), largest=30)
     steps = [graph for workspace in slot._workspaces.values() for graph in workspace.graphs.values()]
     largest = max(steps, key=lambda graph: len(graph.operations))
     names = Counter(function.overloadpacket.__name__ for function, *_ in largest.operations)
-    assert names["index_select"] == 1 + 1 + 2 + 3
+    assert names["index_select"] == 1 + 2 + 3
 
 
 def test_tables_side_by_side_keep_their_entries() -> None:
