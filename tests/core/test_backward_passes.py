@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from everfed import Part, Step, compose
 from everfed.core import replica as replicas
+from everfed.core import rows
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
@@ -175,6 +176,27 @@ def test_a_kernel_that_removes_the_conflict_equals_the_steps_one_by_one(
     method: str, optimizer: dict[str, float], kinds: set[tuple[int, bool]], kernel: Any, monkeypatch: Any
 ) -> None:
     assert closest(bench(method, **optimizer), kernel, monkeypatch) == kinds
+
+
+@interpreted
+def test_rows_by_a_kernel_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minibatches, replayed samples and what is stored, read and written by the kernel that a GPU has for them."""
+    kernel = importlib.import_module("everfed.kernels.rows")
+    launched: list[bool] = []
+
+    def counted(*args: Any, scatter: bool) -> None:
+        launched.append(scatter)
+        launch(*args, scatter=scatter)
+
+    launch, case = kernel._launch, bench("fedgp+der")
+    without = case.run()
+    monkeypatch.setattr(kernel, "_launch", counted)
+    monkeypatch.setattr(rows, "kernel", kernel)
+    monkeypatch.setattr(rows, "_has_kernel", lambda index, tensors, count=0: all(map(kernel.fits, tensors)))
+    found = case.run()
+    assert torch.equal(found.params, without.params) and {False, True} == set(launched)
+    for key in ("x", "y", "logits"):
+        assert torch.equal(found.clients[0]["memory"][key], without.clients[0]["memory"][key])
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,12 @@ def test_steps_from_fixed_places_equal_steps_as_they_come(method: str, device: D
     assert device.replays
 
 
+def test_a_rate_that_moves_with_every_step_is_read_at_every_step(device: Device) -> None:
+    optimizer = Optimizer(lr=0.3, schedule="linear", by="step")
+    case = bench("fedgp+der").change(train=TrainOptions(2, 4, optimizer))
+    assert torch.equal(device.run_in_one_slot(case)[0], case.run().params)
+
+
 def test_a_shape_is_captured_once_whatever_the_sizes_of_clients(device: Device) -> None:
     _, slot = device.run_in_one_slot(bench("fedavg"), largest=30)
     (workspace,) = slot._workspaces.values()
