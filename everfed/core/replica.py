@@ -149,6 +149,10 @@ class Replica:
         the reference and its squared norm); the module is up to date afterwards."""
         if self._update is None:
             self._update = sgd_kernel.Update(self.layout, self.device)
+        if conflict is not None:
+            if conflict[0].shape != self.params.shape:
+                raise ValueError(f"a reference of shape {tuple(conflict[0].shape)} for {self.layout.size} parameters")
+            conflict = (conflict[0].to(torch.float32).contiguous(), conflict[1])
         if len(passes) > 2 or len(passes) * len(self.trainable) > sgd_kernel.MOST:
             passes = [_sum(passes)]
         self._update(passes, self.params, self.low, velocity, rate, decay, momentum, conflict)

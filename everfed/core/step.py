@@ -230,7 +230,8 @@ def _forward(step: Step, parts: Sequence[Part]) -> None:
     for batch in apart if step.replica.mixes_samples else ():
         batch.outputs = step.forward_inputs(batch.x) if batch.ready else step.forward(batch.x)
         # a part with a forward pass of its own may keep features of it, and have a loss of them
-        if batch.only_outputs and not any(overrides(part, "forward") for part in parts):
+        cut = batch.only_outputs and batch.outputs.requires_grad
+        if cut and not any(overrides(part, "forward") for part in parts):
             step.cuts.append(Cut.at(batch.outputs))
             batch.outputs = step.cuts[-1].leaf
 

@@ -179,6 +179,17 @@ def test_a_kernel_that_removes_the_conflict_equals_the_steps_one_by_one(
 
 
 @interpreted
+def test_a_reference_is_as_long_as_the_parameters(kernel: Any) -> None:
+    """And of any type: w = 2, b = 1, gradient (1, 0), reference (-1, 0): nothing is left of the gradient."""
+    replica, rate, one = linear(), torch.tensor(1.0), torch.tensor(1.0)
+    passes = [(torch.ones(1, 1), torch.zeros(1))]
+    replica.descend(passes, rate, 0.0, 0.0, None, (torch.tensor([-1.0, 0.0], dtype=torch.float64), one))
+    assert replica.params.tolist() == [2.0, 1.0]
+    with pytest.raises(ValueError, match=r"shape \(3,\) for 2 parameters"):
+        replica.descend(passes, rate, 0.0, 0.0, None, (torch.zeros(3), one))
+
+
+@interpreted
 def test_rows_by_a_kernel_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Minibatches, replayed samples and what is stored, read and written by the kernel that a GPU has for them."""
     kernel = importlib.import_module("everfed.kernels.rows")
