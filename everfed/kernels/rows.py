@@ -1,5 +1,6 @@
 """Rows of several tensors read or written at the same places by one Triton kernel: a minibatch's samples and targets,
-and what a replay buffer holds beside them. PyTorch's operations are one kernel for each tensor."""
+and what a replay buffer holds beside them. PyTorch's operations are one kernel for each tensor. A place outside of the
+tensors is read as zeros and never written."""
 
 # Triton kernels have no types
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,28 +19,30 @@ BLOCK = 1024
 
 
 @triton.jit
-def _copy(source_ptr, target_ptr, source, target, size, BLOCK: tl.constexpr):
+def _copy(source_ptr, target_ptr, source, target, size, known, SCATTER: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(0, size, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < size
-        tl.store(target_ptr + target * size + offsets, tl.load(source_ptr + source * size + offsets, inside), inside)
+        value = tl.load(source_ptr + source * size + offsets, inside & known, 0)
+        tl.store(target_ptr + target * size + offsets, value, (inside & known) if SCATTER else inside)
 
 
-@triton.jit(do_not_specialize=["a_size", "b_size", "c_size"])
+@triton.jit(do_not_specialize=["a_size", "b_size", "c_size", "rows"])
 def _rows(
-    index_ptr, a_ptr, b_ptr, c_ptr, a_out, b_out, c_out, a_size, b_size, c_size,
+    index_ptr, a_ptr, b_ptr, c_ptr, a_out, b_out, c_out, a_size, b_size, c_size, rows,
     SCATTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     here = tl.program_id(0).to(tl.int64)
     there = tl.load(index_ptr + here)
+    known = (there >= 0) & (there < rows)
     source, target = (here, there) if SCATTER else (there, here)
     which = tl.program_id(1)
     if which == 0:
-        _copy(a_ptr, a_out, source, target, a_size, BLOCK)
+        _copy(a_ptr, a_out, source, target, a_size, known, SCATTER, BLOCK)
     if which == 1:
-        _copy(b_ptr, b_out, source, target, b_size, BLOCK)
+        _copy(b_ptr, b_out, source, target, b_size, known, SCATTER, BLOCK)
     if which == 2:
-        _copy(c_ptr, c_out, source, target, c_size, BLOCK)
+        _copy(c_ptr, c_out, source, target, c_size, known, SCATTER, BLOCK)
 
 
 def fits(tensor: Tensor) -> bool:
@@ -62,7 +65,8 @@ def _launch(sources: Sequence[Tensor], targets: Sequence[Tensor], index: Tensor,
     given = [_words(source, target) for source, target in zip(sources, targets, strict=True)]
     given += [given[0]] * (MOST - len(given))  # the grid has no program for these
     arguments = (argument for kind in zip(*given, strict=True) for argument in kind)
-    _rows[(len(index), len(sources))](index, *arguments, SCATTER=scatter, BLOCK=BLOCK, num_warps=4)
+    rows = len(targets[0] if scatter else sources[0])
+    _rows[(len(index), len(sources))](index, *arguments, rows, SCATTER=scatter, BLOCK=BLOCK, num_warps=4)
 
 
 def _words(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -271,6 +271,20 @@ def test_rows_of_several_tensors(chosen: tuple[int, ...]) -> None:
     assert all(torch.equal(*pair) for pair in zip(tensors, want, strict=True))
 
 
+def test_places_outside_of_the_tensors_are_zeros_and_are_not_written() -> None:
+    kernel = importlib.import_module("everfed.kernels.rows")
+    around = torch.arange(50, dtype=torch.int32).view(10, 5)
+    inner, index = around[2:8], torch.tensor([5, 6, -1, 0])
+    (found,) = kernel.gather([inner], index)
+    assert torch.equal(
+        found, torch.stack([around[7], torch.zeros_like(around[0]), torch.zeros_like(around[0]), around[2]])
+    )
+    want = around.clone()
+    want[7], want[2] = 100, 103
+    kernel.scatter([inner], index, [torch.arange(100, 104, dtype=torch.int32)[:, None].expand(4, 5).contiguous()])
+    assert torch.equal(around, want)
+
+
 def test_which_tensors_have_rows_for_the_kernel() -> None:
     kernel = importlib.import_module("everfed.kernels.rows")
     assert kernel.fits(torch.zeros(3, 4)) and not kernel.fits(torch.zeros(4, 3).t())
