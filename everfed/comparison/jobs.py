@@ -110,14 +110,17 @@ def _fastest(cells: Sequence[Cell], settings: Settings, cores: int) -> Choice:
 
     most = min(len(cells), cores, _fit_in_memory())
     jobs = min(range(1, most + 1), key=seconds)
-    if jobs == 1:
-        return Choice(1)
-    clients_so = "one after the other" if one_after_the_other else "side by side"
-    return Choice(
-        jobs,
-        f"{jobs} runs side by side on {cores} cores: about {seconds(jobs):.0f} s expected for {len(cells)} runs, about "
-        f"{seconds(1):.0f} s with one run at a time and its clients {clients_so} (--jobs N chooses another number)",
-    )
+    clients_so = f"its clients {'one after the other' if one_after_the_other else 'side by side'}"
+    expected = f"on {cores} cores: about {seconds(jobs):.0f} s expected for {len(cells)} runs"
+    another = "(--jobs N chooses another number)"
+    if jobs > 1:
+        alone = f"about {seconds(1):.0f} s with one run at a time and {clients_so}"
+        return Choice(jobs, f"{jobs} runs side by side {expected}, {alone} {another}")
+    if most == 1:
+        return Choice(1, f"one run at a time, {clients_so}, {expected}; no second run fits into the memory")
+    next_best = min(range(2, most + 1), key=seconds)
+    several = f"about {seconds(next_best):.0f} s with {next_best} runs side by side"
+    return Choice(1, f"one run at a time, {clients_so}, {expected}, {several} {another}")
 
 
 def _measured(cell: Cell, settings: Settings) -> tuple[Any, int, int] | None:
@@ -268,9 +271,10 @@ def _died(cell: Cell, worker: Worker, queue: Queue, settings: Settings) -> None:
     code = worker.process.exitcode
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
     if queue.died(cell) < DEATHS:
+        queue.say(f"{cell.title}: its process {how}; another resumes it from its last checkpoint")
         queue.again(cell)
         return
-    problem = f"the process of {cell.row} seed {cell.recipe.seed} {how}, {DEATHS} times; is there memory enough?"
+    problem = f"the process of {cell.title} {how}, {DEATHS} times; is there memory enough?"
     if not settings.keep_going:
         raise UserError(problem)
     queue.finish(Outcome(cell, None, problem))
