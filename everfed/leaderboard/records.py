@@ -34,7 +34,7 @@ def read(path: Path) -> Record:
         record: Record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no record of the leaderboard: {error}") from error
-    missing = [key for key in _NEEDED if key not in record]
+    missing = [key for key in _NEEDED if not isinstance(record, dict) or key not in record]
     if missing:
         raise UserError(f"{path} is no record of the leaderboard: it has no {', '.join(missing)}")
     return record
