@@ -161,7 +161,7 @@ def run(
     if resume_or_run and RunFolder(path).recipe.exists():
         _require_same_run(RunFolder(path), recipe, scale)
         how: dict[str, Any] = {"track": track, "observers": observers, "checkpoint_every": checkpoint_every}
-        return resume(path, stream=stream, model=model, progress=progress, **how)
+        return resume(path, stream=stream, model=model, progress=progress, data_dir=data_dir, **how)
     # followers of a torchrun must find the leader's folder by its name alone
     numbered = out is None and not (overwrite or resume_or_run) and recipe.engine.kind != "ranks"
     settings = {"data_dir": _text(data_dir), "scale": scale, "own_stream": stream is not None}
@@ -187,9 +187,10 @@ def resume(
     track: Sequence[str] = (),
     observers: Observers = (),
     checkpoint_every: float = CHECKPOINT_EVERY,
+    data_dir: str | Path | None = None,
 ) -> Result:
     """Go on with a run from its newest checkpoint. A finished run is returned as it is. stream, model: those that the
-    run was started with, where they are objects."""
+    run was started with, where they are objects. data_dir: where the data lies now, if not where it did."""
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
     if data is None and opened.read_settings().get("federated"):
@@ -205,7 +206,8 @@ def resume(
 
                 with _shown(progress) as shown:
                     everyone = [*shown, *_observers(observers, track, opened.path, reading.recipe)]
-                    data = execute(reassemble(opened, stream, model=model), opened, everyone, checkpoint_every)
+                    assembly = reassemble(opened, stream, data_dir, model=model)
+                    data = execute(assembly, opened, everyone, checkpoint_every)
     return Result(opened.path, data)
 
 

@@ -151,18 +151,32 @@ def test_between_reading_and_writing_a_record_no_other_process_has_its_turn(
     assert not lock.exists()
 
 
-def test_failures_are_forgotten_and_with_a_try_the_tests(tmp_path: Path) -> None:
+def test_failures_are_forgotten_and_nothing_else(tmp_path: Path) -> None:
+    """A command with --again that is interrupted leaves the tests as they were."""
     fine, failed = records.measured(result(0.5), "", None), records.measured(None, "a fault of the machine", None)
-    for method in ("er", "der"):
-        added(tmp_path, method, "tries", 0, fine)
-        added(tmp_path, method, "tries", 1, failed if method == "er" else fine)
-        added(tmp_path, method, "tests", 0, fine)
-        added(tmp_path, method, "tests", 1, failed)
-    records.forget_failures(tmp_path, ["rotated-digits"], ["er", "der", "fedavg"])
-    der, er = records.read_all(tmp_path)
-    assert [entry["number"] for entry in er["tries"]] == [0] and er["tests"] == []
-    assert [entry["number"] for entry in der["tries"]] == [0, 1]
-    assert [entry["seed"] for entry in der["tests"]] == [0]
+    added(tmp_path, "er", "tries", 0, fine)
+    added(tmp_path, "er", "tries", 1, failed)
+    added(tmp_path, "er", "tests", 0, fine)
+    added(tmp_path, "er", "tests", 1, failed)
+    records.forget_failures(tmp_path, ["rotated-digits"], ["er", "fedavg"])
+    (er,) = records.read_all(tmp_path)
+    assert [entry["number"] for entry in er["tries"]] == [0]
+    assert [(entry["seed"], entry["try"]) for entry in er["tests"]] == [(0, 0)]
+    assert records.mean(er, "acc") == 0.5
+
+
+def test_tests_count_as_long_as_their_try_is_the_best(tmp_path: Path) -> None:
+    fine, worse, better = (records.measured(result(acc), "", None) for acc in (0.5, 0.4, 0.6))
+    added(tmp_path, "er", "tries", 0, fine)
+    for seed in (0, 1):
+        added(tmp_path, "er", "tests", seed, {"try": 0, **fine})
+    record = added(tmp_path, "er", "tries", 1, worse)
+    assert len(records.finished_tests(record)) == 2
+    record = added(tmp_path, "er", "tries", 2, better)
+    assert records.finished_tests(record) == [] and len(record["tests"]) == 2
+    record = added(tmp_path, "er", "tests", 1, {"try": 2, **better})
+    assert [(entry["seed"], entry["try"]) for entry in record["tests"]] == [(1, 2)]
+    assert records.mean(record, "acc") == 0.6
 
 
 def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
@@ -238,6 +252,14 @@ def test_a_row_of_fewer_seeds_is_named(board: Path) -> None:
     assert conditions.endswith(" Tests that ended without a number: diverged: er 1.")
 
 
+def test_a_method_whose_tries_are_not_all_there_is_not_among_those_that_were_compared(board: Path) -> None:
+    for number in (0, 1):
+        added(board, "der", "tries", number, records.measured(result(0.5), "", None))
+    found = records.read_all(board)
+    assert ("der", "not tested yet; tries so far: 2") in page.failures(found)
+    assert page._conditions(found).startswith("1 tries and 2 seeds for every method in the table;")
+
+
 def test_methods_without_a_record_are_named_as_not_run(board: Path) -> None:
     found = records.read_all(board)
     missing = page.not_run(found)
@@ -275,7 +297,7 @@ def test_the_pages_are_made_of_the_records_by_one_command(board: Path) -> None:
     written = text.read_text()
     assert written.startswith("before\n") and written.endswith("after\n")
     assert "| ideal " in written and "* `ewc`: the loss is not finite" in written
-    assert "1 tries and 2 seeds for every method" in written
+    assert "1 tries and 2 seeds for every method in the table" in written
     for kind in pareto.KINDS:
         ElementTree.parse(board / "board" / f"rotated-digits-{kind}.svg")
     assert html.read_text().count("data-value") == 4 * len(page.COLUMNS)

@@ -259,6 +259,29 @@ def test_resume_or_run_runs_goes_on_and_returns(work: Path) -> None:
         everfed.run(TINY, "job", resume_or_run=True, overwrite=True)
 
 
+def test_a_run_goes_on_with_its_data_in_another_folder(work: Path) -> None:
+    """By every way to go on with it: alone, as a command, in a table."""
+    x, y = np.zeros((40, 8, 8), dtype=np.uint8), np.arange(40) % 10
+    (work / "then").mkdir()
+    np.savez(work / "then" / "mnist.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    recipe = {**TINY, "stream": {**TINY["stream"], "dataset": "mnist"}}
+    folders = ["alone", "commanded", "again", "table/fedavg-0"]
+    for folder in folders:
+        with pytest.raises(KeyboardInterrupt):
+            everfed.run(recipe, folder, data_dir="then", observers=[stop], checkpoint_every=0.0)
+    Path("moved.toml").write_text((work / "alone/recipe.toml").read_text())
+    (work / "then").rename(work / "now")
+    with pytest.raises(everfed.UserError, match="then"):
+        everfed.resume("alone")
+    everfed.resume("alone", data_dir="now")
+    everfed.run(recipe, "again", data_dir="now", resume_or_run=True)
+    commanded = CliRunner().invoke(app, ["resume", "commanded", "--data", "now"])
+    table = ["--methods", "fedavg", "--seeds", "0", "--jobs", "1", "--out", "table", "--data", "now"]
+    compared = CliRunner().invoke(app, ["compare", "moved.toml", *table])
+    assert commanded.exit_code == compared.exit_code == 0, commanded.stderr + compared.stderr
+    assert len({str(RunFolder(work / folder).read_result()["metrics"]) for folder in folders}) == 1
+
+
 @pytest.mark.parametrize(("there", "asked"), [({"scale": 0.5}, 1.0), ({"scale": 1.0}, 0.5), ({}, 0.5)])
 def test_a_run_at_another_scale_is_not_gone_on_with(work: Path, there: dict[str, float], asked: float) -> None:
     folder = RunFolder.create(work / "job", to_toml(everfed.read_recipe(TINY)), there)

@@ -100,11 +100,12 @@ class Board:
         """Keep a finished run; after the last try of a method come its tests."""
         from everfed.leaderboard import records
 
-        stream, method, kind, number = outcome.cell.row.split(" ")[:4]
+        stream, method, kind, number, *rest = outcome.cell.row.split(" ")
         known = self._hash(stream)
         entry = records.measured(outcome.result, outcome.problem, _kept_samples(outcome))
         if kind == "test":
-            records.add(self.records, known, stream, method, "tests", {"seed": int(number), **entry})
+            of_try = {"seed": int(number), "try": int(rest[-1])}
+            records.add(self.records, known, stream, method, "tests", {**of_try, **entry})
             return []
         about = {"number": int(number), "seed": TUNING_SEED, "sets": list(self._sets(stream, method, int(number)))}
         record = records.add(self.records, known, stream, method, "tries", {**about, **entry})
@@ -134,13 +135,13 @@ class Board:
 
     def _tests(self, record: Record) -> Iterator[Cell]:
         """The tests that have no record, with the best of the tries; none where no try finished."""
-        from everfed.leaderboard.records import best_try
+        from everfed.leaderboard.records import best_try, tests_of_best
 
-        best = best_try({**record, "tries": [one for one in record["tries"] if one["number"] < self.tries]})
+        best = best_try(record)
         if best is None:
             return
         for seed in self.seeds:
-            if not _has(record["tests"], "seed", seed):
+            if not _has(tests_of_best(record), "seed", seed):
                 name = f"test {seed} try {best['number']}"  # after other tries it would be another run
                 yield self._cell(record["stream"], record["method"], name, seed, best["sets"])
 

@@ -14,6 +14,9 @@ from everfed.commands.output import print_result, stdout
 
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="DIR", help="Folder of data sets, if they lie elsewhere now.")
+    ] = None,
     checkpoint_every: options.CheckpointEvery = 5.0,
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
@@ -40,6 +43,10 @@ def resume(
 
     with interrupt_message(remedy) as interrupts, watching(stdout(), as_json) as observer:
         result = api.resume(
-            run, progress=False, observers=[observer, *trackers, interrupts], checkpoint_every=checkpoint_every
+            run,
+            progress=False,
+            observers=[observer, *trackers, interrupts],
+            checkpoint_every=checkpoint_every,
+            data_dir=data,
         )
     print_result(result.folder, result.data, as_json)

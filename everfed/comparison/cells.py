@@ -276,7 +276,7 @@ def _begin_or_go_on(cell: Cell, settings: Settings, how: dict[str, Any]) -> dict
             return api.run(cell.reading, cell.folder, data_dir=settings.data, scale=settings.scale, **how).data
         except SameRun:  # another process has begun it since, and has finished it or died
             pass
-    return api.resume(cell.folder, **how).data
+    return api.resume(cell.folder, data_dir=settings.data, **how).data
 
 
 def _divergence(cell: Cell) -> str | None:

@@ -1,7 +1,8 @@
 """Runs of a table side by side: worker processes that take one cell after the other, and how many of them pay.
 
 A worker stays alive over its cells, so that torch is imported once. It sends the events of its run to the command that
-started it and ends when that is gone. A worker that dies is replaced; its cell goes on from its last checkpoint.
+started it and ends when that is gone. A worker that dies or loses the GPU is replaced; its cell goes on from its last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Event = dict[str, Any]
 Show = Callable[["Cell", Event], None]  # what is done with the events of a run
 POLL = 0.5  # seconds between two looks at cells that other processes hold
 START = 6.0  # seconds until a worker has imported torch and begins
-DEATHS = 2  # a cell whose process died so often is given up
+DEATHS = 2  # a cell whose process died or lost the GPU so often is given up
 MPS = "nvidia-cuda-mps-control"
 GPU_MEMORY = 0.9  # of a GPU's memory, for all runs together: contexts and libraries need some, too
 
@@ -248,7 +249,9 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
         kind, content = worker.pipe.recv()
     except (EOFError, OSError):
         _replace(worker, workers, settings)
-        _died(cell, worker, queue, settings)
+        how = _death(worker)
+        problem = f"the process of {cell.title} {how}, {DEATHS} times; is there memory enough?"
+        _go_on_or_give_up(cell, f"its process {how}", problem, queue, settings)
         return
     if kind == "event":
         show(cell, content)
@@ -261,20 +264,27 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
         if content.problem and worker.share.cores is None:
             # after an error on a GPU neither CUDA nor torch's allocator need be of use to the next run
             _replace(worker, workers, settings)
+    elif kind == "lost":
+        _replace(worker, workers, settings)
+        _go_on_or_give_up(cell, content, f"{cell.title}, {DEATHS} times: {content}", queue, settings)
     else:
         raise _error(kind, content)
 
 
-def _died(cell: Cell, worker: Worker, queue: Queue, settings: Settings) -> None:
+def _death(worker: Worker) -> str:
+    code = worker.process.exitcode
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+
+
+def _go_on_or_give_up(cell: Cell, why: str, problem: str, queue: Queue, settings: Settings) -> None:
+    """The process of a cell, or the GPU under it, is gone. why: for the line about the cell that goes on; problem: the
+    error where it happened too often."""
     from everfed.comparison.cells import Outcome
 
-    code = worker.process.exitcode
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
     if queue.died(cell) < DEATHS:
-        queue.say(f"{cell.title}: its process {how}; another resumes it from its last checkpoint")
+        queue.say(f"{cell.title}: {why}; another process resumes it from its last checkpoint")
         queue.again(cell)
         return
-    problem = f"the process of {cell.title} {how}, {DEATHS} times; is there memory enough?"
     if not settings.keep_going:
         raise UserError(problem)
     queue.finish(Outcome(cell, None, problem))
@@ -343,12 +353,30 @@ def _release_gpu_memory() -> None:
 
 
 def _answer(attempt: Callable[[], Outcome | None]) -> tuple[str, Any]:
-    """How a run ended, as a message: held by another process, its outcome, an error for the user, or a traceback."""
+    """How a run ended, as a message: held by another process, its outcome, an error for the user, a traceback, or the
+    error after which this process can do nothing more on the GPU."""
     try:
         outcome = attempt()
     except (BrokenPipeError, ConnectionResetError):  # the command is gone, and with it who wants this run
         raise
     except Exception as error:
+        if _gpu_is_lost():
+            return "lost", f"{type(error).__name__}: {error}"
         note = note_of(error)
         return ("error", note) if note is not None else ("bug", traceback.format_exc())
+    if outcome is not None and outcome.problem and _gpu_is_lost():
+        return "lost", outcome.problem
     return ("held", None) if outcome is None else ("outcome", outcome)
+
+
+def _gpu_is_lost() -> bool:
+    """Has an error ended all that this process can do on a GPU? It need not be its own: under CUDA MPS a fault of one
+    process ends the others' work as well."""
+    import torch
+
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

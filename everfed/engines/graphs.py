@@ -6,6 +6,7 @@ the way. Clients of a phase are dealt to the slots by size, so that no slot wait
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,8 +102,11 @@ class Graphs(OneTrainer):
         self._fork(slots)
         try:
             self._in_threads(work, setting.threads)
-        finally:
-            self._join(slots)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the device may be of no use any more; that is not the cause
+                self._join(slots)
+            raise
+        self._join(slots)
         for client in clients:  # now, as the store may write states to disk: they are complete for this stream only
             self.store.put(client, states.pop(client))
         if captures != sum(slot.captures for slot in slots):
@@ -203,7 +207,8 @@ class Graphs(OneTrainer):
 
     def close(self) -> None:
         """Let go of graphs and replicas."""
-        torch.cuda.synchronize(self.device)
+        with contextlib.suppress(RuntimeError):  # of an earlier error, which left the device unusable
+            torch.cuda.synchronize(self.device)
         self._capturing.close()
         self.slots.clear()
         if self._executor is not None:

@@ -240,12 +240,12 @@ def _section(stream: str, found: Sequence[Record], pictures: str) -> str:
 
 def _conditions(own: Sequence[Record]) -> str:
     """How the numbers were made: tries, seeds, machine."""
-    tries = {len(record["tries"]) for record in own}
+    tries = {len(record["tries"]) for record in own if record["tests"]}
     seeds = {len(record["tests"]) for record in own if record["tests"]}
     machines = {_machine(test["environment"]) for record in own for test in records.finished_tests(record)}
     several = [f"{', '.join(map(str, sorted(counts)))} {word}" for counts, word in ((tries, "tries"), (seeds, "seeds"))]
     lost = f"{_lost(own, 'tries')}{_lost(own, 'tests')}"
-    return f"{' and '.join(several)} for every method; {'; '.join(sorted(machines))}.{lost}"
+    return f"{' and '.join(several)} for every method in the table; {'; '.join(sorted(machines))}.{lost}"
 
 
 REASONS = {"not finite": "diverged", "out of memory": "out of memory", "longer than the limit": "over the time limit"}

@@ -61,11 +61,13 @@ def opened(root: Path, stream: str, method: str, recipe_hash: str) -> Record:
 
 
 def add(root: Path, recipe_hash: str, stream: str, method: str, kind: str, entry: Mapping[str, Any]) -> Record:
-    """Put a try or a test (kind: "tries" or "tests") into its record; one that is there already stays."""
+    """Put a try or a test (kind: "tries" or "tests") into its record; one that is there already stays, unless it is a
+    test of another try than the best one."""
     path = place(root, stream, method)
     make_folder(path.parent)
     with _turn(path):
         record = opened(root, stream, method, recipe_hash)
+        record["tests"] = tests_of_best(record)
         if _key(kind, entry) not in {_key(kind, known) for known in record[kind]}:
             record[kind] = sorted([*record[kind], dict(entry)], key=lambda known: _key(kind, known))
         write_atomic(path, _text(record).encode(), shared=True)
@@ -73,16 +75,18 @@ def add(root: Path, recipe_hash: str, stream: str, method: str, kind: str, entry
 
 
 def forget_failures(root: Path, streams: Iterable[str], methods: Iterable[str]) -> None:
-    """Remove failed tries and tests from the records; where a try is removed, the tests go too, as another try may turn
-    out to be the best."""
+    """Remove failed tries and tests from the records. Tests stay, and count as long as their try is the best."""
     wanted = {place(root, stream, method) for stream in streams for method in methods}
     for path in sorted(path for path in wanted if path.exists()):
         with _turn(path):
             record = read(path)
-            tries = [entry for entry in record["tries"] if not entry["problem"]]
-            tests = [entry for entry in record["tests"] if not entry["problem"]]
-            tests = tests if len(tries) == len(record["tries"]) else []
-            write_atomic(path, _text({**record, "tries": tries, "tests": tests}).encode(), shared=True)
+            best = best_try(record)
+            known = {} if best is None else {"try": best["number"]}  # older records do not name it
+            kept = {
+                "tries": [entry for entry in record["tries"] if not entry["problem"]],
+                "tests": [{**known, **entry} for entry in finished_tests(record)],
+            }
+            write_atomic(path, _text({**record, **kept}).encode(), shared=True)
 
 
 def best_try(record: Record) -> Mapping[str, Any] | None:
@@ -91,8 +95,14 @@ def best_try(record: Record) -> Mapping[str, Any] | None:
     return max(finished, key=lambda entry: entry["acc"], default=None)
 
 
+def tests_of_best(record: Record) -> list[Mapping[str, Any]]:
+    """The tests of the try that is the best now; those of another one are out of date."""
+    best = best_try(record)
+    return [entry for entry in record["tests"] if best is None or entry.get("try", best["number"]) == best["number"]]
+
+
 def finished_tests(record: Record) -> list[Mapping[str, Any]]:
-    return [entry for entry in record["tests"] if not entry["problem"]]
+    return [entry for entry in tests_of_best(record) if not entry["problem"]]
 
 
 def mean(record: Record, key: str) -> float | None:
@@ -110,8 +120,8 @@ def problem(record: Record) -> str:
     """Why a method has no number on a stream; empty where it has one. The reason of most of its tries."""
     if finished_tests(record):
         return ""
-    reasons = [entry["problem"] for entry in [*record["tests"], *record["tries"]] if entry["problem"]]
-    return statistics.mode(reasons) if reasons else "not run yet"
+    reasons = [entry["problem"] for entry in [*tests_of_best(record), *record["tries"]] if entry["problem"]]
+    return statistics.mode(reasons) if reasons else f"not tested yet; tries so far: {len(record['tries'])}"
 
 
 def measured(result: Mapping[str, Any] | None, failed: str, samples: float | None) -> dict[str, Any]:

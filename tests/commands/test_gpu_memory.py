@@ -10,7 +10,7 @@ import torch
 
 from everfed import engines
 from everfed.comparison import jobs
-from everfed.comparison.cells import Settings
+from everfed.comparison.cells import Outcome, Queue, Settings
 from everfed.core.data import device_memory
 from everfed.engines import captured
 from everfed.engines.device_data import DeviceData
@@ -88,6 +88,52 @@ def test_after_an_error_on_a_gpu_the_next_run_has_a_new_process(
     workers = [worker]
     jobs._receive(worker, queue, workers, Settings(), lambda cell, event: None)
     assert (worker in workers, stopped) == (goes_on, [] if goes_on else [True])
+
+
+def lost(message: str) -> Any:
+    """torch.cuda after a device-side assert: every call raises from then on."""
+
+    def synchronize() -> None:
+        raise RuntimeError(message)
+
+    return synchronize
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_run_that_lost_the_gpu_has_no_outcome(monkeypatch: pytest.MonkeyPatch, raised: bool) -> None:
+    """Under CUDA MPS the fault may be another run's: this one must have another try, in a new process."""
+
+    def attempt() -> Any:
+        if raised:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return Outcome(SimpleNamespace(), None, "RuntimeError: CUDA error: device-side assert triggered")  # type: ignore[arg-type]
+
+    assert jobs._answer(attempt)[0] == ("bug" if raised else "outcome")  # no GPU was used
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert jobs._answer(attempt)[0] == ("bug" if raised else "outcome")  # the GPU is well
+    monkeypatch.setattr(torch.cuda, "synchronize", lost("CUDA error"))
+    assert jobs._answer(attempt) == ("lost", "RuntimeError: CUDA error: device-side assert triggered")
+
+
+def test_a_run_that_lost_the_gpu_goes_on_once_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    cell: Any = SimpleNamespace(folder="run", title="ideal seed 3", finished=False)
+    queue = Queue([cell])
+    monkeypatch.setattr(jobs, "Worker", lambda settings, share: started.append(share) or new_worker())
+
+    def new_worker() -> Any:
+        pipe = SimpleNamespace(recv=lambda: ("lost", "CUDA error: invalid program counter"))
+        return SimpleNamespace(cell=None, share=jobs.Share(None), stop=lambda: None, pipe=pipe)
+
+    for last in (False, True):
+        worker = new_worker()
+        worker.cell = queue.take()
+        assert worker.cell is cell and not queue.done
+        jobs._receive(worker, queue, [worker], Settings(keep_going=True), lambda cell, event: None)
+        assert queue.done == last
+    assert len(started) == 2
+    assert queue.in_order()[0].problem == "ideal seed 3, 2 times: CUDA error: invalid program counter"
 
 
 def test_work_on_a_gpu_with_a_number_is_done_with_it_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

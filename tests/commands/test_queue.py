@@ -394,7 +394,9 @@ def test_the_death_of_a_process_is_printed(cell: Any) -> None:
     queue, workers = Queue([cell("one")], say=lines.append), list[jobs.Worker]()
     jobs._hand_out(queue, workers, settings(), [jobs.Share([0])])
     jobs._receive(workers[0], queue, workers, settings(), unseen)
-    assert lines == ["one seed 0: its process was killed by signal 9; another resumes it from its last checkpoint"]
+    assert lines == [
+        "one seed 0: its process was killed by signal 9; another process resumes it from its last checkpoint"
+    ]
 
 
 @pytest.mark.usefixtures("killed")

@@ -20,7 +20,7 @@ from everfed.core.trainer import Trainer
 from everfed.engines.captured import Workspace, kernel_search, share_of_steps
 from everfed.engines.graphs import Graphs
 from everfed.store.clients import ClientStore
-from tests.support.cuda import Device
+from tests.support.cuda import Device, Stream
 from tests.support.presets import each_kind
 from tests.support.toy import Bench, Norm, Toy
 from tests.support.waiting import HANG
@@ -103,13 +103,33 @@ def test_a_capture_that_fails_names_its_cause_and_the_next_one_succeeds(device: 
         with pytest.raises(error, match=message):
             slot.capture(body, lambda: None, tuned=False)
     slot.capture(lambda: place.add_(1), lambda: place.zero_(), tuned=False).replay()
-    assert place.item() == 3  # the second trial run and the capture of the stand-in are runs, too
+    assert place.item() == 1  # of the trial runs nothing is left
 
 
 @pytest.mark.parametrize("method", each_kind())
 def test_the_engine_equals_the_eager_one(method: str, device: Device) -> None:
     case = bench(method)
     assert torch.equal(device.run_in_slots(case, slots=2, threads=2), case.run().params)
+
+
+def test_an_error_that_leaves_the_device_unusable_is_the_one_shown(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a device-side assert every wait raises: of the streams at the end of a phase, of the engine at its own."""
+
+    def fail(*given: Any) -> None:
+        monkeypatch.setattr(Stream, "wait_stream", unusable)
+        monkeypatch.setattr(torch.cuda, "synchronize", unusable)
+        raise ClientError(1, "train", 0, RuntimeError("the cause"))
+
+    def unusable(*given: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    case = bench("fedavg")
+    monkeypatch.setattr(Graphs, "_client", fail)
+    with pytest.raises(ClientError, match="the cause"):
+        device.run_in_slots(case, slots=2, threads=1)
+    Graphs(case.setup(), ClientStore(), case.build_module, "cpu", "fp32", slots=2).close()
 
 
 def test_states_reach_the_store_when_all_streams_are_done(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ def trained(case: Bench, monkeypatch: pytest.MonkeyPatch, milliseconds: float) -
     return params, sorted(device.replays.values(), reverse=True)
 
 
-def bench(method: str) -> Bench:
-    """Two clients with minibatches of 4, 4, 4, 4, 4 and 3 samples, twice a round, two tasks of two rounds."""
+def bench(method: str, epochs: int = 2) -> Bench:
+    """Two clients with minibatches of 4, 4, 4, 4, 4 and 3 samples, `epochs` times a round, two tasks of two rounds."""
     stream = Toy(clients=2, samples=23, rounds_per_task=2, augmented=True)
-    return Bench(method, stream=stream, train=TrainOptions(2, 4, Optimizer(lr=0.1)), module=Norm)
+    return Bench(method, stream=stream, train=TrainOptions(epochs, 4, Optimizer(lr=0.1)), module=Norm)
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +46,11 @@ def test_they_are_captured_when_a_step_is_short_and_frequent(monkeypatch: pytest
 def test_long_steps_are_captured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     _, replays = trained(bench("fedavg"), monkeypatch, milliseconds=5.0)
     assert replays == [1 + 16 * 5, 1 + 16]
+
+
+def test_the_step_that_is_timed_is_the_one_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last minibatch of a client that fills its tables to the end: there is no row for a step after it."""
+    monkeypatch.setattr(captured, "_room", lambda needed, before: max(int(needed), before))
+    case = bench("fedavg", epochs=1)
+    model, _ = trained(case, monkeypatch, milliseconds=0.1)
+    assert torch.equal(model, case.run().params)

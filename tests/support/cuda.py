@@ -88,6 +88,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self.own: set[int] = set()  # storages made during the capture
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # other tensors' storages, and what they held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,7 +100,9 @@ class Recorder(TorchDispatchMode):
             self.graph.invalidate("Attempt to increase offset for a CUDA generator not in capture mode.")
         if name == "lift_fresh":  # a number: it becomes part of the graph
             self.own.add(args[0].untyped_storage()._cdata)
-        given = {leaf.untyped_storage()._cdata for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        given = {leaf.untyped_storage()._cdata for leaf in inputs}
+        self._save(inputs)
         made = func(*args, **kwargs)
         leaves = [leaf for leaf in tree_flatten(made)[0] if isinstance(leaf, Tensor)]
         self.own |= {leaf.untyped_storage()._cdata for leaf in leaves} - given
@@ -107,6 +110,18 @@ class Recorder(TorchDispatchMode):
             (func, self._held(args), self._held(kwargs), [self._hold(leaf) for leaf in leaves])
         )
         return made
+
+    def _save(self, inputs: list[Tensor]) -> None:
+        for leaf in inputs:
+            storage = leaf.untyped_storage()._cdata
+            if storage not in self.own and storage not in self.before:
+                all_of_it = torch.empty(0, dtype=leaf.dtype).set_(leaf.untyped_storage())
+                self.before[storage] = (all_of_it, all_of_it.clone())
+
+    def restore(self) -> None:
+        """A capture runs nothing; here it had to, for the shapes."""
+        for tensor, before in self.before.values():
+            tensor.copy_(before)
 
     def _registered(self, generator: torch.Generator) -> bool:
         """By the state: the object that arrives here is another one."""
@@ -157,6 +172,7 @@ class Graph:
     def capture_end(self) -> None:
         assert self._recorder is not None
         self._recorder.__exit__(None, None, None)
+        self._recorder.restore()
         self._recorder = None
         self._device.capturing = None
         for generator, state in zip(self.generators, self._states, strict=True):  # a capture draws nothing
