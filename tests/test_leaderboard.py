@@ -317,6 +317,23 @@ def test_the_documentation_says_what_the_records_say() -> None:
         assert (folder / f"{name}.svg").read_text() == drawing
 
 
+def test_the_page_about_choosing_has_the_numbers_of_the_records_in_their_order() -> None:
+    root = Path(__file__).resolve().parent.parent
+    table = (root / "docs" / "choosing.md").read_text().partition("<!-- measured -->\n")[2].partition("\n\n")[0]
+    found = {
+        (one["stream"], one["method"]): records.mean(one, "acc") for one in records.read_all(root / records.FOLDER)
+    }
+    compared = 0
+    for line in table.splitlines()[2:]:
+        for stream, cell in zip(STREAMS, line.strip("| ").split("|")[1:], strict=False):
+            entries = [entry.split() for entry in cell.split(",") if entry.strip()]
+            means = [found[stream, method] or 0.0 for method, _ in entries]
+            assert [number for _, number in entries] == [f"{100 * mean:.1f}" for mean in means], (stream, line)
+            assert means == sorted(means, reverse=True), (stream, line)
+            compared += len(entries)
+    assert compared > 40
+
+
 def test_a_page_that_cannot_be_written_is_refused_before_the_first_run(tmp_path: Path) -> None:
     command = ["leaderboard", "--streams", "split-digits", "--methods", "fedavg", "--tries", "1", "--seeds", "1"]
     command += ["--out", str(tmp_path / "runs"), "--records", str(tmp_path / "records"), "--page"]
