@@ -1,12 +1,16 @@
 """Seconds a round on one GPU: everfed's graphs engine beside a bare PyTorch loop, interleaved, in one run.
 
-python -m benchmarks.gpu_rounds [--only resnet32,...] [--slots 10] [--threads 1] [--compile] [--out FILE]
+Rounds are timed when the engine has found its number of slots and captures nothing any more; short ones often enough
+for a second of each.
+
+python -m benchmarks.gpu_rounds [--only resnet18-b32,...] [--slots 10] [--threads 1] [--compile] [--out FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -25,6 +29,10 @@ from everfed.session import Assembly, assemble
 from everfed.store.clients import ClientStore
 
 SLOW = ("bare loop", "everfed eager")
+ROUNDS = 100_000  # of the stream: more than are run
+QUIET = 3  # rounds without a capture after which none is expected
+WARM_SECONDS, TIMED_SECONDS = 2.0, 1.0  # at least, of each contender
+LIMIT = 60.0  # seconds after which a contender counts as warm in any case
 
 CASES: dict[str, dict[str, Any]] = {
     "resnet18-b32": dict(shape="cifar", model="resnet18", per_client=500, batch=32, epochs=5),
@@ -58,6 +66,24 @@ def seconds(work: Any) -> float:
     return time.perf_counter() - started
 
 
+def warm_up(work: Any, engine: Any, rounds: int, least: float = WARM_SECONDS) -> float:
+    """Run rounds until there were `rounds`, `least` seconds have passed, and the engine neither captured anything in
+    the last ones nor looks for a number of slots. Returns the seconds of the last round."""
+    done, passed, quiet, captures = 0, 0.0, 0, -1
+    while passed < LIMIT and (done < rounds or passed < least or quiet < QUIET):
+        last = seconds(work)
+        before, captures = captures, engine.describe().get("captures", 0)
+        searching = getattr(getattr(engine, "tuner", None), "searching", False)
+        quiet = quiet + 1 if captures == before and not searching else 0
+        done, passed = done + 1, passed + last
+    return last
+
+
+def turns(rounds: int, shortest: float, least: float = TIMED_SECONDS) -> int:
+    """How many rounds to time: `rounds`, or as many as the shortest ones need for `least` seconds."""
+    return max(rounds, math.ceil(least / shortest))
+
+
 def wait_for_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -68,7 +94,7 @@ def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, 
     runs: dict[str, Any] = {}
     engines: dict[str, Any] = {}
     for method in ("fedavg", "fedgp+der"):
-        assembly = build(case, method, rounds + 10)
+        assembly = build(case, method, ROUNDS)
         engine = Graphs(
             assembly.setup,
             ClientStore(),
@@ -80,27 +106,29 @@ def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, 
         )
         engines[method] = engine
         runs[method] = round_of(assembly, engine)
-    plain = build(case, "fedavg", rounds + 10)
+    plain = build(case, "fedavg", ROUNDS)
     module = models.build(case["model"], plain.stream.input_shape, 10, 0, {}, channels_last=True)
     bare = BareFedAvg(plain.stream, module, 0.01, case["batch"], case["epochs"], "cuda", arguments.precision == "bf16")
     runs["bare loop"] = bare.round
     if arguments.eager:
         runs["everfed eager"] = round_of(plain, Eager(plain.setup, ClientStore(), plain.build_module, "cuda", "bf16"))
     times: dict[str, list[float]] = {key: [] for key in runs}
+    last: dict[str, float] = {}
     for key, work in runs.items():
         # everfed captures graphs and tries numbers of slots first; the loops only need their kernels loaded
-        for _ in range(1 if key in SLOW else arguments.warmup):
-            first = seconds(work)
-        print(f"  {name} {key}: warm, last {first:.3f} s", flush=True)
-    for _ in range(rounds):
+        last[key] = seconds(work) if key in SLOW else warm_up(work, engines[key], arguments.warmup)
+        print(f"  {name} {key}: warm, last {last[key]:.4f} s", flush=True)
+    for turn in range(turns(rounds, min(last.values()))):
         for key, work in runs.items():
-            times[key].append(seconds(work))
+            if key not in SLOW or turn < rounds:
+                times[key].append(seconds(work))
     report = {key: run.describe() for key, run in engines.items()}
     images = 10 * case["per_client"] * case["epochs"]
     return {
         key: {
             "median_s": statistics.median(values),
             "spread_s": [min(values), max(values)],
+            "rounds": len(values),
             "images_per_s": images / statistics.median(values),
             "engine": report.get(key, {}),
         }
@@ -118,8 +146,8 @@ def round_of(assembly: Assembly, engine: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CASES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5, help="that are timed at least")
+    parser.add_argument("--warmup", type=int, default=8, help="rounds at least")
     parser.add_argument("--slots", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--precision", default="bf16")

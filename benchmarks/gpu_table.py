@@ -9,7 +9,8 @@ processes, under CUDA MPS where it is installed, in images a second, against eac
 
 No part begins after --minutes; what was found is written after every part.
 
-python -m benchmarks.gpu_table [--only whole,together] [--data DIR] [--rounds 5] [--device cpu] [--toy] [--out FILE]
+python -m benchmarks.gpu_table [--only "rounds mcmahan-b32,whole"] [--data DIR] [--rounds 5] [--device cpu] [--toy]
+                               [--out FILE]
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 MPS = "nvidia-cuda-mps-control"
 POLL = 0.1
-PARTS = ("rounds", "generator", "together", "whole")
+PARTS = ("rounds", "generator", "whole", "together")
 
 # what can be left out: a name in a module, and what stands there without it
 PIECES: dict[str, tuple[str, str, Any]] = {
@@ -47,12 +48,13 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     "thin": ("everfed.models.fused", "thin", None),
     "loss": ("everfed.core.loss", "kernel", None),
     "sgd": ("everfed.core.replica", "sgd_kernel", None),
+    "rows": ("everfed.core.rows", "kernel", None),
     "several steps": ("everfed.engines.captured", "OFTEN", sys.maxsize),
 }
 OF_CASE = {
     "resnet18-b32": ("batchnorm", "thin", "sgd"),
     "resnet18-b128": ("batchnorm", "thin", "sgd"),
-    "mcmahan-b32": ("pooling", "thin", "loss", "sgd", "several steps"),
+    "mcmahan-b32": ("pooling", "thin", "loss", "sgd", "rows", "several steps"),
 }
 TOY = {"clients": 2, "per_client": 6, "batch": 4, "epochs": 1, "model": "small-cnn"}  # in place of a case's own
 
@@ -88,24 +90,35 @@ def new_engine(assembly: Assembly, device: str, like: Any = None) -> Any:
 
 def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict[str, Any]:
     """Median seconds of a round of each contender, and fedgp+der and each missing piece over fedavg, turn by turn."""
-    from benchmarks.gpu_rounds import CASES, build, round_of, seconds
+    from benchmarks.gpu_rounds import (
+        CASES,
+        ROUNDS,
+        TIMED_SECONDS,
+        WARM_SECONDS,
+        build,
+        round_of,
+        seconds,
+        turns,
+        warm_up,
+    )
 
     case = {**CASES[name], **(TOY if toy else {})}
     contenders: dict[str, tuple[str, str | None]] = {"fedavg": ("fedavg", None), "fedgp+der": ("fedgp+der", None)}
     contenders |= {f"without {piece}": ("fedavg", piece) for piece in OF_CASE[name]}
     runs: dict[str, Any] = {}
     engines: dict[str, Any] = {}
+    last: dict[str, float] = {}
     for contender, (method, piece) in contenders.items():
-        assembly = build(case, method, warm + rounds)
+        assembly = build(case, method, ROUNDS)
         with without(piece):
             first = engines.get("fedavg")
             engines[contender] = new_engine(assembly, device, first)
             runs[contender] = round_of(assembly, engines[contender])
-            for _ in range(warm if first is None else min(2, warm)):  # captures; at first the search for slots, too
-                last = seconds(runs[contender])
-        show(f"{name}, {contender}", f"warm, last round {last:.4f} s")
+            least = warm if first is None else min(2, warm)  # the first one also searches for its number of slots
+            last[contender] = warm_up(runs[contender], engines[contender], least, 0.0 if toy else WARM_SECONDS)
+        show(f"{name}, {contender}", f"warm, last round {last[contender]:.4f} s")
     times: dict[str, list[float]] = {contender: [] for contender in contenders}
-    for _ in range(rounds):
+    for _ in range(turns(rounds, min(last.values()), 0.0 if toy else TIMED_SECONDS)):
         for contender, (_, piece) in contenders.items():
             with without(piece):
                 times[contender].append(seconds(runs[contender]))
@@ -113,6 +126,7 @@ def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict
         contender: {
             "median_s": statistics.median(own),
             "spread_s": [min(own), max(own)],
+            "rounds": len(own),
             "over_fedavg": statistics.median(a / b for a, b in zip(own, times["fedavg"], strict=True)),
             "engine": engines[contender].describe(),
         }
@@ -355,7 +369,11 @@ def show(what: str, value: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument(
+        "--only",
+        default=",".join(PARTS),
+        help="parts, or single ones such as 'rounds mcmahan-b32', with commas between",
+    )
     parser.add_argument("--minutes", type=float, default=4.0, help="after which no part begins")
     parser.add_argument("--steps", type=int, default=100, help="of MFCL's generator")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it runs")
@@ -374,8 +392,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     data = given.data or (Path(os.environ["EVERFED_DATA"]) if "EVERFED_DATA" in os.environ else None)
     command = Command(given.recipe, (f'engine.device="{given.device}"', *given.sets), data)
     only = given.only.split(",")
-    if unknown := set(only) - set(PARTS):
-        parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
+    parts = [*PARTS, *(f"rounds {name}" for name in OF_CASE)]
+    if unknown := set(only) - set(parts):
+        parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(parts)}")
     if given.device != "cpu":
         from everfed import engines
 
@@ -384,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {"recipe": given.recipe, "sets": list(command.sets), "machine": machine(), "left_out": []}
     with tempfile.TemporaryDirectory() as place:
         for name, measure in _measurements(given, command, Path(place)).items():
-            if name.partition(" ")[0] not in only:
+            if name not in only and name.partition(" ")[0] not in only:
                 continue
             if time.monotonic() - started > 60 * given.minutes:
                 found["left_out"].append(name)
@@ -415,7 +434,7 @@ def _measurements(given: argparse.Namespace, command: Command, place: Path) -> d
         for name in OF_CASE
     }
     one = {"generator": partial(generator, given.device, given.steps, given.toy)}
-    return {**of_rounds, **one, "together": all_together, "whole": whole_run}
+    return {**of_rounds, **one, "whole": whole_run, "together": all_together}
 
 
 if __name__ == "__main__":

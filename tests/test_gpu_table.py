@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks import gpu_rounds
 from benchmarks import gpu_table as table
 
 
@@ -75,6 +77,47 @@ def test_a_line_that_is_being_written_is_no_event(tmp_path: Path) -> None:
     assert table.read_events(tmp_path) == [{"event": "start"}]
 
 
+class FakeEngine:
+    """Captures in rounds 1, 2 and 6 (the several steps in one graph), and looks for slots up to round 3."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.tuner = SimpleNamespace(searching=True)
+
+    def round(self) -> None:
+        self.rounds += 1
+        self.tuner.searching = self.rounds < 3
+
+    def describe(self) -> dict[str, int]:
+        return {"captures": sum(self.rounds >= capture for capture in (1, 2, 6))}
+
+
+@pytest.mark.parametrize(
+    ("least", "seconds", "took", "done"),
+    [
+        (2, 0.0, 0.1, 5),  # three rounds without a capture, from the third on
+        (5, 0.0, 0.1, 5),
+        (6, 0.0, 0.1, 9),  # the sixth captures again
+        (2, 2.0, 0.25, 9),
+        (2, 5.0, 0.25, 20),
+        (2, 0.0, 31.0, 2),  # not for ever
+    ],
+)
+def test_warm_is_who_captures_nothing_and_has_found_its_slots(monkeypatch, least, seconds, took, done) -> None:
+    def timed(work: Any) -> float:
+        work()
+        return took
+
+    monkeypatch.setattr(gpu_rounds, "seconds", timed)
+    engine = FakeEngine()
+    assert gpu_rounds.warm_up(engine.round, engine, least, seconds) == took
+    assert engine.rounds == done
+
+
+def test_short_rounds_are_timed_for_a_second() -> None:
+    assert [gpu_rounds.turns(5, took, 1.0) for took in (0.6, 0.2, 0.015)] == [5, 5, 67]
+
+
 @pytest.mark.slow
 def test_a_small_table_on_the_cpu(tmp_path: Path) -> None:
     small = ["--recipe", "demo", "--device", "cpu", "--methods", "fedavg,fedprox", "--rounds", "2", "--warm", "1"]
@@ -98,6 +141,20 @@ def test_rounds_and_the_generator_at_toy_size_on_the_cpu(tmp_path: Path) -> None
         assert all(row["images_per_s"] * row["median_s"] == pytest.approx(12) for row in rounds[name].values())
     assert found["generator"].keys() == {"all pieces", "without batchnorm"}
     assert found["left_out"] == [] and (tmp_path / "found.json").is_file()
+
+
+def test_one_case_alone() -> None:
+    given = ["--device", "cpu", "--toy", "--warm", "1", "--window", "2", "--only", "rounds mcmahan-b32"]
+    found = table.main(given)
+    assert [name for name in found if name.startswith("rounds")] == ["rounds mcmahan-b32"]
+    assert {row["rounds"] for row in found["rounds mcmahan-b32"].values()} == {2}
+    with pytest.raises(SystemExit):
+        table.main(["--only", "rounds resnet18-b31"])
+
+
+def test_a_whole_run_comes_before_those_together() -> None:
+    found = table.main(["--device", "cpu", "--only", "together,whole", "--minutes", "-1"])
+    assert found["left_out"] == ["whole", "together"]
 
 
 def test_parts_that_would_begin_too_late_are_left_out() -> None:

@@ -9,8 +9,9 @@ its replica, and read the vectors back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,23 @@ from everfed.kernels import load_kernels
 
 sgd_kernel = load_kernels("everfed.kernels.sgd")
 _LOW = (_ConvNd, nn.Linear)  # layers that run in bfloat16: matrix units do their work
+
+
+Gradients = tuple[Tensor, ...]  # one for each trainable parameter
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a graph of autograd is cut: what comes after is computed from `leaf`, a copy of `outputs` without history.
+    The two sides are then differentiated one after the other, instead of adding up their gradients by one small
+    operation for each parameter."""
+
+    outputs: Tensor
+    leaf: Tensor
+
+    @staticmethod
+    def at(outputs: Tensor) -> Cut:
+        return Cut(outputs, outputs.detach().requires_grad_())
 
 
 class Replica:
@@ -87,10 +105,26 @@ class Replica:
     def gradient(self, loss: Tensor, span: slice | None = None) -> Tensor:
         """(P,) float32 gradient of `loss`, or the slice `span` of it; zeros where it does not depend on a parameter."""
         if span is None:
-            return self.layout.flatten_gradient(torch.autograd.grad(loss, self.trainable, materialize_grads=True))
+            return self.flatten(self.gradients(loss))
         chosen = {entry.name for entry in self.layout.within(span)}
         some = [p for e, p in zip(self.layout.params, self.trainable, strict=True) if e.name in chosen]
         return self.layout.flatten_gradient(torch.autograd.grad(loss, some, materialize_grads=True), span)
+
+    def gradients(self, loss: Tensor, cuts: Sequence[Cut] = ()) -> list[Gradients]:
+        """The gradients of `loss` by all trainable parameters, of every backward pass: their sum is the gradient. There
+        is one pass for the loss and one for each cut that it depends on."""
+        leaves = [*self.trainable, *(cut.leaf for cut in cuts)]
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        own, rest = found[: len(self.trainable)], found[len(self.trainable) :]
+        passes = [tuple(torch.zeros_like(p) if g is None else g for p, g in zip(self.trainable, own, strict=True))]
+        for cut, gradient in zip(cuts, rest, strict=True):
+            if gradient is not None:
+                passes.insert(0, torch.autograd.grad(cut.outputs, self.trainable, gradient, materialize_grads=True))
+        return passes  # the last forward pass first, the order in which autograd would add them up
+
+    def flatten(self, passes: Sequence[Gradients]) -> Tensor:
+        """(P,) the sum over all backward passes, float32."""
+        return self.layout.flatten_gradient(_sum(passes))
 
     @property
     def can_descend(self) -> bool:
@@ -102,16 +136,37 @@ class Replica:
             and self.layout.size < 2**31  # places in the vector are 32-bit numbers
         )
 
-    def descend(self, loss: Tensor, rate: Tensor, decay: float, momentum: float, velocity: Tensor | None) -> None:
-        """A step of SGD down the gradient of `loss`; the module is up to date afterwards."""
-        gradients = torch.autograd.grad(loss, self.trainable, materialize_grads=True)
+    def descend(
+        self,
+        passes: Sequence[Gradients],
+        rate: Tensor,
+        decay: float,
+        momentum: float,
+        velocity: Tensor | None,
+        conflict: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """A step of SGD down the sum of the gradients, of which what opposes a reference is removed first (conflict:
+        the reference and its squared norm); the module is up to date afterwards."""
         if self._update is None:
             self._update = sgd_kernel.Update(self.layout, self.device)
-        self._update(gradients, self.params, self.low, velocity, rate, decay, momentum)
+        if conflict is not None:
+            if conflict[0].shape != self.params.shape:
+                raise ValueError(f"a reference of shape {tuple(conflict[0].shape)} for {self.layout.size} parameters")
+            conflict = (conflict[0].to(torch.float32).contiguous(), conflict[1])
+        if len(passes) > 2 or len(passes) * len(self.trainable) > sgd_kernel.MOST:
+            passes = [_sum(passes)]
+        self._update(passes, self.params, self.low, velocity, rate, decay, momentum, conflict)
 
     def model(self) -> Model:
         """A copy of the vectors."""
         return {"params": self.params.clone(), "stats": self.stats.clone(), "counters": self.counters.clone()}
+
+
+def _sum(passes: Sequence[Gradients]) -> Gradients:
+    total = passes[0]
+    for gradients in passes[1:]:
+        total = tuple(torch._foreach_add(total, gradients))
+    return total
 
 
 # dropout --------------------------------------------------------------------------------------------------------------

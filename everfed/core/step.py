@@ -18,7 +18,7 @@ from everfed.core.context import Context
 from everfed.core.layout import Entry, Layout
 from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, State, overrides
-from everfed.core.replica import Replica
+from everfed.core.replica import Cut, Gradients, Replica
 from everfed.core.tree import Tree
 
 Moments = dict[str, Tensor]
@@ -28,7 +28,8 @@ Moments = dict[str, Tensor]
 class Batch:
     """Samples a part brings into a step. joined: part of the task loss, forwarded together with the real batch;
     otherwise they have the outputs of a forward pass of their own, and the part's `loss` says what to do with them.
-    ready: x are network inputs already (generated images, say), not samples in storage form."""
+    ready: x are network inputs already (generated images, say), not samples in storage form. only_outputs: losses
+    depend on this batch's forward pass through `outputs` alone, and no part differentiates them by itself."""
 
     x: Tensor
     y: Tensor
@@ -36,6 +37,7 @@ class Batch:
     extra: dict[str, Tensor] = field(default_factory=dict)
     outputs: Tensor | None = None
     ready: bool = False
+    only_outputs: bool = False
 
 
 class Step:
@@ -65,6 +67,7 @@ class Step:
         self.all_outputs: Tensor = received  # of the real batch and the joined ones
         self.all_y: Tensor = received
         self.batches: dict[str, Batch] = {}
+        self.cuts: list[Cut] = []  # between losses and the outputs of separate batches
         self.handed: dict[str, Tensor] = {}  # what a part's substeps hand on to what follows in the same step
         self._substeps: Substeps | None = None
         self._scales: tuple[Optimizer, Scales | None] | None = None
@@ -95,6 +98,7 @@ class Step:
         """Take the next minibatch and the parts' planned rows."""
         self.x, self.y, self.rows = x, y, rows
         self.batches = {}
+        self.cuts = []
         self.handed = {}
 
     def inputs(self, x: Tensor) -> Tensor:
@@ -108,7 +112,11 @@ class Step:
 
     def grad(self, loss: Tensor) -> Tensor:
         """(P,) gradient of `loss` with respect to the trainable parameters; zeros where it does not depend on them."""
-        return self.replica.gradient(loss)
+        return self.replica.flatten(self.gradients(loss))
+
+    def gradients(self, loss: Tensor) -> list[Gradients]:
+        """The same by parameters, one tuple for each backward pass."""
+        return self.replica.gradients(loss, self.cuts)
 
     def task_gradient(self, x: Tensor, y: Tensor) -> Tensor:
         """(P,) gradient of the task loss on other samples at the current parameters (A-GEM's second gradient)."""
@@ -126,37 +134,69 @@ def train_step(
         _substep(step, move, optimizer, moments, rate)
     for part in parts:
         step.batches.update(part.batches(step))
-    _forward(step)
+    _forward(step, parts)
     loss = _objective(step, parts)
     for part in parts:
         term = part.loss(step)
         loss = loss if term is None else loss + term
-    if _plain_sgd(step, parts, optimizer):
-        step.replica.descend(loss, rate, optimizer.weight_decay, optimizer.momentum, moments.get("momentum"))
-    else:
-        gradient = step.grad(loss)
-        with torch.no_grad():
-            for part in parts:
-                gradient = part.gradient(step, gradient)
-            scales = step.scales(optimizer)
-            own = None if scales is None else scales.within(substeps.main)
-            optimizer.apply(step.params[substeps.main], gradient[substeps.main], moments, rate, own)
-            for part in parts:
-                part.after(step)
-            step.replica.refresh()
+    gradients = step.gradients(loss)
+    with torch.no_grad():
+        _descend(step, parts, gradients, optimizer, moments, rate)
     for move in substeps.after:
         _substep(step, move, optimizer, moments, rate)
     return loss.detach()
 
 
-def _plain_sgd(step: Step, parts: Sequence[Part], optimizer: Optimizer) -> bool:
-    """Is there nothing between the gradients and SGD's update, and a kernel for both?"""
+def _descend(
+    step: Step, parts: Sequence[Part], gradients: list[Gradients], optimizer: Optimizer, moments: Moments, rate: Tensor
+) -> None:
+    """Gradient rules, optimiser, the parts' own updates."""
+    rules = [part for part in parts if overrides(part, "gradient")]
+    plain = _plain_sgd(step, parts, rules, optimizer)
+    if plain:
+        conflict = next((part.conflicts_with(step) for part in rules if isinstance(part, RemovesConflict)), None)
+        how = (rate, optimizer.weight_decay, optimizer.momentum, moments.get("momentum"))
+        step.replica.descend(gradients, *how, conflict)
+    else:
+        main, scales = step.substeps(parts).main, step.scales(optimizer)
+        gradient = step.replica.flatten(gradients)
+        for part in rules:
+            gradient = part.gradient(step, gradient)
+        own = None if scales is None else scales.within(main)
+        optimizer.apply(step.params[main], gradient[main], moments, rate, own)
+    before = step.params._version
+    for part in parts:
+        part.after(step)
+    if not plain or step.params._version != before:  # a part changed the parameters
+        step.replica.refresh()
+
+
+@runtime_checkable
+class RemovesConflict(Protocol):
+    """A part whose `gradient` does this and nothing else: g - <g, r> / |r|^2 r where <g, r> < 0, for a reference r. On
+    a GPU a kernel does it together with the step of SGD."""
+
+    def conflicts_with(self, step: Step) -> tuple[Tensor, Tensor] | None:
+        """(r, |r|^2): (P,) float32 and 0-d, infinite where nothing is to be removed. None: no reference."""
+
+
+def _only_removes_conflict(part: Part) -> bool:
+    """Does `conflicts_with` say all that `gradient` does? Not in a subclass that changes `gradient` alone."""
+    owners = {hook: owner for owner in reversed(type(part).__mro__) for hook in vars(owner)}
+    return isinstance(part, RemovesConflict) and issubclass(owners["conflicts_with"], owners["gradient"])
+
+
+def _plain_sgd(step: Step, parts: Sequence[Part], rules: Sequence[Part], optimizer: Optimizer) -> bool:
+    """Is there nothing between the gradients and SGD's update but one projection, and a kernel for all of it?
+
+    rules: the parts that change the gradient."""
     return (
         step.replica.can_descend
         and optimizer.kind == "sgd"
         and not (optimizer.clip or optimizer.groups)
         and not any(isinstance(part, HasSubsteps) for part in parts)
-        and not any(overrides(part, hook) for part in parts for hook in ("gradient", "after"))
+        and len(rules) <= 1
+        and all(_only_removes_conflict(part) for part in rules)
     )
 
 
@@ -167,7 +207,7 @@ def _substep(step: Step, move: Move, optimizer: Optimizer, moments: dict[str, Te
         step.replica.refresh()
 
 
-def _forward(step: Step) -> None:
+def _forward(step: Step, parts: Sequence[Part]) -> None:
     """One forward for the real batch and the joined ones together, one for each separate batch.
 
     A network that treats every sample by itself gives separate batches the same outputs in one forward with the rest,
@@ -183,13 +223,17 @@ def _forward(step: Step) -> None:
         for batch, own in zip(together, rest, strict=True):
             batch.outputs = own
         counted = len(step.x) + sum(len(batch.x) for batch in joined)
-        step.all_outputs = outputs[:counted]
+        step.all_outputs = outputs[:counted] if joined else step.outputs
         step.all_y = torch.cat([step.y, *(batch.y for batch in joined)]) if joined else step.y
     else:
         step.outputs = step.all_outputs = step.forward(step.x)
-    for batch in apart:
-        if step.replica.mixes_samples:
-            batch.outputs = step.forward_inputs(batch.x) if batch.ready else step.forward(batch.x)
+    for batch in apart if step.replica.mixes_samples else ():
+        batch.outputs = step.forward_inputs(batch.x) if batch.ready else step.forward(batch.x)
+        # a part with a forward pass of its own may keep features of it, and have a loss of them
+        cut = batch.only_outputs and batch.outputs.requires_grad
+        if cut and not any(overrides(part, "forward") for part in parts):
+            step.cuts.append(Cut.at(batch.outputs))
+            batch.outputs = step.cuts[-1].leaf
 
 
 def _together(step: Step, batches: Sequence[Batch]) -> Tensor:

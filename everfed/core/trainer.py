@@ -21,6 +21,7 @@ from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Model, Part, State, Tables, overrides, with_slots
 from everfed.core.replica import Blueprint, Replica, global_generators, seed_global
+from everfed.core.rows import take_rows
 from everfed.core.schedule import Schedule
 from everfed.core.step import Step, Substeps, train_step
 from everfed.core.stream import Stream, StreamView
@@ -297,7 +298,7 @@ class Trainer:
     def load_batch(self, step: Step, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
         """Gather a minibatch from the client's data and augment it, on the device."""
         core = rows[_CORE]
-        batch, targets = x.index_select(0, core["rows"]), y.index_select(0, core["rows"])
+        batch, targets = take_rows([x, y], core["rows"])
         if "augment" in core:
             batch, targets = self.stream.augment_samples(batch, targets, core["augment"])
         step.begin(batch, targets, rows)

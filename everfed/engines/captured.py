@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -154,14 +156,12 @@ class Workspace:
         self.y = torch.zeros((self.capacity, *job.data.y.shape[1:]), dtype=job.data.y.dtype, device=device)
         least = job.ctx.options.batch_size + 1  # a last sample joins the minibatch before
         self.width: int = max(least, _width(job), smaller.width if smaller else 0)
-        self.tables = {
-            part: {name: self._table(table.values) for name, table in own.items()} for part, own in job.plans.items()
-        }
+        self.columns = self._columns(job.plans)
+        self.table = torch.zeros((self.rounds, self._total), dtype=torch.int64, device=device)
         self.state = {name: _places(slots) for name, slots in job.state.items() if name in _names(job)}
         self.message = {name: _places(slots) for name, slots in job.message.items()}
         self.received = torch.empty_like(job.received, device=device)
         self.moments = {name: torch.empty_like(tensor, device=device) for name, tensor in job.moments.items()}
-        self.rates = torch.zeros(self.rounds, device=device)
         self.mask = trainer.label_mask(job.ctx)
         self.total = torch.zeros((), device=device)
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -171,9 +171,17 @@ class Workspace:
         self.short: set[Hashable] = set()
         self.replays: Counter[Hashable] = Counter()
 
-    def _table(self, values: Any) -> Tensor:
-        shape = (self.rounds, self.width, *values.shape[2:])
-        return torch.zeros(shape, dtype=torch.int64, device=self.trainer.device)
+    def _columns(self, plans: dict[str, Tables]) -> dict[str, dict[str, Columns]]:
+        """The tables side by side in one: a client's are copied at once, and a step reads its row of all of them. The
+        first column is the learning rate, a float32 number and 4 bytes of nothing."""
+        places: dict[str, dict[str, Columns]] = {}
+        self._total = 1
+        for part, own in plans.items():
+            places[part] = {}
+            for name, table in own.items():
+                places[part][name] = Columns(self._total, table.values.shape[2:])
+                self._total += self.width * places[part][name].each
+        return places
 
     def holds(self, job: Job) -> bool:
         """Does this client fit into the places?"""
@@ -191,14 +199,15 @@ class Workspace:
         self.job = job
         self.x[: len(job.data)].copy_(job.data.x, non_blocking=True)
         self.y[: len(job.data)].copy_(job.data.y, non_blocking=True)
+        host = np.zeros((job.schedule.steps, self._total), dtype=np.int64)
+        host.view(np.float32)[:, 0] = job.rates
         for part, own in job.plans.items():
             for name, table in own.items():
-                host = torch.from_numpy(table.values)
-                self.tables[part][name][: len(host), : host.shape[1]].copy_(host, non_blocking=True)
+                self.columns[part][name].write(host, table.values)
+        self.table[: job.schedule.steps].copy_(torch.from_numpy(host), non_blocking=True)
         for name, slots in self.message.items():
             _fill(slots, job.message[name])
         self.received.copy_(job.received, non_blocking=True)
-        self.rates[: job.schedule.steps].copy_(torch.from_numpy(job.rates), non_blocking=True)
         mask = self.trainer.label_mask(job.ctx)
         if self.mask is not None and mask is not None:
             self.mask.copy_(mask)
@@ -264,12 +273,13 @@ class Workspace:
     def _body(self, lengths: dict[str, dict[str, int]]) -> None:
         if self.step is None:
             self.step = self._new_step()
+        row = self.table.index_select(0, self.index)[0]
         rows = {
-            part: {name: table.index_select(0, self.index)[0, : lengths[part][name]] for name, table in own.items()}
-            for part, own in self.tables.items()
+            part: {name: columns.read(row, lengths[part][name]) for name, columns in own.items()}
+            for part, own in self.columns.items()
         }
         self.trainer.load_batch(self.step, self.x, self.y, rows)
-        rate = self.rates.index_select(0, self.index)[0]
+        rate = row[:1].view(torch.float32)[0]
         loss = train_step(self.step, self.job.parts, self.job.optimizer, self.moments, rate)
         self.total.add_(loss)
         self.index.add_(1)
@@ -304,6 +314,26 @@ class Workspace:
         moments = {name: tensor.clone() for name, tensor in self.moments.items()}
         model = self.trainer.replica.model()
         return Fitted(job.model, model, state, moments, self.total.clone(), len(job.data), job.schedule.steps)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a table's rows lie in the rows of a wide one. tail: the shape of an entry."""
+
+    start: int
+    tail: tuple[int, ...]
+
+    @property
+    def each(self) -> int:
+        return math.prod(self.tail)
+
+    def write(self, wide: np.ndarray, values: np.ndarray) -> None:
+        """values: (steps, entries, *tail)."""
+        wide[:, self.start : self.start + values.shape[1] * self.each] = values.reshape(len(values), -1)
+
+    def read(self, row: Tensor, length: int) -> Tensor:
+        """(length, *tail), of one row."""
+        return row[self.start : self.start + length * self.each].view(length, *self.tail)
 
 
 class CapturedGradient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from everfed.core.optimizer import Group
 from everfed.core.schedule import Table
 from everfed.core.step import Step
 from everfed.core.trainer import Trainer
-from everfed.engines.captured import Workspace, kernel_search, share_of_steps
+from everfed.engines.captured import Columns, Workspace, kernel_search, share_of_steps
 from everfed.engines.graphs import Graphs
 from everfed.store.clients import ClientStore
 from tests.support.cuda import Device, Stream
@@ -47,12 +48,39 @@ def test_steps_from_fixed_places_equal_steps_as_they_come(method: str, device: D
     assert device.replays
 
 
+def test_a_rate_that_moves_with_every_step_is_read_at_every_step(device: Device) -> None:
+    optimizer = Optimizer(lr=0.3, schedule="linear", by="step")
+    case = bench("fedgp+der").change(train=TrainOptions(2, 4, optimizer))
+    assert torch.equal(device.run_in_one_slot(case)[0], case.run().params)
+
+
 def test_a_shape_is_captured_once_whatever_the_sizes_of_clients(device: Device) -> None:
     _, slot = device.run_in_one_slot(bench("fedavg"), largest=30)
     (workspace,) = slot._workspaces.values()
     # minibatches of 4, a last one of 1, 2 or 3, and one that a fifth sample joined; with the draws of augmentation
     assert sorted(workspace.graphs) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
     assert slot.captures == len(device.graphs) == 5
+
+
+def test_a_step_reads_its_rows_of_all_tables_at_once(device: Device) -> None:
+    """One row of all tables and the rate; samples and targets of the data; samples, targets, outputs of the buffer."""
+    _, slot = device.run_in_one_slot(bench("fedgp+der"), largest=30)
+    steps = [graph for workspace in slot._workspaces.values() for graph in workspace.graphs.values()]
+    largest = max(steps, key=lambda graph: len(graph.operations))
+    names = Counter(function.overloadpacket.__name__ for function, *_ in largest.operations)
+    assert names["index_select"] == 1 + 2 + 3
+
+
+def test_tables_side_by_side_keep_their_entries() -> None:
+    """Two tables with room for 3 entries: numbers, and pairs, of which these have 2 and 3."""
+    numbers, pairs = Columns(0, ()), Columns(3, (2,))
+    wide = np.zeros((2, 9), dtype=np.int64)
+    numbers.write(wide, np.array([[1, 2], [3, 4]]))
+    pairs.write(wide, 10 + np.arange(12).reshape(2, 3, 2))
+    assert wide.tolist() == [[1, 2, 0, 10, 11, 12, 13, 14, 15], [3, 4, 0, 16, 17, 18, 19, 20, 21]]
+    row = torch.from_numpy(wide[1])
+    assert numbers.read(row, 1).tolist() == [3] and numbers.read(row, 0).shape == (0,)
+    assert pairs.read(row, 2).tolist() == [[16, 17], [18, 19]]
 
 
 def test_a_workspace_that_becomes_too_small_is_replaced_and_freed(device: Device) -> None:

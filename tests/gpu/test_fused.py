@@ -9,6 +9,8 @@ from torch.nn import functional
 
 from everfed import Optimizer, TrainOptions, models
 from everfed.core import loss
+from everfed.core import replica as replicas
+from everfed.core import rows as rows_of
 from everfed.core.context import Setup
 from everfed.core.layout import Layout
 from everfed.core.replica import Replica
@@ -17,6 +19,7 @@ from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.kernels import load_kernels
 from everfed.models import fused
+from everfed.parts.project.projection import squared_norm
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Toy
 
@@ -204,11 +207,67 @@ def test_sgd_in_one_kernel(momentum: float) -> None:
     moments = {name: torch.randn_like(moment) for name, moment in optimizer.init(params).items()}
     velocity = moments["momentum"].clone() if momentum else None
     update = sgd_kernel.Update(replica.layout, replica.device)
-    update(gradients, replica.params, replica.low, velocity, rate, optimizer.weight_decay, momentum)
+    update([gradients], replica.params, replica.low, velocity, rate, optimizer.weight_decay, momentum)
     optimizer.apply(params, replica.layout.flatten_gradient(gradients), moments, rate)
     assert error(replica.params, params.double()) < 1e-6
     assert torch.equal(replica.low, replica.params.bfloat16())
     assert velocity is None or error(velocity, moments["momentum"].double()) < 1e-6
+
+
+@pytest.mark.parametrize("opposed", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_sgd_without_what_conflicts_in_one_kernel(count: int, opposed: bool) -> None:
+    """Against the sum of the backward passes in float32, the projection in float64, and the optimiser's update."""
+    torch.manual_seed(0)
+    module = models.build("resnet18", (3, 32, 32), 10, 0, {}, channels_last=True)
+    replica = Replica(module, Layout.of(module), torch.device("cuda"), "bf16")
+    passes = [tuple(torch.randn_like(parameter) for parameter in replica.trainable) for _ in range(count)]
+    assert count * len(replica.trainable) <= sgd_kernel.MOST
+    gradient = sum(replica.layout.flatten_gradient(gradients) for gradients in passes).double()
+    reference = (torch.randn_like(replica.params) + (-0.5 if opposed else 0.5) * gradient).float()
+    norm = squared_norm(reference)
+    product = gradient @ reference.double()
+    assert (product < 0) == opposed
+    projected = gradient - product.clamp(max=0.0) / norm * reference.double()
+    want = replica.params.double() - 0.1 * projected
+    replica.descend(passes, torch.tensor(0.1, device="cuda"), 0.0, 0.0, None, (reference, norm))
+    assert error(replica.params, want) < 1e-6 and torch.equal(replica.low, replica.params.bfloat16())
+
+
+@pytest.mark.parametrize("method", ["der", "der++", "fedgp", "fedgp+der"])
+@pytest.mark.parametrize("optimizer", [Optimizer(lr=0.1), Optimizer(lr=0.1, momentum=0.9, weight_decay=0.01)])
+def test_replay_and_projection_with_the_kernel_equal_those_without(
+    method: str, optimizer: Optimizer, monkeypatch
+) -> None:
+    stream = Toy(clients=3, samples=23, augmented=True)
+    case = Bench(method, stream=stream, train=TrainOptions(2, 4, optimizer), module=Norm)
+
+    def graphs(setup: Setup, store: ClientStore) -> Graphs:
+        return Graphs(setup, store, case.build_module, "cuda", "fp32", slots=2, host_threads=1)
+
+    with_kernel = case.run(graphs).params
+    monkeypatch.setattr(replicas, "sgd_kernel", None)
+    assert error(with_kernel, case.run(graphs).params.double()) < 1e-4
+
+
+def test_rows_of_several_tensors_in_one_kernel() -> None:
+    torch.manual_seed(0)
+    buffer = [
+        torch.randint(0, 256, (201, 3, 32, 32), device="cuda").byte(),
+        torch.randint(0, 100, (201,), device="cuda"),
+        torch.randn(201, 100, device="cuda"),
+    ]
+    index = torch.randperm(200, device="cuda")[:33]
+    for rows in (index, index[1:]):  # addresses that are multiples of 16 and others
+        assert rows_of._has_kernel(rows, buffer)
+        found = rows_of.take_rows(buffer, rows)
+        assert all(torch.equal(ours, own.index_select(0, rows)) for ours, own in zip(found, buffer, strict=True))
+        values = [torch.flip(own, (0,)) for own in found]
+        want = [own.index_copy(0, rows, value) for own, value in zip(buffer, values, strict=True)]
+        rows_of.put_rows(buffer, rows, values)
+        assert all(torch.equal(*pair) for pair in zip(buffer, want, strict=True))
+    odd = [torch.randint(0, 256, (9, 5), device="cuda").byte()]  # no whole words
+    assert torch.equal(rows_of.take_rows(odd, index % 9)[0], odd[0][index % 9])
 
 
 @pytest.mark.parametrize("shape", [(32, 10), (128, 100), (20, 200)])

@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -169,26 +170,111 @@ def test_bias_relu_and_pooling(batchnorm, shape, flat) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+SIZES = (5000, 3, 16)  # more than one block, and starts that are no multiple of anything
+KINDS = (torch.bfloat16, torch.float32, torch.bfloat16)
+
+
+def sgd_update() -> Any:
+    kernel = importlib.import_module("everfed.kernels.sgd")
+    entries = tuple(Entry(str(i), (size,), (1,), sum(SIZES[:i]), size) for i, size in enumerate(SIZES))
+    return kernel.Update(Layout(entries, (), (), sum(SIZES)), torch.device("cpu"))
+
+
+def whole_numbers() -> tuple[Tensor, ...]:
+    return tuple(torch.randint(-8, 9, (size,)).to(kind) for size, kind in zip(SIZES, KINDS, strict=True))
+
+
+def joined(gradients: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([gradient.float() for gradient in gradients])
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_sgd_of_gradients_of_mixed_types(momentum: float) -> None:
     """p - rate (g + decay p), with momentum p - rate (momentum v + g + decay p), in numbers that float32 holds."""
-    kernel = importlib.import_module("everfed.kernels.sgd")
     torch.manual_seed(0)
-    sizes = (5000, 3, 16)  # more than one block, and starts that are no multiple of anything
-    entries = tuple(Entry(str(i), (size,), (1,), sum(sizes[:i]), size) for i, size in enumerate(sizes))
-    gradients = [
-        torch.randint(-8, 9, (size,)).to(kind)
-        for size, kind in zip(sizes, (torch.bfloat16, torch.float32, torch.bfloat16), strict=True)
-    ]
-    params, velocity = torch.randint(-8, 9, (2, sum(sizes))).float()
-    flat = torch.cat([gradient.float() for gradient in gradients])
-    moved = momentum * velocity + flat + 0.25 * params
+    gradients = whole_numbers()
+    params, velocity = torch.randint(-8, 9, (2, sum(SIZES))).float()
+    moved = momentum * velocity + joined(gradients) + 0.25 * params
     want = params - 0.5 * moved
-    update = kernel.Update(Layout(entries, (), (), sum(sizes)), torch.device("cpu"))
     low = torch.zeros_like(params, dtype=torch.bfloat16)
-    update(gradients, params, low, velocity if momentum else None, torch.tensor(0.5), 0.25, momentum)
+    sgd_update()([gradients], params, low, velocity if momentum else None, torch.tensor(0.5), 0.25, momentum)
     assert torch.equal(params, want) and torch.equal(low.float(), want)
     assert not momentum or torch.equal(velocity, moved)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])  # of the norm
+def test_sgd_of_two_passes_without_what_conflicts(sign: float, kind: torch.dtype) -> None:
+    """g = a + b, r = +-2 g but for one number; |r|^2 is given as 4 |<g, r>|: the coefficient is -1/4 on conflict,
+    0 otherwise, and all numbers are exact."""
+    torch.manual_seed(0)
+    first, second = whole_numbers(), whole_numbers()
+    g = joined(first) + joined(second)
+    reference = 2 * sign * g
+    reference[-1] += 1.0
+    product = g.double() @ reference.double()
+    params, rate = torch.randint(-8, 9, (sum(SIZES),)).float(), torch.tensor(0.5)
+    want = params - 0.5 * (g if sign > 0 else g + 0.25 * reference)
+    sgd_update()([first, second], params, None, None, rate, 0.0, 0.0, (reference, (4 * product.abs()).to(kind)))
+    assert torch.equal(params, want)
+
+
+def test_an_infinite_norm_removes_nothing_and_a_nan_shows() -> None:
+    torch.manual_seed(0)
+    gradients, params = whole_numbers(), torch.zeros(sum(SIZES))
+    reference, rate = -joined(gradients), torch.tensor(1.0)
+    sgd_update()([gradients], params, None, None, rate, 0.0, 0.0, (reference, torch.tensor(torch.inf)))
+    assert torch.equal(params, reference)
+    gradients[2][5] = torch.nan
+    sgd_update()([gradients], params, None, None, rate, 0.0, 0.0, (reference, torch.tensor(1.0)))
+    assert params.isnan().all()
+
+
+@pytest.mark.parametrize("sums", [1024, 2])  # blocks up to which every program adds up their products
+def test_products_are_added_up_before_or_inside_the_update(sums: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """g is 1 in the first 5,000 places, else 0; r is 1, but v in the 904 of the second block. v = -3: <g, r> is
+    4096 - 2712 > 0; v = -5: 4096 - 4520 = -424, so with |r|^2 = 848 half of r is added."""
+    monkeypatch.setattr(importlib.import_module("everfed.kernels.sgd"), "SUMS", sums)
+    gradients = tuple(torch.zeros(size, dtype=kind) for size, kind in zip(SIZES, KINDS, strict=True))
+    gradients[0].fill_(1.0)
+    for value, coefficient in ((-3.0, 0.0), (-5.0, -0.5)):
+        reference = torch.ones(sum(SIZES))
+        reference[4096:5000] = value
+        params = torch.zeros(sum(SIZES))
+        conflict = (reference, torch.tensor(848.0))
+        sgd_update()([gradients], params, None, None, torch.tensor(1.0), 0.0, 0.0, conflict)
+        assert torch.equal(params, -(joined(gradients) - coefficient * reference))
+
+
+ROWS = (
+    (torch.uint8, (1, 5, 5)),  # 25 bytes: no whole words
+    (torch.uint8, (3, 32, 32)),
+    (torch.int64, ()),
+    (torch.float32, (10,)),
+    (torch.bfloat16, (1,)),
+)
+
+
+@pytest.mark.parametrize("chosen", [(0, 2, 3), (1, 2), (4,), (3, 4, 0)])
+def test_rows_of_several_tensors(chosen: tuple[int, ...]) -> None:
+    """Against index_select and index_copy_: every third row, the last one first, of a tensor of ten."""
+    kernel = importlib.import_module("everfed.kernels.rows")
+    torch.manual_seed(0)
+    kinds = [ROWS[number] for number in chosen]
+    tensors = [torch.randint(0, 100, (10, *shape)).to(kind) for kind, shape in kinds]
+    index = torch.tensor([9, 6, 3, 0])
+    found = kernel.gather(tensors, index)
+    assert all(torch.equal(ours, tensor.index_select(0, index)) for ours, tensor in zip(found, tensors, strict=True))
+    values = [torch.randint(100, 200, (4, *shape)).to(kind) for kind, shape in kinds]
+    want = [tensor.index_copy(0, index, value) for tensor, value in zip(tensors, values, strict=True)]
+    kernel.scatter(tensors, index, values)
+    assert all(torch.equal(*pair) for pair in zip(tensors, want, strict=True))
+
+
+def test_which_tensors_have_rows_for_the_kernel() -> None:
+    kernel = importlib.import_module("everfed.kernels.rows")
+    assert kernel.fits(torch.zeros(3, 4)) and not kernel.fits(torch.zeros(4, 3).t())
+    assert not kernel.fits(torch.zeros(0, 4)) and not kernel.fits(torch.zeros(3, 4, requires_grad=True))
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(1, 32, 5, 2), (3, 16, 3, 0)])

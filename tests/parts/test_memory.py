@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from everfed import Optimizer, TrainOptions
-from everfed.core.schedule import minibatches
+from everfed.core.schedule import Table, minibatches
 from everfed.parts.memory.buffer import NAME, Memory, filled, replay_rows, reservoir_rows
+from everfed.parts.memory.reservoir import nothing_offered, offers
 from tests.support.toy import Bench, Norm, Toy
 
 
@@ -105,6 +106,38 @@ def test_one_row_and_no_row() -> None:
 def test_samples_that_are_not_offered_go_to_the_spare_row() -> None:
     rows = reservoir_rows(np.array([False, True, False, True]), 0, 5, np.random.default_rng(0))
     assert rows.tolist() == [5, 0, 5, 1]
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.integers(1, 12), st.integers(0, 99))
+@settings(max_examples=30)
+def test_what_was_seen_before_is_not_offered_again(size: int, stored: int, samples: int, seed: int) -> None:
+    """The tables of a client without a new sample are those of the general rule, without the work."""
+    schedule = minibatches(np.arange(samples) * 7, 2, 4, np.random.default_rng(seed))
+    offered, seen = offers("first_visit", schedule.ids, schedule)
+    rows = [reservoir_rows(fresh, stored, size, np.random.default_rng(0)) for fresh in offered]
+    tables = nothing_offered(schedule, stored, size)
+    assert seen.tolist() == schedule.ids.tolist()
+    for found, want in (
+        (tables["rows"], Table.of(rows)),
+        (tables["fill"], Table.of([np.array([stored])] * schedule.steps)),
+    ):
+        assert (found.values == want.values).all() and (found.lengths == want.lengths).all()
+
+
+def test_a_client_without_a_new_sample_has_the_same_memory_after_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The general rule is not asked for the second round of a task."""
+    asked: list[int] = []
+
+    def counted(*args: object) -> object:
+        asked.append(1)
+        return offers(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("everfed.parts.memory.reservoir.offers", counted)
+    first, second = er(stream=Toy(clients=1, tasks=1)).after(1, 2)
+    assert len(asked) == 1
+    before, after = first.clients[0][NAME], second.clients[0][NAME]
+    assert torch.equal(before["x"], after["x"]) and torch.equal(before["y"], after["y"])
+    assert before["host"]["n"] == after["host"]["n"] == 12 and torch.equal(before["host"]["ids"], after["host"]["ids"])
 
 
 # the part ------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class DER(Part):
         return None, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
     def batches(self, step: Step) -> dict[str, Batch]:
-        return drawn(step, self.name) if self.weight else {}
+        return drawn(step, self.name, only_outputs=True) if self.weight else {}
 
     def loss(self, step: Step) -> Tensor | None:
         batch = step.batches.get(self.name)
@@ -72,7 +72,7 @@ class DERPlusPlus(DER):
         return None, {**tables, "labelled": memory.replay_rows(plans, self.batch, ctx.rng(f"{self.name}/labelled"))}
 
     def batches(self, step: Step) -> dict[str, Batch]:
-        labelled = drawn(step, self.name, rows="labelled") if self.label_weight else {}
+        labelled = drawn(step, self.name, rows="labelled", only_outputs=True) if self.label_weight else {}
         return super().batches(step) | labelled
 
     def loss(self, step: Step) -> Tensor | None:

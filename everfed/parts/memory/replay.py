@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from everfed import Batch, Context, Data, Part, Schedule, State, Step, Tables
+from everfed.core.rows import take_rows
 from everfed.parts.memory import buffer as memory
 from everfed.parts.shared.checks import at_least, one_of
 
@@ -52,13 +53,16 @@ class Replay(Part):
         return drawn(step, self.name, joined=True) if self.mode == "per_step" else {}
 
 
-def drawn(step: Step, name: str, joined: bool = False, rows: str = "rows") -> dict[str, Batch]:
+def drawn(
+    step: Step, name: str, joined: bool = False, rows: str = "rows", only_outputs: bool = False
+) -> dict[str, Batch]:
     """The samples of the buffer that part `name` planned for this step; none while the buffer is empty."""
     index = step.rows[name][rows]
     if len(index) == 0:
         return {}
     slots: dict[str, Tensor] = step.state[memory.NAME]
-    x, y = (slots[key].index_select(0, index) for key in ("x", "y"))
-    extra = {"logits": slots["logits"].index_select(0, index)} if "logits" in slots else {}
+    found = {key: slots[key] for key in ("x", "y", "logits") if key in slots}
+    x, y, *logits = take_rows(list(found.values()), index)
+    extra = {"logits": logits[0]} if logits else {}
     key = name if rows == "rows" else f"{name}/{rows}"
-    return {key: Batch(x, y, joined, extra)}
+    return {key: Batch(x, y, joined, extra, only_outputs=only_outputs)}

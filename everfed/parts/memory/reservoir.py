@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from everfed import Context, Phase, Schedule, Step, Table, Tables, Tree
+from everfed.core.rows import put_rows
 from everfed.parts.memory.policy import Policy
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ class Reservoir(Policy):
 
     def plan(self, memory: Memory, own: Tree, schedule: Schedule, ctx: Context) -> tuple[Tree, Tables]:
         host = own["host"]
-        offered, seen = offers(memory.offer, host["seen"].numpy(), schedule)
         rng, n, size = ctx.rng("reservoir"), int(host["n"]), memory.size
+        if memory.offer == "first_visit" and np.isin(schedule.ids, host["seen"].numpy()).all():
+            return host, nothing_offered(schedule, min(n, size), size)
+        offered, seen = offers(memory.offer, host["seen"].numpy(), schedule)
         ids = host["ids"].numpy().copy()
         rows, fill = [], []
         for step, fresh in enumerate(offered):
@@ -47,10 +50,18 @@ class Reservoir(Policy):
 
     def after(self, memory: Memory, step: Step) -> None:
         own, rows = step.state[memory.name], step.rows[memory.name]["rows"]
-        own["x"].index_copy_(0, rows, step.x)
-        own["y"].index_copy_(0, rows, step.y)
+        values = {"x": step.x, "y": step.y}
         if memory.logits:
-            own["logits"].index_copy_(0, rows, step.outputs.detach())
+            values["logits"] = step.outputs.detach()
+        put_rows([own[key] for key in values], rows, list(values.values()))
+
+
+def nothing_offered(schedule: Schedule, stored: int, size: int) -> Tables:
+    """The tables of rounds in which a client sees no new sample, most of a task's: every row is the spare one."""
+    values, lengths = schedule.rows.values, schedule.rows.lengths
+    inside = np.arange(values.shape[1]) < lengths[:, None]
+    fill = Table(np.full((schedule.steps, 1), stored), np.ones_like(lengths))
+    return {"rows": Table(np.where(inside, size, 0), lengths), "fill": fill}
 
 
 def offers(offer: str, seen: np.ndarray, schedule: Schedule) -> tuple[list[np.ndarray], np.ndarray]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from everfed import Context, Part, Schedule, State, Step, Tables
 from everfed.parts.memory import buffer as memory
 from everfed.parts.memory.replay import drawn
-from everfed.parts.project.projection import project
+from everfed.parts.project.projection import project, squared_norm
 from everfed.parts.shared.checks import at_least
 
 
@@ -33,8 +33,14 @@ class AGEM(Part):
     def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:
         return None, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+    def conflicts_with(self, step: Step) -> tuple[Tensor, Tensor] | None:
+        """g_b and its squared norm."""
         replayed = drawn(step, self.name).get(self.name)
         if replayed is None:
-            return gradient
-        return project(gradient, step.task_gradient(replayed.x, replayed.y))
+            return None
+        reference = step.task_gradient(replayed.x, replayed.y)
+        return reference, squared_norm(reference)
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        found = self.conflicts_with(step)
+        return gradient if found is None else project(gradient, *found)

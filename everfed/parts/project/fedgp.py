@@ -36,6 +36,7 @@ from everfed import (
     refuse_personal,
 )
 from everfed.core.pieces import only_trained
+from everfed.core.rows import take_rows
 from everfed.parts.memory import buffer as memory
 from everfed.parts.project.projection import check_finite, project, squared_norm
 
@@ -80,8 +81,8 @@ class FedGP(Part):
         if filled == 0:
             return None, {}
         chosen = ctx.rng("reference").permutation(filled)[: self.samples or filled]
-        rows = torch.from_numpy(chosen).to(own["x"].device)
-        x, y = own["x"].index_select(0, rows), own["y"].index_select(0, rows)
+        rows = torch.from_numpy(chosen).to(own["x"].device, non_blocking=True)
+        x, y = take_rows([own["x"], own["y"]], rows)
         gradient = ctx.train.gradient(ctx, message[MODEL], x, y, mode=self.mode, tag="reference")
         return None, {"gradient": only_trained(gradient, message)}
 
@@ -99,8 +100,14 @@ class FedGP(Part):
         reference = message.get(self.name, {}).get("reference")
         return (None if reference is None else {"norm": squared_norm(reference)}), model
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+    def conflicts_with(self, step: Step) -> tuple[Tensor, Tensor] | None:
+        """The reference and its squared norm."""
         reference = step.message.get(self.name, {}).get("reference")
         if reference is None:
-            return gradient
-        return project(gradient, reference, step.state.get(self.name, {}).get("norm"))
+            return None
+        norm = step.state.get(self.name, {}).get("norm")
+        return reference, squared_norm(reference) if norm is None else norm
+
+    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+        found = self.conflicts_with(step)
+        return gradient if found is None else project(gradient, *found)
