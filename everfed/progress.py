@@ -95,7 +95,12 @@ class ProgressState:
         """Seconds to the end of the comparison; None for a run of its own and for the last one."""
         if self.several is None or not self.rounds:
             return None
-        return self.several.left((self.done - self.first_round) / max(1, self.rounds - self.first_round))
+        return self.several.left(self.share)
+
+    @property
+    def share(self) -> float:
+        """Of the rounds that were left when the run began or was resumed, those that are done."""
+        return (self.done - self.first_round) / max(1, self.rounds - self.first_round)
 
     def facts(self) -> str:
         """Loss, accuracy, time left and bytes in one line; during a phase of several repeats its measurements in place
@@ -108,7 +113,7 @@ class ProgressState:
             "loss": None if self.loss is None or self.work else f"loss {self.loss:.3f}",
             "score": None if self.acc is None else self._scored(self.acc),
             "left": None if self.left is None else f"{duration(self.left)} left",
-            "in all": None if self.left_in_all is None else f"{duration(self.left_in_all)} in all",
+            "in all": None if self.left_in_all is None else f"{duration(self.left_in_all)} left in all",
             "bytes": f"{size(self.bytes_up)} up {size(self.bytes_down)} down",
         }
         return {name: fact for name, fact in known.items() if fact}
@@ -182,7 +187,7 @@ def message_for(event: Event, state: ProgressState) -> str | None:
         clients = f", {event['clients']} clients" if "clients" in event else ""
         return f"{state.title}: {event['tasks']} tasks, {event['rounds']} rounds{clients}"
     if kind == "resume":
-        return f"going on from round {event['round']}"
+        return f"{state.title}: going on from round {event['round']}".removeprefix(": ")
     if kind == "evaluation" and event["task_end"]:
         return state.line()
     if kind == "client":

@@ -190,6 +190,9 @@ def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "rotated-digits" / "er.json").write_text("{}")
     with pytest.raises(UserError, match=r"er.json is no record of the leaderboard: it has no stream"):
         records.read_all(tmp_path)
+    (tmp_path / "rotated-digits" / "er.json").write_text("null")
+    with pytest.raises(UserError, match=r"er.json is no record of the leaderboard: it has no stream"):
+        records.read_all(tmp_path)
 
 
 # pages -----------------------------------------------------------------------------------------------------------
@@ -212,7 +215,7 @@ def test_the_table_has_the_best_first_and_what_is_needed_beside_it(board: Path) 
     assert [line[0] for line in lines] == ["ideal", "er", "fedala †", "fedavg"]
     assert lines[1] == [
         *("er", "70.0 ± 0.0", "10.0 ± 0.0", "90.0 ± 0.0", "100 B", "50 B", "1.50", "10 B", "40", "sums only"),
-        *("yes", "not needed"),
+        *("yes", "not needed", "lr 0"),
     ]
     assert lines[0][7:9] == ["all data", "all"]
     assert page.failures(records.read_all(board)) == [("ewc", "the loss is not finite")]
@@ -237,10 +240,44 @@ def test_tries_that_ended_without_a_number_are_named_with_the_kind_of_reason(boa
     ]
     for number, problem in enumerate(problems, 1):
         added(board, "er", "tries", number, records.measured(None, problem, None))
-    assert page._lost_tries(records.read_all(board)) == (
+    assert page._lost(records.read_all(board), "tries") == (
         " Tries that ended without a number: "
         "diverged: er 1; failed: er 1; out of memory: er 1; over the time limit: er 1."
     )
+
+
+def test_a_row_of_fewer_seeds_is_named(board: Path) -> None:
+    added(board, "er", "tests", 2, records.measured(None, "the loss is not finite", None))
+    conditions = page._conditions(records.read_all(board))
+    assert conditions.endswith(" Tests that ended without a number: diverged: er 1.")
+
+
+def test_a_method_whose_tries_are_not_all_there_is_not_among_those_that_were_compared(board: Path) -> None:
+    for number in (0, 1):
+        added(board, "der", "tries", number, records.measured(result(0.5), "", None))
+    found = records.read_all(board)
+    assert ("der", "not tested yet; tries so far: 2") in page.failures(found)
+    assert page._conditions(found).startswith("1 tries and 2 seeds for every method in the table;")
+
+
+def test_methods_without_a_record_are_named_as_not_run(board: Path) -> None:
+    found = records.read_all(board)
+    missing = page.not_run(found)
+    assert sorted([*missing, "er", "ewc", "fedala", "fedavg", "ideal"]) == sorted(tuning.compared())
+    assert f"Not run on this stream: `{'`, `'.join(missing)}`." in page._section("rotated-digits", found, "board")
+    assert f"Not run on this stream: {', '.join(missing)}." in page.report(found)
+
+
+@pytest.mark.parametrize(
+    ("sets", "shown"),
+    [
+        (["train.optimizer.lr=0.2", "method.er.batch=16"], "lr 0.2, er.batch 16"),
+        (["train.optimizer.lr=0.2", 'method."der++".weight=0.1'], "lr 0.2, der++.weight 0.1"),
+        (['method.memory.policy={kind = "re-fed", informative = 0.5}'], "informative 0.5"),
+    ],
+)
+def test_the_settings_of_the_best_try_are_shown(sets: list[str], shown: str) -> None:
+    assert page.chosen_settings({"tries": [{"acc": 0.5, "sets": sets}]}) == shown
 
 
 def test_what_a_server_sees_and_what_a_method_needs() -> None:
@@ -260,7 +297,7 @@ def test_the_pages_are_made_of_the_records_by_one_command(board: Path) -> None:
     written = text.read_text()
     assert written.startswith("before\n") and written.endswith("after\n")
     assert "| ideal " in written and "* `ewc`: the loss is not finite" in written
-    assert "1 tries and 2 seeds for every method" in written
+    assert "1 tries and 2 seeds for every method in the table" in written
     for kind in pareto.KINDS:
         ElementTree.parse(board / "board" / f"rotated-digits-{kind}.svg")
     assert html.read_text().count("data-value") == 4 * len(page.COLUMNS)
@@ -272,7 +309,61 @@ def test_the_pages_are_made_of_the_records_by_one_command(board: Path) -> None:
 def test_the_documentation_says_what_the_records_say() -> None:
     root = Path(__file__).resolve().parent.parent
     text = (root / "docs" / "leaderboard.md").read_text()
-    assert page.renewed(text, records.read_all(root / records.FOLDER), "leaderboard") == text
+    found = records.read_all(root / records.FOLDER)
+    assert page.renewed(text, found, "leaderboard") == text
+    folder = root / "docs" / "leaderboard"
+    assert (folder / "report.html").read_text() == page.report(found)
+    for name, drawing in page._pictures(found).items():
+        assert (folder / f"{name}.svg").read_text() == drawing
+
+
+def test_the_page_about_choosing_has_the_numbers_of_the_records_in_their_order() -> None:
+    root = Path(__file__).resolve().parent.parent
+    table = (root / "docs" / "choosing.md").read_text().partition("<!-- measured -->\n")[2].partition("\n\n")[0]
+    found = {
+        (one["stream"], one["method"]): records.mean(one, "acc") for one in records.read_all(root / records.FOLDER)
+    }
+    compared = 0
+    for line in table.splitlines()[2:]:
+        for stream, cell in zip(STREAMS, line.strip("| ").split("|")[1:], strict=False):
+            entries = [entry.split() for entry in cell.split(",") if entry.strip()]
+            means = [found[stream, method] or 0.0 for method, _ in entries]
+            assert [number for _, number in entries] == [f"{100 * mean:.1f}" for mean in means], (stream, line)
+            assert means == sorted(means, reverse=True), (stream, line)
+            compared += len(entries)
+    assert compared > 40
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_first_run(tmp_path: Path) -> None:
+    command = ["leaderboard", "--streams", "split-digits", "--methods", "fedavg", "--tries", "1", "--seeds", "1"]
+    command += ["--out", str(tmp_path / "runs"), "--records", str(tmp_path / "records"), "--page"]
+    missing, unmarked = tmp_path / "missing.md", tmp_path / "unmarked.md"
+    unmarked.write_text("no marks")
+    for path, reason in ((missing, "cannot be read: No such file"), (unmarked, "has no place for the leaderboard")):
+        refused = CliRunner().invoke(app, [*command, str(path)])
+        assert refused.exit_code == 2 and f"--page {path} {reason}" in refused.output, refused.output
+    assert list(tmp_path.iterdir()) == [unmarked]
+
+
+def test_machines_get_json_only(board: Path) -> None:
+    html = str(board / "board.html")
+    done = CliRunner().invoke(app, ["leaderboard", "--only-page", "--records", str(board), "--html", html, "--json"])
+    assert json.loads(done.stdout)["written"] == [html]
+
+
+def test_where_the_table_is_to_be_had_is_printed(board: Path) -> None:
+    done = CliRunner().invoke(app, ["leaderboard", "--only-page", "--records", str(board)])
+    assert done.stdout.endswith("the table: everfed leaderboard --only-page --html FILE\n")
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5, unique_by=lambda one: one[0]))
+def test_names_in_a_picture_do_not_lie_on_each_other(drawn: list[tuple[int, int]]) -> None:
+    points = [Point("a-long-name", cost, accuracy / 10) for cost, accuracy in drawn]
+    labels = ElementTree.fromstring(pareto.drawing(points, "x")).findall("text")
+    places = [(float(one.get("x", 0)), float(one.get("y", 0))) for one in labels if one.text == "a-long-name"]
+    assert len(places) == len(front(points))
+    for i, (x, y) in enumerate(places):
+        assert all(abs(x - other) >= 70 or abs(y - row) >= 13.9 for other, row in places[:i])
 
 
 def test_a_front_in_literal_numbers() -> None:

@@ -239,6 +239,6 @@ def test_a_comparison_shows_the_time_left_in_all() -> None:
     state.update(START)
     clock.now += 5
     state.update(phase(1, 0))
-    assert state.left_in_all == pytest.approx(25) and "0:25 in all" in state.facts()
+    assert state.left_in_all == pytest.approx(25) and "0:25 left in all" in state.facts()
     several.finished = 3
     assert state.left_in_all is None  # the last run has its own

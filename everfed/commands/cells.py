@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,21 @@ import typer
 
 from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
-from everfed.comparison.cells import Cell, Observer, Output
-from everfed.progress import Several, watching
+from everfed.comparison.cells import MOST_NAMED, Cell, Observer, Output
+from everfed.progress import ProgressState, Several, duration, watching
 from everfed.scores import score_of
+
+SECONDS_BETWEEN_LINES = 15.0  # about runs side by side
+ENDS = ("end", "fault")
 
 
 class Terminal(Output):
-    """A bar or plain lines for a cell that runs alone, one line at the end of every cell that runs beside others, or
-    JSON lines."""
+    """A bar or plain lines for a cell that runs alone; for cells side by side one line at the end of each and now and
+    then one about all; or JSON lines."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json, self._several = as_json, Several(0)
+        self._beside = Beside(self._several)
 
     def begin(self, cells: Sequence[Cell]) -> None:
         self._several = Several(sum(not cell.finished for cell in cells))
@@ -43,14 +48,49 @@ class Terminal(Output):
             yield (_with_folder(observer, cell.folder) if self._as_json else observer), interrupts
         self._several.finished += not was_finished
 
+    def held(self, cell: Cell) -> None:
+        self._several.finished -= 1
+
     def beside(self) -> AbstractContextManager[object]:
+        self._several.begin()
+        self._beside = Beside(self._several)
         return interrupt_message(same_command)
 
     def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
         if self._as_json:
             typer.echo(json.dumps({"run": str(cell.folder), **event}))
-        elif event["event"] in ("end", "fault"):
+            return
+        self._beside.update(cell, event)
+        if event["event"] in ENDS:
             typer.echo(f"{number} {cell.title}: {_ending(event)}")
+        elif line := self._beside.line():
+            typer.echo(f"{number} {line}")
+
+
+class Beside:
+    """Where the runs are that go on side by side, as one line that comes now and then."""
+
+    def __init__(self, several: Several, clock: Callable[[], float] = time.monotonic) -> None:
+        self._several, self._clock, self._last = several, clock, clock()
+        self._runs: dict[Path, ProgressState] = {}
+
+    def update(self, cell: Cell, event: dict[str, Any]) -> None:
+        """Process an event of a run."""
+        self._runs.setdefault(cell.folder, ProgressState(cell.title, self._clock)).update(event)
+        if event["event"] in ENDS:
+            del self._runs[cell.folder]
+            self._several.finished += 1
+
+    def line(self) -> str:
+        """Task and round of every run and the time that is left; empty where the last line is not long ago."""
+        if self._clock() - self._last < SECONDS_BETWEEN_LINES:
+            return ""
+        self._last = self._clock()
+        places = [f"{run.title} {run.place()}" for run in self._runs.values()]
+        others = [f"{len(places) - MOST_NAMED} more"] if len(places) > MOST_NAMED else []
+        left = self._several.left(sum(run.share for run in self._runs.values()))
+        time_left = [] if left is None else [f"{duration(left)} left in all"]
+        return "; ".join([*places[:MOST_NAMED], *others, *time_left])
 
 
 def _ending(event: dict[str, Any]) -> str:
@@ -58,8 +98,8 @@ def _ending(event: dict[str, Any]) -> str:
         return str(event["message"])
     score = score_of(event.get("score", "accuracy"))
     value = event["metrics"].get(score.main)
-    scored = "" if value is None else f"{score.word} {value:.3f}"
-    return f"{scored} after {event['seconds']:.1f} s"
+    scored = "" if value is None else f"{score.word} {score.text(value, digits=1)} "
+    return f"{scored}after {event['seconds']:.1f} s"
 
 
 def _with_folder(observer: Observer, folder: Path) -> Observer:

@@ -62,6 +62,10 @@ def leaderboard(
 
     chosen = _named("--streams", streams, tuning.streams()), _named("--methods", methods, tuning.compared())
     board = Board(out, records, tries, range(seeds), device)
+    if page is not None:
+        from everfed.leaderboard.page import marked
+
+        marked(page)  # not after hours of runs
     if not only_page:
         if again:
             forget_failures(records, *chosen)
@@ -70,8 +74,7 @@ def leaderboard(
             options.absolute(data), 1.0, 1e9 if limit else 30.0, as_json, jobs=jobs, keep_going=True, limit=limit
         )
         cells.run(list(board.first_cells(places)), settings, board.then, Terminal(as_json))
-    _write_pages(records, page, html)
-    _print_summary(records, as_json)
+    _print_summary(records, _write_pages(records, page, html), as_json)
 
 
 @dataclass(frozen=True)
@@ -184,24 +187,29 @@ def _kept_samples(outcome: Outcome) -> float | None:
     return sum(found[-1]["by_task"]) / outcome.result["stream"]["clients"] if found else None
 
 
-def _write_pages(records: Path, page: Path | None, html: Path | None) -> None:
+def _write_pages(records: Path, page: Path | None, html: Path | None) -> list[str]:
+    """The files that were written."""
     if page is None and html is None:
-        return
+        return []
     from everfed.leaderboard import page as pages
 
-    for path in pages.write(records, page, html):
-        typer.echo(str(path))
+    return [str(path) for path in pages.write(records, page, html)]
 
 
-def _print_summary(records: Path, as_json: bool) -> None:
+def _print_summary(records: Path, written: Sequence[str], as_json: bool) -> None:
     from everfed.leaderboard.records import finished_tests, problem, read_all
 
     found = read_all(records)
     tested = sum(bool(finished_tests(record)) for record in found)
     failed = {f"{record['stream']} {record['method']}": problem(record) for record in found if problem(record)}
     if as_json:
-        typer.echo(json.dumps({"event": "leaderboard", "records": len(found), "tested": tested, "failed": failed}))
+        counts = {"records": len(found), "tested": tested, "failed": failed, "written": written}
+        typer.echo(json.dumps({"event": "leaderboard", **counts}))
         return
+    for path in written:
+        typer.echo(path)
     typer.echo(f"{tested} of {len(found)} records in {records} have test numbers")
     for name, reason in failed.items():
         typer.echo(f"no number: {name}: {reason}")
+    if tested and not written:
+        typer.echo("the table: everfed leaderboard --only-page --html FILE")

@@ -32,7 +32,7 @@ def record(
     accuracy matrix, seconds and samples: what a table needs, without the run
     folder. everfed reproduce --status shows the tables that records fill.
 
-    \\b
+    \b
     Examples:
       everfed record runs/reproduce
       everfed record runs/mine-fedavg-0 --shared --remark "two runs on one GPU"
@@ -57,6 +57,8 @@ def _folders(given: list[Path]) -> list[Path]:
 
     found: list[Path] = []
     for path in given:
+        if not path.exists():
+            raise UserError(f"there is no folder {path}")
         inside = sorted(result.parent for result in path.rglob(RESULT)) if not (path / RECIPE).exists() else [path]
         if not inside:
             raise UserError(f"{path} holds no finished run")

@@ -96,6 +96,9 @@ class Output:
     def fault(self, line: str) -> None:
         """A line about a cell that failed."""
 
+    def held(self, cell: Cell) -> None:
+        """The cell that was watched last was not run: another process holds it."""
+
     def watch(self, cell: Cell, title: str) -> AbstractContextManager[Sequence[Observer]]:
         """The observers of a cell that runs alone."""
         return nullcontext(())
@@ -160,9 +163,13 @@ def check_run(cell: Cell, settings: Settings) -> None:
 
 class Queue:
     """The cells of a table in the order in which they are run; those that other processes hold come last, again and
-    again. more: further cells that follow from an outcome."""
+    again. more: further cells that follow from an outcome. say: a line for the user about a cell that is held or whose
+    process died."""
 
-    def __init__(self, cells: Iterable[Cell], more: More | None = None) -> None:
+    def __init__(
+        self, cells: Iterable[Cell], more: More | None = None, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.say = say
         self.outcomes: dict[Path, Outcome] = {}
         self._open, self._held, self._deaths = deque(cells), deque[Cell](), Counter[Path]()
         self._order = [cell.folder for cell in self._open]
@@ -189,6 +196,8 @@ class Queue:
 
     def hold(self, cell: Cell) -> None:
         """Another process has it: wait before it is tried again."""
+        if not self.was_held(cell):
+            self.say(f"{cell.title}: another process runs it; it is tried again after the others")
         self._held.append(cell)
         self._were_held.add(cell.folder)
         self._look_again = time.monotonic() + jobs.POLL
@@ -222,7 +231,7 @@ def run(
     """Run every cell that is not finished, some side by side where that is faster or asked for. more: further cells
     that follow from an outcome. output: shows how far they are."""
     output = output or Output()
-    queue, choice = Queue(cells, more), jobs.choose(cells, settings)
+    queue, choice = Queue(cells, more, output.say), jobs.choose(cells, settings)
     output.begin(cells)
     if finished := [cell.title for cell in cells if cell.finished]:
         others = f" and {len(finished) - MOST_NAMED} more" if len(finished) > MOST_NAMED else ""
@@ -294,6 +303,7 @@ def _run_alone(queue: Queue, settings: Settings, output: Output) -> None:
             continue
         outcome = _run_one(cell, settings, _number(queue), queue.was_held(cell), output)
         if outcome is None:
+            output.held(cell)
             queue.hold(cell)
         else:
             queue.finish(outcome)

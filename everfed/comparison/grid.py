@@ -84,6 +84,9 @@ class Shown(Output):
             yield (*found, *self._observers)
         self._several.finished += 1
 
+    def held(self, cell: Cell) -> None:
+        self._several.finished -= 1
+
     def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
         for observer in self._observers:
             observer(event)

@@ -111,14 +111,17 @@ def _fastest(cells: Sequence[Cell], settings: Settings, cores: int) -> Choice:
 
     most = min(len(cells), cores, _fit_in_memory())
     jobs = min(range(1, most + 1), key=seconds)
-    if jobs == 1:
-        return Choice(1)
-    clients_so = "one after the other" if one_after_the_other else "side by side"
-    return Choice(
-        jobs,
-        f"{jobs} runs side by side on {cores} cores: about {seconds(jobs):.0f} s expected for {len(cells)} runs, about "
-        f"{seconds(1):.0f} s with one run at a time and its clients {clients_so} (--jobs N chooses another number)",
-    )
+    clients_so = f"its clients {'one after the other' if one_after_the_other else 'side by side'}"
+    expected = f"on {cores} cores: about {seconds(jobs):.0f} s expected for {len(cells)} runs"
+    another = "(--jobs N chooses another number)"
+    if jobs > 1:
+        alone = f"about {seconds(1):.0f} s with one run at a time and {clients_so}"
+        return Choice(jobs, f"{jobs} runs side by side {expected}, {alone} {another}")
+    if most == 1:
+        return Choice(1, f"one run at a time, {clients_so}, {expected}; no second run fits into the memory")
+    next_best = min(range(2, most + 1), key=seconds)
+    several = f"about {seconds(next_best):.0f} s with {next_best} runs side by side"
+    return Choice(1, f"one run at a time, {clients_so}, {expected}, {several} {another}")
 
 
 def _measured(cell: Cell, settings: Settings) -> tuple[Any, int, int] | None:
@@ -246,7 +249,9 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
         kind, content = worker.pipe.recv()
     except (EOFError, OSError):
         _replace(worker, workers, settings)
-        _go_on_or_give_up(cell, _death(cell, worker), queue, settings)
+        how = _death(worker)
+        problem = f"the process of {cell.title} {how}, {DEATHS} times; is there memory enough?"
+        _go_on_or_give_up(cell, f"its process {how}", problem, queue, settings)
         return
     if kind == "event":
         show(cell, content)
@@ -261,22 +266,23 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
             _replace(worker, workers, settings)
     elif kind == "lost":
         _replace(worker, workers, settings)
-        _go_on_or_give_up(cell, f"{cell.row} seed {cell.recipe.seed}, {DEATHS} times: {content}", queue, settings)
+        _go_on_or_give_up(cell, content, f"{cell.title}, {DEATHS} times: {content}", queue, settings)
     else:
         raise _error(kind, content)
 
 
-def _death(cell: Cell, worker: Worker) -> str:
+def _death(worker: Worker) -> str:
     code = worker.process.exitcode
-    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-    return f"the process of {cell.row} seed {cell.recipe.seed} {how}, {DEATHS} times; is there memory enough?"
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
 
 
-def _go_on_or_give_up(cell: Cell, problem: str, queue: Queue, settings: Settings) -> None:
-    """The process of a cell, or the GPU under it, is gone."""
+def _go_on_or_give_up(cell: Cell, why: str, problem: str, queue: Queue, settings: Settings) -> None:
+    """The process of a cell, or the GPU under it, is gone. why: for the line about the cell that goes on; problem: the
+    error where it happened too often."""
     from everfed.comparison.cells import Outcome
 
     if queue.died(cell) < DEATHS:
+        queue.say(f"{cell.title}: {why}; another process resumes it from its last checkpoint")
         queue.again(cell)
         return
     if not settings.keep_going:

@@ -36,9 +36,14 @@ NOTE = (
     "fedavg, with runs side by side on one machine, so that small differences mean nothing. "
     f"{PERSONAL}: every client is scored with a model of its own."
 )
+TUNING = (
+    "A try is a learning rate with a value of the method's main weight, scored on validation data; the best of them, "
+    "in the last column, was tested on other seeds."
+)
+SORTING = "A click on a heading sorts the table by it, a second click turns the order round."
 COLUMNS = (
     "method", "accuracy", "forgetting", "learning accuracy", "bytes up", "bytes down", "time", "kept by a client",
-    "stored samples", "the server sees", "secure aggregation", "boundaries",
+    "stored samples", "the server sees", "secure aggregation", "boundaries", "chosen",
 )  # fmt: skip
 
 
@@ -68,19 +73,31 @@ def write(root: Path, page: Path | None, html: Path | None) -> list[Path]:
     found = records.read_all(root)
     written: list[Path] = []
     if page is not None:
-        folder = page.parent / page.stem
+        text = renewed(marked(page), found, page.stem)
         for name, drawing in _pictures(found).items():
-            written.append(_save(folder / f"{name}.svg", drawing))
-        written.append(_save(page, renewed(page.read_text(encoding="utf-8"), found, page.stem)))
+            written.append(_save(page.parent / page.stem / f"{name}.svg", drawing))
+        written.append(_save(page, text))
     if html is not None:
         written.append(_save(html, report(found)))
     return written
 
 
+def marked(page: Path) -> str:
+    """The text of a Markdown page. Raises UserError where it cannot be read or no place in it is marked."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--page {page} cannot be read: {error.strerror or error}") from error
+    if not _MARKED.search(text):
+        raise UserError(
+            f"--page {page} has no place for the leaderboard; mark it with <!-- leaderboard: STREAM --> and "
+            f"<!-- leaderboard: end -->. Streams: {', '.join(tuning.streams())}"
+        )
+    return text
+
+
 def renewed(text: str, found: Sequence[Record], pictures: str) -> str:
     """A Markdown page with every marked part written anew. pictures: the folder of the pictures beside the page."""
-    if not _MARKED.search(text):
-        raise UserError("the page has no place for the leaderboard; mark it with <!-- leaderboard: STREAM -->")
     return _MARKED.sub(lambda mark: f"{mark[1]}{_section(mark[2], found, pictures)}\n{mark[4]}", text)
 
 
@@ -97,7 +114,7 @@ def report(found: Sequence[Record]) -> str:
     shown = [stream for stream in tuning.streams() if _of(found, stream)]
     body = tag(
         "body",
-        tag("header", tag("h1", "everfed leaderboard"), tag("p", NOTE), tag("p", "A click on a heading sorts.")),
+        tag("header", tag("h1", "everfed leaderboard"), *(tag("p", line) for line in (TUNING, NOTE, SORTING))),
         tag("main", *(_html_section(stream, _of(found, stream)) for stream in shown)),
         tag("script", Html(_file("sort.js"))),
     )
@@ -131,6 +148,7 @@ def _row(record: Record, fedavg_seconds: float | None) -> list[Cell]:
         Cell(facts.sees or "sums only", facts.sees),
         Cell("yes" if facts.secure else "no", "yes" if facts.secure else "no"),
         Cell("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
+        Cell(chosen := chosen_settings(record), chosen),
     ]
 
 
@@ -158,6 +176,28 @@ def facts_of(stream: str, method: str) -> Facts:
 def stored_samples(record: Record) -> float:
     """Samples that a client keeps; 0 for methods without a buffer."""
     return records.mean(record, "kept_samples") or 0.0
+
+
+def chosen_settings(record: Record) -> str:
+    """The settings of the best try: "lr 0.2, er.batch 16"; of a policy's table only what is not its kind."""
+    best = records.best_try(record)
+    pairs = [entry.split("=", 1) for entry in best["sets"]] if best else []
+    return ", ".join(f"{_short_key(key)} {value}" if "{" not in value else _option(value) for key, value in pairs)
+
+
+def _short_key(key: str) -> str:
+    return key.removeprefix("train.optimizer.").removeprefix("method.").replace('"', "")
+
+
+def _option(table: str) -> str:
+    """'{kind = "re-fed", informative = 0.5}' -> "informative 0.5"."""
+    return table.strip("{}").partition(", ")[2].replace(" =", "")
+
+
+def not_run(found: Sequence[Record]) -> list[str]:
+    """The methods of the leaderboard that have no record among those of one stream."""
+    recorded = {record["method"] for record in found}
+    return [method for method in tuning.compared() if method not in recorded]
 
 
 def failures(found: Sequence[Record]) -> list[tuple[str, str]]:
@@ -191,37 +231,41 @@ def _section(stream: str, found: Sequence[Record], pictures: str) -> str:
         return "No records."
     table = markdown_table(COLUMNS, [[cell.text for cell in row] for row in rows(own)])
     failed = [f"* `{method}`: {reason}" for method, reason in failures(own)]
+    missing = not_run(own)
     images = [f"![{about}]({pictures}/{stream}-{kind}.svg)" for kind, about in pareto.KINDS.items()]
     listed = ["Methods without a number here:", "\n".join(failed)] if failed else []
+    listed += [f"Not run on this stream: {', '.join(f'`{name}`' for name in missing)}."] if missing else []
     return "\n\n".join([table, f"{_conditions(own)} {NOTE}", *listed, *images])
 
 
 def _conditions(own: Sequence[Record]) -> str:
     """How the numbers were made: tries, seeds, machine."""
-    tries = {len(record["tries"]) for record in own}
+    tries = {len(record["tries"]) for record in own if record["tests"]}
     seeds = {len(record["tests"]) for record in own if record["tests"]}
     machines = {_machine(test["environment"]) for record in own for test in records.finished_tests(record)}
     several = [f"{', '.join(map(str, sorted(counts)))} {word}" for counts, word in ((tries, "tries"), (seeds, "seeds"))]
-    return f"{' and '.join(several)} for every method; {'; '.join(sorted(machines))}.{_lost_tries(own)}"
+    lost = f"{_lost(own, 'tries')}{_lost(own, 'tests')}"
+    return f"{' and '.join(several)} for every method in the table; {'; '.join(sorted(machines))}.{lost}"
 
 
 REASONS = {"not finite": "diverged", "out of memory": "out of memory", "longer than the limit": "over the time limit"}
 
 
-def _lost_tries(own: Iterable[Record]) -> str:
-    """Tries without a number of methods that have one: these methods were chosen from fewer tries than the others."""
+def _lost(own: Iterable[Record], kind: str) -> str:
+    """Tries or tests without a number, of methods that have one: these were tuned with fewer tries than the others, or
+    their rows are of fewer seeds."""
     lost = Counter(
         (next((short for words, short in REASONS.items() if words in entry["problem"]), "failed"), record["method"])
         for record in own
         if records.finished_tests(record)
-        for entry in record["tries"]
+        for entry in record[kind]
         if entry["problem"]
     )
     kinds = [
         f"{reason}: " + ", ".join(f"{method} {count}" for (why, method), count in sorted(lost.items()) if why == reason)
         for reason in sorted({reason for reason, _ in lost})
     ]
-    return f" Tries that ended without a number: {'; '.join(kinds)}." if kinds else ""
+    return f" {kind.capitalize()} that ended without a number: {'; '.join(kinds)}." if kinds else ""
 
 
 def _machine(environment: dict[str, object]) -> str:
@@ -237,7 +281,11 @@ def _html_section(stream: str, own: Sequence[Record]) -> Html:
     head = tag("tr", *(tag("th", tag("button", name, type="button"), scope="col") for name in COLUMNS))
     body = [tag("tr", *(tag("td", cell.text, data_value=str(cell.value)) for cell in row)) for row in rows(own)]
     failed = [tag("li", tag("b", method), f": {reason}") for method, reason in failures(own)]
-    drawings = [Html(pareto.drawing(points(own, kind), about)) for kind, about in pareto.KINDS.items()]
+    missing = not_run(own)
+    drawings = [
+        tag("div", Html(pareto.drawing(points(own, kind), about)), class_="wide")
+        for kind, about in pareto.KINDS.items()
+    ]
     return tag(
         "section",
         tag("h2", stream),
@@ -245,6 +293,7 @@ def _html_section(stream: str, own: Sequence[Record]) -> Html:
         tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_="sortable"), class_="wide"),
         tag("h3", "Methods without a number") if failed else None,
         tag("ul", *failed) if failed else None,
+        tag("p", f"Not run on this stream: {', '.join(missing)}.") if missing else None,
         *drawings,
     )
 

@@ -14,6 +14,8 @@ KINDS = {
     BYTES: "Accuracy against the bytes of a run, up and down",
     SAMPLES: "Accuracy against the samples that a client stores",
 }
+FRONT, OTHERS = "#0b6e99", "#999"
+LETTER, LINE = 6.5, 14  # width and height of a label's letters, about
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 60, 130, 30, 50
 
 
@@ -46,8 +48,9 @@ def drawing(points: Sequence[Point], title: str, *, alone: bool = False) -> str:
             "svg",
             tag("title", title),
             *scale.axes(title),
-            tag("polyline", points=line, fill="none", stroke="#0b6e99", stroke_width=2),
+            tag("polyline", points=line, fill="none", stroke=FRONT, stroke_width=2, class_="front"),
             *(_dot(point, scale, point in best) for point in points),
+            *_labels(best, scale),
             xmlns="http://www.w3.org/2000/svg" if alone else None,
             viewBox=f"0 0 {WIDTH} {HEIGHT}",
             role="img",
@@ -81,7 +84,7 @@ class _Scale:
         lines: list[Html] = []
         for step in range(round(10 * self._low), round(10 * self._high) + 1):
             y = self.y(step / 10)
-            lines.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, stroke="#ccc"))
+            lines.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, stroke="currentColor", stroke_opacity=0.2))
             lines.append(tag("text", f"{10 * step} %", x=LEFT - 8, y=y + 4, text_anchor="end", fill="currentColor"))
         for place in range(5):
             cost = 10 ** (self._from + place / 4 * (self._to - self._from)) - 1
@@ -95,11 +98,23 @@ class _Scale:
 def _dot(point: Point, scale: _Scale, on_front: bool) -> Html:
     x, y = scale.x(point.cost), scale.y(point.accuracy)
     about = tag("title", f"{point.name}: {100 * point.accuracy:.1f} %, {point.cost:,.0f}")
-    circle = tag("circle", about, cx=f"{x:.1f}", cy=f"{y:.1f}", r=5 if on_front else 3.5, fill=_colour(on_front))
-    if not on_front:
-        return circle
-    return tag("g", circle, tag("text", point.name, x=f"{x + 8:.1f}", y=f"{y - 6:.1f}", fill="currentColor"))
+    place = {"cx": f"{x:.1f}", "cy": f"{y:.1f}"}
+    if on_front:
+        return tag("circle", about, **place, r=5, fill=FRONT, class_="front")
+    return tag("circle", about, **place, r=3.5, fill=OTHERS)
 
 
-def _colour(on_front: bool) -> str:
-    return "#0b6e99" if on_front else "#999"
+def _labels(best: Sequence[Point], scale: _Scale) -> list[Html]:
+    """The names of the front's points, each beside its point where no other label is."""
+    placed: list[tuple[float, float, str]] = []
+    for point in best:
+        x, y = scale.x(point.cost) + 8, scale.y(point.accuracy)
+        rows = (y - 6 + LINE * step for step in (0, 1.5, -1, 2.5, -2))
+        free = (row for row in rows if not any(_overlap((x, row, point.name), other) for other in placed))
+        placed.append((x, next(free, y - 6), point.name))
+    return [tag("text", name, x=f"{x:.1f}", y=f"{y:.1f}", fill="currentColor") for x, y, name in placed]
+
+
+def _overlap(one: tuple[float, float, str], other: tuple[float, float, str]) -> bool:
+    left, right = sorted((one, other))
+    return abs(one[1] - other[1]) < LINE and right[0] < left[0] + LETTER * len(left[2])

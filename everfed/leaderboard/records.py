@@ -34,7 +34,7 @@ def read(path: Path) -> Record:
         record: Record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no record of the leaderboard: {error}") from error
-    missing = [key for key in _NEEDED if key not in record]
+    missing = [key for key in _NEEDED if not isinstance(record, dict) or key not in record]
     if missing:
         raise UserError(f"{path} is no record of the leaderboard: it has no {', '.join(missing)}")
     return record
@@ -121,7 +121,7 @@ def problem(record: Record) -> str:
     if finished_tests(record):
         return ""
     reasons = [entry["problem"] for entry in [*tests_of_best(record), *record["tries"]] if entry["problem"]]
-    return statistics.mode(reasons) if reasons else "not run yet"
+    return statistics.mode(reasons) if reasons else f"not tested yet; tries so far: {len(record['tries'])}"
 
 
 def measured(result: Mapping[str, Any] | None, failed: str, samples: float | None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Overview:
             return [self.table, self.about, "-", "-", "-", f"nothing to run: {self.nothing}", ""]
         samples = "?" if self.samples is None else f"{self.samples / 1e6:,.1f} M"
         counts = [f"{self.runnable}/{self.cells}", str(self.runs), samples]
-        return [self.table, self.about, *counts, _told(self.missing), _told(self.not_judged)]
+        return [self.table, self.about, *counts, _joined(self.missing), _joined(self.not_judged)]
 
 
 def overview(prefix: str, seeds: Callable[[str], list[int]], scale: float) -> list[Overview]:
@@ -92,5 +92,5 @@ def _counted(reasons: Iterable[str]) -> dict[str, int]:
     return dict(Counter(reason for reason in reasons if reason))
 
 
-def _told(reasons: dict[str, int]) -> str:
+def _joined(reasons: dict[str, int]) -> str:
     return "; ".join(f"{reason} ({count})" for reason, count in reasons.items())

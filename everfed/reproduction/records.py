@@ -94,7 +94,7 @@ def read(path: Path) -> Record:
         record: Record = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is no record: {error}") from error
-    missing = [key for key in _NEEDED if key not in record]
+    missing = [key for key in _NEEDED if not isinstance(record, dict) or key not in record]
     if missing:
         raise UserError(f"{path} is no record: it has no {', '.join(missing)}; `everfed record RUN` writes records")
     if record["recipe_hash"] != recipe_hash(record["settings"]):

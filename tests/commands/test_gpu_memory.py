@@ -118,7 +118,7 @@ def test_a_run_that_lost_the_gpu_has_no_outcome(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_run_that_lost_the_gpu_goes_on_once_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    cell: Any = SimpleNamespace(folder="run", row="ideal", recipe=SimpleNamespace(seed=3), finished=False)
+    cell: Any = SimpleNamespace(folder="run", title="ideal seed 3", finished=False)
     queue = Queue([cell])
     monkeypatch.setattr(jobs, "Worker", lambda settings, share: started.append(share) or new_worker())
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from everfed.commands.cells import Beside, Terminal
 from everfed.comparison import cells, jobs
 from everfed.comparison.cells import Cell, Outcome, Queue, Settings
 from everfed.comparison.grid import Shown
@@ -277,6 +278,54 @@ def test_the_time_left_in_all_is_of_the_runs_that_are_not_finished(cell: Any, mo
     assert known == [True, False]
 
 
+def test_a_cell_that_another_process_holds_is_named_once_and_does_not_count_as_run(
+    cell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three runs the first is held and the second took 10 s: another 20 s for the two that are left."""
+    now, output = [0.0], Terminal(False)
+    one, two, three = (cell(name) for name in ("one", "two", "three"))
+    output.begin([one, two, three])
+    output._several.clock = lambda: now[0]
+    queue = Queue([one, two, three], say=output.say)
+    with output.watch(one, one.title):
+        pass
+    output.held(one)
+    queue.hold(one)
+    queue.hold(one)
+    with output.watch(two, two.title):
+        now[0] = 10.0
+    assert output._several.left(0.0) == 20.0
+    said = "one seed 0: another process runs it; it is tried again after the others\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_runs_side_by_side_show_now_and_then_where_they_are(cell: Any) -> None:
+    """Of four runs one is finished after 20 s, half and a quarter of two others: 1.75 of 4, so 25.7 s are left."""
+    now = [0.0]
+    several = Several(4, clock=lambda: now[0])
+    several.begin()
+    shown = Beside(several, lambda: now[0])
+    for name in ("one", "two", "three"):
+        shown.update(cell(name), {"event": "start", "method": "fedavg", "rounds": 4, "tasks": 2})
+    shown.update(cell("one"), {"event": "end"})
+    train = {"event": "phase", "phase": "train", "bytes_up": 0, "bytes_down": 0}
+    shown.update(cell("two"), {**train, "task": 0, "round": 1})
+    shown.update(cell("three"), {**train, "task": 0, "round": 0})
+    now[0] = 14.0
+    assert shown.line() == ""
+    now[0] = 20.0
+    assert shown.line() == "two seed 0 task 1/2, round 2/4; three seed 0 task 1/2, round 1/4; 0:26 left in all"
+    assert shown.line() == "", "the last one was just printed"
+
+
+def test_the_score_of_a_run_beside_others_has_the_unit_of_all_other_lines(
+    cell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = {"event": "end", "metrics": {"acc": 0.599}, "seconds": 5.1}
+    Terminal(False).event(cell("one"), end, "[1/6]")
+    assert capsys.readouterr().out == "[1/6] one seed 0: acc 59.9 % after 5.1 s\n"
+
+
 # the workers, with stand-ins for their processes ----------------------------------------------------------------
 
 
@@ -337,6 +386,17 @@ def test_a_cell_whose_process_was_killed_twice_ends_the_command(cell: Any) -> No
     with pytest.raises(UserError, match="the process of one seed 0 was killed by signal 9, 2 times"):
         jobs.run(queue, settings(), jobs.Choice(1), unseen)
     assert [cell.row for cell in queue.taken] == ["one", "one"]
+
+
+@pytest.mark.usefixtures("killed")
+def test_the_death_of_a_process_is_printed(cell: Any) -> None:
+    lines = list[str]()
+    queue, workers = Queue([cell("one")], say=lines.append), list[jobs.Worker]()
+    jobs._hand_out(queue, workers, settings(), [jobs.Share([0])])
+    jobs._receive(workers[0], queue, workers, settings(), unseen)
+    assert lines == [
+        "one seed 0: its process was killed by signal 9; another process resumes it from its last checkpoint"
+    ]
 
 
 @pytest.mark.usefixtures("killed")
@@ -404,6 +464,19 @@ def test_an_engine_that_runs_clients_one_after_the_other_leaves_the_cores_to_cel
 def test_a_table_of_seconds_is_not_worth_the_start_of_processes(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 runs of 1000 clients of 0.1 ms: 1.6 s in all."""
     assert chosen(cell, monkeypatch, 1e-4).jobs == 1
+
+
+def test_one_run_at_a_time_is_a_choice_that_is_printed(cell: Any, monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
+    """Eager: 2 runs of 100 rounds of 8 clients of 1 ms take 1.6 s; side by side 0.8 s after the 6 s of a start."""
+    eager = read(work / "table.toml")
+    choice = chosen(lambda name: replace(cell(name), recipe=eager), monkeypatch, 1e-3, runs=2, clients=8)
+    assert choice == jobs.Choice(
+        1,
+        "one run at a time, its clients one after the other, on 8 cores: about 2 s expected for 2 runs, about 7 s with "
+        "2 runs side by side (--jobs N chooses another number)",
+    )
+    monkeypatch.setattr(jobs, "_fit_in_memory", lambda: 1)
+    assert jobs._fastest([cell("one"), cell("two")], settings(), 8).why.endswith("no second run fits into the memory")
 
 
 def test_one_run_has_its_clients_side_by_side(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:

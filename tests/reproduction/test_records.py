@@ -82,11 +82,23 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     for arguments, message in (
         ((), "name run folders to record, or a page"),
         ((str(empty),), "holds no finished run"),
+        ((str(tmp_path / "nowhere"),), "there is no folder"),
         ((str(unfinished),), "the run is not finished"),
         (("--page", str(tmp_path / "none.md")), "cannot be read"),
     ):
         refused = command(*arguments)
         assert refused.exit_code == 2 and message in refused.output, refused.output
+
+
+def test_the_help_has_its_examples_one_below_the_other() -> None:
+    shown = command("--help").output
+    assert "\\b" not in shown and "everfed record runs/reproduce" in shown
+
+
+def test_a_file_that_is_no_table_is_no_record(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("null")
+    with pytest.raises(UserError, match=r"broken.json is no record: it has no recipe"):
+        records.read_all(tmp_path)
 
 
 @pytest.mark.parametrize(
