@@ -84,7 +84,7 @@ def new_engine(assembly: Assembly, device: str, like: Any = None) -> Any:
 
     if device == "cpu":
         return Eager(assembly.setup, ClientStore(), assembly.build_module)
-    known = {} if like is None else {"slots": like.tuner.setting.slots, "host_threads": like.tuner.setting.threads}
+    known = {} if like is None else {"slots": like.tuner.used.slots, "host_threads": like.tuner.used.threads}
     return Graphs(assembly.setup, ClientStore(), assembly.build_module, device, **known)
 
 

@@ -165,6 +165,16 @@ def test_failures_are_forgotten_and_nothing_else(tmp_path: Path) -> None:
     assert records.mean(er, "acc") == 0.5
 
 
+def test_why_a_method_has_no_number(tmp_path: Path) -> None:
+    """The reason is that of tries only where none of them finished: else its tests are still to come."""
+    fine, failed = records.measured(result(0.5), "", None), records.measured(None, "the loss is not finite", None)
+    assert records.problem(added(tmp_path, "er", "tries", 0, failed)) == "the loss is not finite"
+    assert records.problem(added(tmp_path, "er", "tries", 1, fine)) == "not tested yet; tries so far: 2"
+    lost = records.measured(None, "out of memory", None)
+    assert records.problem(added(tmp_path, "er", "tests", 0, lost)) == "out of memory"
+    assert records.problem(added(tmp_path, "er", "tests", 1, fine)) == ""
+
+
 def test_tests_count_as_long_as_their_try_is_the_best(tmp_path: Path) -> None:
     fine, worse, better = (records.measured(result(acc), "", None) for acc in (0.5, 0.4, 0.6))
     added(tmp_path, "er", "tries", 0, fine)

@@ -114,7 +114,7 @@ class Graphs(OneTrainer):
         elif phase.name == TRAIN and self.tuner.searching:
             torch.cuda.synchronize(self.device)
             samples = sum(reply.samples for reply in replies.values())
-            self.tuner.measured(setting, samples / (time.monotonic() - started))
+            self.tuner.measured(samples / (time.monotonic() - started))
         for client in clients:
             yield client, replies.pop(client)
 
@@ -196,8 +196,8 @@ class Graphs(OneTrainer):
             "device": str(self.device),
             "device_name": torch.cuda.get_device_name(self.device),
             "precision": self._precision,
-            "slots": self.tuner.setting.slots,
-            "host_threads": self.tuner.setting.threads,
+            "slots": self.tuner.used.slots,
+            "host_threads": self.tuner.used.threads,
             "compiled": self._compiled,
             "captures": sum(slot.captures for slot in self.slots),
             "capture_seconds": round(sum(slot.capture_seconds for slot in self.slots), 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
@@ -54,28 +55,30 @@ class Setting(NamedTuple):
 class Tuner:
     """Finds a good setting from measured rounds: first whether threads pay, then more slots as long as they do.
 
-    It changes speed only: results do not depend on slots or threads.
+    setting: at most so many slots. used: how many the last phase had. Results do not depend on slots or threads.
     """
 
     def __init__(self, slots: int = 0, threads: int = 0, device: torch.device | None = None) -> None:
         self.fixed_slots, self.fixed_threads, self.device = slots, threads, device
         start = slots or _STEPS[0]
-        self.setting = Setting(start, threads or 1)
+        self.setting = self.used = Setting(start, threads or 1)
+        self._clients = sys.maxsize  # of the last phase
         self.rates: dict[Setting, float] = {}
         self.searching = not (slots and threads)
 
     def choose(self, clients: int) -> Setting:
-        """The setting for a phase with `clients` clients."""
+        """The setting for a phase with `clients` clients. Eight slots need two turns for ten of them, and so do five,
+        which are faster (benchmarks/README.md)."""
         slots = max(1, min(self.setting.slots, clients))
-        return Setting(slots, min(self.setting.threads, slots))
+        turns = -(-clients // slots)
+        slots = max(1, -(-clients // max(1, turns)))
+        self._clients, self.used = clients, Setting(slots, min(self.setting.threads, slots))
+        return self.used
 
-    def measured(self, used: Setting, rate: float) -> None:
-        """A round that captured nothing ran at `rate` samples a second under `used`."""
-        if used != self.setting:  # too few clients for the setting: there is nothing to find out
-            self.searching = False
-            return
-        self.rates[used] = rate
-        following = self._next(used)
+    def measured(self, rate: float) -> None:
+        """A round that captured nothing ran at `rate` samples a second under the setting."""
+        self.rates[self.setting] = rate
+        following = self._next(self.setting)
         if following is None:
             self.setting, self.searching = self.best(), False
         else:
@@ -91,7 +94,7 @@ class Tuner:
         if self.fixed_slots or (grown and not self._pays(used)):
             return None
         best = self.best()
-        larger = next((step for step in _STEPS if step > best.slots), None)
+        larger = next((step for step in _STEPS if step > best.slots), None) if best.slots < self._clients else None
         if larger is None or not self._fits(best.slots, larger):
             return None
         return Setting(larger, self.fixed_threads or (larger if best.threads > 1 else 1))

@@ -117,10 +117,12 @@ def deviation(record: Record, key: str) -> float:
 
 
 def problem(record: Record) -> str:
-    """Why a method has no number on a stream; empty where it has one. The reason of most of its tries."""
+    """Why a method has no number on a stream; empty where it has one. The reason of most of its tests, or of most of
+    its tries where none of them finished."""
     if finished_tests(record):
         return ""
-    reasons = [entry["problem"] for entry in [*tests_of_best(record), *record["tries"]] if entry["problem"]]
+    failed = tests_of_best(record) or ([] if best_try(record) else record["tries"])
+    reasons = [entry["problem"] for entry in failed if entry["problem"]]
     return statistics.mode(reasons) if reasons else f"not tested yet; tries so far: {len(record['tries'])}"
 
 

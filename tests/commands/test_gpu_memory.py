@@ -14,7 +14,7 @@ from everfed.comparison.cells import Outcome, Queue, Settings
 from everfed.core.data import device_memory
 from everfed.engines import captured
 from everfed.engines.device_data import DeviceData
-from everfed.engines.slots import Setting, Tuner
+from everfed.engines.slots import Tuner
 from everfed.recipe import EngineSection
 
 GIB = 1 << 30
@@ -46,7 +46,7 @@ def test_slots_are_added_within_the_share_of_the_process(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {3: share}.__getitem__)  # takes no bare "cuda"
     tuner = Tuner(0, 1, torch.device("cuda"))
-    tuner.measured(Setting(4, 1), 100.0)
+    tuner.measured(100.0)
     assert (tuner.setting.slots if tuner.searching else None) == more
 
 

@@ -58,7 +58,7 @@ def search(speed: Callable[[Setting], float], clients: int = 100, **fixed: int) 
     for _ in range(20):
         if tuner.searching:
             used = tuner.choose(clients)
-            tuner.measured(used, speed(used))
+            tuner.measured(speed(used))
     assert not tuner.searching
     return tuner
 
@@ -90,3 +90,23 @@ def test_given_numbers_are_kept() -> None:
 def test_no_more_slots_than_clients() -> None:
     assert Tuner(slots=10, threads=10).choose(3) == Setting(3, 3)
     assert search(lambda s: 1.0, clients=2).choose(2).slots == 2
+
+
+def test_no_more_slots_than_the_turns_need() -> None:
+    """Ten clients take two turns on eight slots and on five, one on ten and on twelve, three on four."""
+    assert [Tuner(slots=slots, threads=1).choose(10).slots for slots in (4, 5, 8, 10, 12)] == [4, 5, 5, 10, 10]
+    assert Tuner(slots=8, threads=8).choose(10) == Setting(5, 5)
+
+
+@given(st.integers(1, 300), st.integers(1, 16))
+def test_fewer_slots_never_cost_a_turn(clients: int, slots: int) -> None:
+    used = Tuner(slots=slots, threads=1).choose(clients).slots
+    assert 1 <= used <= min(slots, clients) and -(-clients // used) == -(-clients // min(slots, clients))
+
+
+def test_the_search_goes_on_where_fewer_slots_are_used_than_allowed() -> None:
+    """Ten clients: four slots, then five for eight, then ten for twelve, which bring nothing; sixteen are ten again."""
+    tuner = search(lambda s: float(min(s.slots, 5)), clients=10, threads=1)
+    assert tuner.rates == {Setting(4, 1): 4.0, Setting(8, 1): 5.0, Setting(12, 1): 5.0}
+    assert tuner.used == Setting(10, 1) and tuner.choose(10) == Setting(5, 1)
+    assert Setting(16, 1) not in search(lambda s: float(s.slots), clients=10, threads=1).rates
