@@ -171,3 +171,17 @@ def test_a_piece_is_missing_inside_only() -> None:
         raise KeyError
     assert before == captured.OFTEN
     assert all(hasattr(importlib.import_module(module), name) for module, name, _ in table.PIECES.values())
+
+
+def test_two_versions_take_turns(tmp_path: Path) -> None:
+    """This checkout against itself, on the CPU; a folder without the benchmark is refused."""
+    from benchmarks import gpu_versions
+
+    here = str(Path(gpu_versions.__file__).parents[1])
+    found = gpu_versions.main([here, "--device", "cpu", "--toy", "--turns", "2", "--rounds", "3"])["rounds"]
+    for version in ("before", "after"):
+        assert all(found[f"{method} {version}"]["rounds"] == 6 for method in gpu_versions.METHODS)
+        medians = [found[f"{method} {version}"]["median_s"] for method in gpu_versions.METHODS]
+        assert found[f"ratio {version}"] == pytest.approx(medians[1] / medians[0])
+    with pytest.raises(SystemExit):
+        gpu_versions.main([str(tmp_path)])
