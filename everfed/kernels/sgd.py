@@ -25,6 +25,19 @@ MOST = 128  # gradients: their addresses are arguments of the kernel
 
 
 @triton.jit
+def _own_block(table_ptr, addresses, COUNT: tl.constexpr, PASSES: tl.constexpr):
+    """The block of this program: its parameter's gradients of both passes, where the parameter starts in the vector,
+    which of its blocks this is, its size, and whether its gradients are bfloat16."""
+    row = table_ptr + tl.program_id(0) * 5
+    which, start, place, size = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    address, other = addresses[0], addresses[COUNT * (PASSES - 1)]
+    for i in tl.static_range(1, COUNT):
+        address = tl.where(which == i, addresses[i], address)
+        other = tl.where(which == i, addresses[COUNT * (PASSES - 1) + i], other)
+    return address, other, start, place, size, tl.load(row + 4)
+
+
+@triton.jit
 def _gradient(
     address, other, place, size,
     NARROW: tl.constexpr, WHOLE: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
@@ -74,14 +87,9 @@ def _descend(
     COUNT: tl.constexpr, PASSES: tl.constexpr, ALIGN: tl.constexpr, PROJECT: tl.constexpr, DECAY: tl.constexpr,
     MOMENTUM: tl.constexpr, LOW: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = table_ptr + tl.program_id(0) * 5
-    which, start, place, size = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    address, other = addresses[0], addresses[COUNT * (PASSES - 1)]
-    for i in tl.static_range(1, COUNT):
-        address = tl.where(which == i, addresses[i], address)
-        other = tl.where(which == i, addresses[COUNT * (PASSES - 1) + i], other)
+    address, other, start, place, size, narrow = _own_block(table_ptr, addresses, COUNT, PASSES)
     whole = size >= (place + 1) * BLOCK
-    if tl.load(row + 4) == 1:
+    if narrow == 1:
         if whole:
             _block(address, other, params_ptr, low_ptr, velocity_ptr, rate_ptr, reference_ptr, product_ptr, norm_ptr,
                    start, place, size, decay, momentum, count,
@@ -116,14 +124,9 @@ def _products(
     COUNT: tl.constexpr, PASSES: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """<gradient, reference> of every block, in float64."""
-    row = table_ptr + tl.program_id(0) * 5
-    which, start, place, size = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    address, other = addresses[0], addresses[COUNT * (PASSES - 1)]
-    for i in tl.static_range(1, COUNT):
-        address = tl.where(which == i, addresses[i], address)
-        other = tl.where(which == i, addresses[COUNT * (PASSES - 1) + i], other)
+    address, other, start, place, size, narrow = _own_block(table_ptr, addresses, COUNT, PASSES)
     whole = size >= (place + 1) * BLOCK
-    if tl.load(row + 4) == 1:
+    if narrow == 1:
         if whole:
             product = _product(address, other, reference_ptr, start, place, size, True, True, PASSES, ALIGN, BLOCK)
         else:
