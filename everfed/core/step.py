@@ -8,6 +8,7 @@ known from the schedule, and never waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.layout import Entry, Layout
+from everfed.core.normalisation import normalised_apart
 from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, State, overrides
 from everfed.core.replica import Cut, Gradients, Replica
@@ -211,27 +213,30 @@ def _forward(step: Step, parts: Sequence[Part]) -> None:
     """One forward for the real batch and the joined ones together, one for each separate batch.
 
     A network that treats every sample by itself gives separate batches the same outputs in one forward with the rest,
-    so one is enough.
+    so one is enough; as it is for a network whose BatchNorm layers can keep them apart.
     """
     joined = [batch for batch in step.batches.values() if batch.joined]
     apart = [batch for batch in step.batches.values() if not batch.joined]
-    together = joined if step.replica.mixes_samples else [*joined, *apart]
+    own_forward = any(overrides(part, "forward") for part in parts)
+    one_pass = not step.replica.mixes_samples or (step.replica.normalises_apart and not own_forward)
+    together = [*joined, *apart] if one_pass else joined
     step.all_y = step.y
     if together:
-        outputs = _together(step, together)
+        counted = len(step.x) + sum(len(batch.x) for batch in joined)
+        mixed = apart and one_pass and step.replica.mixes_samples
+        with normalised_apart([counted, *(len(batch.x) for batch in apart)]) if mixed else nullcontext():
+            outputs = _together(step, together)
         step.outputs, *rest = outputs.split([len(step.x), *(len(batch.x) for batch in together)])
         for batch, own in zip(together, rest, strict=True):
             batch.outputs = own
-        counted = len(step.x) + sum(len(batch.x) for batch in joined)
         step.all_outputs = outputs[:counted] if joined else step.outputs
         step.all_y = torch.cat([step.y, *(batch.y for batch in joined)]) if joined else step.y
     else:
         step.outputs = step.all_outputs = step.forward(step.x)
-    for batch in apart if step.replica.mixes_samples else ():
+    for batch in () if one_pass else apart:
         batch.outputs = step.forward_inputs(batch.x) if batch.ready else step.forward(batch.x)
         # a part with a forward pass of its own may keep features of it, and have a loss of them
-        cut = batch.only_outputs and batch.outputs.requires_grad
-        if cut and not any(overrides(part, "forward") for part in parts):
+        if batch.only_outputs and batch.outputs.requires_grad and not own_forward:
             step.cuts.append(Cut.at(batch.outputs))
             batch.outputs = step.cuts[-1].leaf
 

@@ -69,6 +69,7 @@ class CapturedTrainer(Trainer):
         self._gradients: dict[Hashable, CapturedGradient] = {}
         if compiled:
             self.network = torch.compile(self.replica.module)
+            self.replica.normalises_apart = False  # the compiler does not see the sizes of minibatches
 
     def _steps(self, job: Job) -> Fitted:
         if not self.stream.capturable:

@@ -8,6 +8,7 @@ the cache, waiting for loads one after the other is what takes time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -310,25 +311,51 @@ def forward(
     eps: float,
     slope: float,
     counts: Tensor,
+    sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, 1 / standard deviation). running: BatchNorm's mean, variance and count of batches, moved in place.
-    counts: (C / 16,) int32, zeros before and after; no other kernel may use them at the same time."""
-    rows, columns = x.numel() // x.shape[1], x.shape[1]
+    """(y, means, 1 / standard deviations), the latter two with a row for each minibatch. running: BatchNorm's mean,
+    variance and count of batches, moved in place by one minibatch after the other. counts: (C / 16,) int32, zeros
+    before and after; no other kernel may use them at the same time. sizes: samples of each minibatch in x."""
     y = torch.empty_like(x)  # keeps channels-last
-    mean, rstd = torch.empty((2, columns), device=x.device).unbind()
+    means, rstds = torch.empty((2, len(sizes), x.shape[1]), device=x.device).unbind()
+    added = _split(residual, sizes)
+    for own, r, out, mean, rstd in zip(x.split(sizes), added, y.split(sizes), means, rstds, strict=True):
+        _forward(own, r, weight, bias, running, momentum, eps, slope, counts, out, mean, rstd)
+    return y, means, rstds
+
+
+def _split(x: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor | None]:
+    return [None] * len(sizes) if x is None else x.split(sizes)
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    running: tuple[Tensor, Tensor, Tensor],
+    momentum: float,
+    eps: float,
+    slope: float,
+    counts: Tensor,
+    y: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+) -> None:
+    """One minibatch, into y, mean and rstd."""
+    rows, columns = x.numel() // x.shape[1], x.shape[1]
     has = residual is not None
     if rows <= _SMALL:
         _small_forward[(columns // 8,)](
             x, residual if has else x, weight, bias, *running, y, mean, rstd,
             rows, columns, momentum, eps, slope, has, R=_power(rows), K=8, num_warps=_warps(rows),
         )  # fmt: skip
-        return y, mean, rstd
+        return
     _launch_moments(x, running, mean, rstd, momentum, eps, counts)
     cut = map_cut(rows, columns)
     _normalise[cut.grid(rows, columns)](
         x, residual if has else x, weight, bias, mean, rstd, y, rows, columns, slope, has, **cut.options
     )
-    return y, mean, rstd
 
 
 def _launch_moments(
@@ -357,19 +384,44 @@ def backward(
     y: Tensor | None,
     weight: Tensor,
     bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    means: Tensor,
+    rstds: Tensor,
     slope: float,
     counts: Tensor,
+    sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias). again: a second gradient of the output, to be added. y: given where there was a
-    residual."""
-    rows, columns = x.numel() // x.shape[1], x.shape[1]
+    residual. means, rstds, sizes: as in `forward`."""
     dy = dy.contiguous(memory_format=torch.channels_last)
     again = None if again is None else again.contiguous(memory_format=torch.channels_last)
     dx = torch.empty_like(x)
     dr = None if y is None else torch.empty_like(x)
-    dw, db = torch.empty((2, columns), device=x.device).unbind()
+    sums = torch.empty((len(sizes), 2, x.shape[1]), device=x.device)  # dweight, dbias
+    tensors = (_split(tensor, sizes) for tensor in (dy, again, x, y, dx, dr))
+    for *own, mean, rstd, (dw, db) in zip(*tensors, means, rstds, sums, strict=True):
+        _backward(*own, weight, bias, mean, rstd, dw, db, slope, counts)
+    dw, db = sums[0] if len(sizes) == 1 else sums.sum(0)
+    return dx, dr, dw.to(weight.dtype), db.to(bias.dtype)
+
+
+def _backward(
+    dy: Tensor,
+    again: Tensor | None,
+    x: Tensor,
+    y: Tensor | None,
+    dx: Tensor,
+    dr: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dw: Tensor,
+    db: Tensor,
+    slope: float,
+    counts: Tensor,
+) -> None:
+    """One minibatch, into dx, dr, dw and db."""
+    rows, columns = x.numel() // x.shape[1], x.shape[1]
     has, two = y is not None, again is not None
     inputs: tuple[Any, ...] = (dy, again if two else dy, x, y if has else x, weight, bias, mean, rstd)
     if rows <= _SMALL:
@@ -377,7 +429,7 @@ def backward(
             *inputs, dx, dr if has else dx, dw, db, rows, columns, slope, two, has,
             R=_power(rows), K=8, num_warps=_warps(rows),
         )  # fmt: skip
-        return dx, dr, dw.to(weight.dtype), db.to(bias.dtype)
+        return
     cut = sum_cut(rows, columns)
     grid = cut.grid(rows, columns)
     pw, pb = torch.empty((2, grid[0], columns), device=x.device).unbind()
@@ -390,7 +442,6 @@ def backward(
         dr if has else dy, again if two else dy, x, weight, bias, mean, rstd, dw, db, dx,
         rows, columns, slope, two and not has, has, **cut.options,
     )  # fmt: skip
-    return dx, dr, dw.to(weight.dtype), db.to(bias.dtype)
 
 
 def mapped(x: Tensor, residual: Tensor | None, scale: Tensor, shift: Tensor, slope: float) -> Tensor:

@@ -12,6 +12,7 @@ fixed order, so results repeat bit for bit; they differ from PyTorch's by roundi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from everfed.core.normalisation import minibatch_sizes
 from everfed.kernels import load_kernels
 
 kernels = load_kernels("everfed.kernels.batchnorm")
@@ -39,7 +41,7 @@ def batch_norm_act_twice(
 ) -> tuple[Tensor, Tensor]:
     """act(norm(x) + residual) for two uses: a tensor for each, whose gradients the backward kernel adds up."""
     if not (isinstance(norm, nn.BatchNorm2d) and _fusable(x, norm, residual)):  # a frozen one is a layer of its own
-        y = _composed(norm(x), residual, slope)
+        y = _composed(_normalised(x, norm), residual, slope)
         return y, y
     for hook in norm._forward_pre_hooks.values():  # as a call of the layer would
         changed = hook(norm, (x,))
@@ -47,12 +49,21 @@ def batch_norm_act_twice(
     if norm.training:
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         how = (norm.momentum, norm.eps, slope, twice, _counts(norm, x))
-        made = _Trained.apply(x, residual, norm.weight, norm.bias, running, *how)
+        made = _Trained.apply(x, residual, norm.weight, norm.bias, running, *how, minibatch_sizes(x))
         return made if twice else (made, made)
     assert norm.running_mean is not None and norm.running_var is not None
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
     y = _Mapped.apply(x, residual, scale, norm.bias - norm.running_mean * scale, slope)
     return y, y
+
+
+def _normalised(x: Tensor, norm: nn.Module) -> Tensor:
+    """norm(x), of each minibatch by itself."""
+    sizes = minibatch_sizes(x)
+    if len(sizes) == 1 or not norm.training:
+        y: Tensor = norm(x)
+        return y
+    return torch.cat([norm(own) for own in x.split(sizes)])
 
 
 def _composed(x: Tensor, residual: Tensor | None, slope: float) -> Tensor:
@@ -71,13 +82,18 @@ def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
         and norm.track_running_stats
         and norm.momentum is not None
         and x.shape[1] == norm.num_features
-        and (not norm.training or x.numel() > x.shape[1])  # one value has no variance: PyTorch raises
+        and (not norm.training or _more_than_one_value(x))  # one value has no variance: PyTorch raises
         and (norm.training or not (torch.is_grad_enabled() and norm.weight.requires_grad))
         and not (norm._forward_hooks or norm._forward_pre_hooks_with_kwargs)
         and not torch.compiler.is_compiling()
         and _plain(x)
         and (residual is None or (_plain(residual) and residual.shape == x.shape and residual.dtype == x.dtype))
     )
+
+
+def _more_than_one_value(x: Tensor) -> bool:
+    """Has every channel of every minibatch more than one?"""
+    return min(minibatch_sizes(x)) * math.prod(x.shape[2:]) > 1
 
 
 def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False) -> Tensor:
@@ -178,25 +194,27 @@ class _Trained(torch.autograd.Function):
         slope: float,
         twice: bool,
         counts: Tensor,
+        sizes: tuple[int, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, mean, rstd = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope, counts)
-        ctx.save_for_backward(x, residual, y if residual is not None else None, weight, bias, mean, rstd)
-        ctx.eps, ctx.slope, ctx.counts = eps, slope, counts
+        y, means, rstds = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope, counts, sizes)
+        ctx.save_for_backward(x, residual, y if residual is not None else None, weight, bias, means, rstds)
+        ctx.eps, ctx.slope, ctx.counts, ctx.sizes = eps, slope, counts, sizes
         ctx.set_materialize_grads(False)  # no zeros for a use that has no gradient
         return (y, y.detach()) if twice else y
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, residual, y, weight, bias, mean, rstd = ctx.saved_tensors
+        x, residual, y, weight, bias, means, rstds = ctx.saved_tensors
         dy, again = ([d for d in incoming if d is not None] + [None, None])[:2]
         if dy is None:
-            return (None,) * 10
+            return (None,) * 11
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             dy = dy if again is None else dy + again
-            grads = _differentiable(dy, (x, residual, weight, bias), ctx.needs_input_grad, ctx.eps, ctx.slope)
+            inputs = (x, residual, weight, bias)
+            grads = _differentiable(dy, inputs, ctx.needs_input_grad, ctx.eps, ctx.slope, ctx.sizes)
         else:
-            grads = kernels.backward(dy, again, x, y, weight, bias, mean, rstd, ctx.slope, ctx.counts)
-        return (*grads, *[None] * 6)
+            grads = kernels.backward(dy, again, x, y, weight, bias, means, rstds, ctx.slope, ctx.counts, ctx.sizes)
+        return (*grads, *[None] * 7)
 
 
 def _differentiable(
@@ -205,11 +223,12 @@ def _differentiable(
     wanted: Sequence[bool],
     eps: float,
     slope: float,
+    sizes: tuple[int, ...],
 ) -> tuple[Tensor | None, ...]:
     """(dx, dresidual, dweight, dbias), those that are `wanted`, by PyTorch's operations, which can be differentiated
     again."""
     x, residual, weight, bias = inputs
-    normed = functional.batch_norm(x, None, None, weight, bias, True, 0.0, eps)
+    normed = torch.cat([functional.batch_norm(own, None, None, weight, bias, True, 0.0, eps) for own in x.split(sizes)])
     return _gradients(_composed(normed, residual, slope), inputs, wanted, dy)
 
 

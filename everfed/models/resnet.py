@@ -47,6 +47,8 @@ class Projection(nn.Sequential):
 class ResNet18(nn.Module):
     """The CIFAR variant: 11,173,962 parameters with 10 classes, 11,220,132 with 100; 9,600 BatchNorm statistics."""
 
+    normalises_apart = True  # all BatchNorm layers are computed by `batch_norm_act`
+
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
         if len(input_shape) != 3:

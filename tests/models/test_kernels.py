@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core.layout import Entry, Layout
+from everfed.core.normalisation import normalised_apart
 from everfed.models import fused
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
@@ -39,8 +40,8 @@ def error(got: Tensor, truth: Tensor) -> float:
 
 @pytest.mark.parametrize("small", [1024, 0])  # rows up to which one kernel does it all
 @pytest.mark.parametrize(("slope", "residual", "twice"), [(0.0, False, True), (0.2, True, True), (0.0, True, False)])
-@pytest.mark.parametrize("shape", [(2, 16, 3, 5), (3, 32, 5, 7)])
-def test_batchnorm_and_its_statistics(batchnorm, monkeypatch, shape, slope, residual, twice, small) -> None:
+@pytest.mark.parametrize(("shape", "sizes"), [((2, 16, 3, 5), [2]), ((3, 32, 5, 7), [3]), ((5, 32, 5, 7), [2, 3])])
+def test_batchnorm_and_its_statistics(batchnorm, monkeypatch, shape, sizes, slope, residual, twice, small) -> None:
     monkeypatch.setattr(batchnorm, "_SMALL", small)
     # several tiles to a program, and a last one that is not full
     monkeypatch.setattr(batchnorm, "sum_cut", lambda rows, columns: batchnorm.Cut(2, 32, 16, 4))
@@ -54,17 +55,19 @@ def test_batchnorm_and_its_statistics(batchnorm, monkeypatch, shape, slope, resi
     weight, bias = norm.weight.detach(), norm.bias.detach()
     running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
     counts = batchnorm.new_counts(x)
-    y, mean, rstd = batchnorm.forward(x, r if residual else None, weight, bias, running, 0.1, 1e-5, slope, counts)
+    how = (slope, counts, sizes)
+    y, means, rstds = batchnorm.forward(x, r if residual else None, weight, bias, running, 0.1, 1e-5, *how)
     again = maps(*shape) if twice else None
-    dx, dr, dw, db = batchnorm.backward(dy, again, x, y if residual else None, weight, bias, mean, rstd, slope, counts)
+    dx, dr, dw, db = batchnorm.backward(dy, again, x, y if residual else None, weight, bias, means, rstds, *how)
     x64, r64 = x.double().requires_grad_(), r.double().requires_grad_()
-    y64 = functional.leaky_relu(exact(x64) + r64 if residual else exact(x64), slope)
+    normed = torch.cat([exact(own) for own in x64.split(sizes)])
+    y64 = functional.leaky_relu(normed + r64 if residual else normed, slope)
     incoming = dy.double() if again is None else dy.double() + again.double()
     wanted = [x64, exact.weight, exact.bias, *([r64] if residual else [])]
     truth = [y64, *torch.autograd.grad(y64, wanted, incoming), exact.running_mean, exact.running_var]
     got = [y, dx, dw, db, *([dr] if residual else []), norm.running_mean, norm.running_var]
     assert all(error(a, b) < 2e-6 for a, b in zip(got, truth, strict=True))
-    assert norm.num_batches_tracked == 1 and not counts.any()
+    assert norm.num_batches_tracked == len(sizes) and not counts.any()
 
 
 def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> None:
@@ -103,10 +106,31 @@ def test_batchnorm_of_odd_shapes(on_gpu, batchnorm, monkeypatch, shape: tuple[in
     assert error(*pairs) < 1e-6
 
 
+def test_minibatches_kept_apart_and_differentiated_twice(on_gpu, batchnorm, monkeypatch) -> None:
+    """The gradient, by kernels, and that of its square, by PyTorch's operations: both of each minibatch by itself."""
+    monkeypatch.setattr(batchnorm, "_SMALL", 0)
+    torch.manual_seed(0)
+    norm, exact = nn.BatchNorm2d(16), nn.BatchNorm2d(16).double()
+    x = maps(5, 16, 3, 3).requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    with normalised_apart([2, 3]):
+        y = fused.batch_norm_act(x, norm)
+    y64 = torch.cat([functional.relu(exact(own)) for own in x64.split([2, 3])])
+    weight = maps(5, 16, 3, 3)
+    (plain,) = torch.autograd.grad((y * weight).sum(), x, retain_graph=True)
+    (twice,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
+    (truth,) = torch.autograd.grad((y64 * weight.double()).sum(), x64, create_graph=True)
+    assert error(plain, truth) < 5e-6 and error(twice, truth) < 5e-6
+    (again,), (again64,) = (torch.autograd.grad(g.square().sum(), t) for g, t in ((twice, x), (truth, x64)))
+    assert error(again, again64) < 5e-5
+
+
 def test_what_pytorch_refuses_is_refused(on_gpu) -> None:
     """One value of a channel has no variance; other channels than the layer's would be read behind its end."""
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         fused.batch_norm_act(maps(1, 16, 1, 1), nn.BatchNorm2d(16))
+    with normalised_apart([2, 1]), pytest.raises(ValueError, match="more than 1 value per channel"):
+        fused.batch_norm_act(maps(3, 16, 1, 1), nn.BatchNorm2d(16))
     with pytest.raises(RuntimeError):
         fused.batch_norm_act(maps(4, 32, 2, 2), nn.BatchNorm2d(16))
     layer = nn.Conv2d(3, 16, 3, bias=False).bfloat16()
