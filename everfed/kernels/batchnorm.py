@@ -399,18 +399,13 @@ def backward(
     sums = torch.empty((len(sizes), 2, x.shape[1]), device=x.device)  # dweight, dbias
     tensors = (_split(tensor, sizes) for tensor in (dy, again, x, y, dx, dr))
     for *own, mean, rstd, (dw, db) in zip(*tensors, means, rstds, sums, strict=True):
-        _backward(*own, weight, bias, mean, rstd, dw, db, slope, counts)
+        _backward(own, weight, bias, mean, rstd, dw, db, slope, counts)
     dw, db = sums[0] if len(sizes) == 1 else sums.sum(0)
     return dx, dr, dw.to(weight.dtype), db.to(bias.dtype)
 
 
 def _backward(
-    dy: Tensor,
-    again: Tensor | None,
-    x: Tensor,
-    y: Tensor | None,
-    dx: Tensor,
-    dr: Tensor | None,
+    own: Sequence[Any],
     weight: Tensor,
     bias: Tensor,
     mean: Tensor,
@@ -420,7 +415,8 @@ def _backward(
     slope: float,
     counts: Tensor,
 ) -> None:
-    """One minibatch, into dx, dr, dw and db."""
+    """One minibatch, into dw and db and the last two of its `own` tensors: dy, again, x, y, dx, dr of `backward`."""
+    dy, again, x, y, dx, dr = own
     rows, columns = x.numel() // x.shape[1], x.shape[1]
     has, two = y is not None, again is not None
     inputs: tuple[Any, ...] = (dy, again if two else dy, x, y if has else x, weight, bias, mean, rstd)
