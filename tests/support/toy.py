@@ -30,6 +30,7 @@ from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
+from everfed.models.fused import batch_norm_act
 from everfed.models.vit import ViT
 from everfed.parts.pretrained.piecewise import Piecewise
 from everfed.parts.pretrained.prompts import PromptL2P
@@ -157,6 +158,21 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.drop(torch.relu(self.norm(self.conv(x))).flatten(1)))  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    """A convolution and BatchNorm by `batch_norm_act`, with channels enough for its kernels."""
+
+    normalises_apart = True
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(input_shape[0], 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(16)
+        self.head = nn.Linear(256, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(batch_norm_act(self.conv(x), self.norm).flatten(1))  # type: ignore[no-any-return]
 
 
 class Linear(nn.Module):
