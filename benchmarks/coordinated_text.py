@@ -5,7 +5,7 @@ classes of every corpus (Dirichlet, 0.3). The model is pretrained on users that 
 every epoch. Compared: no replay, random replay, diverse replay (alone and coordinated), the opposite (most aligned),
 and random replay with as many tokens as diverse replay has.
 
-    python -m benchmarks.coordinated_text --data DIR --work FOLDER --jobs 16
+    python -m benchmarks.coordinated_text --data DIR --work FOLDER --jobs 16 [--set train.optimizer.lr=0.0003]
 
 The command is a queue like `everfed compare`: repeated, it goes on. It writes FOLDER/coordinated_text.json and prints a
 table. If plain averaging forgets nothing, nothing can be learned from it, and it says so.
@@ -182,12 +182,12 @@ def prepare(data: Path, work: Path) -> None:
         print(f"pretrained on {recipe.stream.model_extra['left_out']} users: perplexity {perplexity:.1f}", flush=True)
 
 
-def grid(work: Path, sizes: Sequence[int], seeds: Sequence[int]) -> list[Cell]:
-    """No replay, and every strategy with every size."""
-    cells = [_cell(work, "no replay", "fedavg", 0, seed, []) for seed in seeds]
+def grid(work: Path, sizes: Sequence[int], seeds: Sequence[int], more: Sequence[str] = ()) -> list[Cell]:
+    """No replay, and every strategy with every size. more: settings for all of them."""
+    cells = [_cell(work, "no replay", "fedavg", 0, seed, [*more]) for seed in seeds]
     for size in sizes:
         for name, policy in STRATEGIES.items():
-            sets = [f"method.memory.policy={policy}", f"method.memory.size={size}"]
+            sets = [*more, f"method.memory.policy={policy}", f"method.memory.size={size}"]
             cells += [_cell(work, name, "naive-uniform", size, seed, sets) for seed in seeds]
     return cells
 
@@ -271,10 +271,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of users, weights and runs")
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE", help="for all runs")
     given = parser.parse_args()
     work = given.work.absolute()
     prepare(given.data, work)
-    cells = grid(work, SIZES, SEEDS[: given.seeds])
+    cells = grid(work, SIZES, SEEDS[: given.seeds], given.sets)
     lines = rows(run_cells(cells, Settings(None, 1.0, 60.0, False, jobs=given.jobs, keep_going=True)))
     (work / "coordinated_text.json").write_text(json.dumps(lines, indent=2) + "\n")
     print(f"{as_table(lines)}\n\n{verdict(lines)}")
