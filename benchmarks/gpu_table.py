@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.measure import machine, write
+from everfed.comparison.mps import private
 
 if TYPE_CHECKING:
     from everfed.session import Assembly
 
 Event = dict[str, Any]
-MPS = "nvidia-cuda-mps-control"
 POLL = 0.1
 PARTS = ("rounds", "generator", "whole", "together")
 
@@ -300,26 +300,6 @@ def over_alone(together: Mapping[str, Any], alone: Mapping[str, float | None]) -
     return float(together["total"]) / one_by_one
 
 
-@contextmanager
-def mps() -> Iterator[dict[str, str] | None]:
-    """The environment of processes that share the GPU by CUDA MPS; None where it is not installed or does not start."""
-    with tempfile.TemporaryDirectory() as place:
-        env = {"CUDA_MPS_PIPE_DIRECTORY": f"{place}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{place}/log"}
-        for path in env.values():
-            Path(path).mkdir()
-        whole_env = {**os.environ, **env}
-        try:
-            subprocess.run([MPS, "-d"], env=whole_env, check=True, capture_output=True, timeout=20)
-        except (OSError, subprocess.SubprocessError) as error:
-            print(f"no CUDA MPS: {error}", flush=True)
-            yield None
-            return
-        try:
-            yield env
-        finally:
-            subprocess.run([MPS], input=b"quit\n", env=whole_env, check=False, capture_output=True, timeout=60)
-
-
 def together(
     command: Command, methods: Sequence[str], images: int, window: Window, folder: Path, gpu: bool
 ) -> dict[str, Any]:
@@ -330,7 +310,7 @@ def together(
         alone[method] = rates(command, [method], images, window, folder / f"alone-{method}", {}).get("total")
         show(f"{method} alone", f"{alone[method] or 0:.0f} images/s")
     found["alone"] = alone
-    with mps() if gpu else nullcontext() as env:
+    with private(partial(print, flush=True)) if gpu else nullcontext() as env:
         name = "processes" if env is None else "mps"
         found[name] = _all_at_once(command, methods, images, window, folder / name, env or {}, alone)
     return found

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from everfed import api
 from everfed.api import Observer
 from everfed.comparison import jobs
+from everfed.comparison.choice import choose
 from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.recipe import Places, Reading, Recipe, Source, placed, read, read_placed, settled, to_toml
 from everfed.recipe.places import Key
@@ -183,6 +184,11 @@ class Queue:
         return len(self.outcomes) == len(self._order)
 
     @property
+    def waiting(self) -> bool:
+        """Is there a cell that could begin?"""
+        return bool(self._open)
+
+    @property
     def total(self) -> int:
         return len(self._order)
 
@@ -231,7 +237,7 @@ def run(
     """Run every cell that is not finished, some side by side where that is faster or asked for. more: further cells
     that follow from an outcome. output: shows how far they are."""
     output = output or Output()
-    queue, choice = Queue(cells, more, output.say), jobs.choose(cells, settings)
+    queue, choice = Queue(cells, more, output.say), choose(cells, settings)
     output.begin(cells)
     if finished := [cell.title for cell in cells if cell.finished]:
         others = f" and {len(finished) - MOST_NAMED} more" if len(finished) > MOST_NAMED else ""

@@ -1,4 +1,4 @@
-"""Runs of a table side by side: worker processes that take one cell after the other, and how many of them pay.
+"""Runs of a table side by side: worker processes that take one cell after the other.
 
 A worker stays alive over its cells, so that torch is imported once. It sends the events of its run to the command that
 started it and ends when that is gone. A worker that dies or loses the GPU is replaced; its cell goes on from its last
@@ -7,145 +7,31 @@ checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
-import resource
-import shutil
 import signal
-import subprocess
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
+from everfed.comparison import mps
+from everfed.comparison.pace import GPU_MEMORY, Pace, Timed
 from everfed.errors import UserError, from_note, note_of
 
 if TYPE_CHECKING:
     from everfed.comparison.cells import Cell, Outcome, Queue, Settings
+    from everfed.comparison.choice import Choice
 
 Event = dict[str, Any]
 Show = Callable[["Cell", Event], None]  # what is done with the events of a run
 POLL = 0.5  # seconds between two looks at cells that other processes hold
-START = 6.0  # seconds until a worker has imported torch and begins
 DEATHS = 2  # a cell whose process died or lost the GPU so often is given up
-MPS = "nvidia-cuda-mps-control"
-GPU_MEMORY = 0.9  # of a GPU's memory, for all runs together: contexts and libraries need some, too
-
-
-# how many ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """jobs: how many runs at a time. why: a sentence for the user; empty where there was nothing to choose. pinned: has
-    every process a share of the cores for itself?"""
-
-    jobs: int
-    why: str = ""
-    pinned: bool = True
-
-
-def choose(cells: Sequence[Cell], settings: Settings) -> Choice:
-    """How many cells to run side by side: what `--jobs` says, else what is expected to be fastest here."""
-    unfinished = [cell for cell in cells if not cell.finished]
-    if settings.jobs == 1 or not unfinished:
-        return Choice(1)
-    from everfed import engines
-
-    section = unfinished[0].recipe.engine
-    on_gpu = engines.device(section).type == "cuda"
-    if settings.jobs:
-        note = f"; {mps_note()}" if on_gpu else ""
-        return Choice(settings.jobs, f"{settings.jobs} runs side by side{note}", pinned=not on_gpu)
-    if on_gpu:
-        more = f"; --jobs N runs several side by side ({mps_note()})" if len(unfinished) > 1 else ""
-        return Choice(1, f"one run at a time on the GPU{more}")
-    if section.kind in ("processes", "ranks") or engines.cores() < 2 or len(unfinished) < 2:
-        return Choice(1)
-    return _fastest(unfinished, settings, engines.cores())
-
-
-def mps_note() -> str:
-    """Can processes share the GPU at the same time here?"""
-    if shutil.which(MPS) is None:
-        return f"they take turns on the GPU: {MPS} is not installed"
-    if _mps_runs():
-        return "CUDA MPS is running: they share the GPU at the same time"
-    return f"they take turns on the GPU; `{MPS} -d`, started before, lets them share it at the same time"
-
-
-def _mps_runs() -> bool:
-    try:
-        asked = subprocess.run(
-            [MPS], input="get_server_list\n", text=True, capture_output=True, check=False, timeout=10
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return asked.returncode == 0
-
-
-def _fastest(cells: Sequence[Cell], settings: Settings, cores: int) -> Choice:
-    """The number of runs at a time that gives the shortest expected time for all cells, from the time of one client's
-    training, measured here on the first cell."""
-    from everfed.engines import calibration
-
-    with_clients = _measured(cells[0], settings)
-    if with_clients is None:
-        return Choice(1)
-    one_client, clients, rounds = with_clients
-    one_after_the_other = cells[0].recipe.engine.kind == "eager"
-    work = one_client.seconds * clients * rounds * len(cells)
-
-    def speedup(workers: int) -> float:
-        """Of the clients of one run, on so many cores."""
-        return 1.0 if one_after_the_other else calibration.speedup(one_client, clients, workers)
-
-    def seconds(jobs: int) -> float:
-        waves = -(-len(cells) // jobs)
-        return (START if jobs > 1 else 0.0) + work * waves / len(cells) / speedup(cores // jobs)
-
-    most = min(len(cells), cores, _fit_in_memory())
-    jobs = min(range(1, most + 1), key=seconds)
-    clients_so = f"its clients {'one after the other' if one_after_the_other else 'side by side'}"
-    expected = f"on {cores} cores: about {seconds(jobs):.0f} s expected for {len(cells)} runs"
-    another = "(--jobs N chooses another number)"
-    if jobs > 1:
-        alone = f"about {seconds(1):.0f} s with one run at a time and {clients_so}"
-        return Choice(jobs, f"{jobs} runs side by side {expected}, {alone} {another}")
-    if most == 1:
-        return Choice(1, f"one run at a time, {clients_so}, {expected}; no second run fits into the memory")
-    next_best = min(range(2, most + 1), key=seconds)
-    several = f"about {seconds(next_best):.0f} s with {next_best} runs side by side"
-    return Choice(1, f"one run at a time, {clients_so}, {expected}, {several} {another}")
-
-
-def _measured(cell: Cell, settings: Settings) -> tuple[Any, int, int] | None:
-    """(one client's training, clients of a round, rounds); None where it cannot be measured."""
-    from everfed.engines import calibration
-    from everfed.recipe import placed, scaled
-    from everfed.session import assemble
-
-    with placed(cell.places):
-        data = None if settings.data is None else str(settings.data)
-        assembly = assemble(scaled(cell.recipe, settings.scale), data, settings.scale, cell.stream)
-    measured = calibration.one_client(assembly.setup, assembly.build_module)
-    return None if measured is None else (measured, len(assembly.stream.round(0).participants), assembly.stream.rounds)
-
-
-def _fit_in_memory() -> int:
-    """How many processes as large as this one, which has assembled a run, fit into the memory that is free."""
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    try:
-        with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return os.cpu_count() or 1
-    return max(1, free // own)
 
 
 # workers -------------------------------------------------------------------------------------------------------
@@ -153,10 +39,21 @@ def _fit_in_memory() -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """What a worker may use of the machine. cores: None for all, where runs are on a GPU. gpu_memory: of 1."""
+    """What a worker may use of the machine. cores: None for all, where runs are on a GPU. gpu_memory: of 1.
+    environment: variables of its process. timed: it sends the times of phases, for `Pace`."""
 
     cores: Sequence[int] | None
     gpu_memory: float = 1.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sent to a worker at any time. waits: its run has to wait between two phases until that is taken back."""
+
+    gpu_memory: float
+    waits: bool
 
 
 class Worker:
@@ -166,6 +63,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.share, self.since = share, 0.0
+        self.limits = Limits(share.gpu_memory, waits=False)
         self.cell: Cell | None = None
         # not daemonic: an engine inside may have processes of its own
         self.process = context.Process(target=_work, args=(theirs, settings, share), name="everfed-cell")
@@ -179,8 +77,19 @@ class Worker:
 
     def begin(self, cell: Cell, was_held: bool) -> None:
         self.cell, self.since = cell, time.monotonic()
-        with contextlib.suppress(OSError):  # a worker that died is noticed by what it does not answer
+        with suppress(OSError):  # a worker that died is noticed by what it does not answer
             self.pipe.send((cell, was_held))
+
+    @property
+    def run(self) -> Hashable:
+        """What it runs; another one if it runs the same cell again."""
+        return None if self.cell is None else (self.cell.folder, self.since)
+
+    def limit(self, limits: Limits) -> None:
+        if limits != self.limits:
+            self.limits, self.share = limits, replace(self.share, gpu_memory=limits.gpu_memory)
+            with suppress(OSError):
+                self.pipe.send(limits)
 
     def stop(self) -> None:
         """End it at once: a run goes on from its last checkpoint."""
@@ -197,20 +106,25 @@ class Worker:
 def run(queue: Queue, settings: Settings, choice: Choice, show: Show) -> None:
     """Run the cells of a queue in processes until all have an outcome. Raises the error of a cell that should end the
     command."""
-    shares, workers = _shares(choice), list[Worker]()
-    try:
-        while not queue.done:
-            _hand_out(queue, workers, settings, shares)
-            busy = {worker.pipe: worker for worker in workers if worker.cell is not None}
-            for pipe in _ready(busy):
-                _receive(busy[pipe], queue, workers, settings, show)
-            _enforce_limit(queue, workers, settings)
-    except BaseException:
+    pace = Pace(choice.jobs, queue.say) if choice.measured else None
+    none: Mapping[str, str] = {}
+    with nullcontext(none) if pace is None else mps.shared(queue.say) as environment:
+        workers = list[Worker]()
+        try:
+            while not queue.done:
+                _hand_out(queue, workers, settings, _shares(choice, pace, environment))
+                if pace is not None:
+                    _follow(pace, queue, workers)
+                busy = {worker.pipe: worker for worker in workers if worker.cell is not None}
+                for pipe in _ready(busy):
+                    _receive(busy[pipe], queue, workers, settings, show, pace)
+                _enforce_limit(queue, workers, settings)
+        except BaseException:
+            for worker in workers:
+                worker.stop()
+            raise
         for worker in workers:
-            worker.stop()
-        raise
-    for worker in workers:
-        worker.leave()
+            worker.leave()
 
 
 def _ready(busy: Mapping[Connection, Worker]) -> list[Connection]:
@@ -220,12 +134,26 @@ def _ready(busy: Mapping[Connection, Worker]) -> list[Connection]:
     return [pipe for pipe in wait(list(busy), timeout=POLL) if isinstance(pipe, Connection)] if busy else []
 
 
-def _shares(choice: Choice) -> list[Share]:
+def _shares(choice: Choice, pace: Pace | None = None, environment: Mapping[str, str] | None = None) -> list[Share]:
     """An equal share for every worker, so that the engine inside chooses for it and none takes what others need."""
     if not choice.pinned or not hasattr(os, "sched_getaffinity"):
-        return [Share(None, GPU_MEMORY / choice.jobs)] * choice.jobs
+        jobs = choice.jobs if pace is None else pace.number
+        return [Share(None, GPU_MEMORY / jobs, environment or {}, timed=pace is not None)] * jobs
     cores = sorted(os.sched_getaffinity(0))
     return [Share(cores[number :: choice.jobs] or [cores[number % len(cores)]]) for number in range(choice.jobs)]
+
+
+def _follow(pace: Pace, queue: Queue, workers: list[Worker]) -> None:
+    """Do what `pace` has found: equal shares of the memory for as many runs as there may be, one run waits while the
+    others are measured, and no idle worker stays beyond their number."""
+    for idle in [worker for worker in workers if worker.cell is None][: max(0, len(workers) - pace.number)]:
+        idle.leave()
+        workers.remove(idle)
+    busy = [worker for worker in workers if worker.cell is not None]
+    pace.update([worker.run for worker in busy], queue.waiting, time.monotonic())
+    share = GPU_MEMORY / max(pace.number, len(busy))
+    for worker in workers:
+        worker.limit(Limits(share, waits=worker.cell is not None and worker.run == pace.held))
 
 
 def _hand_out(queue: Queue, workers: list[Worker], settings: Settings, shares: Sequence[Share]) -> None:
@@ -241,8 +169,10 @@ def _hand_out(queue: Queue, workers: list[Worker], settings: Settings, shares: S
         idle[0].begin(cell, queue.was_held(cell))
 
 
-def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Settings, show: Show) -> None:
-    """Process one message of a busy worker: an event of its run, or how the run ended."""
+def _receive(
+    worker: Worker, queue: Queue, workers: list[Worker], settings: Settings, show: Show, pace: Pace | None = None
+) -> None:
+    """Process one message of a busy worker: an event or a time of its run, or how the run ended."""
     cell = worker.cell
     assert cell is not None
     try:
@@ -256,7 +186,22 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
     if kind == "event":
         show(cell, content)
         return
+    if kind in ("phase", "waits"):
+        if pace is not None:
+            (pace.phase if kind == "phase" else pace.waits)(worker.run, content)
+        return
     worker.cell = None
+    if pace is not None and (kind == "lost" or _no_memory(kind, content)) and pace.fewer():
+        worker.stop()
+        workers.remove(worker)
+        why = content if kind == "lost" else "the GPU's memory is full"
+        most = "one run" if pace.number == 1 else f"{pace.number} runs"
+        queue.say(
+            f"{cell.title}: {why}; at most {most} at a time from now on, "
+            "and another process resumes it from its last checkpoint"
+        )
+        queue.again(cell)
+        return
     if kind == "held":
         queue.hold(cell)
     elif kind == "outcome":
@@ -269,6 +214,11 @@ def _receive(worker: Worker, queue: Queue, workers: list[Worker], settings: Sett
         _go_on_or_give_up(cell, content, f"{cell.title}, {DEATHS} times: {content}", queue, settings)
     else:
         raise _error(kind, content)
+
+
+def _no_memory(kind: str, content: Any) -> bool:
+    """Did a run end because it found no memory?"""
+    return "out of memory" in str(content.problem if kind == "outcome" else content)
 
 
 def _death(worker: Worker) -> str:
@@ -317,6 +267,7 @@ def _error(kind: str, content: Any) -> Exception:
 def _work(pipe: Connection, settings: Settings, share: Share) -> None:
     """Run the cells that come through the pipe until it is closed. Ctrl-C is the parent's: it ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(share.environment)
     if share.cores is not None:
         os.sched_setaffinity(0, share.cores)
         # runs on the CPU: where torch sees a GPU, the first backward pass starts threads that no fork survives, and the
@@ -327,12 +278,46 @@ def _work(pipe: Connection, settings: Settings, share: Share) -> None:
 
     def observer(event: Event) -> None:
         pipe.send(("event", event))
+        if share.timed and event["event"] == "phase":
+            now = time.monotonic()
+            memory = _gpu_memory(int(now))
+            pipe.send(("phase", Timed(event["round"], event["task"], event["seconds"], now, *memory)))
+            _heed(pipe)
 
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            cell, was_held = pipe.recv()
+            content = pipe.recv()
+            if isinstance(content, Limits):  # to wait was for the run that has ended
+                _limit_gpu_memory(content.gpu_memory)
+                continue
+            cell, was_held = content
             pipe.send(_answer(partial(cells.attempt, cell, settings, [observer], was_held)))
             _release_gpu_memory()
+
+
+def _heed(pipe: Connection) -> None:
+    """Between two phases: apply the limits that were sent meanwhile, and wait as long as they say so."""
+    waits = False
+    while waits or pipe.poll():
+        try:
+            limits = pipe.recv()
+        except EOFError as error:
+            raise BrokenPipeError from error  # the command is gone
+        _limit_gpu_memory(limits.gpu_memory)
+        if limits.waits and not waits:
+            pipe.send(("waits", time.monotonic()))
+        waits = limits.waits
+
+
+@lru_cache(maxsize=1)
+def _gpu_memory(second: int) -> tuple[float, float]:
+    """(the most that this process has had for its run, what is free on the GPU), of 1; looked up once a second."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return 0.0, 1.0
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.max_memory_reserved() / total, free / total
 
 
 def _limit_gpu_memory(share: float) -> None:
@@ -350,6 +335,7 @@ def _release_gpu_memory() -> None:
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _answer(attempt: Callable[[], Outcome | None]) -> tuple[str, Any]:

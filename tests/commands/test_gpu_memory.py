@@ -11,6 +11,7 @@ import torch
 from everfed import engines
 from everfed.comparison import jobs
 from everfed.comparison.cells import Outcome, Queue, Settings
+from everfed.comparison.choice import Choice
 from everfed.core.data import device_memory
 from everfed.engines import captured
 from everfed.engines.device_data import DeviceData
@@ -21,7 +22,7 @@ GIB = 1 << 30
 
 
 def test_every_run_has_the_same_share_of_the_gpu_and_all_together_leave_room_for_contexts() -> None:
-    shares = jobs._shares(jobs.Choice(4, pinned=False))
+    shares = jobs._shares(Choice(4, pinned=False))
     assert [share.gpu_memory for share in shares] == [0.225] * 4
     assert all(share.cores is None for share in shares)
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from everfed.commands.cells import Beside, Terminal
-from everfed.comparison import cells, jobs
+from everfed.comparison import cells, choice, jobs
 from everfed.comparison.cells import Cell, Outcome, Queue, Settings
+from everfed.comparison.choice import Choice, choose
 from everfed.comparison.grid import Shown
 from everfed.engines.calibration import CALL_SECONDS, OneClient
 from everfed.errors import UserError
@@ -371,7 +372,7 @@ def unseen(cell: Cell, event: dict[str, Any]) -> None:
 def test_a_cell_whose_process_was_killed_twice_is_given_up(cell: Any) -> None:
     one, two = cell("one"), cell("two")
     queue = Recorded(one, two)
-    jobs.run(queue, settings(keep_going=True), jobs.Choice(1), unseen)
+    jobs.run(queue, settings(keep_going=True), Choice(1), unseen)
     assert queue.taken == [one, one, two, two]
     problems = [outcome.problem for outcome in queue.in_order()]
     assert problems == [
@@ -384,7 +385,7 @@ def test_a_cell_whose_process_was_killed_twice_is_given_up(cell: Any) -> None:
 def test_a_cell_whose_process_was_killed_twice_ends_the_command(cell: Any) -> None:
     queue = Recorded(cell("one"), cell("two"))
     with pytest.raises(UserError, match="the process of one seed 0 was killed by signal 9, 2 times"):
-        jobs.run(queue, settings(), jobs.Choice(1), unseen)
+        jobs.run(queue, settings(), Choice(1), unseen)
     assert [cell.row for cell in queue.taken] == ["one", "one"]
 
 
@@ -435,30 +436,30 @@ def test_the_limit_is_of_one_cell_however_long_its_worker_has_been_there(
 
 def chosen(
     cell: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int = 16, cores: int = 8, clients: int = 10
-) -> jobs.Choice:
+) -> Choice:
     """For runs of 100 rounds whose clients take `seconds` each."""
-    monkeypatch.setattr(jobs, "_measured", lambda *_: (OneClient(seconds, 0), clients, 100))
-    monkeypatch.setattr(jobs, "_fit_in_memory", lambda: 1000)
-    return jobs._fastest([cell(str(number)) for number in range(runs)], settings(), cores)
+    monkeypatch.setattr(choice, "_measured", lambda *_: (OneClient(seconds, 0), clients, 100))
+    monkeypatch.setattr(choice, "_fit_in_memory", lambda: 1000)
+    return choice._fastest([cell(str(number)) for number in range(runs)], settings(), cores)
 
 
 def test_cells_side_by_side_where_clients_do_not_divide_among_the_cores(
     cell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """10 clients on 8 cores are two waves, 5 times as fast; 16 runs on 8 cores are two waves, 8 times as fast."""
-    choice = chosen(cell, monkeypatch, 1.0)
-    assert choice.jobs == 8
-    assert "8 runs side by side on 8 cores: about 2006 s" in choice.why
-    assert f"about {16_000 / 5 * (1 + CALL_SECONDS):.0f} s with one run at a time" in choice.why
+    found = chosen(cell, monkeypatch, 1.0)
+    assert found.jobs == 8
+    assert "8 runs side by side on 8 cores: about 2006 s" in found.why
+    assert f"about {16_000 / 5 * (1 + CALL_SECONDS):.0f} s with one run at a time" in found.why
 
 
 def test_an_engine_that_runs_clients_one_after_the_other_leaves_the_cores_to_cells(
     cell: Any, monkeypatch: pytest.MonkeyPatch, work: Path
 ) -> None:
     eager = read(work / "table.toml")
-    choice = chosen(lambda name: replace(cell(name), recipe=eager), monkeypatch, 1.0, runs=2, clients=8)
-    assert choice.jobs == 2
-    assert "about 806 s expected for 2 runs, about 1600 s with one run at a time" in choice.why
+    found = chosen(lambda name: replace(cell(name), recipe=eager), monkeypatch, 1.0, runs=2, clients=8)
+    assert found.jobs == 2
+    assert "about 806 s expected for 2 runs, about 1600 s with one run at a time" in found.why
 
 
 def test_a_table_of_seconds_is_not_worth_the_start_of_processes(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,14 +470,14 @@ def test_a_table_of_seconds_is_not_worth_the_start_of_processes(cell: Any, monke
 def test_one_run_at_a_time_is_a_choice_that_is_printed(cell: Any, monkeypatch: pytest.MonkeyPatch, work: Path) -> None:
     """Eager: 2 runs of 100 rounds of 8 clients of 1 ms take 1.6 s; side by side 0.8 s after the 6 s of a start."""
     eager = read(work / "table.toml")
-    choice = chosen(lambda name: replace(cell(name), recipe=eager), monkeypatch, 1e-3, runs=2, clients=8)
-    assert choice == jobs.Choice(
+    found = chosen(lambda name: replace(cell(name), recipe=eager), monkeypatch, 1e-3, runs=2, clients=8)
+    assert found == Choice(
         1,
         "one run at a time, its clients one after the other, on 8 cores: about 2 s expected for 2 runs, about 7 s with "
         "2 runs side by side (--jobs N chooses another number)",
     )
-    monkeypatch.setattr(jobs, "_fit_in_memory", lambda: 1)
-    assert jobs._fastest([cell("one"), cell("two")], settings(), 8).why.endswith("no second run fits into the memory")
+    monkeypatch.setattr(choice, "_fit_in_memory", lambda: 1)
+    assert choice._fastest([cell("one"), cell("two")], settings(), 8).why.endswith("no second run fits into the memory")
 
 
 def test_one_run_has_its_clients_side_by_side(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,26 +491,12 @@ def test_few_runs_share_the_cores(cell: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_the_command_line_says_is_done(cell: Any) -> None:
-    assert jobs.choose([cell("one"), cell("two")], settings(jobs=3)) == jobs.Choice(3, "3 runs side by side")
-    assert jobs.choose([cell("one"), cell("two")], settings(jobs=1)) == jobs.Choice(1)
+    assert choose([cell("one"), cell("two")], settings(jobs=3)) == Choice(3, "3 runs side by side")
+    assert choose([cell("one"), cell("two")], settings(jobs=1)) == Choice(1)
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-    assert [share.cores for share in jobs._shares(jobs.Choice(2))] == [[0, 2, 4], [1, 3]]
-    assert [share.cores for share in jobs._shares(jobs.Choice(6))] == [[0], [1], [2], [3], [4], [0]]
-    assert [share.cores for share in jobs._shares(jobs.Choice(2, pinned=False))] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("installed", "answer", "note"),
-    [
-        (None, 0, "is not installed"),
-        ("/usr/bin/it", 0, "CUDA MPS is running"),
-        ("/usr/bin/it", 1, "`nvidia-cuda-mps-control -d`, started before"),
-    ],
-)
-def test_the_note_about_mps(monkeypatch: pytest.MonkeyPatch, installed: str | None, answer: int, note: str) -> None:
-    monkeypatch.setattr(jobs.shutil, "which", lambda _: installed)
-    monkeypatch.setattr(jobs.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=answer))
-    assert note in jobs.mps_note()
+    assert [share.cores for share in jobs._shares(Choice(2))] == [[0, 2, 4], [1, 3]]
+    assert [share.cores for share in jobs._shares(Choice(6))] == [[0], [1], [2], [3], [4], [0]]
+    assert [share.cores for share in jobs._shares(Choice(2, pinned=False))] == [None, None]

@@ -1,0 +1,214 @@
+"""How many runs go at a time on one GPU, found by measuring the runs themselves.
+
+One run begins. When it is warm (its graphs are captured, its number of slots is found) and its memory leaves room, a
+second one begins beside it. When all are warm, their rounds are timed twice: with all runs, then while the last one
+waits between two phases. From these two times follows how much faster all together are with one run more:
+
+    gain = n / (n - 1) * mean over the others of (seconds of a round without the last run / with it)
+
+While that is at least GAIN, another run is added; otherwise one run fewer is the number for the rest of the table. No
+run is ended for it: the place of a run that ends is not given to another one.
+
+Rounds of a later task may be longer (more data, the beginning of replay). The two windows follow each other directly,
+so that most lie in one task, and a run whose task changed does not count. Where that is so for more than half of the
+runs, both windows are repeated; the last try counts them all, for streams whose tasks are shorter than two windows. A
+run that begins or ends starts the measurement again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+GPU_MEMORY = 0.9  # of a GPU's memory, for all runs together: contexts and libraries need some, too
+WARM = 10  # rounds of a run after which its graphs are captured and its number of slots is found
+ROUNDS, SECONDS = 5, 1.0  # a window has at least so many rounds of every run, and so many seconds
+GAIN = 1.05  # all together must be so much faster with one run more
+MARGIN = 1.25  # a run may need so much more memory later than it had until now
+TRIES = 3  # measurements of one number of runs
+GRACE = 10.0  # seconds that a run waits at most, beside three times the window with all runs
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A phase of a run. ended: by a clock that all processes have in common. reserved: the most GPU memory that its
+    process has had, free: what is free on the GPU, both of 1."""
+
+    round: int
+    task: int
+    seconds: float
+    ended: float
+    reserved: float = 0.0
+    free: float = 1.0
+
+    @property
+    def begun(self) -> float:
+        return self.ended - self.seconds
+
+
+@dataclass(frozen=True)
+class Round:
+    task: int
+    seconds: float
+
+
+@dataclass
+class _Rounds:
+    """The rounds of one run. A round lasts until the next one begins. window: those that began after `since`."""
+
+    count: int = 0
+    since: float = math.inf
+    window: list[Round] = field(default_factory=list)
+    first: Timed | None = None  # phase of the present round
+    last: Timed | None = None
+
+    def add(self, phase: Timed) -> None:
+        if self.first is None:
+            self.first = phase
+        elif phase.round != self.first.round:
+            if self.first.begun >= self.since:
+                self.window.append(Round(self.first.task, phase.begun - self.first.begun))
+            self.count, self.first = self.count + 1, phase
+        self.last = phase
+
+    def open_window(self, since: float) -> None:
+        self.window, self.since = [], since
+
+
+class Pace:
+    """number: how many runs may be under way. held: the run that has to wait, so that the others are timed without it.
+    most: no more are tried. say: takes the line for the user when the number is found."""
+
+    def __init__(self, most: int, say: Callable[[str], None]) -> None:
+        self.number, self.most, self.say = 1, most, say
+        self.held: Hashable | None = None
+        self.decided = False
+        self.gains: dict[int, float] = {}  # of so many runs over one fewer
+        self._runs: dict[Hashable, _Rounds] = {}
+        self._waiting = False
+        self._tries = 0
+        self._now, self._deadline = 0.0, math.inf
+        self._begun: float | None = None  # the present window
+        self._with: Mapping[Hashable, list[Round]] = {}  # the windows with all runs
+
+    def update(self, runs: Sequence[Hashable], waiting: bool, now: float) -> None:
+        """Which runs are under way, in the order of their workers, and whether a further one is waiting to begin."""
+        if list(runs) != list(self._runs) or waiting != self._waiting:
+            self._runs = {run: self._runs.get(run) or _Rounds() for run in runs}
+            self._waiting = waiting
+            self._restart()
+        elif self.held is not None and now > self._deadline:
+            self._fail()
+
+    def phase(self, run: Hashable, phase: Timed) -> None:
+        """A phase of a run has ended."""
+        if run not in self._runs:
+            return
+        self._runs[run].add(phase)
+        self._now = max(self._now, phase.ended)
+        if self.decided or not self._waiting or len(self._runs) != self.number:
+            return
+        if all(rounds.count >= WARM for rounds in self._runs.values()):
+            self._measure()
+
+    def waits(self, run: Hashable, since: float) -> None:
+        """The run that has to wait has stopped."""
+        if run == self.held and self._begun is None:
+            self._open_windows(since)
+
+    def fewer(self) -> bool:
+        """A run failed, maybe for the runs beside it (no memory, a fault under CUDA MPS): fewer at a time from now on.
+        False where it was alone."""
+        under_way = max(self.number, len(self._runs))
+        if under_way == 1:
+            return False
+        self.number, self.decided = min(self.number, under_way - 1), True
+        self._restart()
+        return True
+
+    def _restart(self) -> None:
+        """Measure from the beginning."""
+        self.held = self._begun = None
+        self._now, self._deadline = 0.0, math.inf
+
+    def _open_windows(self, since: float) -> None:
+        self._begun = since
+        for rounds in self._runs.values():
+            rounds.open_window(since)
+
+    def _measure(self) -> None:
+        if self.number == 1:
+            self._add_one()
+            return
+        if self._begun is None:
+            if self.held is None:
+                self._open_windows(self._now)
+            return
+        windows = {run: rounds.window for run, rounds in self._runs.items() if run != self.held}
+        if not all(_long_enough(window) for window in windows.values()):
+            return
+        if self.held is not None:
+            self._compare(windows)
+            return
+        self._with, self.held = windows, list(self._runs)[-1]
+        self._deadline = self._now + 3 * (self._now - self._begun) + GRACE
+        self._begun = None  # until it has stopped
+
+    def _compare(self, without: Mapping[Hashable, list[Round]]) -> None:
+        same_task = [run for run in without if _tasks(self._with[run]) == _tasks(without[run])]
+        if 2 * len(same_task) < len(without):
+            if self._tries + 1 < TRIES:
+                self._fail()
+                return
+            same_task = list(without)
+        slower = [_median(without[run]) / _median(self._with[run]) for run in same_task]
+        gain = self.number / (self.number - 1) * statistics.fmean(slower)
+        self.gains[self.number] = gain
+        if gain >= GAIN:
+            self._add_one()
+        else:
+            self.number -= 1
+            self._decide()
+
+    def _add_one(self) -> None:
+        phases = [rounds.last for rounds in self._runs.values() if rounds.last is not None]
+        needed = MARGIN * max(phase.reserved for phase in phases)
+        if self.number == self.most:
+            self._decide("more are not tried")
+        elif needed > min(GPU_MEMORY / (self.number + 1), *(phase.free for phase in phases)):
+            self._decide("another one might not fit into its memory")
+        else:
+            self.number += 1
+            self._tries = 0
+            self._restart()
+
+    def _fail(self) -> None:
+        """The windows could not be compared."""
+        self._tries += 1
+        if self._tries == TRIES:
+            self._decide(f"{self.number} could not be compared with {self.number - 1}")
+        else:
+            self._restart()
+
+    def _decide(self, reason: str = "") -> None:
+        self.decided = True
+        self._restart()
+        gains = [f"{number} are {gain:.2f} times as fast as {number - 1}" for number, gain in self.gains.items()]
+        found = [f"all together, {', '.join(gains)}"] * bool(gains) + [reason] * bool(reason)
+        runs = "one run" if self.number == 1 else f"{self.number} runs"
+        self.say(f"{runs} at a time on the GPU: {'; '.join(found)} (--jobs N chooses another number)")
+
+
+def _long_enough(window: Sequence[Round]) -> bool:
+    return len(window) >= ROUNDS and sum(one.seconds for one in window) >= SECONDS
+
+
+def _tasks(window: Sequence[Round]) -> set[int]:
+    return {one.task for one in window}
+
+
+def _median(window: Sequence[Round]) -> float:
+    """Of the seconds of a round: not changed by a few that also score, save or capture."""
+    return statistics.median(one.seconds for one in window)
