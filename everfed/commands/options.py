@@ -34,7 +34,9 @@ CheckpointEvery = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Write JSON lines, for machines.")]
 Jobs = Annotated[
     int,
-    typer.Option("--jobs", metavar="N", min=0, help="Runs side by side, in processes; 0: what is fastest here."),
+    typer.Option(
+        "--jobs", metavar="N", min=0, help="Runs side by side, in processes; 0: what is fastest here (a GPU: measured)."
+    ),
 ]
 Seeds = Annotated[str | None, typer.Option("--seeds", metavar="S,S,...", help="Seeds, such as 0,1,2.")]
 
