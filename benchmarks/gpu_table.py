@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.measure import machine, write
-from everfed.comparison.mps import private
 
 if TYPE_CHECKING:
     from everfed.session import Assembly
@@ -304,13 +303,15 @@ def together(
     command: Command, methods: Sequence[str], images: int, window: Window, folder: Path, gpu: bool
 ) -> dict[str, Any]:
     """Every method alone, then all at once."""
+    from everfed.comparison import mps
+
     found: dict[str, Any] = {"images_a_round": images}
     alone: dict[str, float | None] = {}
     for method in methods:
         alone[method] = rates(command, [method], images, window, folder / f"alone-{method}", {}).get("total")
         show(f"{method} alone", f"{alone[method] or 0:.0f} images/s")
     found["alone"] = alone
-    with private(partial(print, flush=True)) if gpu else nullcontext() as env:
+    with mps.private(partial(print, flush=True)) if gpu else nullcontext() as env:
         name = "processes" if env is None else "mps"
         found[name] = _all_at_once(command, methods, images, window, folder / name, env or {}, alone)
     return found

@@ -178,8 +178,11 @@ def _receive(
     try:
         kind, content = worker.pipe.recv()
     except (EOFError, OSError):
-        _replace(worker, workers, settings)
+        worker.stop()
         how = _death(worker)
+        if _with_fewer(worker, f"its process {how}", queue, workers, pace):
+            return
+        _replace(worker, workers, settings)
         problem = f"the process of {cell.title} {how}, {DEATHS} times; is there memory enough?"
         _go_on_or_give_up(cell, f"its process {how}", problem, queue, settings)
         return
@@ -190,18 +193,10 @@ def _receive(
         if pace is not None:
             (pace.phase if kind == "phase" else pace.waits)(worker.run, content)
         return
-    worker.cell = None
-    if pace is not None and (kind == "lost" or _no_memory(kind, content)) and pace.fewer():
-        worker.stop()
-        workers.remove(worker)
-        why = content if kind == "lost" else "the GPU's memory is full"
-        most = "one run" if pace.number == 1 else f"{pace.number} runs"
-        queue.say(
-            f"{cell.title}: {why}; at most {most} at a time from now on, "
-            "and another process resumes it from its last checkpoint"
-        )
-        queue.again(cell)
+    why = content if kind == "lost" else "the GPU's memory is full" if _no_memory(kind, content) else ""
+    if why and _with_fewer(worker, why, queue, workers, pace):
         return
+    worker.cell = None
     if kind == "held":
         queue.hold(cell)
     elif kind == "outcome":
@@ -214,6 +209,20 @@ def _receive(
         _go_on_or_give_up(cell, content, f"{cell.title}, {DEATHS} times: {content}", queue, settings)
     else:
         raise _error(kind, content)
+
+
+def _with_fewer(worker: Worker, why: str, queue: Queue, workers: list[Worker], pace: Pace | None) -> bool:
+    """A run failed, maybe for those beside it: where their number is this command's own choice, it goes on later, with
+    fewer. False where it was alone or the user chose the number."""
+    if pace is None or worker.cell is None or not pace.fewer():
+        return False
+    worker.stop()
+    workers.remove(worker)
+    most = "one run" if pace.number == 1 else f"{pace.number} runs"
+    again = f"at most {most} at a time from now on, and another process resumes it from its last checkpoint"
+    queue.say(f"{worker.cell.title}: {why}; {again}")
+    queue.again(worker.cell)
+    return True
 
 
 def _no_memory(kind: str, content: Any) -> bool:

@@ -290,10 +290,16 @@ class Process:
         self.sent: list[Any] = []
         self.ended = ""
         self.answers: list[tuple[str, Any]] = []
-        self.pipe = SimpleNamespace(send=self.sent.append, recv=lambda: self.answers.pop(0))
+        self.pipe = SimpleNamespace(send=self.sent.append, recv=self.receive)
+        self.process = SimpleNamespace(exitcode=-signal.SIGKILL)
         Process.made.append(self)
 
     begin, limit, run = jobs.Worker.begin, jobs.Worker.limit, jobs.Worker.run
+
+    def receive(self) -> tuple[str, Any]:
+        if not self.answers:
+            raise EOFError
+        return self.answers.pop(0)
 
     def stop(self) -> None:
         self.ended = "stopped"
@@ -364,12 +370,12 @@ FAULT = "RuntimeError: CUDA error: device-side assert triggered"
 OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
-@pytest.mark.parametrize(("kind", "text"), [("outcome", OUT), ("bug", OUT), ("lost", FAULT)])
+@pytest.mark.parametrize(("kind", "text"), [("outcome", OUT), ("bug", OUT), ("lost", FAULT), ("", "")])
 def test_a_run_that_may_have_failed_for_the_others_has_another_try(
     table: Any, processes: list[Process], kind: str, text: str
 ) -> None:
-    """Without memory, or under CUDA MPS with a fault that may be another's. Alone it is an outcome, or an error, as
-    with one run at a time; what happened before does not count."""
+    """Without memory, killed, or under CUDA MPS with a fault that may be another's. Alone it is an outcome, or an error,
+    as with one run at a time; what happened before does not count."""
     lines: list[str] = []
     queue = Queue(table(0, 1), say=lines.append)
     pace, workers = Pace(8, lines.append), list[Any]()
@@ -377,10 +383,10 @@ def test_a_run_that_may_have_failed_for_the_others_has_another_try(
     handed_out(queue, workers, pace)
     first, second = processes
     cell: Any = second.cell
-    second.answers = [(kind, Outcome(cell, None, text) if kind == "outcome" else text)]
+    second.answers = [(kind, Outcome(cell, None, text) if kind == "outcome" else text)] if kind else []
     jobs._receive(second, queue, workers, Settings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
     assert workers == [first] and second.ended == "stopped" and not queue.outcomes and pace.number == 1
-    why = FAULT if kind == "lost" else "the GPU's memory is full"
+    why = {"lost": FAULT, "": "its process was killed by signal 9"}.get(kind, "the GPU's memory is full")
     assert lines == [
         f"fedavg seed 1: {why}; at most one run at a time from now on, and another process resumes it from its last "
         "checkpoint"
