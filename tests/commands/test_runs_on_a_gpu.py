@@ -374,7 +374,7 @@ OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 def test_a_run_that_may_have_failed_for_the_others_has_another_try(
     table: Any, processes: list[Process], kind: str, text: str
 ) -> None:
-    """Without memory, killed, or under CUDA MPS with a fault that may be another's. Alone it is an outcome, or an error,
+    """Without memory, killed, or under CUDA MPS with a fault that may be another's. Alone it is an outcome or error,
     as with one run at a time; what happened before does not count."""
     lines: list[str] = []
     queue = Queue(table(0, 1), say=lines.append)
