@@ -60,7 +60,7 @@ class GSSGreedy(Policy):
         if memory.size == 0 or len(offered) == 0:
             return
         x, y = step.x.index_select(0, offered), step.y.index_select(0, offered)
-        buffer = _Buffer(self, memory, own, step.ctx, int(rows["fill"][0]))
+        buffer = _Buffer(self, memory, own, step.ctx, int(rows["fill"][0]), len(offered))
         rng = np.random.default_rng(int(rows["draws"][0]))
         gradients = gradients_here(step.ctx, x, y, memory.gradient_options)
         for row, gradient in enumerate(gradients):
@@ -73,10 +73,12 @@ class GSSGreedy(Policy):
 
 
 class _Buffer:
-    """The stored samples' gradients at the current weights, computed on first use."""
+    """The stored samples' gradients at the current weights, computed on first use: those of all at once, where as many
+    samples are offered as will need most of them."""
 
-    def __init__(self, policy: GSSGreedy, memory: Memory, own: Tree, ctx: Context, filled: int) -> None:
+    def __init__(self, policy: GSSGreedy, memory: Memory, own: Tree, ctx: Context, filled: int, offers: int) -> None:
         self.references, self.memory, self.own, self.ctx, self.filled = policy.references, memory, own, ctx, filled
+        self.all_at_once = offers * policy.references >= filled
         self.gradients: dict[int, Tensor] = {}
 
     def offer(self, gradient: Tensor, rng: np.random.Generator) -> int | None:
@@ -91,6 +93,8 @@ class _Buffer:
 
     def _rows(self, rows: np.ndarray, like: Tensor) -> Tensor:
         missing = [int(row) for row in rows if int(row) not in self.gradients]
+        if missing and self.all_at_once:
+            missing = [row for row in range(self.filled) if row not in self.gradients]
         if missing:
             index = torch.tensor(missing, device=self.own["x"].device)
             x, y = (self.own[key].index_select(0, index) for key in ("x", "y"))
