@@ -96,6 +96,24 @@ def test_projected_gradients_are_used_everywhere() -> None:
     assert [e["bytes_up"] for e in sent] == [4 * 4 * 30] * 2
 
 
+@pytest.mark.parametrize(("projection", "computed"), [(30, 1), (0, 4)])
+def test_projected_gradients_are_computed_once_a_selection(
+    projection: int, computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three exchanges and the choice; in the second task, with another model, again. Nothing is kept afterwards."""
+    running, calls = bench(exchanges=3, projection=projection), list[int]()
+    anew = Pool.gradients
+
+    def counted(pool: Pool) -> Tensor:
+        calls.append(pool.ctx.client)
+        return anew(pool)
+
+    monkeypatch.setattr(Pool, "gradients", counted)
+    outcome = running.run(rounds=4)
+    assert [calls.count(client) for client in range(4)] == [2 * computed] * 4
+    assert all("sent" not in client[NAME]["host"] for client in outcome.clients.values())
+
+
 def test_gradients_are_a_mean_over_drawn_augmentations() -> None:
     """The same in all exchanges and in the choice; another in the next round."""
     running = Bench(stream=Toy(augmented=True))

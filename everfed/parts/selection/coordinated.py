@@ -7,7 +7,8 @@ but the mean of their weighted sums of unit gradients, so that the phase runs un
     select, T times:   client -> server   y_m = G_m x_m            server -> client   the mean of all y
     remember:          h_m = y_m - mean,  x_m <- argmin ||G_m x - h_m||^2,  keep the N samples it points to
 
-Gradients are computed anew in every exchange: a client keeps its weights x_m, nothing else.
+From one exchange to the next a client keeps its weights x_m and, where gradients are projected and so small, G_m;
+others are computed anew in every exchange.
 """
 
 from __future__ import annotations
@@ -116,16 +117,19 @@ class Coordinated(Policy):
         own, pool = client[NAME], memory.pool(client, message, data, ctx)
         if len(pool) == 0:
             return None, {}
-        candidates = Candidates.of(pool.gradients())
+        gradients = _gradients(pool, own["host"])
+        candidates = Candidates.of(gradients)
         weights = self._weights(candidates, memory.size, own["host"], message.get(NAME, {}), ctx)
         sent = {"weights": torch.from_numpy(weights), "round": ctx.round}
+        if memory.gradient_options.projection:
+            sent["gradients"] = gradients.cpu()
         return {**own, "host": {**own["host"], "sent": sent}}, {"sum": _sent(candidates, weights)}
 
     def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
         rest = {key: value for key, value in host.items() if key != "sent"}
         if len(pool) <= size or size == 0:
             return np.arange(min(len(pool), size)), rest
-        candidates, seed = Candidates.of(pool.gradients()), pool.ctx.key(_SEED)
+        candidates, seed = Candidates.of(_gradients(pool, host)), pool.ctx.key(_SEED)
         target = self._target(candidates, host, message, pool.ctx)
         weights = np.zeros(len(candidates.directed))
         if self.rounding == "top-n" or size == 1:  # otherwise they are not used
@@ -144,6 +148,15 @@ class Coordinated(Policy):
             return None
         own_sum = _sent(candidates, sent["weights"].numpy())
         return client_target(own_sum.double(), message["mean"].to(own_sum.device).double())
+
+
+def _gradients(pool: Pool, host: Tree) -> Tensor:
+    """G_m: of the exchange before, if it is kept."""
+    sent = host.get("sent", {})
+    if "gradients" in sent and sent["round"] == pool.ctx.round:
+        kept: Tensor = sent["gradients"].to(pool.ctx.train.device)
+        return kept
+    return pool.gradients()
 
 
 def _sent(candidates: Candidates, weights: np.ndarray) -> Tensor:
