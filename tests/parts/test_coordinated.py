@@ -181,6 +181,16 @@ def pool(running: Bench, data: Data, ctx: Any) -> Any:
     return Pool(data.x, data.y, data.ids, len(data), 0, 0, running.model(), GradientOptions(), ctx)
 
 
+def test_gradients_of_an_earlier_round_are_not_used() -> None:
+    """A client may have left between an exchange and its choice; it comes back with another model."""
+    running = bench(exchanges=1, projection=30)
+    data = running.stream.data(0, 0)
+    host = exchanged(running, [0])[0][0]["host"]
+    now, later = (pool(running, data, running.context(0, index, "remember")) for index in (1, 3))
+    assert coordinated._gradients(now, host) is host["sent"]["gradients"]
+    assert torch.equal(coordinated._gradients(later, host), later.gradients())
+
+
 def test_targets_sum_to_zero() -> None:
     running, policy = bench(exchanges=1), Coordinated(exchanges=1)
     targets = torch.stack([policy_target(policy, running, client) for client in range(4)])
