@@ -13,7 +13,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -29,31 +28,30 @@ class RandomProjection:
 
     def project(self, rows: Tensor) -> Tensor:
         """(n, d) -> (n, size). Up to d = size nothing is lost: coordinates are only shuffled and signed."""
-        n, d = rows.shape
-        projected = rows.new_zeros(n, self.size)
-        sources, signs = _runs(self, d, rows.device)
-        padded = functional.pad(rows, (0, len(sources) * self.size - d))
-        for piece, places, sign in zip(padded.split(self.size, dim=1), sources, signs, strict=True):
+        full, rest = divmod(rows.shape[1], self.size)
+        projected = rows.new_zeros(len(rows), self.size)
+        sources, signs = _full_runs(self, full, rows.device)
+        for piece, places, sign in zip(rows.split(self.size, dim=1), sources, signs, strict=False):
             projected += piece.index_select(1, places) * sign.to(rows.dtype)
+        if rest:
+            slots, last_signs = map(torch.from_numpy, self.run(full, rest))
+            projected[:, slots.to(rows.device)] += rows[:, -rest:] * last_signs.to(rows)
         return projected
 
     def run(self, number: int, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Distinct output slots and signs of the `length` coordinates of one run."""
         # raw words, because numpy promises that their stream never changes
         raw = np.random.PCG64(np.random.SeedSequence([self.seed, number])).random_raw(self.size)
-        slots = np.argsort(raw, kind="stable")[:length]
-        return slots, (raw[:length] & np.uint64(1)).astype(np.int8) * 2 - 1
+        return np.argsort(raw, kind="stable")[:length], (raw[:length] & np.uint64(1)).astype(np.int8) * 2 - 1
 
 
-@lru_cache(maxsize=4)  # drawing them takes longer than a projection; 9 bytes a coordinate
-def _runs(projection: RandomProjection, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(sources, signs), (runs, size) each: output k of run b is the coordinate sources[b, k] of that run times
-    signs[b, k], which is 0 behind the last coordinate."""
-    size = projection.size
-    sources = np.zeros((-(-d // size), size), dtype=np.int64)
-    signs = np.zeros(sources.shape, dtype=np.int8)
-    for number in range(len(sources)):
-        slots, own = projection.run(number, min(size, d - number * size))
-        sources[number, slots] = np.arange(len(slots))
+@lru_cache(maxsize=4)  # drawing them takes longer than the projection of a minibatch; 9 bytes a coordinate
+def _full_runs(projection: RandomProjection, runs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(sources, signs), (runs, size) each: output k of a run is its coordinate sources[k], times signs[k]."""
+    sources = np.empty((runs, projection.size), dtype=np.int64)
+    signs = np.empty(sources.shape, dtype=np.int8)
+    for number in range(runs):
+        slots, own = projection.run(number, projection.size)
+        sources[number, slots] = np.arange(projection.size)
         signs[number, slots] = own
     return torch.from_numpy(sources).to(device), torch.from_numpy(signs).to(device)
