@@ -31,6 +31,7 @@ from everfed.engines.capturing import Capturing
 from everfed.engines.device_data import DeviceData
 from everfed.engines.loops import LoopingTrainer
 from everfed.engines.slots import Tuner, deal, seat
+from everfed.kernels import to_be_compiled
 
 WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
 
@@ -163,6 +164,8 @@ class Graphs(OneTrainer):
             torch.cuda.current_stream(self.device).wait_stream(slot.cuda_stream)
 
     def _use_slots(self, number: int, largest: int) -> list[CapturedTrainer]:
+        if not self.slots and (message := to_be_compiled()):
+            self.notify({"event": "warning", "message": message})
         while len(self.slots) < number:
             self.slots.append(
                 CapturedTrainer(

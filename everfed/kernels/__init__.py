@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,17 @@ import torch
 
 def load_kernels(module: str) -> Any:
     """A module of kernels; None where PyTorch was built without CUDA or there is no Triton."""
-    if not torch.backends.cuda.is_built() or importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module(module)
+    return importlib.import_module(module) if _available() else None
+
+
+def to_be_compiled() -> str:
+    """A sentence for the user where Triton has compiled nothing on this machine yet: the first step takes long then."""
+    base = os.environ.get("TRITON_HOME") or Path.home()
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(base) / ".triton" / "cache")
+    if not _available() or (folder.is_dir() and any(folder.iterdir())):
+        return ""
+    return f"the first run on a machine compiles its GPU kernels: up to a minute; later runs find them in {folder}"
+
+
+def _available() -> bool:
+    return torch.backends.cuda.is_built() and importlib.util.find_spec("triton") is not None

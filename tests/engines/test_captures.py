@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from everfed import Optimizer, TrainOptions
+from everfed import Optimizer, TrainOptions, kernels
+from everfed.core.context import Setup
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Group
 from everfed.core.schedule import Table
@@ -158,6 +160,29 @@ def test_an_error_that_leaves_the_device_unusable_is_the_one_shown(
     with pytest.raises(ClientError, match="the cause"):
         device.run_in_slots(case, slots=2, threads=1)
     Graphs(case.setup(), ClientStore(), case.build_module, "cpu", "fp32", slots=2).close()
+
+
+def test_the_first_run_of_a_machine_says_once_that_it_compiles(
+    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case, said = bench("fedavg"), list[dict[str, Any]]()
+
+    def engine(setup: Setup, store: ClientStore) -> Graphs:
+        how = {"slots": 2, "host_threads": 1, "notify": said.append}
+        return Graphs(setup, store, case.build_module, "cpu", "fp32", **how)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    case.run(engine)
+    assert said == []  # no Triton for this device
+    monkeypatch.setattr(kernels, "_available", lambda: True)
+    case.run(engine)
+    assert [event["event"] for event in said] == ["warning"] and str(tmp_path / "cache") in said[0]["message"]
+    (tmp_path / "cache").mkdir()
+    case.run(engine)
+    assert len(said) == 2  # nothing has been compiled yet
+    (tmp_path / "cache" / "kernel").touch()
+    case.run(engine)
+    assert len(said) == 2
 
 
 def test_states_reach_the_store_when_all_streams_are_done(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
