@@ -122,6 +122,18 @@ def test_a_record_in_literal_numbers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rotated-digits" / "er.json").read_text()) == record
 
 
+def test_times_are_not_compared_between_kinds_of_devices(tmp_path: Path) -> None:
+    """20 s on the same device is ten times FedAvg's 2 s; 200 s of a CPU say nothing about a GPU."""
+    gpu = {"engine": "graphs", "torch": "2", "device_name": "NVIDIA H200"}
+    cpu = {"engine": "eager", "torch": "2", "machine": "x86_64"}
+    for method, seconds, where in (("fedavg", 2.0, gpu), ("er", 20.0, gpu), ("der", 200.0, cpu)):
+        added(tmp_path, method, "tries", 0, records.measured(result(0.5), "", None))
+        for seed in (0, 1):
+            added(tmp_path, method, "tests", seed, records.measured(result(0.5, seconds, environment=where), "", 40.0))
+    found = {line[0].text: line[page.COLUMNS.index("time")] for line in page.rows(records.read_all(tmp_path))}
+    assert {name: cell.text for name, cell in found.items()} == {"fedavg": "1.00", "er": "10.00", "der": "-"}
+
+
 def test_stored_samples_are_those_of_a_client_at_the_end(tmp_path: Path) -> None:
     """At the end of the second task four clients hold 30 + 50 samples together."""
     lines = [{"event": "buffer", "round": at, "by_task": counts} for at, counts in ((1, [60, 0]), (3, [30, 50]))]

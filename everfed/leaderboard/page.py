@@ -8,6 +8,7 @@ marks of a page and as one HTML file whose tables can be sorted.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -33,7 +34,8 @@ PERSONAL = "†"
 NOTE = (
     "Mean ± population deviation over the seeds of the test; accuracy, forgetting and learning accuracy in per cent. "
     "Bytes of a whole run, all clients together; kept: by one client at the end. Time: seconds of a run over those of "
-    "fedavg, with runs side by side on one machine, so that small differences mean nothing. "
+    "fedavg, with runs side by side on one machine, so that small differences mean nothing; -: on another kind of "
+    "device than fedavg's. "
     f"{PERSONAL}: every client is scored with a model of its own."
 )
 TUNING = (
@@ -127,22 +129,20 @@ def report(found: Sequence[Record]) -> str:
 def rows(found: Sequence[Record]) -> list[list[Cell]]:
     """A row for every method of one stream that has test numbers, the most accurate first."""
     tested = [record for record in found if records.finished_tests(record)]
-    base = next((records.mean(record, "seconds") for record in tested if record["method"] == "fedavg"), None)
-    lines = [_row(record, base) for record in tested]
+    fedavg = next((record for record in tested if record["method"] == "fedavg"), None)
+    lines = [_row(record, fedavg) for record in tested]
     return sorted(lines, key=lambda line: line[1].value, reverse=True)
 
 
-def _row(record: Record, fedavg_seconds: float | None) -> list[Cell]:
+def _row(record: Record, fedavg: Record | None) -> list[Cell]:
     facts = facts_of(record["stream"], record["method"])
-    seconds = records.mean(record, "seconds")
-    ratio = seconds / fedavg_seconds if seconds and fedavg_seconds else 0.0
     kept = records.mean(record, "kept_bytes") or 0.0
     samples = stored_samples(record)
     return [
         Cell(_named(record), record["method"]),
         *(_percent(record, key) for key in records.SCORES),
         *(_bytes(records.mean(record, key) or 0.0) for key in ("bytes_up", "bytes_down")),
-        Cell(f"{ratio:.2f}" if ratio else "-", ratio),
+        _time(record, fedavg),
         Cell("all data", float("inf")) if facts.keeps_all else _bytes(kept),
         Cell("all", float("inf")) if facts.keeps_all else Cell(f"{samples:.0f}", samples),
         Cell(facts.sees or "sums only", facts.sees),
@@ -150,6 +150,19 @@ def _row(record: Record, fedavg_seconds: float | None) -> list[Cell]:
         Cell("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
         Cell(chosen := chosen_settings(record), chosen),
     ]
+
+
+def _time(record: Record, fedavg: Record | None) -> Cell:
+    """Seconds over FedAvg's; none where the tests ran on another kind of device than FedAvg's."""
+    if fedavg is None or _devices(record) != _devices(fedavg):
+        return Cell("-", float("inf"))
+    seconds, base = records.mean(record, "seconds"), records.mean(fedavg, "seconds")
+    ratio = seconds / base if seconds and base else float("inf")
+    return Cell(f"{ratio:.2f}" if math.isfinite(ratio) else "-", ratio)
+
+
+def _devices(record: Record) -> set[str]:
+    return {_device(test["environment"]) for test in records.finished_tests(record)}
 
 
 def _named(record: Record) -> str:
@@ -268,8 +281,12 @@ def _lost(own: Iterable[Record], kind: str) -> str:
     return f" {kind.capitalize()} that ended without a number: {'; '.join(kinds)}." if kinds else ""
 
 
+def _device(environment: dict[str, object]) -> str:
+    return str(environment.get("device_name") or f"{environment.get('machine')} CPU, a core for every run")
+
+
 def _machine(environment: dict[str, object]) -> str:
-    device = environment.get("device_name") or f"{environment.get('machine')} CPU, a core for every run"
+    device = _device(environment)
     precision = environment.get("precision", "fp32")
     return f"{device}, {environment.get('engine')}, {precision}, torch {environment.get('torch')}"
 
