@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipe": {"methods", "recipes"},
     "monitor": {"core", "parts"},
     "privacy": {"core", "methods", "store"},
-    "engines": {"core", "store"},
+    "engines": {"core", "kernels", "store"},
     "progress": set(),
     "session": {"core", "data", "engines", "methods", "metrics", "models", "monitor", "privacy", "recipe", "store",
                 "streams"},
