@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 def build(case: dict[str, Any], method: str, rounds: int) -> Assembly:
     recipe = Recipe.model_validate(
         {
-            "method": {"name": method},
+            "method": {"name": method, **case.get("method", {})},
             "model": {"kind": case["model"]},
             "train": {
                 "rounds_per_task": rounds,
@@ -55,7 +55,8 @@ def build(case: dict[str, Any], method: str, rounds: int) -> Assembly:
             "engine": {"memory_format": "channels-last"},
         }
     )
-    return assemble(recipe, stream=synthetic.stream(case["shape"], case.get("clients", 10), case["per_client"], rounds))
+    clients, options = case.get("clients", 10), case.get("stream", {})
+    return assemble(recipe, stream=synthetic.stream(case["shape"], clients, case["per_client"], rounds, **options))
 
 
 def seconds(work: Any) -> float:

@@ -141,9 +141,23 @@ def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict
 
 def generator(device: str, steps: int, toy: bool) -> dict[str, float]:
     """Milliseconds of a step of MFCL's generator: 128 images of 32 x 32 from 1,000 numbers, ResNet-18, 100 classes."""
+    from benchmarks.gpu_rounds import seconds
+
+    found: dict[str, float] = {}
+    for piece in (None, "batchnorm"):
+        with without(piece):
+            run = generator_training(device, toy)
+            run(steps)  # captures
+            found["all pieces" if piece is None else f"without {piece}"] = 1000 * seconds(partial(run, steps)) / steps
+    show("ms a step of MFCL's generator", json.dumps(found))
+    return found
+
+
+def generator_training(device: str, toy: bool) -> Callable[[int], object]:
+    """A function that trains a generator for a number of steps."""
     import torch
 
-    from benchmarks.gpu_rounds import CASES, build, seconds
+    from benchmarks.gpu_rounds import CASES, build
     from everfed.core.replica import initial_weights
     from everfed.engines.base import new_trainer
     from everfed.engines.loops import LoopingTrainer
@@ -152,22 +166,14 @@ def generator(device: str, steps: int, toy: bool) -> dict[str, float]:
 
     assembly = build({**CASES["resnet18-b128"], **(TOY if toy else {})}, "fedavg", 1)
     blueprint = GeneratorBlueprint((3, 32, 32), 16 if toy else 1000, toy)
-    found: dict[str, float] = {}
-    for piece in (None, "batchnorm"):
-        with without(piece):
-            precision, kind = ("fp32", None) if device == "cpu" else ("bf16", LoopingTrainer)
-            how = (device, precision, *([] if kind is None else [kind]))
-            trainer = new_trainer(assembly.setup, assembly.build_module, *how)
-            training = GeneratorTraining(trainer, blueprint, Inversion(batch=4 if toy else 128))
-            first = {k: v.to(trainer.device) for k, v in initial_weights(blueprint, 0).items()}
-            moments = training.optimizer.init(first["params"])
-            seen = torch.ones(trainer.stream.classes, dtype=torch.bool)
-
-            run = partial(training.run, trainer.replica.model(), first, moments, seen, steps, 0)
-            run()  # captures
-            found["all pieces" if piece is None else f"without {piece}"] = 1000 * seconds(run) / steps
-    show("ms a step of MFCL's generator", json.dumps(found))
-    return found
+    precision, kind = ("fp32", None) if device == "cpu" else ("bf16", LoopingTrainer)
+    how = (device, precision, *([] if kind is None else [kind]))
+    trainer = new_trainer(assembly.setup, assembly.build_module, *how)
+    training = GeneratorTraining(trainer, blueprint, Inversion(batch=4 if toy else 128))
+    first = {k: v.to(trainer.device) for k, v in initial_weights(blueprint, 0).items()}
+    moments = training.optimizer.init(first["params"])
+    seen = torch.ones(trainer.stream.classes, dtype=torch.bool)
+    return lambda steps: training.run(trainer.replica.model(), first, moments, seen, steps, 0)
 
 
 # one run ------------------------------------------------------------------------------------------------------

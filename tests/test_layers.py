@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": {"core"},
     "models": {"core", "kernels"},
     "detection": {"metrics"},
-    "data": {"core", "detection", "store"},
+    "data": {"core", "detection", "kernels", "store"},
     "streams": {"core", "data", "detection"},
     "parts": {"core", "data", "metrics", "models"},
     "methods": {"core", "parts"},

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from everfed.core.layout import Layout
+from everfed.kernels import load_kernels
+
+kernel = load_kernels("everfed.kernels.adam")
 
 KINDS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "exponential", "geometric", "cosine", "table")
@@ -183,11 +186,26 @@ class Optimizer:
 
     def _adam(self, params: Tensor, gradient: Tensor, state: dict[str, Tensor], rate: Tensor) -> None:
         state["t"].add_(1.0)
+        if self._has_kernel(params, gradient, state, rate):
+            kernel.adam(params, gradient, state, rate, (self.beta1, self.beta2), self.eps)
+            return
         m = state["m"].mul_(self.beta1).add_(gradient, alpha=1.0 - self.beta1)
         v = state["v"].mul_(self.beta2).addcmul_(gradient, gradient, value=1.0 - self.beta2)
         m_hat = m / (1.0 - self.beta1 ** state["t"])
         v_hat = v / (1.0 - self.beta2 ** state["t"])
         params.addcmul_(m_hat / (v_hat.sqrt() + self.eps), rate, value=-1.0)
+
+    def _has_kernel(self, params: Tensor, gradient: Tensor, state: dict[str, Tensor], rate: Tensor) -> bool:
+        vectors = (params, gradient, state["m"], state["v"])
+        return (
+            kernel is not None
+            and params.is_cuda
+            and all(v.dtype == torch.float32 and v.dim() == 1 and v.is_contiguous() for v in vectors)
+            and rate.dtype == torch.float32
+            and rate.dim() == 0  # without groups
+            and 0.0 < self.beta1 < 1.0
+            and 0.0 < self.beta2 < 1.0
+        )
 
 
 def _as_group(group: Group | Mapping[str, Any]) -> Group:

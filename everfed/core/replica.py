@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from everfed.core.layout import Layout
+from everfed.core.layout import Entry, Layout
 from everfed.core.phase import Model
 from everfed.kernels import load_kernels
 
@@ -74,6 +74,7 @@ class Replica:
             device.type == "cuda" and getattr(module, "normalises_apart", False) and not mixing_layers
         )
         self.low: Tensor | None = None
+        self._lowered: list[Entry] = []  # the parameters that are views of it
         self._update: Any = None  # everfed.kernels.sgd.Update
         if precision == "bf16":
             self._lower()
@@ -85,6 +86,7 @@ class Replica:
         for entry, parameter in zip(self.layout.params, self.trainable, strict=True):
             if id(parameter) in lowered:
                 parameter.data = entry.view(low)
+                self._lowered.append(entry)
         for parameter in (p for owner in owners for p in owner.parameters(recurse=False) if not p.requires_grad):
             parameter.data = parameter.data.to(torch.bfloat16)  # frozen: cast once instead of in every forward pass
         self.low = low
@@ -101,6 +103,15 @@ class Replica:
         """Bring the module up to date after the vector changed."""
         if self.low is not None:
             self.low.copy_(self.params)
+
+    def tensors(self, model: Model) -> dict[str, Tensor]:
+        """Views of another model's vectors under the names that the module has for them; those that run in bfloat16
+        are views of one copy."""
+        found = tensors(self.layout, model)
+        if self.low is not None:
+            low = model["params"].to(torch.bfloat16)
+            found |= {entry.name: entry.view(low) for entry in self._lowered}
+        return found
 
     def vectors(self) -> list[Tensor]:
         """Every vector that training changes in place."""
@@ -258,7 +269,7 @@ def frozen_forward(replica: Replica, model: Model, *inputs: Tensor) -> Any:
     """What the replica's module gives with `model`'s tensors in place of its own: eval mode, no gradient, neither the
     replica nor `model` is changed. May be part of a captured step: it reads the vectors where they lie."""
     with torch.no_grad(), in_eval_mode(replica.module):
-        return functional_call(replica.module, tensors(replica.layout, model), inputs)
+        return functional_call(replica.module, replica.tensors(model), inputs)
 
 
 @contextmanager

@@ -7,7 +7,9 @@ no code is ever executed when a tree is read.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import safetensors
@@ -17,10 +19,20 @@ from torch import Tensor
 
 Leaf = Tensor | int | float | bool | str | None
 Tree = dict[str, Any]  # str -> Leaf | Tree
+Chunk = bytes | memoryview  # one of the buffers that make up a tree's bytes
 
 _TENSOR, _SCALAR = "tensor", "scalar"
 HEADER_LIMIT = 100_000_000  # what safetensors itself allows
 _DIMENSIONS = 64  # what torch's kernels take
+# safetensors' names, in the order in which it writes: larger elements first, so that every tensor is aligned
+_DTYPES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 # what damaged bytes make safetensors, json, torch and our own code raise
 _DAMAGE = (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError,
            OverflowError, MemoryError)  # fmt: skip
@@ -81,22 +93,63 @@ def _equal_leaf(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        if a.numel() == 0:
-            return True
-        left, right = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-        return bool(torch.equal(left, right))
+        return bool(torch.equal(_flat(a.detach()), _flat(b.detach())))
     return type(a) is type(b) and (bool(a == b) or (a != a and b != b))
 
 
 def to_bytes(tree: Tree) -> bytes:
     """Serialise. The structure (with scalars in place) goes into the header, the tensors into the body."""
+    return b"".join(to_chunks(tree))
+
+
+def to_chunks(tree: Tree) -> Iterator[Chunk]:
+    """The buffers that make up `to_bytes`: the header, then each tensor's memory, not copied where it is contiguous and
+    on the host. Others are copied when they are reached, so that one at a time is in memory twice.
+
+    `safetensors.torch.save` copies all tensors while it holds the GIL, and every other thread waits; writing or hashing
+    a large buffer releases it. A tree that has no bytes raises TreeError here, before the first chunk.
+    """
     tensors: dict[str, Tensor] = {}
+    order = list(_DTYPES)
     try:
         structure = json.dumps(_skeleton(tree, tensors))
-        structure.encode()
-        return safetensors.torch.save(tensors, metadata={"tree": structure})
-    except (KeyError, RuntimeError, UnicodeEncodeError, safetensors.SafetensorError) as error:
+        ordered = sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
+        header = _header(structure, ordered)
+    except RuntimeError as error:  # nested too deeply, or a kind of tensor without a shape
         raise TreeError(f"this tree has no bytes: {error}") from error
+    return chain([header], (_memory(tensor) for _, tensor in ordered))
+
+
+def _header(structure: str, tensors: list[tuple[str, Tensor]]) -> bytes:
+    """The length of the header in 8 bytes, then the header: JSON, padded with spaces to a multiple of 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"tree": structure}}
+    start = 0
+    for name, tensor in tensors:
+        end = start + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor as they are in a file."""
+    try:
+        data = _flat(tensor)
+    except RuntimeError as error:  # of the device
+        raise TreeError(f"this tree has no bytes: {error}") from error
+    if sys.byteorder == "big":  # the format is little-endian
+        number = tensor.element_size() // (2 if tensor.is_complex() else 1)
+        data = data.reshape(-1, number).flip(1).reshape(-1)
+    return data.numpy().data.toreadonly()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, not copied if it is contiguous and on the host. uint8 (bytes,)."""
+    host = tensor.resolve_conj().resolve_neg().contiguous().cpu()
+    # `reshape(-1)` keeps the stride of a single element, which counts as contiguous whatever it is, and `view` needs 1
+    return host.as_strided((host.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(data: bytes, header_limit: int = HEADER_LIMIT) -> Tree:
@@ -130,10 +183,11 @@ def _skeleton(tree: Tree, tensors: dict[str, Tensor], prefix: str = "") -> Tree:
         if isinstance(value, dict):
             structure[key] = _skeleton(value, tensors, path)
         elif isinstance(value, Tensor):
+            if value.dtype not in _DTYPES or value.layout is not torch.strided or value.is_meta:
+                kind = f"{value.dtype} and {value.layout} on {value.device}"
+                raise TreeError(f"{path}: this tree has no bytes: safetensors holds no tensor of {kind}")
             name = str(len(tensors))
-            # safetensors refuses tensors that share memory, so each gets its own; what comes from a device has it
-            host = value.detach().contiguous()
-            tensors[name] = host.clone() if host.device.type == "cpu" else host.cpu()
+            tensors[name] = value.detach()
             structure[key] = {"$": _TENSOR, "at": name}
         elif value is None or isinstance(value, bool | int | float | str):
             structure[key] = {"$": _SCALAR, "is": value}

@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everfed.kernels import load_kernels
+
+kernels = load_kernels("everfed.kernels.images")
+
 PAD = 4
 BRIGHTNESS = 63 / 255  # the largest change of brightness, as TARGET, LANDER and GLFC have it
 FINE = 2**16  # steps of a drawn brightness in 1
@@ -61,6 +65,9 @@ def crop_and_flip(x: Tensor, draws: Tensor) -> Tensor:
 
     draws: (n, 3) integers (dy, dx, flip), dy and dx in 0..8, on x's device. Static shapes, no host synchronisation.
     """
+    if kernels is not None and kernels.fits(x) and draws.stride(1) == 1:
+        cut: Tensor = kernels.crop_and_flip(x, draws, PAD)
+        return cut
     n, channels, height, width = x.shape
     dy, dx, flip = draws.to(torch.int64).unsqueeze(-1).unbind(1)  # each (n, 1)
     row = dy + torch.arange(height, device=x.device)
@@ -95,6 +102,9 @@ def scale(x: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> T
 
     Constants enter as scalars: a tensor made here would be a copy from the host, which graph capture forbids.
     """
+    if kernels is not None and kernels.fits(x) and len(mean) in (0, x.shape[1]) and len(mean) <= kernels.MOST:
+        scaled: Tensor = kernels.scale(x, mean, std)
+        return scaled
     out = x.to(torch.float32).div_(255.0) if x.dtype == torch.uint8 else x.to(torch.float32, copy=bool(mean))
     if len(set(mean)) == len(set(std)) == 1:
         return out.sub_(mean[0]).div_(std[0])

@@ -87,6 +87,11 @@ class CapturedTrainer(Trainer):
                 index += workspace.replay(job.plans, index)
         return workspace.read(job)
 
+    @property
+    def kinds(self) -> int:
+        """How many kinds of local training it has met that share no graphs."""
+        return len(self._workspaces)
+
     def seeding(self) -> contextlib.AbstractContextManager[None]:
         return global_generators(self.device) if self.draws_globally else contextlib.nullcontext()
 
@@ -114,7 +119,7 @@ class CapturedTrainer(Trainer):
     def _capture(self, body: Callable[[], None], prepare: Callable[[], None], tuned: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.cuda_stream), kernel_search(tuned):
-            for _ in range(WARM_UPS):
+            for _ in range(WARM_UPS if tuned else 1):  # a rare shape has no kernels to be tried
                 prepare()
                 body()
             prepare()  # what is replayed first, to time it, is the step itself: behind a client's last one is no other

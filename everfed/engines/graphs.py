@@ -26,7 +26,7 @@ from everfed.core.phase import TRAIN, Phase
 from everfed.core.replica import adopt_dropout
 from everfed.core.tree import leaves
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
-from everfed.engines.captured import CapturedTrainer
+from everfed.engines.captured import CapturedTrainer, release_memory
 from everfed.engines.capturing import Capturing
 from everfed.engines.device_data import DeviceData
 from everfed.engines.loops import LoopingTrainer
@@ -82,7 +82,8 @@ class Graphs(OneTrainer):
         data = {client: self.data.get(self.setup, client, phase, moment) for client in clients}
         setting = self.tuner.choose(len(clients))
         slots = self._use_slots(setting.slots, max(map(len, data.values())))
-        captures, started = sum(slot.captures for slot in slots), time.monotonic()
+        captures, kinds = sum(slot.captures for slot in slots), slots[0].kinds
+        started = time.monotonic()
         hands = self._deal(slots, {client: len(own) for client, own in data.items()})
         states: dict[int, State] = {}
         replies: dict[int, Reply] = {}
@@ -110,12 +111,14 @@ class Graphs(OneTrainer):
         self._join(slots)
         for client in clients:  # now, as the store may write states to disk: they are complete for this stream only
             self.store.put(client, states.pop(client))
+        if phase.name == TRAIN and slots[0].kinds > kinds > 0:
+            self.tuner.restart()  # a teacher or a generator has come, say
         if captures != sum(slot.captures for slot in slots):
-            torch.cuda.empty_cache()  # of the trial runs before captures, once for all of them
+            release_memory(self.device)  # of the trial runs before captures, once for all of them
         elif phase.name == TRAIN and self.tuner.searching:
             torch.cuda.synchronize(self.device)
             samples = sum(reply.samples for reply in replies.values())
-            self.tuner.measured(samples / (time.monotonic() - started))
+            self.tuner.measured(samples, time.monotonic() - started)
         for client in clients:
             yield client, replies.pop(client)
 

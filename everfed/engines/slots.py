@@ -14,6 +14,7 @@ from everfed.core.data import device_memory
 
 _STEPS = (4, 8, 12, 16)  # numbers of slots worth trying
 _GAIN = 1.03  # a change must be at least this much faster
+_OFTEN, _SHORT = 3, 2.0  # rounds of each setting that are timed where a round takes less than these seconds
 _MEMORY_SHARE = 0.8
 
 
@@ -60,11 +61,16 @@ class Tuner:
 
     def __init__(self, slots: int = 0, threads: int = 0, device: torch.device | None = None) -> None:
         self.fixed_slots, self.fixed_threads, self.device = slots, threads, device
-        start = slots or _STEPS[0]
-        self.setting = self.used = Setting(start, threads or 1)
         self._clients = sys.maxsize  # of the last phase
+        self.restart()
+        self.used = self.setting
+
+    def restart(self) -> None:
+        """Search anew: what clients do has changed."""
+        self.setting = Setting(self.fixed_slots or _STEPS[0], self.fixed_threads or 1)
         self.rates: dict[Setting, float] = {}
-        self.searching = not (slots and threads)
+        self._timed: list[float] = []  # rates of the setting so far
+        self.searching = not (self.fixed_slots and self.fixed_threads)
 
     def choose(self, clients: int) -> Setting:
         """The setting for a phase with `clients` clients. Eight slots need two turns for ten of them, and so do five,
@@ -75,9 +81,13 @@ class Tuner:
         self._clients, self.used = clients, Setting(slots, min(self.setting.threads, slots))
         return self.used
 
-    def measured(self, rate: float) -> None:
-        """A round that captured nothing ran at `rate` samples a second under the setting."""
-        self.rates[self.setting] = rate
+    def measured(self, samples: float, seconds: float) -> None:
+        """A round that captured nothing under the setting. What disturbs a short one (a client's data that is loaded
+        for the first time, a checkpoint) only makes it longer, so the best of several counts."""
+        self._timed.append(samples / seconds)
+        if len(self._timed) < (_OFTEN if seconds < _SHORT else 1):
+            return
+        self.rates[self.setting], self._timed = max(self._timed), []
         following = self._next(self.setting)
         if following is None:
             self.setting, self.searching = self.best(), False

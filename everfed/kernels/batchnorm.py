@@ -150,18 +150,26 @@ def _normalise(
         tl.store(y_ptr + place, _act(y, slope), inside)
 
 
+@triton.jit
+def _scale(w_ptr, rv_ptr, cols, eps):
+    """What BatchNorm multiplies a channel by in evaluation mode."""
+    return tl.load(w_ptr + cols).to(tl.float32) / tl.sqrt(tl.load(rv_ptr + cols) + eps)
+
+
 @_kernel
 def _map(
-    x_ptr, r_ptr, scale_ptr, shift_ptr, y_ptr, M, C, slope,
+    x_ptr, r_ptr, w_ptr, b_ptr, rm_ptr, rv_ptr, y_ptr, M, C, eps, slope,
     RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(1) * K + tl.arange(0, K)
-    scale, shift = tl.load(scale_ptr + cols), tl.load(shift_ptr + cols)
+    scale, mean = _scale(w_ptr, rv_ptr, cols, eps), tl.load(rm_ptr + cols)
+    b = tl.load(b_ptr + cols).to(tl.float32)
     for tile in range(TILES):
         rows = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
         inside = (rows < M)[:, None]
         place = rows[:, None] * C + cols[None, :]
-        y = tl.load(x_ptr + place, inside, 0.0).to(tl.float32) * scale[None, :] + shift[None, :]
+        x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
+        y = (x - mean[None, :]) * scale[None, :] + b[None, :]
         if RESIDUAL:
             y += tl.load(r_ptr + place, inside, 0.0).to(tl.float32)
         tl.store(y_ptr + place, _act(y, slope), inside)
@@ -169,11 +177,11 @@ def _map(
 
 @_kernel
 def _map_backward(
-    dy_ptr, y_ptr, scale_ptr, dx_ptr, dr_ptr, M, C, slope,
+    dy_ptr, y_ptr, w_ptr, rv_ptr, dx_ptr, dr_ptr, M, C, eps, slope,
     RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(1) * K + tl.arange(0, K)
-    scale = tl.load(scale_ptr + cols)
+    scale = _scale(w_ptr, rv_ptr, cols, eps)
     for tile in range(TILES):
         rows = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
         inside = (rows < M)[:, None]
@@ -187,8 +195,10 @@ def _map_backward(
 
 @_kernel
 def _moments_backward(
-    x_ptr, mean_ptr, dmean_ptr, dvar_ptr, dx_ptr, M, C, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    x_ptr, dx_ptr, mean_ptr, dmean_ptr, dvar_ptr, out_ptr, M, C,
+    TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
+    """What comes from mean and variance is added to the gradient dx that x has beside them."""
     cols = tl.program_id(1) * K + tl.arange(0, K)
     mean = tl.load(mean_ptr + cols)
     dmean, dvar = tl.load(dmean_ptr + cols) / M, tl.load(dvar_ptr + cols) * (2.0 / M)
@@ -197,7 +207,8 @@ def _moments_backward(
         inside = (rows < M)[:, None]
         place = rows[:, None] * C + cols[None, :]
         x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
-        tl.store(dx_ptr + place, dmean[None, :] + (x - mean[None, :]) * dvar[None, :], inside)
+        dx = tl.load(dx_ptr + place, inside, 0.0).to(tl.float32)
+        tl.store(out_ptr + place, dx + dmean[None, :] + (x - mean[None, :]) * dvar[None, :], inside)
 
 
 @triton.jit
@@ -440,40 +451,47 @@ def _backward(
     )  # fmt: skip
 
 
-def mapped(x: Tensor, residual: Tensor | None, scale: Tensor, shift: Tensor, slope: float) -> Tensor:
-    """act(scale x + shift + residual), scale and shift per channel, float32."""
+Stored = tuple[Tensor, Tensor, Tensor, Tensor]  # weight, bias, running mean and variance of a BatchNorm layer
+
+
+def mapped(x: Tensor, residual: Tensor | None, stored: Stored, eps: float, slope: float) -> Tensor:
+    """act(BatchNorm(x) + residual) in evaluation mode."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
     cut, y, has = map_cut(rows, columns), torch.empty_like(x), residual is not None
-    _map[cut.grid(rows, columns)](x, residual if has else x, scale, shift, y, rows, columns, slope, has, **cut.options)
+    _map[cut.grid(rows, columns)](x, residual if has else x, *stored, y, rows, columns, eps, slope, has, **cut.options)
     return y
 
 
-def mapped_backward(dy: Tensor, y: Tensor, scale: Tensor, residual: bool, slope: float) -> tuple[Tensor, Tensor | None]:
+def mapped_backward(
+    dy: Tensor, y: Tensor, weight: Tensor, variance: Tensor, residual: bool, eps: float, slope: float
+) -> tuple[Tensor, Tensor | None]:
     """(dx, dresidual)."""
     rows, columns = y.numel() // y.shape[1], y.shape[1]
     dy = dy.contiguous(memory_format=torch.channels_last)
     cut, dx = map_cut(rows, columns), torch.empty_like(y)
     dr = torch.empty_like(y) if residual else None
     _map_backward[cut.grid(rows, columns)](
-        dy, y, scale, dx, dr if residual else dx, rows, columns, slope, residual, **cut.options
+        dy, y, weight, variance, dx, dr if residual else dx, rows, columns, eps, slope, residual, **cut.options
     )
     return dx, dr
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, biased variance) per channel."""
+def moments(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, biased variance) per channel. counts: as in `forward`."""
     mean, variance = torch.empty((2, x.shape[1]), device=x.device).unbind()
-    _launch_moments(x, None, mean, variance, 0.0, 0.0, new_counts(x))
+    _launch_moments(x, None, mean, variance, 0.0, 0.0, counts)
     return mean, variance
 
 
-def moments_backward(x: Tensor, mean: Tensor, dmean: Tensor, dvariance: Tensor) -> Tensor:
+def moments_backward(x: Tensor, dx: Tensor, mean: Tensor, dmean: Tensor, dvariance: Tensor) -> Tensor:
+    """dx, and what comes from mean and variance."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut, dx = map_cut(rows, columns), torch.empty_like(x)
+    cut, total = map_cut(rows, columns), torch.empty_like(x)
+    dx = dx.contiguous(memory_format=torch.channels_last)
     _moments_backward[cut.grid(rows, columns)](
-        x, mean, dmean.contiguous(), dvariance.contiguous(), dx, rows, columns, **cut.options
+        x, dx, mean, dmean.contiguous(), dvariance.contiguous(), total, rows, columns, **cut.options
     )
-    return dx
+    return total
 
 
 def new_counts(x: Tensor) -> Tensor:

@@ -51,9 +51,8 @@ def batch_norm_act_twice(
         how = (norm.momentum, norm.eps, slope, twice, _counts(norm, x))
         made = _Trained.apply(x, residual, norm.weight, norm.bias, running, *how, minibatch_sizes(x))
         return made if twice else (made, made)
-    assert norm.running_mean is not None and norm.running_var is not None
-    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
-    y = _Mapped.apply(x, residual, scale, norm.bias - norm.running_mean * scale, slope)
+    stored = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    y = _Mapped.apply(x, residual, stored, norm.eps, slope)
     return y, y
 
 
@@ -160,13 +159,14 @@ def _counts(layer: nn.Module, x: Tensor) -> Tensor:
     return kept
 
 
-def channel_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, biased variance) per channel of activations (n, C, ...), in float32, with gradients."""
+def channel_moments(x: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """(x, mean, biased variance) of a layer's input (n, C, ...), per channel, in float32, with gradients. Who goes on
+    with the x that is returned has all its gradients added up by one kernel."""
     if kernels is not None and x.is_cuda and _plain(x) and not torch.compiler.is_compiling():
-        found: tuple[Tensor, Tensor] = _Moments.apply(x)
+        found: tuple[Tensor, Tensor, Tensor] = _Moments.apply(x, _counts(layer, x))
         return found
     variance, mean = torch.var_mean(x.float(), dim=[0, *range(2, x.dim())], correction=0)
-    return mean, variance
+    return x, mean, variance
 
 
 def _plain(x: Tensor) -> bool:
@@ -242,20 +242,22 @@ def _gradients(
 
 
 class _Mapped(torch.autograd.Function):
-    """act(scale x + shift + residual), scale and shift constant."""
+    """act(BatchNorm(x) + residual) in evaluation mode, what is stored in the layer being constant."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, scale: Tensor, shift: Tensor, slope: float) -> Tensor:
-        y = kernels.mapped(x, residual, scale, shift, slope)
-        ctx.save_for_backward(y, scale)
-        ctx.residual, ctx.slope = residual is not None, slope
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, stored: tuple[Tensor, ...], eps: float, slope: float
+    ) -> Tensor:
+        y = kernels.mapped(x, residual, stored, eps, slope)
+        weight, _, _, variance = stored
+        ctx.save_for_backward(y, weight, variance)
+        ctx.residual, ctx.eps, ctx.slope = residual is not None, eps, slope
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        y, scale = ctx.saved_tensors
-        dx, dresidual = kernels.mapped_backward(dy, y, scale, ctx.residual, ctx.slope)
+        dx, dresidual = kernels.mapped_backward(dy, *ctx.saved_tensors, ctx.residual, ctx.eps, ctx.slope)
         return dx, dresidual, None, None, None
 
 
@@ -297,13 +299,13 @@ class _Pooled(torch.autograd.Function):
 
 class _Moments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, variance = kernels.moments(x)
+    def forward(ctx: Any, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, variance = kernels.moments(x, counts)
         ctx.save_for_backward(x, mean)
-        return mean, variance
+        return x.detach(), mean, variance
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dmean: Tensor, dvariance: Tensor) -> Tensor:
+    def backward(ctx: Any, dx: Tensor, dmean: Tensor, dvariance: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        return kernels.moments_backward(x, mean, dmean, dvariance)
+        return kernels.moments_backward(x, dx, mean, dmean, dvariance), None

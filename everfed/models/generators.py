@@ -51,8 +51,8 @@ class Generator(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """(n, z_dim) -> (n, channels, side, side)."""
-        x = as_map(self.dense(z), self.first, self.side)
-        standard: Tensor = self.standard(torch.tanh(self.colours(self.blocks(self.norm(x)))))
+        x = batch_norm_act(as_map(self.dense(z), self.first, self.side), self.norm, slope=1.0)
+        standard: Tensor = self.standard(torch.tanh(self.colours(self.blocks(x))))
         return standard
 
 
@@ -70,7 +70,9 @@ class Upsampling(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         larger, convolution, norm, _ = self
-        return batch_norm_act(convolution(larger(x)), norm, slope=self.slope)
+        with torch.autocast(x.device.type, enabled=False):  # it would make float32 of what is only copied
+            x = larger(x)
+        return batch_norm_act(convolution(x), norm, slope=self.slope)
 
 
 def as_map(rows: Tensor, channels: int, side: int) -> Tensor:

@@ -126,18 +126,18 @@ class Checkpoints:
     def write(self, run: Tree, versions: dict[int, int], dirty: dict[int, Tree]) -> None:
         """Write one checkpoint to disk and remove what it replaces."""
         self.store.write(versions, dirty)
-        data = tree.to_bytes(run)
-        manifest = Manifest(self.recipe, digest(data), self._with_checksums(versions))
+        chunks = tree.to_chunks(run)  # not one large `bytes`: building it stops all other threads
+        clients = self._with_checksums(versions)
         number = max(numbers(self.folder), default=0) + 1
         temporary, final = self.folder / f".{number}.tmp", self.folder / str(number)
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(FOLDER_MODE)
-            write_synced(temporary / RUN, data)
-            write_synced(temporary / CLIENTS, manifest.to_json())
+            manifest = Manifest(self.recipe, write_synced(temporary / RUN, chunks), clients)
+            write_synced(temporary / CLIENTS, [manifest.to_json()])
             sync_folder(temporary)
             os.replace(temporary, final)
-        except OSError:
+        except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         sync_folder(self.folder)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -194,7 +194,7 @@ class ClientStore:
         with self._lock:
             if self._saved.get(client) == version:
                 return
-        _write_page(self.path(client, version), tree.to_bytes(state))
+        _write_page(self.path(client, version), tree.to_chunks(state))
         with self._lock:
             self._unsynced.add((client, version))
             self._saved[client] = max(version, self._saved.get(client, 0))
@@ -202,13 +202,13 @@ class ClientStore:
                 self._stale.add((client, version))
 
 
-def _write_page(path: Path, data: bytes) -> None:
+def _write_page(path: Path, chunks: Iterable[tree.Chunk]) -> None:
     """Write a file atomically with respect to other threads and a crash of the process; nothing is synced."""
     # a checkpoint and a page-out may write the same file at once, so each has a temporary one of its own
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb", opener=private) as file:
-            file.write(data)
+            file.writelines(chunks)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

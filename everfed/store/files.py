@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from everfed.errors import UserError
@@ -26,7 +27,7 @@ def write_atomic(path: Path, data: bytes, durable: bool = True, shared: bool = F
     # two threads may write the same file, so each has a temporary one of its own
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        _write(temporary, data, durable, shared)
+        _write(temporary, [data], durable, shared)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is raised, not that of removing
@@ -36,14 +37,23 @@ def write_atomic(path: Path, data: bytes, durable: bool = True, shared: bool = F
         sync_folder(path.parent)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write `data` and wait until it is on the disk; a crash may leave half of it."""
-    _write(path, data, durable=True, shared=False)
+def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+    """Write `chunks` one after the other and wait until they are on the disk; a crash may leave half of them. Returns
+    the `digest` of the whole."""
+    checksum = hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+    def hashed(chunk: bytes | memoryview) -> bytes | memoryview:
+        checksum.update(chunk)
+        return chunk
+
+    # `map` does not keep a chunk while the next one is made, as a loop's variable would: both may be large
+    _write(path, map(hashed, chunks), durable=True, shared=False)
+    return checksum.hexdigest()
 
 
-def _write(path: Path, data: bytes, durable: bool, shared: bool) -> None:
+def _write(path: Path, chunks: Iterable[bytes | memoryview], durable: bool, shared: bool) -> None:
     with open(path, "wb", opener=None if shared else private) as file:
-        file.write(data)
+        file.writelines(chunks)
         if durable:
             file.flush()
             os.fsync(file.fileno())

@@ -5,18 +5,37 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
+import weakref
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.tree import TreeError, clone, equal, from_bytes, leaves, map_tensors, tensor_bytes, to_bytes
+from everfed.core.tree import (
+    TreeError,
+    clone,
+    equal,
+    from_bytes,
+    leaves,
+    map_tensors,
+    tensor_bytes,
+    to_bytes,
+    to_chunks,
+)
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
 
 
 @st.composite
@@ -47,6 +66,121 @@ def test_bytes_keep_everything(tree: dict[str, Any]) -> None:
     assert equal(tree, back)
     assert [path for path, _ in leaves(back)] == [path for path, _ in leaves(tree)]  # the order, too
     assert tensor_bytes(back) == tensor_bytes(tree)
+
+
+# chunks --------------------------------------------------------------------------------------------------------------
+@st.composite
+def views(draw: st.DrawFn) -> Tensor:
+    """Not contiguous, or inside of a larger tensor."""
+    tensor = draw(tensors())
+    kind = draw(st.sampled_from(["turned", "strided", "expanded", "tail"]))
+    if kind == "turned":
+        return tensor.permute(tuple(reversed(range(tensor.dim()))))
+    if kind == "expanded":
+        return tensor.expand(2, *tensor.shape)
+    return tensor.reshape(-1)[::2] if kind == "strided" else tensor.reshape(-1)[1:]
+
+
+def tensors_of(tree: dict[str, Any]) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def header_of(data: bytes) -> dict[str, Any]:
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def address(chunk: Any) -> int:
+    return np.frombuffer(chunk, np.uint8).ctypes.data
+
+
+@given(trees, st.lists(views(), max_size=3))
+@settings(max_examples=300)
+def test_chunks_are_the_file_that_safetensors_writes(tree: dict[str, Any], more: list[Tensor]) -> None:
+    tree = {"tree": tree, "again": tree, "views": {str(i): view for i, view in enumerate(more)}}
+    data = b"".join(to_chunks(tree))
+    own = {str(i): tensor.clone(memory_format=torch.contiguous_format) for i, tensor in enumerate(tensors_of(tree))}
+    metadata = header_of(data)["__metadata__"]
+    assert data == to_bytes(tree) == safetensors.torch.save(own, metadata=metadata)
+    assert equal(own, safetensors.torch.load(data)) and equal(tree, from_bytes(data))
+
+
+@pytest.mark.parametrize(
+    "single", [torch.arange(3.0)[1::2], torch.arange(4).reshape(2, 2).t()[:1, 1:], torch.ones(1, 0)]
+)
+def test_a_single_element_of_a_view_is_written_and_compared(single: Tensor) -> None:
+    """Torch calls it contiguous whatever its strides are."""
+    assert equal(from_bytes(to_bytes({"x": single})), {"x": single}) and not equal({"x": single}, {"x": single[None]})
+
+
+def test_files_of_chunks_are_opened_by_safetensors(tmp_path: Path) -> None:
+    tree = {"a": torch.arange(6.0).reshape(2, 3).t(), "b": torch.tensor(True), "c": torch.zeros(0, 3), "n": 1.5}
+    with open(tmp_path / "file", "wb") as file:
+        file.writelines(to_chunks(tree))
+    with safetensors.safe_open(tmp_path / "file", "pt") as opened:
+        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert equal(found, {str(i): tensor.contiguous() for i, tensor in enumerate(tensors_of(tree))})
+
+
+@given(trees)
+def test_every_tensor_is_aligned_in_its_file(tree: dict[str, Any]) -> None:
+    data = to_bytes(tree)
+    header = header_of(data)
+    starts = [header[str(i)]["data_offsets"][0] for i in range(len(tensors_of(tree)))]
+    assert int.from_bytes(data[:8], "little") % 8 == 0
+    assert all(start % tensor.element_size() == 0 for start, tensor in zip(starts, tensors_of(tree), strict=True))
+
+
+def test_chunks_are_the_memory_of_the_tensors_themselves() -> None:
+    base = torch.arange(10.0)
+    tree = {"a": base, "shared": base[2:7], "deep": {"b": torch.arange(3), "c": torch.nn.Parameter(torch.ones(2, 2))}}
+    _, *bodies = to_chunks(tree)
+    order = [tree["deep"]["b"], tree["a"], tree["shared"], tree["deep"]["c"]]  # larger elements first
+    assert [address(body) for body in bodies] == [tensor.data_ptr() for tensor in order]
+    assert all(isinstance(body, memoryview) and body.readonly for body in bodies)
+
+
+def test_what_must_be_copied_is_copied_when_it_is_reached() -> None:
+    turned = {str(i): torch.arange(12.0).reshape(3, 4).t() for i in range(4)}
+    chunks, copies = to_chunks(turned), []
+    next(chunks)
+    for chunk in chunks:
+        copies.append(weakref.ref(chunk.obj))
+        del chunk
+        assert [copy() for copy in copies] == [None] * len(copies)
+    assert len(copies) == 4
+
+
+def test_a_tree_without_bytes_is_refused_before_its_first_chunk() -> None:
+    for bad in (torch.ones(1, dtype=torch.complex128), torch.ones(1, device="meta"), torch.ones(1).to_sparse(), [1]):
+        with pytest.raises(TreeError, match="/a/bad"):
+            to_chunks({"a": {"good": torch.ones(1), "bad": bad}})
+
+
+def test_a_tree_nested_beyond_reason_is_refused() -> None:
+    circle: dict[str, Any] = {}
+    circle["again"] = circle
+    with pytest.raises(TreeError, match="no bytes"):
+        to_bytes(circle)
+
+
+def test_conjugate_and_negative_views_are_written_as_what_they_stand_for() -> None:
+    plain = torch.complex(torch.arange(3.0), torch.ones(3))
+    back = from_bytes(to_bytes({"conjugate": plain.conj(), "negative": torch._neg_view(torch.ones(2))}))
+    assert back["conjugate"].tolist() == [-1j, 1 - 1j, 2 - 1j] and back["negative"].tolist() == [-1.0, -1.0]
+
+
+def test_numbers_are_little_endian_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a big-endian machine every number is turned around, a complex one in two halves."""
+    tree = {"f": torch.tensor([1.5, -2.0]), "c": torch.tensor([1 + 2j]), "i": torch.tensor(258), "b": torch.ones(2) > 0}
+    monkeypatch.setattr(sys, "byteorder", "big")
+    _, *bodies = to_chunks(tree)
+    expected = [
+        np.array([258], ">i8").tobytes(),
+        np.array([1, 2], ">f4").tobytes(),
+        np.array([1.5, -2], ">f4").tobytes(),
+        b"\1\1",
+    ]
+    assert [bytes(body) for body in bodies] == expected
 
 
 @given(trees)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from hypothesis import given
@@ -58,7 +59,7 @@ def search(speed: Callable[[Setting], float], clients: int = 100, **fixed: int) 
     for _ in range(20):
         if tuner.searching:
             used = tuner.choose(clients)
-            tuner.measured(speed(used))
+            tuner.measured(speed(used), 1.0)
     assert not tuner.searching
     return tuner
 
@@ -79,6 +80,35 @@ def test_a_gain_within_the_noise_of_a_measurement_is_none() -> None:
 def test_blocking_launches_take_a_thread_per_slot() -> None:
     tuner = search(lambda s: s.slots if s.threads == s.slots else 1.0)
     assert tuner.setting == Setting(16, 16)
+
+
+def test_a_short_round_that_is_disturbed_does_not_decide() -> None:
+    """Every third round takes five times as long: a checkpoint is written, say."""
+    tuner, rounds = Tuner(), itertools.count()
+    while tuner.searching:
+        used = tuner.choose(100)
+        tuner.measured(100.0 * used.slots, 5.0 * 0.1 if next(rounds) % 3 == 0 else 0.1)
+    assert tuner.setting.slots == 16
+    assert tuner.rates[Setting(4, 1)] == 4000.0
+
+
+def test_a_long_round_is_timed_once() -> None:
+    tuner = Tuner(threads=1)
+    tuner.measured(100.0, 60.0)
+    assert tuner.setting == Setting(8, 1)
+
+
+def test_a_search_can_begin_anew() -> None:
+    tuner = search(lambda s: float(s.slots))
+    assert tuner.setting.slots == 16
+    tuner.restart()
+    assert tuner.searching and tuner.setting == Setting(4, 1) and not tuner.rates
+    while tuner.searching:
+        tuner.measured(1.0 / tuner.choose(100).slots, 1.0)
+    assert tuner.setting.slots == 4
+    fixed = Tuner(slots=3, threads=3)
+    fixed.restart()
+    assert not fixed.searching and fixed.setting == Setting(3, 3)
 
 
 def test_given_numbers_are_kept() -> None:

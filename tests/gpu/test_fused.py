@@ -14,6 +14,7 @@ from everfed.core import rows as rows_of
 from everfed.core.context import Setup
 from everfed.core.layout import Layout
 from everfed.core.replica import Replica
+from everfed.data import transforms
 from everfed.engines import captured
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
@@ -125,13 +126,18 @@ def test_moments(shape) -> None:
     torch.manual_seed(0)
     x = (normed(shape, torch.float32) + 5).requires_grad_()
     x64 = x.detach().double().requires_grad_()
-    mean, variance = fused.channel_moments(x)
+    again, mean, variance = fused.channel_moments(x, nn.BatchNorm2d(shape[1]))
     variance64, mean64 = torch.var_mean(x64, dim=[0, 2, 3], correction=0)
+    assert torch.equal(again, x)
     assert error(mean, mean64) < 1e-6 and error(variance, variance64) < 1e-5
-    weights = torch.randn(2, shape[1], device="cuda")
-    (got,) = torch.autograd.grad((mean * weights[0] + variance * weights[1]).sum(), x)
-    (truth,) = torch.autograd.grad((mean64 * weights[0].double() + variance64 * weights[1].double()).sum(), x64)
+    weights, further = torch.randn(2, shape[1], device="cuda"), torch.randn(shape, device="cuda")
+    loss = (mean * weights[0] + variance * weights[1]).sum()
+    loss64 = (mean64 * weights[0].double() + variance64 * weights[1].double()).sum()
+    (truth,) = torch.autograd.grad(loss64, x64)
+    (got,) = torch.autograd.grad(loss, x, retain_graph=True)
     assert error(got, truth) < 1e-5
+    (got,) = torch.autograd.grad(loss + (again * further).sum(), x)
+    assert error(got, truth + further.double()) < 1e-5
 
 
 def test_the_gradient_can_be_differentiated_again() -> None:
@@ -315,3 +321,46 @@ def test_several_short_steps_in_one_graph_equal_eager_ones(method: str, monkeypa
         return Eager(setup, store, case.build_module, "cuda", "fp32")
 
     assert error(case.run(graphs).params, case.run(eager).params.double()) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 32, 32), (3, 1, 28, 28), (2, 3, 100, 90), (1, 4, 8, 10)])
+def test_images_cut_out_mirrored_and_scaled(shape: tuple[int, ...]) -> None:
+    """Against the same transforms on the CPU; draws lie in a wider table, as in a captured step."""
+    torch.manual_seed(0)
+    x = torch.randint(0, 256, shape, dtype=torch.uint8)
+    table = torch.randint(0, 9, (shape[0], 7))
+    table[:, 4] = torch.arange(shape[0]) % 2
+    draws = table[:, 2:5]
+    assert torch.equal(
+        transforms.crop_and_flip(x.cuda(), table.cuda()[:, 2:5]).cpu(), transforms.crop_and_flip(x, draws)
+    )
+    for mean, std in (((), ()), ((0.5, 0.4, 0.3, 0.2), (0.2, 0.3, 0.25, 1.0)), ((0.5,) * 4, (0.25,) * 4)):
+        constants = mean[: shape[1]], std[: shape[1]]
+        got, truth = transforms.scale(x.cuda(), *constants).cpu(), transforms.scale(x, *constants)
+        assert got.dtype == torch.float32 and (got - truth).abs().max() < 1e-6
+
+
+def test_images_inside_vmap_take_pytorchs_operations() -> None:
+    x = torch.randint(0, 256, (3, 2, 3, 8, 8), dtype=torch.uint8, device="cuda")
+    got = torch.func.vmap(lambda one: transforms.scale(one, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)).sum())(x)
+    assert torch.allclose(
+        got, torch.stack([transforms.scale(one, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)).sum() for one in x])
+    )
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_adam_in_one_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps against PyTorch's operations in float64."""
+    torch.manual_seed(0)
+    how = Optimizer(kind, lr=0.01, weight_decay=0.1)
+    params = torch.randn(5003, device="cuda")
+    exact, state = params.double(), how.init(params)
+    state64 = how.init(exact)
+    for _ in range(5):
+        gradient = torch.randn(5003, device="cuda")
+        assert how._has_kernel(params, gradient, state, torch.tensor(0.01, device="cuda"))
+        how.apply(params, gradient, state, torch.tensor(0.01, device="cuda"))
+        how.apply(exact, gradient.double(), state64, torch.tensor(0.01, device="cuda"))
+    assert state["t"].item() == 5
+    for got, truth in ((params, exact), (state["m"], state64["m"]), (state["v"], state64["v"])):
+        assert error(got, truth) < 1e-6

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -387,10 +388,40 @@ def test_a_failure_is_raised_once_and_the_next_checkpoint_may_succeed(
 
 
 def test_a_bug_in_the_writer_is_not_swallowed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint.tree, "to_bytes", lambda _: 1 / 0)
+    monkeypatch.setattr(checkpoint.tree, "to_chunks", lambda _: 1 / 0)
     run.checkpoints.offer(run_state(1), must=True)
     with pytest.raises(ZeroDivisionError):
         run.checkpoints.wait()
+
+
+def test_a_tensor_that_cannot_be_read_midway_leaves_the_old_checkpoint(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device may fail while its tensors are brought to the host, when the file is open already."""
+    run.save(1)
+
+    def fails(_: Any) -> memoryview:
+        raise tree.TreeError("the device is gone")
+
+    monkeypatch.setattr(tree, "_memory", fails)
+    with pytest.raises(tree.TreeError, match="gone"):
+        run.checkpoints.write(run_state(2).to_tree(), *run.store.snapshot())
+    assert run.mark() == 1 and os.listdir(run.folder / "checkpoint") == ["1"]
+
+
+def test_tensors_are_written_from_where_they_lie(run: Run) -> None:
+    """Building the file's content in memory would stop the threads that feed the GPU."""
+    run.store.put(0, {"memory": {"x": torch.randn(1 << 18)}})
+    state = RunState({"model": {"params": torch.randn(1 << 20), "turned": torch.randn(8, 4).t()}}, round=1)
+    tracemalloc.start()
+    try:
+        run.checkpoints.write(state.to_tree(), *run.store.snapshot())
+        extra = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert extra < 1 << 19, f"{extra} bytes for tensors of 4 MiB and 1 MiB"
+    found = latest(run.folder / "checkpoint", run.store, "mine")
+    assert found is not None and tree.equal(found.to_tree(), state.to_tree())
 
 
 def test_what_is_on_disk_holds_no_code(run: Run) -> None:

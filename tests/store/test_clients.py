@@ -93,7 +93,7 @@ def test_a_state_larger_than_the_budget_is_held_alone(tmp_path: Path) -> None:
 def test_a_state_that_did_not_change_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     real = clients._write_page
-    monkeypatch.setattr(clients, "_write_page", lambda path, data: written.append(path.name) or real(path, data))
+    monkeypatch.setattr(clients, "_write_page", lambda path, chunks: written.append(path.name) or real(path, chunks))
     store = ClientStore(tmp_path, budget=BYTES)
     store.put(0, state(0))
     store.put(1, state(1))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from everfed.store.files import make_folder, write_atomic
+from everfed.store.files import digest, file_digest, make_folder, write_atomic, write_synced
 from everfed.store.run import RunFolder
 from tests.store.disk import Disk
 
@@ -47,6 +50,42 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, durable: bool)
     with pytest.raises(OSError):
         write_atomic(tmp_path / "taken", b"content", durable)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_chunks_are_written_in_order_and_their_checksum_is_that_of_the_file(tmp_path: Path) -> None:
+    chunks = [b"head", memoryview(b"x" * 100_000), b"", memoryview(b"tail")]
+    whole = b"".join(chunks)
+    found = write_synced(tmp_path / "file", iter(chunks))
+    assert (tmp_path / "file").read_bytes() == whole
+    assert found == digest(whole) == file_digest(tmp_path / "file")
+    assert found == hashlib.blake2b(whole, digest_size=16).hexdigest()
+
+
+def test_one_chunk_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    """A chunk may be the copy of a large tensor that lies on a device."""
+    made: list[weakref.ref[np.ndarray]] = []
+
+    def chunks() -> Iterator[memoryview]:
+        for _ in range(4):
+            assert [chunk() for chunk in made] == [None] * len(made)
+            array = np.zeros(100_000, np.uint8)
+            made.append(weakref.ref(array))
+            data = [array.data]
+            del array
+            yield data.pop()
+
+    write_synced(tmp_path / "file", chunks())
+    assert len(made) == 4 and (tmp_path / "file").stat().st_size == 400_000
+
+
+def test_what_is_synced_is_there_after_a_loss_of_power(tmp_path: Path) -> None:
+    *_, last = power_cuts(tmp_path, lambda place: _synced(place / "file", [b"a" * 100, memoryview(b"b" * 100)]))
+    assert (last / "file").read_bytes() == b"a" * 100 + b"b" * 100
+
+
+def _synced(path: Path, chunks: list[bytes | memoryview]) -> None:
+    path.touch()  # its name is on the disk already; `write_synced` is about the content
+    write_synced(path, chunks)
 
 
 def _written(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -75,16 +76,26 @@ class Statistics:
 
     def divergence(self) -> Tensor:
         """Mean over layers of KL(stored || seen); the network must have some."""
-        terms = [
-            normal_divergence(layer.running_mean, layer.running_var, *seen)
-            for layer, seen in zip(self.layers, self.seen, strict=True)
-            if layer.running_mean is not None and layer.running_var is not None
-        ]
-        return torch.stack(terms).mean()
+        stored = [(layer.running_mean, layer.running_var) for layer in self.layers]
+        means, variances = (torch.cat([pair[i] for pair in stored]) for i in (0, 1))  # type: ignore[misc]
+        seen_means, seen_variances = (torch.cat([pair[i] for pair in self.seen]) for i in (0, 1))
+        by_channel = normal_divergences(means, variances, seen_means, seen_variances)
+        # all layers at once: layer by layer they would be hundreds of kernels for a few thousand numbers
+        return (by_channel * _shares(tuple(len(mean) for mean, _ in self.seen), by_channel.device)).sum()
 
-    def _note(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.layers.append(layer)  # type: ignore[arg-type] # hooks are put on BatchNorm layers only
-        self.seen.append(channel_moments(args[0]))
+    def _note(self, layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not isinstance(layer, _BatchNorm) or layer.running_mean is None:
+            return None  # it stores nothing that could be compared
+        x, *moments = channel_moments(args[0], layer)
+        self.layers.append(layer)
+        self.seen.append((moments[0], moments[1]))
+        return (x,)
+
+
+@lru_cache(maxsize=16)
+def _shares(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """For every channel of all layers its weight in a mean over layers of means over channels."""
+    return torch.cat([torch.full((size,), 1.0 / (len(sizes) * size)) for size in sizes]).to(device)
 
 
 @contextmanager
@@ -102,9 +113,14 @@ def batch_statistics(module: nn.Module) -> Iterator[Statistics]:
 
 def normal_divergence(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
     """Mean over channels of KL(N(mean, variance) || N(other_mean, other_variance)), each (C,)."""
+    return normal_divergences(mean, variance, other_mean, other_variance).mean()
+
+
+def normal_divergences(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
+    """The same channel by channel, (C,)."""
     variance, other_variance = variance + VARIANCE_EPS, other_variance + VARIANCE_EPS
     distance = (variance + (mean - other_mean).square()) / other_variance
-    return 0.5 * ((other_variance / variance).log() + distance - 1.0).mean()
+    return 0.5 * ((other_variance / variance).log() + distance - 1.0)
 
 
 # the smoothness of images -----------------------------------------------------------------------------------------

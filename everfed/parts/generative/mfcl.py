@@ -45,6 +45,7 @@ from everfed import (
     refuse_personal,
 )
 from everfed.core import random
+from everfed.core.loss import cross_entropy
 from everfed.core.replica import frozen_forward, initial_weights
 from everfed.core.scoring import class_mask
 from everfed.models.generators import GeneratorBlueprint, image
@@ -264,7 +265,7 @@ class MFCL(Part):
 
     def _cross_entropy(self, outputs: Tensor, y: Tensor, own: Tree) -> Tensor:
         if self.class_weights == "none":
-            return functional.cross_entropy(outputs, y)
+            return cross_entropy(outputs, y)
         weights = abd_weights(own["old"], own["seen"]).index_select(0, y)
         return (weights * functional.cross_entropy(outputs, y, reduction="none")).mean()
 
