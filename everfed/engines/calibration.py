@@ -5,28 +5,22 @@ Only speed hangs on the answer, never a result.
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-import torch
-
-from everfed.core import random
 from everfed.core.context import Moment, Setup
 from everfed.core.message import MODEL
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import tensor_bytes
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
 from everfed.engines.forking import gpu, in_fork
-from everfed.store.files import write_atomic
+from everfed.engines.remembered import Remembered, key_of
 
 # what handing a client to another process costs: a few wake-ups, and copies through shared memory
 CALL_SECONDS = 0.5e-3
 BYTES_PER_SECOND = 1.5e9
+_ANSWERS = Remembered("engines.json")
 _WORTH = 0.9  # processes must be at least a tenth faster to be worth their memory
 
 
@@ -60,16 +54,17 @@ def _in_processes(measured: OneClient, clients: int, workers: int) -> float:
 
 def one_client(setup: Setup, build_module: BuildModule) -> OneClient | None:
     """Measured once and remembered; None where a client's training fails, which the run reports properly."""
-    key, remembered = _key(setup), _read()
-    if key not in remembered:
+    key = _key(setup)
+    found = _ANSWERS.find(key, 2)
+    if found is None:
         try:
             # where there is a GPU, this process must not run a backward pass if it shall fork workers later
             measured = in_fork(partial(_measure, setup, build_module)) if gpu() else _measure(setup, build_module)
         except CLIENT_FAULTS:
             return None
-        remembered[key] = OneClient(*measured)
-        _remember(remembered)
-    return remembered[key]
+        found = list(measured)
+        _ANSWERS.put(key, found)
+    return OneClient(found[0], int(found[1]))
 
 
 def _measure(setup: Setup, build_module: BuildModule) -> tuple[float, int]:
@@ -103,27 +98,4 @@ def _key(setup: Setup) -> str:
     plan = setup.stream.round(0)
     client = _with_data(setup, plan)
     sizes = (len(plan.participants), len(setup.stream.data(client, plan.tasks[client])))
-    # a home folder may serve several machines
-    return f"{random.key(*(str(part) for part in (*parts, *sizes, platform.node(), torch.__version__))):x}"
-
-
-def _file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "everfed" / "engines.json"
-
-
-def _read() -> dict[str, OneClient]:
-    """What is remembered; entries of another form are left out."""
-    try:
-        found = json.loads(_file().read_text())
-        return {str(k): OneClient(float(v[0]), int(v[1])) for k, v in found.items() if isinstance(v, list)}
-    except (OSError, ValueError, TypeError, AttributeError, IndexError):
-        return {}
-
-
-def _remember(answers: dict[str, OneClient]) -> None:
-    """A cache that cannot be written is measured again next time."""
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(_file(), json.dumps({k: [v.seconds, v.moved] for k, v in answers.items()}).encode())
-    except OSError:
-        return
+    return key_of(*parts, *sizes)

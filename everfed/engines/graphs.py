@@ -30,9 +30,11 @@ from everfed.engines.captured import CapturedTrainer, release_memory
 from everfed.engines.capturing import Capturing
 from everfed.engines.device_data import DeviceData
 from everfed.engines.loops import LoopingTrainer
-from everfed.engines.slots import Tuner, deal, seat
+from everfed.engines.remembered import Remembered, key_of
+from everfed.engines.slots import Setting, Tuner, deal, seat
 from everfed.kernels import to_be_compiled
 
+_SETTINGS = Remembered("slots.json")
 WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
 
 
@@ -64,6 +66,7 @@ class Graphs(OneTrainer):
         self.tuner = Tuner(1, 1, self.device) if self._draws_globally else Tuner(slots, host_threads, self.device)
         self.slots: list[CapturedTrainer] = []
         self._capturing = Capturing()
+        self._recall(0)
         self._warned: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
 
@@ -113,12 +116,14 @@ class Graphs(OneTrainer):
             self.store.put(client, states.pop(client))
         if phase.name == TRAIN and slots[0].kinds > kinds > 0:
             self.tuner.restart()  # a teacher or a generator has come, say
+            self._recall(slots[0].kinds)
         if captures != sum(slot.captures for slot in slots):
             release_memory(self.device)  # of the trial runs before captures, once for all of them
         elif phase.name == TRAIN and self.tuner.searching:
             torch.cuda.synchronize(self.device)
             samples = sum(reply.samples for reply in replies.values())
             self.tuner.measured(samples, time.monotonic() - started)
+            self._remember(slots[0].kinds)
         for client in clients:
             yield client, replies.pop(client)
 
@@ -157,6 +162,30 @@ class Graphs(OneTrainer):
                 return call(self.setup, slot, phase, client, state, message, moment, data)
         except CLIENT_FAULTS as error:
             raise ClientError(client, phase.name, moment.round, error) from error
+
+    # how many slots -------------------------------------------------------------------------------------------------
+    def _recall(self, kinds: int) -> None:
+        """Take the setting that an earlier run of this kind found on this GPU."""
+        found = _SETTINGS.find(self._key(kinds), 2) if self.tuner.searching and self._is_alone() else None
+        if found is not None:
+            self.tuner.settle(Setting(int(found[0]), int(found[1])))
+
+    def _remember(self, kinds: int) -> None:
+        if not self.tuner.searching and self._is_alone():
+            _SETTINGS.put(self._key(kinds), self.tuner.setting)
+
+    def _is_alone(self) -> bool:
+        """Has this process the GPU for itself? Beside others the best numbers are others."""
+        number = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return torch.cuda.get_per_process_memory_fraction(number) == 1.0
+
+    def _key(self, kinds: int) -> str:
+        """kinds: of local training met so far; the first is the run's beginning."""
+        options, facts = self.setup.options, self.setup.facts
+        what = (self.setup.method.name, facts.layout.size, *facts.input_shape, options.batch_size, self._precision)
+        clients = len(self.setup.stream.round(0).participants)
+        fixed = (self.tuner.fixed_slots, self.tuner.fixed_threads, self._compiled)
+        return key_of(*what, clients, max(1, kinds), *fixed, torch.cuda.get_device_name(self.device))
 
     def _fork(self, slots: Sequence[CapturedTrainer]) -> None:
         for slot in slots:

@@ -72,6 +72,10 @@ class Tuner:
         self._timed: list[float] = []  # rates of the setting so far
         self.searching = not (self.fixed_slots and self.fixed_threads)
 
+    def settle(self, setting: Setting) -> None:
+        """End the search: this one is known to be the best."""
+        self.setting, self.searching = setting, False
+
     def choose(self, clients: int) -> Setting:
         """The setting for a phase with `clients` clients. Eight slots need two turns for ten of them, and so do five,
         which are faster (benchmarks/README.md)."""
@@ -90,7 +94,7 @@ class Tuner:
         self.rates[self.setting], self._timed = max(self._timed), []
         following = self._next(self.setting)
         if following is None:
-            self.setting, self.searching = self.best(), False
+            self.settle(self.best())
         else:
             self.setting = following
 

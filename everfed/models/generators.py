@@ -70,9 +70,16 @@ class Upsampling(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         larger, convolution, norm, _ = self
-        with torch.autocast(x.device.type, enabled=False):  # it would make float32 of what is only copied
-            x = larger(x)
+        x = doubled(x) if x.is_cuda else larger(x)
         return batch_norm_act(convolution(x), norm, slope=self.slope)
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Every pixel twice in height and width, as nn.Upsample has it; channels stay last and in their type. PyTorch's
+    own kernel makes float32 of bfloat16 under autocast."""
+    images, channels, height, width = x.shape
+    rows = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(images, height, 2, width, 2, channels)
+    return rows.reshape(images, 2 * height, 2 * width, channels).permute(0, 3, 1, 2)
 
 
 def as_map(rows: Tensor, channels: int, side: int) -> Tensor:

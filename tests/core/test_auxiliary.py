@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from everfed import Batch, Method, Part, Step, compose
-from everfed.core.replica import frozen_forward, initial_weights
+from everfed.core.layout import Layout
+from everfed.core.replica import Replica, frozen_forward, initial_weights
 from everfed.core.tree import clone, equal
 from everfed.parts.aggregate.average import FedAvg
 from tests.support.toy import Bench, Norm
@@ -45,6 +46,23 @@ def test_a_frozen_network_computes_with_the_vectors_it_is_given_and_nothing_chan
     replica.load(model)
     assert torch.equal(replica.module.eval()(x), outputs)
     assert not outputs.requires_grad
+
+
+def test_a_frozen_network_in_bfloat16_has_the_outputs_of_one_that_was_loaded() -> None:
+    """Layers that run in bfloat16 get views of one copy, the others the vectors themselves."""
+    module = NormBlueprint().build()
+    replica, x = Replica(module, Layout.of(module), torch.device("cpu"), "bf16"), torch.randn(3, 1, 4, 4)
+    model = initial_weights(NormBlueprint(), 5)
+    given = replica.tensors(model)
+    assert {name for name, t in given.items() if t.dtype == torch.bfloat16} == {
+        "conv.weight", "conv.bias", "head.weight", "head.bias"
+    }  # fmt: skip
+    assert given["conv.weight"].untyped_storage().data_ptr() == given["head.bias"].untyped_storage().data_ptr()
+    assert given["norm.weight"].untyped_storage().data_ptr() == model["params"].untyped_storage().data_ptr()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = frozen_forward(replica, model, x)
+        replica.load(model)
+        assert torch.equal(replica.module.eval()(x), outputs)
 
 
 def test_a_thing_is_made_once_for_each_key_and_one_at_a_time() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -117,3 +119,24 @@ def test_a_monitor_sees_the_same_and_changes_nothing() -> None:
     assert distance(graphs, plain) <= TOLERANCE
     shifts = [[e for e in run.events if e["event"] == "measure"] for run in (eager, graphs)]
     assert shifts[0] and [e["mean shift"] for e in shifts[1]] == pytest.approx([e["mean shift"] for e in shifts[0]])
+
+
+def test_a_later_run_takes_the_slots_that_an_earlier_one_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from everfed.engines.graphs import Graphs
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    case = Bench("fedavg", stream=Toy(clients=5, samples=23, rounds_per_task=20), module=Norm)
+    made: list[Graphs] = []
+
+    def graphs(setup: Setup, store: ClientStore) -> Graphs:
+        made.append(Graphs(setup, store, case.build_module, "cuda", "fp32"))
+        return made[-1]
+
+    first = case.run(graphs)
+    assert not made[0].tuner.searching and made[0].tuner.rates
+    again = Graphs(case.setup(), ClientStore(), case.build_module, "cuda", "fp32")
+    assert not again.tuner.searching and again.tuner.setting == made[0].tuner.setting
+    monkeypatch.setattr(Graphs, "_is_alone", lambda self: False)
+    beside = Graphs(case.setup(), ClientStore(), case.build_module, "cuda", "fp32")
+    assert beside.tuner.searching, "beside other runs other numbers may be better"
+    assert distance(first, case.run(graphs)) < TOLERANCE

@@ -45,7 +45,8 @@ def test_hooks_on_the_layer_see_its_input() -> None:
 
 def test_moments_are_those_of_the_channels() -> None:
     x = torch.arange(24.0).view(2, 3, 2, 2).requires_grad_()
-    mean, variance = channel_moments(x)
+    again, mean, variance = channel_moments(x, layer(3))
+    assert again is x
     own: Tensor = x.detach().transpose(0, 1).flatten(1)
     assert torch.allclose(mean, own.mean(1)) and torch.allclose(variance, own.var(1, correction=0))
     (gradient,) = torch.autograd.grad(variance.sum(), x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from everfed.models.generators import Generator, GeneratorBlueprint
+from everfed.models.generators import Generator, GeneratorBlueprint, doubled
 from everfed.parts.generative.inversion import batch_statistics
 
 
@@ -52,3 +52,12 @@ def test_the_light_variant_has_the_widths_of_the_code() -> None:
 def test_what_cannot_be_upsampled_to_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="square images whose side is a multiple"):
         Generator(shape, 10)
+
+
+def test_doubling_by_copies_equals_upsampling_forward_and_backward() -> None:
+    x = torch.randn(2, 5, 3, 4, dtype=torch.float64).to(memory_format=torch.channels_last).requires_grad_()
+    ours, theirs = doubled(x), nn.Upsample(scale_factor=2)(x)
+    assert torch.equal(ours, theirs) and ours.is_contiguous(memory_format=torch.channels_last)
+    back = torch.randn_like(theirs)
+    got, truth = (torch.autograd.grad(y, x, back)[0] for y in (ours, theirs))
+    assert torch.allclose(got, truth, rtol=1e-14)

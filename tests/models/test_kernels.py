@@ -3,6 +3,7 @@ tests/gpu/test_fused.py."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import os
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from everfed.core import optimizer
 from everfed.core.layout import Entry, Layout
 from everfed.core.normalisation import normalised_apart
+from everfed.core.optimizer import Optimizer
+from everfed.data import transforms
 from everfed.models import fused
+from everfed.parts.generative.inversion import batch_statistics
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 pytestmark = pytest.mark.skipif(
@@ -75,7 +80,7 @@ def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> N
     monkeypatch.setattr(batchnorm, "sum_cut", lambda rows, columns: batchnorm.Cut(2, 64, 16, 4))
     torch.manual_seed(0)
     x = (torch.randn(4, 16, 9, 9) + 1_000).contiguous(memory_format=torch.channels_last)
-    mean, variance = batchnorm.moments(x)
+    mean, variance = batchnorm.moments(x, batchnorm.new_counts(x))
     variance64, mean64 = torch.var_mean(x.double(), dim=[0, 2, 3], correction=0)
     assert error(mean, mean64) < 1e-7 and error(variance, variance64) < 1e-5
 
@@ -86,6 +91,33 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for place, name in (("kernels", "batchnorm"), ("pooling", "pooling"), ("thin", "thin")):
         monkeypatch.setattr(fused, place, importlib.import_module(f"everfed.kernels.{name}"))
     monkeypatch.setattr(Tensor, "is_cuda", True)
+
+
+@pytest.mark.parametrize(("slope", "residual"), [(0.0, False), (0.2, True), (1.0, False)])
+def test_evaluation_and_the_statistics_of_its_input(on_gpu, slope: float, residual: bool) -> None:
+    """The map, its gradient, and the gradients of mean and variance on the way of the layer's input."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(32, eps=0.01).eval().requires_grad_(False)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2.0)
+    norm.weight.uniform_(0.5, 1.5)
+    norm.bias.normal_()
+    exact = copy.deepcopy(norm).double()
+    x, r, dy = maps(3, 32, 5, 7).requires_grad_(), maps(3, 32, 5, 7).requires_grad_(), maps(3, 32, 5, 7)
+    x64, r64 = (t.detach().double().requires_grad_() for t in (x, r))
+    with batch_statistics(norm) as seen:
+        y = fused.batch_norm_act(x, norm, r if residual else None, slope)
+    ((mean, variance),) = seen.seen
+    normed = exact(x64) + (r64 if residual else 0.0)
+    y64 = normed if slope == 1.0 else functional.leaky_relu(normed, slope)
+    variance64, mean64 = torch.var_mean(x64, dim=[0, 2, 3], correction=0)
+    weights = torch.randn(2, 32)
+    loss = (y * dy).sum() + (mean * weights[0] + variance * weights[1]).sum()
+    loss64 = (y64 * dy.double()).sum() + (mean64 * weights[0] + variance64 * weights[1]).sum()
+    wanted, wanted64 = ([x, r], [x64, r64]) if residual else ([x], [x64])
+    pairs = zip(torch.autograd.grad(loss, wanted), torch.autograd.grad(loss64, wanted64), strict=True)
+    assert error(y, y64) < 2e-6 and error(mean, mean64) < 2e-6 and error(variance, variance64) < 2e-6
+    assert all(error(got, truth) < 2e-6 for got, truth in pairs)
 
 
 @pytest.mark.parametrize("small", [1024, 0])
@@ -370,3 +402,64 @@ def test_a_target_that_is_no_class_makes_the_loss_not_a_number(target: int) -> N
     loss, _ = kernel.cross_entropy(torch.zeros(2, 3), torch.tensor([0, target]))
     assert loss.isnan()
     assert kernel.cross_entropy(torch.zeros(1, 3), torch.tensor([2]))[0].item() == pytest.approx(math.log(3))
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+@pytest.mark.parametrize("size", [1, 1024, 2500])
+def test_adam_in_one_kernel(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps against PyTorch's operations in float64; the first has the largest correction of its moments."""
+    monkeypatch.setattr(optimizer, "kernel", importlib.import_module("everfed.kernels.adam"))
+    torch.manual_seed(0)
+    how = Optimizer(kind, lr=0.01, weight_decay=0.1, beta2=0.99)
+    params = torch.randn(size)
+    exact, state = params.double(), how.init(params)
+    state64, rate = how.init(exact), torch.tensor(0.01)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    for _ in range(4):
+        gradient = torch.randn(size)
+        assert how._has_kernel(params, gradient, state, rate)
+        assert not how._has_kernel(exact, gradient.double(), state64, rate)
+        how.apply(params, gradient, state, rate)
+        how.apply(exact, gradient.double(), state64, rate)
+        for got, truth in ((params, exact), (state["m"], state64["m"]), (state["v"], state64["v"])):
+            assert error(got, truth) < 1e-6
+    assert state["t"].item() == 4
+
+
+def test_which_steps_of_adam_have_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "kernel", importlib.import_module("everfed.kernels.adam"))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    params, rate = torch.randn(4), torch.tensor(0.1)
+    state = Optimizer("adam").init(params)
+    assert Optimizer("adam")._has_kernel(params, params, state, rate)
+    assert not Optimizer("adam", beta1=0.0)._has_kernel(params, params, state, rate)  # its logarithm is taken
+    assert not Optimizer("adam")._has_kernel(params, params, state, torch.ones(4))  # groups have rates of their own
+    assert not Optimizer("adam")._has_kernel(params, torch.randn(8)[::2], state, rate)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 32, 32), (3, 1, 28, 28), (1, 4, 8, 10), (2, 3, 40, 36)])
+def test_images_cut_out_mirrored_and_scaled(shape: tuple[int, ...]) -> None:
+    """Against PyTorch's operations; the draws lie in a wider table, as in a captured step."""
+    kernels = importlib.import_module("everfed.kernels.images")
+    torch.manual_seed(0)
+    x = torch.randint(0, 256, shape, dtype=torch.uint8)
+    table = torch.randint(0, 2 * transforms.PAD + 1, (shape[0], 7))
+    table[:, 4] = torch.arange(shape[0]) % 2
+    draws = table[:, 2:5]
+    assert torch.equal(kernels.crop_and_flip(x, draws, transforms.PAD), transforms.crop_and_flip(x, draws))
+    for mean, std in (((), ()), ((0.5, 0.4, 0.3, 0.2), (0.2, 0.3, 0.25, 1.0)), ((0.5,) * 4, (0.25,) * 4)):
+        constants = mean[: shape[1]], std[: shape[1]]
+        got, truth = kernels.scale(x, *constants), transforms.scale(x, *constants)
+        assert got.dtype == torch.float32 and (got - truth).abs().max() < 1e-6
+
+
+def test_which_images_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = importlib.import_module("everfed.kernels.images")
+    x = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    assert not kernels.fits(x)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    assert kernels.fits(x)
+    assert not any(kernels.fits(other) for other in (x.float(), x[0], x[:0], x.transpose(2, 3)))
+    inside: list[bool] = []
+    torch.func.vmap(lambda one: inside.append(kernels.fits(one)) or one.float())(x[None])
+    assert inside == [False]
