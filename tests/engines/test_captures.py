@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from everfed.core.step import Step
 from everfed.core.trainer import Trainer
 from everfed.engines.captured import Columns, Workspace, kernel_search, share_of_steps
 from everfed.engines.graphs import Graphs
+from everfed.engines.slots import Tuner
 from everfed.store.clients import ClientStore
 from tests.support.cuda import Device, Stream
 from tests.support.presets import each_kind
@@ -183,6 +185,64 @@ def test_the_first_run_of_a_machine_says_once_that_it_compiles(
     (tmp_path / "cache" / "kernel").touch()
     case.run(engine)
     assert len(said) == 2
+
+
+@pytest.fixture
+def searched(device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Graphs]:
+    """Runs a method with a search for its number of slots; returns the engine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def run(method: str = "fedavg", tasks: int = 1, rounds: int = 16, **changes: Any) -> Graphs:
+        stream = Toy(clients=6, samples=4, tasks=tasks, rounds_per_task=rounds)
+        case = Bench(method, stream=stream, train=TrainOptions(1, 4, Optimizer(lr=0.1)), module=Norm).change(**changes)
+        made: list[Graphs] = []
+
+        def engine(setup: Setup, store: ClientStore) -> Graphs:
+            made.append(Graphs(setup, store, case.build_module, "cpu", "fp32"))
+            return made[-1]
+
+        case.run(engine)
+        return made[-1]
+
+    return run
+
+
+def test_a_later_run_of_the_same_kind_takes_the_slots_that_were_found(searched: Callable[..., Graphs]) -> None:
+    first = searched()
+    assert not first.tuner.searching and first.tuner.rates
+    again = searched()
+    assert again.tuner.setting == first.tuner.setting and not again.tuner.rates, "nothing was searched for"
+    other = searched(train=TrainOptions(1, 2, Optimizer(lr=0.1)))
+    assert other.tuner.rates, "minibatches of another size are another kind"
+
+
+def test_beside_others_slots_are_searched_for_and_not_remembered(
+    searched: Callable[..., Graphs], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 0.25)
+    assert searched().tuner.rates and not (tmp_path / "everfed").exists()
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 1.0)
+    assert searched().tuner.rates and (tmp_path / "everfed" / "slots.json").exists()
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 0.25)
+    assert searched().tuner.rates
+
+
+def test_slots_are_searched_for_again_when_a_teacher_comes(
+    searched: Callable[..., Graphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    plain = Tuner.restart
+
+    def noted(self: Tuner) -> None:
+        begun.append(1)
+        plain(self)
+
+    monkeypatch.setattr(Tuner, "restart", noted)
+    assert (
+        searched("lwf", tasks=2, rounds=2).slots[0].kinds == 2 and len(begun) == 2
+    )  # the first is the engine's own beginning
+    begun.clear()
+    assert searched("fedavg", tasks=2, rounds=2).slots[0].kinds == 1 and len(begun) == 1
 
 
 def test_states_reach_the_store_when_all_streams_are_done(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

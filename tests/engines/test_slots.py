@@ -83,11 +83,11 @@ def test_blocking_launches_take_a_thread_per_slot() -> None:
 
 
 def test_a_short_round_that_is_disturbed_does_not_decide() -> None:
-    """Every third round takes five times as long: a checkpoint is written, say."""
+    """Every third round, the last of a setting, takes five times as long: a checkpoint is written, say."""
     tuner, rounds = Tuner(), itertools.count()
     while tuner.searching:
         used = tuner.choose(100)
-        tuner.measured(100.0 * used.slots, 5.0 * 0.1 if next(rounds) % 3 == 0 else 0.1)
+        tuner.measured(100.0 * used.slots, 0.5 if next(rounds) % 3 == 2 else 0.1)
     assert tuner.setting.slots == 16
     assert tuner.rates[Setting(4, 1)] == 4000.0
 

@@ -63,6 +63,23 @@ def test_statistics_are_those_of_what_a_layer_is_given_in_eval_mode() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in norm.state_dict().items())
 
 
+def test_every_layer_counts_alike_however_wide_it_is() -> None:
+    """The mean over layers of their own means, and a layer that stores nothing is left out."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.BatchNorm1d(2), nn.BatchNorm1d(7)]
+    network = nn.Sequential(*norms[:3], nn.Linear(2, 7), norms[3]).eval()
+    for norm in (norms[0], norms[2], norms[3]):
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2.0)
+    with batch_statistics(network) as statistics:
+        network(torch.randn(9, 2))
+    by_layer = [
+        normal_divergence(layer.running_mean, layer.running_var, *seen)
+        for layer, seen in zip((norms[0], norms[2], norms[3]), statistics.seen, strict=True)
+    ]
+    assert statistics.divergence().item() == pytest.approx(torch.stack(by_layer).mean().item(), rel=1e-6)
+
+
 def test_no_hook_stays_behind() -> None:
     norm = nn.BatchNorm2d(2).eval()
     with pytest.raises(ValueError, match="expected 4D"), batch_statistics(norm):
