@@ -165,17 +165,21 @@ class Graphs(OneTrainer):
 
     # how many slots -------------------------------------------------------------------------------------------------
     def _recall(self, kinds: int) -> None:
-        """Take the setting that an earlier run of this kind found on this GPU."""
-        found = _SETTINGS.find(self._key(kinds), 2) if self.tuner.searching and self._is_alone() else None
+        """Take the setting that an earlier run of this kind found on this GPU, if there is memory for it now."""
+        found = _SETTINGS.find(self._key(kinds), 3) if self.tuner.searching and self._is_alone() else None
         if found is not None:
-            self.tuner.settle(Setting(int(found[0]), int(found[1])))
+            slots, threads, each = map(int, found)
+            if min(slots, threads) > 0 and self.tuner.has_room(slots * each):
+                self.tuner.settle(Setting(slots, threads))
 
     def _remember(self, kinds: int) -> None:
+        """Keep what was found, and the bytes that a slot takes."""
         if not self.tuner.searching and self._is_alone():
-            _SETTINGS.put(self._key(kinds), self.tuner.setting)
+            each = torch.cuda.memory_reserved(self.device) / len(self.slots)
+            _SETTINGS.put(self._key(kinds), (*self.tuner.setting, each))
 
     def _is_alone(self) -> bool:
-        """Has this process the GPU for itself? Beside others the best numbers are others."""
+        """Has this process the GPU for itself, as far as it knows? Beside others the best numbers are others."""
         number = torch.cuda.current_device() if self.device.index is None else self.device.index
         return torch.cuda.get_per_process_memory_fraction(number) == 1.0
 

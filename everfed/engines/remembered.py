@@ -4,6 +4,7 @@ folder. Only speed hangs on it, so a file that cannot be read or written is as g
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ class Remembered:
     def find(self, key: str, count: int) -> list[float] | None:
         """The `count` numbers under `key`; None where there are none, or something else."""
         found = self._read().get(key)
-        return found if found is not None and len(found) == count else None
+        return found if found is not None and len(found) == count and all(map(math.isfinite, found)) else None
 
     def put(self, key: str, numbers: Iterable[float]) -> None:
         try:

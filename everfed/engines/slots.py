@@ -121,4 +121,8 @@ class Tuner:
         if self.device is None:
             return True
         each = torch.cuda.memory_reserved(self.device) / slots
-        return each * (more - slots) < _MEMORY_SHARE * device_memory(self.device)[0]
+        return self.has_room(each * (more - slots))
+
+    def has_room(self, needed: float) -> bool:
+        """Are so many bytes, and some more, free on the device?"""
+        return self.device is None or needed < _MEMORY_SHARE * device_memory(self.device)[0]

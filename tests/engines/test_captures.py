@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -224,6 +225,18 @@ def test_beside_others_slots_are_searched_for_and_not_remembered(
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 1.0)
     assert searched().tuner.rates and (tmp_path / "everfed" / "slots.json").exists()
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device=None: 0.25)
+    assert searched().tuner.rates
+
+
+@pytest.mark.parametrize("change", [lambda kept: [0, 0, kept[2]], lambda kept: [*kept[:2], 1e15]])
+def test_slots_without_sense_or_without_room_are_searched_for(
+    searched: Callable[..., Graphs], tmp_path: Path, change: Callable[[list[float]], list[float]]
+) -> None:
+    """A file that somebody changed, and a GPU on which another program has taken the memory since."""
+    searched()
+    file = tmp_path / "everfed" / "slots.json"
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps({key: change(numbers) for key, numbers in kept.items()}))
     assert searched().tuner.rates
 
 

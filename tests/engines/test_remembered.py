@@ -25,7 +25,9 @@ def test_numbers_are_found_by_those_who_come_later(cache: Path) -> None:
     assert [path.name for path in cache.iterdir()] == ["slots.json"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 3}', '{"a": ["x", 1]}', '{"a": [1]}', '{"a": null}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"a": 3}', '{"a": ["x", 1]}', '{"a": [1]}', '{"a": null}', '{"a": [NaN, 1]}']
+)
 def test_another_file_is_as_good_as_none(cache: Path, content: str) -> None:
     cache.mkdir()
     (cache / "slots.json").write_text(content)
