@@ -224,8 +224,9 @@ class Queue:
     def finish(self, outcome: Outcome) -> None:
         self.outcomes[outcome.cell.folder] = outcome
         for cell in self._more(outcome):
-            self._open.append(cell)
-            self._order.append(cell.folder)
+            if cell.folder not in self._order:  # it may follow from several outcomes
+                self._open.append(cell)
+                self._order.append(cell.folder)
 
     def in_order(self) -> list[Outcome]:
         return [self.outcomes[folder] for folder in self._order]

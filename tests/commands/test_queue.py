@@ -208,6 +208,18 @@ def test_cells_may_follow_from_an_outcome(cell: Any) -> None:
     assert queue.done and queue.total == 2
 
 
+def test_a_cell_that_follows_from_several_outcomes_is_one_cell(cell: Any) -> None:
+    """Tries of a method that another process has finished meanwhile: each is the last one, and the tests come after."""
+    one, two, test = cell("one"), cell("two"), cell("test")
+    queue = Queue([one, two], lambda outcome: [] if outcome.cell is test else [replace(test)])
+    for tried in (queue.take(), queue.take()):
+        queue.finish(Outcome(tried, {}))
+    assert queue.total == 3
+    assert queue.take() == test and queue.take() is None
+    queue.finish(Outcome(test, {}))
+    assert queue.done and [outcome.cell for outcome in queue.in_order()] == [one, two, test]
+
+
 def test_a_divergence_elsewhere_is_the_outcome_and_nothing_else_is(cell: Any) -> None:
     own = cell("diverged")
     own.folder.mkdir()
