@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -106,6 +108,24 @@ class Recording(RandomProjection):
     def project(self, rows: Tensor) -> Tensor:
         self.in_flight.append(len(rows))
         return super().project(rows)
+
+
+def test_nothing_of_a_measured_pass_stays_in_memory() -> None:
+    """A saved output that is kept as it is holds the graph that holds it: no garbage collector finds such a circle."""
+    outputs: list[weakref.ref[Tensor]] = []
+
+    class Noted(nn.Sigmoid):  # saves its output for the backward pass
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            outputs.append(weakref.ref(y))
+            return y
+
+    model = nn.Sequential(nn.Linear(4, 3), Noted())
+    x, y = torch.randn(5, 4), torch.zeros(5, dtype=torch.int64)
+    assert activation_bytes(*arguments(model), x, y, cross_entropy) > 0
+    assert len(outputs) == 1 and outputs[0]() is None
+    sample_gradient_norms(*arguments(model), x, y, cross_entropy)
+    assert all(one() is None for one in outputs)
 
 
 def test_chunks_stay_within_the_budget() -> None:

@@ -126,7 +126,7 @@ def activation_bytes(
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in fixed:
             held[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # the tensor itself would hold its graph, and the graph it: memory that is never freed
 
     with _eval_mode(module), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
         if len(x):
