@@ -47,7 +47,7 @@ def test_slots_are_added_within_the_share_of_the_process(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {3: share}.__getitem__)  # takes no bare "cuda"
     tuner = Tuner(0, 1, torch.device("cuda"))
-    tuner.measured(100.0)
+    tuner.measured(100.0, 60.0)
     assert (tuner.setting.slots if tuner.searching else None) == more
 
 
