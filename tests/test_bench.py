@@ -164,3 +164,13 @@ def test_what_it_cannot_do_is_refused_by_name(arguments: tuple[str, ...], error:
 def test_its_help_teaches() -> None:
     text = " ".join(everfed_bench("--help").stdout.split())
     assert "everfed bench demo --method fedgp+der" in text and "times faster than" in text
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's schedstat")
+def test_what_other_threads_lose_to_a_checkpoint_is_measured_for_both_ways_of_writing(tmp_path: Path) -> None:
+    from benchmarks import checkpoint_lock
+
+    found = checkpoint_lock.main(["--turns", "1", "--scale", "0.001", "--out", str(tmp_path / "found.json")])
+    assert found["megabytes"] == pytest.approx(0.19, abs=0.01)
+    assert all(len(found[way]["waited_s"]) == 1 and found[way]["took_s"][0] > 0 for way in ("chunks", "safetensors"))
+    assert (tmp_path / "found.json").exists()
