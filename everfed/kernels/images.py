@@ -1,5 +1,5 @@
-"""Images on their way into a network as one Triton kernel for each transform: cut out and mirrored, and scaled. Of
-PyTorch's operations the first are eleven, the second eight for three channels, on minibatches that they hardly fill."""
+"""Images on their way into a network, one Triton kernel for each transform: random crop and flip, and scaling. With
+PyTorch's operations the first are eleven kernels, the second eight for three channels, each far too small for a GPU."""
 
 # Triton kernels have no types
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -232,7 +232,7 @@ def test_beside_others_slots_are_searched_for_and_not_remembered(
 def test_slots_without_sense_or_without_room_are_searched_for(
     searched: Callable[..., Graphs], tmp_path: Path, change: Callable[[list[float]], list[float]]
 ) -> None:
-    """A file that somebody changed, and a GPU on which another program has taken the memory since."""
+    """A file that was edited by hand, and a GPU on which another program has taken the memory since."""
     searched()
     file = tmp_path / "everfed" / "slots.json"
     kept = json.loads(file.read_text())
