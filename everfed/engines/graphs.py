@@ -115,7 +115,7 @@ class Graphs(OneTrainer):
         for client in clients:  # now, as the store may write states to disk: they are complete for this stream only
             self.store.put(client, states.pop(client))
         if phase.name == TRAIN and slots[0].kinds > kinds > 0:
-            self.tuner.restart()  # a teacher or a generator has come, say
+            self.tuner.restart()  # a step reads or computes more than before
             self._recall(slots[0].kinds)
         if captures != sum(slot.captures for slot in slots):
             release_memory(self.device)  # of the trial runs before captures, once for all of them
