@@ -197,16 +197,24 @@ class Dropout(nn.Dropout):
         self.channels = channels
         self.generator: torch.Generator | None = None
 
+    @property
+    def drops(self) -> bool:
+        """Does it leave out anything?"""
+        return self.training and self.p > 0.0
+
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
+        if not self.drops:
             return x
         if self.p == 1.0:
             return torch.zeros_like(x)
+        shape = (*x.shape[:2], *([1] * (x.dim() - 2))) if self.channels else x.shape
+        return x * (self.noise(shape, x.device) >= self.p) / (1.0 - self.p)
+
+    def noise(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Uniform numbers: what has one of at least `p` is kept."""
         if self.generator is None:
             raise RuntimeError("this Dropout has no generator; train the model through everfed")
-        shape = (*x.shape[:2], *([1] * (x.dim() - 2))) if self.channels else x.shape
-        keep = torch.rand(shape, generator=self.generator, device=x.device) >= self.p
-        return x * keep / (1.0 - self.p)
+        return torch.rand(shape, generator=self.generator, device=device)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, channels={self.channels}"

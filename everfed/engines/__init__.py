@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 Notify = Callable[[dict[str, Any]], None]
 
+# A queue of the GPU's own for every slot's stream: CUDA has 8 of them, 2 under MPS, and streams that share one wait for
+# each other. It is read when CUDA starts, in this process and in those that it starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 
 class EngineError(UserError):
     """An engine that this machine cannot run."""

@@ -1,6 +1,6 @@
 """Triton kernels for a GPU, a module for each purpose; callers have PyTorch's operations beside them, as the reference.
 
-`models/fused.py` calls batchnorm, pooling and thin (convolutions of few inputs), `core/loss.py` loss,
+`models/fused.py` calls batchnorm, pooling, thin (convolutions of few channels) and dense, `core/loss.py` loss,
 `core/replica.py` sgd, `core/optimizer.py` adam, `core/rows.py` rows, and `data/transforms.py` images.
 """
 

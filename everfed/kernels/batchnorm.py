@@ -496,7 +496,7 @@ def moments_backward(x: Tensor, dx: Tensor, mean: Tensor, dmean: Tensor, dvarian
 
 def new_counts(x: Tensor) -> Tensor:
     """Zeros, one for each group of columns: how many programs have finished with it."""
-    return torch.zeros(x.shape[1] // 16, dtype=torch.int32, device=x.device)
+    return torch.zeros(-(-x.shape[1] // 16), dtype=torch.int32, device=x.device)
 
 
 class Cut(NamedTuple):

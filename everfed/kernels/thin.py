@@ -1,29 +1,35 @@
-"""Triton kernels for a convolution of few inputs (an image's colours), as a network begins with.
+"""Triton kernels for convolutions of few channels: a network's first one, of an image's colours, and those of networks
+with fewer than 32 channels.
 
     y = P W^T,   dW = dy^T P      P: (positions, taps), what each position of the output sees of the input
 
-The libraries' kernels are made for many channels; for one or three they pad, copy and transform.
+The input's gradient is such a convolution as well, of dy with the window turned around. The libraries' kernels are made
+for many channels, in multiples of 8; for others they pad, copy and transform.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-MOST = 32  # taps: input channels x height x width of the window
-_ROWS = 128  # positions of one tile
+MOST = 32  # taps (input channels x height x width of the window) of a convolution with few inputs
+MOST_NARROW = 512  # taps of one with few outputs, too
+_CHUNK = 32  # taps at a time
+_ROWS = 128  # positions of one tile for the matrix units; half of them in float32
+_FEW_ROWS = 32  # where there are many taps, for enough programs
 _PARTS = 128  # blocks of positions over which the weights' gradient is summed, at most
 
 
 @triton.jit
 def _patches(
-    x_ptr, at, M, high, wide, out_high, out_wide, sn, sc, sh, sw,
-    C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, TAPS: tl.constexpr,
+    x_ptr, at, tap, M, high, wide, out_high, out_wide, sn, sc, sh, sw,
+    C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
 ):  # fmt: skip
-    """P for some positions; tap (i KW + j) C + c is input channel c at (i, j) of the window."""
-    tap = tl.arange(0, TAPS)
+    """P for some positions and taps; tap (i KW + j) C + c is input channel c at (i, j) of the window."""
     row = ((at // out_wide) % out_high)[:, None] + (tap // (C * KW) - PH)[None, :]
     column = (at % out_wide)[:, None] + ((tap // C) % KW - PW)[None, :]
     inside = (at < M)[:, None] & (tap < C * KH * KW)[None, :]
@@ -38,57 +44,74 @@ def _weights(tap, channel, wo, wc, wh, ww, C: tl.constexpr, KW: tl.constexpr):
     return channel * wo + (tap % C) * wc + (tap // (C * KW)) * wh + ((tap // C) % KW) * ww
 
 
-@triton.jit(do_not_specialize=["M", "parts"])
+@triton.jit(do_not_specialize=["M"])
 def _forward(
-    x_ptr, w_ptr, y_ptr, M, high, wide, out_high, out_wide, sn, sc, sh, sw, wo, wc, wh, ww,
+    x_ptr, w_ptr, y_ptr, M, first, high, wide, out_high, out_wide, sn, sc, sh, sw, wo, wc, wh, ww,
     C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    TAPS: tl.constexpr, O: tl.constexpr, R: tl.constexpr,
+    O: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
+    """first: where the weight of the first tap lies."""
     at = tl.program_id(0) * R + tl.arange(0, R)
-    patches = _patches(x_ptr, at, M, high, wide, out_high, out_wide, sn, sc, sh, sw, C, KH, KW, PH, PW, TAPS)
-    tap, channel = tl.arange(0, TAPS)[:, None], tl.arange(0, O)[None, :]
-    w = tl.load(w_ptr + _weights(tap, channel, wo, wc, wh, ww, C, KW), tap < C * KH * KW, 0.0)
-    y = tl.dot(patches.to(w.dtype), w, input_precision="ieee")
-    tl.store(y_ptr + at[:, None] * O + channel, y, (at < M)[:, None])
+    channel = tl.arange(0, WIDTH)[None, :]
+    y = tl.zeros((R, WIDTH), tl.float32)
+    for chunk in range(CHUNKS):
+        tap = chunk * K + tl.arange(0, K)
+        patches = _patches(x_ptr, at, tap, M, high, wide, out_high, out_wide, sn, sc, sh, sw, C, KH, KW, PH, PW)
+        there = (tap < C * KH * KW)[:, None] & (channel < O)
+        w = tl.load(w_ptr + first + _weights(tap[:, None], channel, wo, wc, wh, ww, C, KW), there, 0.0)
+        y = tl.dot(patches.to(w.dtype), w, y, input_precision="ieee")
+    tl.store(y_ptr + at[:, None] * O + channel, y, (at < M)[:, None] & (channel < O))
 
 
-@triton.jit(do_not_specialize=["M", "parts"])
+@triton.jit(do_not_specialize=["M"])
 def _partial_weights(
     dy_ptr, x_ptr, partial_ptr, M, high, wide, out_high, out_wide, sn, sc, sh, sw,
     C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    TAPS: tl.constexpr, O: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr,
+    O: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    channel = tl.arange(0, O)[None, :]
-    total = tl.zeros((TAPS, O), tl.float32)
+    channel = tl.arange(0, WIDTH)[None, :]
+    tap = tl.program_id(1) * K + tl.arange(0, K)
+    total = tl.zeros((K, WIDTH), tl.float32)
     for tile in range(TILES):
         at = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
-        dy = tl.load(dy_ptr + at[:, None] * O + channel, (at < M)[:, None], 0.0)
-        patches = _patches(x_ptr, at, M, high, wide, out_high, out_wide, sn, sc, sh, sw, C, KH, KW, PH, PW, TAPS)
+        dy = tl.load(dy_ptr + at[:, None] * O + channel, (at < M)[:, None] & (channel < O), 0.0)
+        patches = _patches(x_ptr, at, tap, M, high, wide, out_high, out_wide, sn, sc, sh, sw, C, KH, KW, PH, PW)
         total = tl.dot(tl.trans(patches.to(dy.dtype)), dy, total, input_precision="ieee")
-    place = tl.arange(0, TAPS)[:, None] * O + channel
-    tl.store(partial_ptr + tl.program_id(0) * (TAPS * O) + place, total)
+    tl.store(partial_ptr + tl.program_id(0) * (CHUNKS * K * WIDTH) + tap[:, None] * WIDTH + channel, total)
 
 
-@triton.jit(do_not_specialize=["M", "parts"])
+@triton.jit(do_not_specialize=["parts"])
 def _sum_weights(
     partial_ptr, dw_ptr, parts, wo, wc, wh, ww,
-    C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, TAPS: tl.constexpr, O: tl.constexpr,
+    C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, O: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * K + tl.arange(0, K)
     part = tl.arange(0, P)[:, None]
-    dw = tl.sum(tl.load(partial_ptr + part * (TAPS * O) + index[None, :], part < parts, 0.0), 0)
-    tap, channel = index // O, index % O
-    tl.store(dw_ptr + _weights(tap, channel, wo, wc, wh, ww, C, KW), dw, tap < C * KH * KW)
+    dw = tl.sum(tl.load(partial_ptr + part * SIZE + index[None, :], part < parts, 0.0), 0)
+    tap, channel = index // WIDTH, index % WIDTH
+    tl.store(dw_ptr + _weights(tap, channel, wo, wc, wh, ww, C, KW), dw, (tap < C * KH * KW) & (channel < O))
 
 
 def fits(convolution: nn.Conv2d) -> bool:
-    """Is the convolution one for these kernels?"""
-    inputs, outputs = convolution.in_channels, convolution.out_channels
+    """Is the convolution one of few inputs, for these kernels?"""
+    return _taps(convolution) <= MOST and convolution.out_channels in (16, 32, 64, 128) and _is_simple(convolution)
+
+
+def fits_narrow(convolution: nn.Conv2d) -> bool:
+    """Has it few outputs, too, so that these kernels also have the gradient of its input?"""
+    taps = max(_taps(convolution), _taps(convolution) // convolution.in_channels * convolution.out_channels)
+    channels = max(convolution.in_channels, convolution.out_channels)
+    return taps <= MOST_NARROW and channels < 32 and _is_simple(convolution)
+
+
+def _taps(convolution: nn.Conv2d) -> int:
+    return convolution.in_channels * convolution.kernel_size[0] * convolution.kernel_size[1]
+
+
+def _is_simple(convolution: nn.Conv2d) -> bool:
     return (
-        inputs * convolution.kernel_size[0] * convolution.kernel_size[1] <= MOST
-        and outputs in (16, 32, 64, 128)
-        and convolution.stride == convolution.dilation == (1, 1)
+        convolution.stride == convolution.dilation == (1, 1)
         and convolution.groups == 1
         and convolution.padding_mode == "zeros"
         and not isinstance(convolution.padding, str)
@@ -102,16 +125,62 @@ def outputs(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> int:
     return len(x) * len(weight) * positions
 
 
+class _Window(NamedTuple):
+    """What a convolution reads. strides: of the weights, by output channel, input channel, row and column."""
+
+    inputs: int
+    outputs: int
+    size: tuple[int, int]
+    padding: tuple[int, int]
+    strides: tuple[int, int, int, int]
+    first: int = 0
+
+    @staticmethod
+    def of(weight: Tensor, padding: tuple[int, int]) -> _Window:
+        outputs, inputs, kh, kw = weight.shape
+        a, b, c, d = weight.stride()
+        return _Window(inputs, outputs, (kh, kw), padding, (a, b, c, d))
+
+    def turned(self) -> _Window:
+        """That of the input's gradient: the channels change places, and the window is turned around."""
+        wo, wc, wh, ww = self.strides
+        kh, kw = self.size
+        padding = (kh - 1 - self.padding[0], kw - 1 - self.padding[1])
+        first = (kh - 1) * wh + (kw - 1) * ww
+        return _Window(self.outputs, self.inputs, self.size, padding, (wc, wo, -wh, -ww), first)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.inputs * self.size[0] * self.size[1] // _CHUNK)
+
+    def constants(self) -> dict[str, int]:
+        width = max(16, int(triton.next_power_of_2(self.outputs)))
+        return {"C": self.inputs, "KH": self.size[0], "KW": self.size[1], "O": self.outputs, "WIDTH": width}
+
+    def reach(self) -> dict[str, int]:
+        return {"PH": self.padding[0], "PW": self.padding[1], "CHUNKS": self.chunks, "K": _CHUNK}
+
+
 def forward(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
     """(n, O, h', w'), channels-last, of the weights' type; no bias."""
+    return _convolved(x, weight, _Window.of(weight, padding), weight.dtype)
+
+
+def input_gradient(dy: Tensor, weight: Tensor, padding: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """(n, C, h, w), channels-last."""
+    return _convolved(dy, weight, _Window.of(weight, padding).turned(), dtype)
+
+
+def _convolved(x: Tensor, weight: Tensor, window: _Window, dtype: torch.dtype) -> Tensor:
     images, _, high, wide = x.shape
-    outputs, _, kh, kw = weight.shape
-    shape = (images, outputs, high + 2 * padding[0] - kh + 1, wide + 2 * padding[1] - kw + 1)
-    y = torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=torch.channels_last)
-    rows = images * shape[2] * shape[3]
-    _forward[(-(-rows // _ROWS),)](
-        x, weight, y, rows, high, wide, *shape[2:], *x.stride(), *weight.stride(),
-        **_window(weight, padding), R=_ROWS, num_warps=4,
+    size = (high + 2 * window.padding[0] - window.size[0] + 1, wide + 2 * window.padding[1] - window.size[1] + 1)
+    y = torch.empty(
+        (images, window.outputs, *size), dtype=dtype, device=x.device, memory_format=torch.channels_last
+    )  # fmt: skip
+    rows, tile = images * size[0] * size[1], _rows(weight) if window.chunks == 1 else _FEW_ROWS
+    _forward[(-(-rows // tile),)](
+        x, weight, y, rows, window.first, high, wide, *size, *x.stride(), *window.strides,
+        **window.constants(), **window.reach(), R=tile, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -120,22 +189,24 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int]) ->
     """The gradient of the weights, in their memory order."""
     dy = dy.contiguous(memory_format=torch.channels_last)
     rows = dy.numel() // dy.shape[1]
-    tiles = -(-rows // (_ROWS * _PARTS))
-    parts = -(-rows // (_ROWS * tiles))
-    window = _window(weight, padding)
-    partial = torch.empty((parts, window["TAPS"] * window["O"]), device=x.device)
-    _partial_weights[(parts,)](
+    tile = _rows(weight)
+    tiles = -(-rows // (tile * _PARTS))
+    parts = -(-rows // (tile * tiles))
+    window = _Window.of(weight, padding)
+    constants = window.constants()
+    size = window.chunks * _CHUNK * constants["WIDTH"]
+    partial = torch.empty((parts, size), device=x.device)
+    _partial_weights[(parts, window.chunks)](
         dy, x, partial, rows, *x.shape[2:], *dy.shape[2:], *x.stride(),
-        **window, TILES=tiles, R=_ROWS, num_warps=4, num_stages=2,
+        **constants, **window.reach(), TILES=tiles, R=tile, num_warps=4, num_stages=2,
     )  # fmt: skip
     dw = torch.empty_like(weight)
-    del window["PH"], window["PW"]
-    _sum_weights[(partial.shape[1] // 64,)](
-        partial, dw, parts, *weight.stride(), **window, P=int(triton.next_power_of_2(max(parts, 2))), K=64, num_warps=4
-    )
+    _sum_weights[(size // 64,)](
+        partial, dw, parts, *window.strides,
+        **constants, SIZE=size, P=int(triton.next_power_of_2(max(parts, 2))), K=64, num_warps=4,
+    )  # fmt: skip
     return dw
 
 
-def _window(weight: Tensor, padding: tuple[int, int]) -> dict[str, int]:
-    outputs, inputs, kh, kw = weight.shape
-    return {"C": inputs, "KH": kh, "KW": kw, "PH": padding[0], "PW": padding[1], "TAPS": MOST, "O": outputs}
+def _rows(weight: Tensor) -> int:
+    return _ROWS // 2 if weight.dtype == torch.float32 else _ROWS

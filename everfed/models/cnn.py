@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core.replica import Dropout
-from everfed.models.fused import conv_relu_pool
+from everfed.models.fused import conv_relu_pool, dense_relu_dense
 
 
 class MLP(nn.Module):
@@ -45,9 +45,8 @@ class SmallCNN(nn.Module):
         self.head = nn.Linear(50, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = functional.relu(functional.max_pool2d(self.conv1(x), 2))
-        x = functional.relu(functional.max_pool2d(self.drop2(self.conv2(x)), 2))
-        return self.head(self.drop(functional.relu(self.dense(x.flatten(1)))))
+        x = conv_relu_pool(conv_relu_pool(x, self.conv1), self.conv2, flat=True, drop=self.drop2)
+        return dense_relu_dense(x, self.dense, self.drop, self.head)
 
 
 class McMahanCNN(nn.Module):

@@ -1,8 +1,9 @@
 """Layers that follow each other as one operation, with Triton kernels on a GPU.
 
     batch_norm_act    act(BatchNorm(x) + residual), act(v) = v for v > 0, slope * v otherwise (0: ReLU, 1: none)
-    conv_relu_pool    max_pool2d(relu(convolution(x)), 2)
+    conv_relu_pool    max_pool2d(relu(dropout(convolution(x))), 2)
     first_convolution convolution(x) of images, whose few channels PyTorch's kernels are not made for
+    dense_relu_dense  second(dropout(relu(first(x)))) of two small dense layers
 
 PyTorch reads and writes the activations once for each of them, forward and backward; in small networks that is a third
 of a training step. The kernels are used for channels-last tensors on CUDA; everything else (CPUs, no Triton, gradients
@@ -22,11 +23,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from everfed.core.normalisation import minibatch_sizes
+from everfed.core.replica import Dropout
 from everfed.kernels import load_kernels
 
 kernels = load_kernels("everfed.kernels.batchnorm")
 pooling = load_kernels("everfed.kernels.pooling")
 thin = load_kernels("everfed.kernels.thin")
+dense = load_kernels("everfed.kernels.dense")
 
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -95,14 +98,14 @@ def _more_than_one_value(x: Tensor) -> bool:
     return min(minibatch_sizes(x)) * math.prod(x.shape[2:]) > 1
 
 
-def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False) -> Tensor:
-    """max_pool2d(relu(convolution(x)), 2); flat: with one row for each image."""
+def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False, drop: Dropout | None = None) -> Tensor:
+    """max_pool2d(relu(drop(convolution(x))), 2); flat: with one row for each image. drop: of whole channels."""
     if not (pooling is not None and _is_plain_convolution(convolution) and convolution.bias is not None):
-        return _pooled(convolution(x), flat)
+        return _pooled(_dropped(convolution(x), drop), flat)
     out = _convolve(x, convolution)
-    if not (_plain(out) and min(out.shape[2:]) > 1 and not torch.compiler.is_compiling()):
-        return _pooled(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), flat)
-    y: Tensor = _Pooled.apply(out, convolution.bias, flat, _counts(convolution, out))
+    if not (_plain(out, 1) and min(out.shape[2:]) > 1 and _is_plain_dropout(drop)):
+        return _pooled(_dropped(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), drop), flat)
+    y: Tensor = _Pooled.apply(out, convolution.bias, flat, _counts(convolution, out), *_noise(drop, out.shape[:2], out))
     return y
 
 
@@ -119,10 +122,9 @@ def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
     weight = convolution.weight
     if not (
         thin is not None
-        and thin.fits(convolution)
-        and weight.dtype == torch.bfloat16
-        and (x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cuda"))
-        and not x.requires_grad
+        and (_has_few_inputs(x, convolution) or thin.fits_narrow(convolution))
+        and weight.dtype in _TYPES
+        and (x.dtype == weight.dtype or torch.is_autocast_enabled("cuda"))
         and x.dim() == 4
         and x.shape[1] == convolution.in_channels
         and x.numel() < 2**31
@@ -135,18 +137,65 @@ def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
     return y
 
 
+def _has_few_inputs(x: Tensor, convolution: nn.Conv2d) -> bool:
+    """In float32 PyTorch's own kernels are no slower."""
+    return thin.fits(convolution) and convolution.weight.dtype == torch.bfloat16 and not x.requires_grad
+
+
+def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Module) -> Tensor:
+    """second(drop(relu(first(x))))."""
+    if not (
+        dense is not None
+        and _is_plain_linear(first)
+        and _is_plain_linear(second)
+        and _is_plain_dropout(drop)
+        and dense.fits(x, first, second)
+        and x.is_contiguous()
+        and x.dtype in _TYPES
+        and x.dtype == first.weight.dtype == second.weight.dtype
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    ):
+        out: Tensor = second(drop(functional.relu(first(x))))
+        return out
+    layers = (first.weight, first.bias, second.weight, second.bias)
+    y: Tensor = _Dense.apply(x, *layers, *_noise(drop, (len(x), first.out_features), x))
+    return y
+
+
+def _is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Is this a dense layer on a CUDA device that may be computed without a call of the layer?"""
+    return type(layer) is nn.Linear and layer.bias is not None and layer.weight.is_cuda and not _has_hooks(layer)
+
+
+def _is_plain_dropout(drop: Dropout | None) -> bool:
+    """May it be computed without a call of the layer?"""
+    plain = drop is None or (type(drop) is Dropout and drop.p < 1.0 and not _has_hooks(drop))
+    return plain and not torch.compiler.is_compiling()
+
+
+def _noise(drop: Dropout | None, shape: Sequence[int], x: Tensor) -> tuple[Tensor | None, float]:
+    """(uniform numbers, the probability below which what has one is left out)."""
+    if drop is None or not drop.drops:
+        return None, 0.0
+    return drop.noise(shape, x.device), drop.p
+
+
+def _dropped(x: Tensor, drop: Dropout | None) -> Tensor:
+    return x if drop is None else drop(x)
+
+
 def _is_plain_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Is this a convolution on a CUDA device that may be computed without a call of the layer?"""
-    return (
-        type(layer) is nn.Conv2d
-        and layer.weight.is_cuda
-        and not (layer._forward_hooks or layer._forward_pre_hooks)
-        and not (layer._backward_hooks or layer._backward_pre_hooks)
-    )
+    return type(layer) is nn.Conv2d and layer.weight.is_cuda and not _has_hooks(layer)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return any(hooks)
 
 
 def _pooled(x: Tensor, flat: bool) -> Tensor:
-    y = functional.max_pool2d(functional.relu(x), 2)
+    y = functional.relu(functional.max_pool2d(x, 2))  # the same as the other way round, on a quarter of the elements
     return y.flatten(1) if flat else y
 
 
@@ -169,11 +218,12 @@ def channel_moments(x: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor
     return x, mean, variance
 
 
-def _plain(x: Tensor) -> bool:
+def _plain(x: Tensor, channels: int = 16) -> bool:
+    """channels: their number has to be a multiple of this."""
     return (
         x.dim() == 4
         and x.dtype in _TYPES
-        and x.shape[1] % 16 == 0
+        and x.shape[1] % channels == 0
         and 0 < x.numel() < 2**31
         and x.is_contiguous(memory_format=torch.channels_last)
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -262,7 +312,7 @@ class _Mapped(torch.autograd.Function):
 
 
 class _Thin(torch.autograd.Function):
-    """A convolution of few inputs, which need no gradient."""
+    """A convolution of few channels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
@@ -273,28 +323,63 @@ class _Thin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             y = functional.conv2d(x.to(weight.dtype), weight, None, 1, ctx.padding)
-            return None, torch.autograd.grad(y, weight, dy, create_graph=True)[0], None
-        return None, thin.backward(dy, x, weight, ctx.padding), None
+            return (*_gradients(y, (x, weight), wanted, dy), None)
+        dx = thin.input_gradient(dy, weight, ctx.padding, x.dtype) if wanted[0] else None
+        return dx, thin.backward(dy, x, weight, ctx.padding) if wanted[1] else None, None
 
 
 class _Pooled(torch.autograd.Function):
-    """max_pool2d(relu(x + bias), 2)."""
+    """max_pool2d(relu(x + bias), 2), without the channels of an image whose noise is below p."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, flat: bool, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        ctx.flat, ctx.counts = flat, counts
-        return pooling.forward(x, bias, flat)
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor, flat: bool, counts: Tensor, noise: Tensor | None, p: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, bias, noise)
+        ctx.flat, ctx.counts, ctx.p = flat, counts, p
+        return pooling.forward(x, bias, flat, noise, p)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias = ctx.saved_tensors
+        x, bias, noise = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
-            y = _pooled(x + bias.to(x.dtype).view(1, -1, 1, 1), ctx.flat)
-            return (*_gradients(y, (x, bias), ctx.needs_input_grad, dy), None, None)
-        return (*pooling.backward(dy, x, bias, ctx.flat, ctx.counts), None, None)
+            shifted = x + bias.to(x.dtype).view(1, -1, 1, 1)
+            y = _pooled(_kept(shifted, None if noise is None else noise[..., None, None], ctx.p), ctx.flat)
+            grads = _gradients(y, (x, bias), ctx.needs_input_grad, dy)
+        else:
+            grads = pooling.backward(dy, x, bias, ctx.flat, ctx.counts, noise, ctx.p)
+        return (*grads, None, None, None, None)
+
+
+class _Dense(torch.autograd.Function):
+    """second(dropout(relu(first(x)))); noise: of the dropout, None where nothing is left out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor, v: Tensor, c: Tensor, noise: Tensor | None, p: float
+    ) -> Tensor:
+        hidden, y = dense.forward(x, w, b, v, c, noise, p)
+        ctx.save_for_backward(x, w, b, v, c, noise, hidden)
+        ctx.p = p
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, b, v, c, noise, hidden = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            units = _kept(functional.relu(functional.linear(x, w, b)), noise, ctx.p)
+            grads = _gradients(functional.linear(units, v, c), (x, w, b, v, c), ctx.needs_input_grad, dy)
+        else:
+            grads = dense.backward(dy, x, hidden, w, v, noise, ctx.p)
+        return (*grads, None, None)
+
+
+def _kept(x: Tensor, noise: Tensor | None, p: float) -> Tensor:
+    """Dropout with these uniform numbers."""
+    return x if noise is None else x * (noise >= p) / (1.0 - p)
 
 
 class _Moments(torch.autograd.Function):

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from everfed import models
 from everfed.core import optimizer
 from everfed.core.layout import Entry, Layout
 from everfed.core.normalisation import normalised_apart
 from everfed.core.optimizer import Optimizer
+from everfed.core.replica import Dropout, adopt_dropout
 from everfed.data import transforms
 from everfed.models import fused
 from everfed.parts.generative.inversion import batch_statistics
@@ -88,8 +90,9 @@ def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> N
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`fused` takes its kernels for the tensors of a test, as for those on a GPU."""
-    for place, name in (("kernels", "batchnorm"), ("pooling", "pooling"), ("thin", "thin")):
-        monkeypatch.setattr(fused, place, importlib.import_module(f"everfed.kernels.{name}"))
+    monkeypatch.setattr(fused, "kernels", importlib.import_module("everfed.kernels.batchnorm"))
+    for name in ("pooling", "thin", "dense"):
+        monkeypatch.setattr(fused, name, importlib.import_module(f"everfed.kernels.{name}"))
     monkeypatch.setattr(Tensor, "is_cuda", True)
 
 
@@ -209,7 +212,7 @@ def test_second_derivatives_of_pooling_with_a_frozen_bias(on_gpu) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("shape", [(3, 16, 6, 8), (2, 32, 7, 5)])
+@pytest.mark.parametrize("shape", [(3, 16, 6, 8), (2, 32, 7, 5), (3, 10, 6, 4), (2, 37, 5, 4)])
 def test_bias_relu_and_pooling(batchnorm, shape, flat) -> None:
     """Small whole numbers, so that equal elements of a window, zeros and an odd last row and column are all there."""
     pooling = importlib.import_module("everfed.kernels.pooling")
@@ -345,6 +348,134 @@ def test_which_tensors_have_rows_for_the_kernel() -> None:
     kernel = importlib.import_module("everfed.kernels.rows")
     assert kernel.fits(torch.zeros(3, 4)) and not kernel.fits(torch.zeros(4, 3).t())
     assert not kernel.fits(torch.zeros(0, 4)) and not kernel.fits(torch.zeros(3, 4, requires_grad=True))
+
+
+@pytest.mark.parametrize("p", [0.25, 0.5])
+def test_pooling_leaves_out_channels(batchnorm, p: float) -> None:
+    """Of an image, not of all of them; at p itself a channel stays. A channel that is not finite shows even so."""
+    pooling = importlib.import_module("everfed.kernels.pooling")
+    torch.manual_seed(0)
+    x = maps(3, 20, 4, 6).requires_grad_()
+    bias = torch.randn(20, requires_grad=True)
+    noise = torch.rand(3, 20)
+    noise[0, :3] = p
+    keep = (noise >= p)[..., None, None]
+    assert keep[0, :3].all() and 0 < keep.sum() < keep.numel()
+    want = functional.max_pool2d(functional.relu((x + bias.view(1, -1, 1, 1)) * keep / (1 - p)), 2)
+    dy = torch.randn_like(want)
+    assert torch.allclose(pooling.forward(x.detach(), bias.detach(), False, noise, p), want, rtol=1e-6)
+    gradients = pooling.backward(dy, x.detach(), bias.detach(), False, batchnorm.new_counts(x), noise, p)
+    pairs = zip(gradients, torch.autograd.grad(want, [x, bias], dy), strict=True)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+    broken = x.detach().clone(memory_format=torch.channels_last).fill_(math.nan)
+    assert pooling.forward(broken, bias.detach(), False, torch.zeros(3, 20), p).isnan().all()
+
+
+def small_cnn(precision: torch.dtype, side: int = 28) -> nn.Module:
+    torch.manual_seed(0)
+    module = models.build("small-cnn", (1, side, side), 10, 0, {}, channels_last=True)
+    adopt_dropout(module, torch.Generator())
+    return module.to(precision)
+
+
+def step_of(module: nn.Module, x: Tensor, wanted: list[Tensor] | None = None, **how: bool) -> list[Tensor]:
+    """Outputs and the gradients of a loss, with the same numbers for dropout every time."""
+    adopt_dropout(module, torch.Generator().manual_seed(1))
+    y = module(x)
+    loss = functional.cross_entropy(y, torch.arange(len(x)) % 10)
+    return [y, *torch.autograd.grad(loss, wanted or list(module.parameters()), **how)]
+
+
+@pytest.mark.parametrize(("training", "count"), [(True, 3), (True, 37), (False, 2)])
+def test_a_small_network_as_a_whole(on_gpu, monkeypatch, training: bool, count: int) -> None:
+    """Every layer by kernels: two convolutions with pooling, dropout of channels and of units, two dense layers. 37:
+    more than one tile of samples, and the last one is not full."""
+    module, exact = small_cnn(torch.float32).train(training), small_cnn(torch.float64).train(training)
+    x = torch.randn(count, 1, 28, 28)
+    refused = pytest.fail  # no layer is to be called
+    for layer in module.children():
+        monkeypatch.setattr(layer, "forward", lambda *_: refused("a layer was computed by PyTorch"))
+    got = step_of(module, x)
+    monkeypatch.setattr(Tensor, "is_cuda", False)
+    pairs = zip(got, step_of(exact, x.double()), strict=True)
+    assert all(error(a, b) < 2e-6 for a, b in pairs)
+
+
+def test_a_gradient_of_a_small_networks_gradient(on_gpu, monkeypatch) -> None:
+    found = []
+    for kernels, precision in ((True, torch.float32), (False, torch.float64)):
+        monkeypatch.setattr(Tensor, "is_cuda", kernels)
+        module = small_cnn(precision)
+        weights = [module.conv1.weight, module.conv2.weight, module.dense.weight, module.head.weight]
+        _, *first = step_of(module, torch.ones(2, 1, 28, 28, dtype=precision).tril(), weights, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), weights))
+    assert all(error(a, b) < 1e-4 for a, b in zip(*found, strict=True))
+
+
+def test_small_images_are_convolved_with_padding(on_gpu, monkeypatch) -> None:
+    x = torch.randn(2, 1, 8, 8, requires_grad=True)
+    x64 = x.detach().double().requires_grad_()
+    (_, got), module = step_of(small_cnn(torch.float32, 8), x, [x]), small_cnn(torch.float64, 8)
+    monkeypatch.setattr(Tensor, "is_cuda", False)
+    assert error(got, step_of(module, x64, [x64])[1]) < 2e-6
+
+
+@pytest.mark.parametrize("change", ["hook", "drop everything", "many samples", "float64", "not contiguous", "wide"])
+def test_which_dense_layers_have_no_kernel(on_gpu, monkeypatch, change: str) -> None:
+    """These are computed by their layers, and give what layers give."""
+    monkeypatch.setattr(fused, "_Dense", None)
+    hidden = 200 if change == "wide" else 5
+    first, drop, second = nn.Linear(6, hidden), Dropout(0.5), nn.Linear(hidden, 3)
+    drop.generator, x = torch.Generator(), torch.randn(300 if change == "many samples" else 4, 6)
+    seen: list[Tensor] = []
+    if change == "hook":
+        second.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    if change == "drop everything":
+        drop.p = 1.0
+    if change == "float64":
+        first, second, x = first.double(), second.double(), x.double()
+    if change == "not contiguous":
+        x = x.T.contiguous().T
+    y = fused.dense_relu_dense(x, first, drop, second)
+    assert y.shape == (len(x), 3) and len(seen) == (change == "hook")
+    assert change != "drop everything" or torch.equal(y, second.bias.expand_as(y))
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(10, 20, 5, 0), (3, 7, 3, 2), (20, 1, 4, 1)])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_of_few_channels(inputs: int, outputs: int, side: int, padding: int, order) -> None:
+    """Its output and both gradients; more taps than one chunk has, channels that are no power of two."""
+    thin = importlib.import_module("everfed.kernels.thin")
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(inputs, outputs, side, padding=padding, bias=False).double().to(memory_format=order)
+    assert thin.fits_narrow(convolution)
+    x = torch.randn(2, inputs, 9, 11).contiguous(memory_format=order)
+    x64 = x.double().requires_grad_()
+    want = convolution(x64)
+    dy = torch.randn_like(want)
+    dx64, dw64 = torch.autograd.grad(want, [x64, convolution.weight], dy)
+    weight = convolution.weight.detach().float()
+    got = thin.forward(x, weight, convolution.padding)
+    dx = thin.input_gradient(dy.float(), weight, convolution.padding, torch.float32)
+    dw = thin.backward(dy.float(), x, weight, convolution.padding)
+    assert error(got, want) < 2e-6 and error(dx, dx64) < 2e-6 and error(dw, dw64) < 2e-6
+    assert dx.shape == x.shape and dw.stride() == weight.stride()
+
+
+def test_which_convolutions_have_few_channels() -> None:
+    thin = importlib.import_module("everfed.kernels.thin")
+    assert thin.fits_narrow(nn.Conv2d(1, 10, 5)) and thin.fits_narrow(nn.Conv2d(10, 20, 5))
+    assert not any(
+        thin.fits_narrow(convolution)
+        for convolution in (
+            nn.Conv2d(3, 32, 5),
+            nn.Conv2d(32, 10, 3),
+            nn.Conv2d(21, 10, 5),  # 525 taps
+            nn.Conv2d(10, 21, 5),  # of the input's gradient
+            nn.Conv2d(10, 20, 5, stride=2),
+            nn.Conv2d(10, 20, 5, groups=2),
+        )
+    )
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(1, 32, 5, 2), (3, 16, 3, 0)])
