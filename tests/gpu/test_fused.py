@@ -13,7 +13,7 @@ from everfed.core import replica as replicas
 from everfed.core import rows as rows_of
 from everfed.core.context import Setup
 from everfed.core.layout import Layout
-from everfed.core.replica import Replica
+from everfed.core.replica import Replica, adopt_dropout
 from everfed.data import transforms
 from everfed.engines import captured
 from everfed.engines.eager import Eager
@@ -184,6 +184,27 @@ def test_convolution_relu_and_pooling(inputs, outputs, side, shape, flat) -> Non
     # elements of a window that are equal after rounding: another one of them may get the gradient, so that even
     # PyTorch's weights are off by some per cent
     assert all(error(a, b) < 1.1 * error(c, b) for a, b, c in zip(ours, truth, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("count", "side"), [(32, 28), (64, 28), (7, 8), (200, 16)])
+def test_a_small_network_as_a_whole(precision: torch.dtype, tolerance: float, count: int, side: int) -> None:
+    """All layers by kernels, the same numbers for dropout; images of zeros between, as MNIST has them, so that pooling
+    meets equal elements."""
+    torch.manual_seed(0)
+    module, exact = (models.build("small-cnn", (1, side, side), 10, 0, {}, channels_last=True).cuda() for _ in range(2))
+    module, exact = module.to(precision), exact.to(precision).double()
+    x = torch.randn(count, 1, side, side, device="cuda").relu().to(precision)
+    y = torch.arange(count, device="cuda") % 10
+    noise = torch.Generator("cuda")
+    found = []
+    for network, images in ((module, x), (exact, x.double())):
+        adopt_dropout(network, noise)
+        noise.manual_seed(1)
+        out = network(images)
+        loss_of = functional.cross_entropy(out.double(), y)
+        found.append([out, *torch.autograd.grad(loss_of, list(network.parameters()))])
+    assert all(error(got, truth) < tolerance for got, truth in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("inputs", [1, 3])

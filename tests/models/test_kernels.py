@@ -386,12 +386,12 @@ def step_of(module: nn.Module, x: Tensor, wanted: list[Tensor] | None = None, **
     return [y, *torch.autograd.grad(loss, wanted or list(module.parameters()), **how)]
 
 
-@pytest.mark.parametrize(("training", "count"), [(True, 3), (True, 37), (False, 2)])
-def test_a_small_network_as_a_whole(on_gpu, monkeypatch, training: bool, count: int) -> None:
+@pytest.mark.parametrize(("training", "count", "side"), [(True, 3, 28), (True, 37, 8), (False, 2, 28)])
+def test_a_small_network_as_a_whole(on_gpu, monkeypatch, training: bool, count: int, side: int) -> None:
     """Every layer by kernels: two convolutions with pooling, dropout of channels and of units, two dense layers. 37:
     more than one tile of samples, and the last one is not full."""
-    module, exact = small_cnn(torch.float32).train(training), small_cnn(torch.float64).train(training)
-    x = torch.randn(count, 1, 28, 28)
+    module, exact = (small_cnn(precision, side).train(training) for precision in (torch.float32, torch.float64))
+    x = torch.randn(count, 1, side, side)
     refused = pytest.fail  # no layer is to be called
     for layer in module.children():
         monkeypatch.setattr(layer, "forward", lambda *_: refused("a layer was computed by PyTorch"))
