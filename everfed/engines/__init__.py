@@ -14,6 +14,7 @@ from everfed.core.engine import Engine
 from everfed.engines.base import BuildModule
 from everfed.engines.eager import Eager
 from everfed.engines.group import Group, launched, local_rank
+from everfed.engines.queues import choose_queues
 from everfed.errors import UserError
 from everfed.store.clients import DEFAULT_BUDGET, ClientStore
 
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
 
 Notify = Callable[[dict[str, Any]], None]
 
-# A queue of the GPU's own for every slot's stream: CUDA has 8 of them, 2 under MPS, and streams that share one wait for
-# each other. It is read when CUDA starts, in this process and in those that it starts.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+choose_queues()  # before CUDA starts
 
 
 class EngineError(UserError):

@@ -16,6 +16,7 @@ MOST_HIDDEN, MOST_OUTPUTS = 128, 64
 MOST_ROWS = 256  # samples: in the backward pass every program goes through all of them
 _ROWS, _CHUNK = 16, 64  # forward: samples of a program, inputs at a time
 _TILE, _INPUTS = 32, 32  # backward: samples at a time, inputs of a program
+_PRECISION = tl.constexpr("tf32x3")  # three products of matrix units for one in float32, as exact as it
 
 
 @triton.jit
@@ -37,14 +38,14 @@ def _forward(
         at = start + tl.arange(0, K)
         x = tl.load(x_ptr + rows[:, None] * I + at[None, :], (rows < N)[:, None] & (at < I)[None, :], 0.0)
         w = tl.load(w_ptr + hidden[None, :] * I + at[:, None], (hidden < H)[None, :] & (at < I)[:, None], 0.0)
-        a = tl.dot(x.to(w.dtype), w, a, input_precision="ieee")
+        a = tl.dot(x.to(w.dtype), w, a, input_precision=_PRECISION)
     a += tl.load(b_ptr + hidden, hidden < H, 0.0).to(tl.float32)[None, :]
     a = tl.where(a <= 0, 0.0, a)  # not a number stays so
     tl.store(a_ptr + rows[:, None] * H + hidden[None, :], a, inside)
     if DROPS:
         a = _dropped(a, noise_ptr, rows, hidden, inside, p, H)
     v = tl.load(v_ptr + column[None, :] * H + hidden[:, None], (column < O)[None, :] & (hidden < H)[:, None], 0.0)
-    z = tl.dot(a.to(v.dtype), v, input_precision="ieee")
+    z = tl.dot(a.to(v.dtype), v, input_precision=_PRECISION)
     z += tl.load(c_ptr + column, column < O, 0.0).to(tl.float32)[None, :]
     tl.store(z_ptr + rows[:, None] * O + column[None, :], z, (rows < N)[:, None] & (column < O)[None, :])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from everfed.kernels.batchnorm import _is_last, _power, _total, _width
 
-_WINDOWS = 64  # of one program, in the forward pass
+_WINDOWS = 32  # of one program, in the forward pass
 
 
 @triton.jit

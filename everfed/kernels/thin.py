@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor, nn
 
 MOST = 32  # taps (input channels x height x width of the window) of a convolution with few inputs
-MOST_NARROW = 512  # taps of one with few outputs, too
+LEAST, MOST_CHANNELS, MOST_SIDE = 8, 31, 7  # of one with more taps: channels in and out, and sides of the window
 _CHUNK = 32  # taps at a time
-_ROWS = 128  # positions of one tile for the matrix units; half of them in float32
-_FEW_ROWS = 32  # where there are many taps, for enough programs
+_ROWS = 128  # positions of one tile
 _PARTS = 128  # blocks of positions over which the weights' gradient is summed, at most
+_PRECISION = tl.constexpr("tf32x3")  # three products of matrix units for one in float32, as exact as it
 
 
 @triton.jit
@@ -45,21 +45,40 @@ def _weights(tap, channel, wo, wc, wh, ww, C: tl.constexpr, KW: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _forward(
-    x_ptr, w_ptr, y_ptr, M, first, high, wide, out_high, out_wide, sn, sc, sh, sw, wo, wc, wh, ww,
+def _of_few_inputs(
+    x_ptr, w_ptr, y_ptr, M, high, wide, out_high, out_wide, sn, sc, sh, sw, wo, wc, wh, ww,
     C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    O: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    O: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """first: where the weight of the first tap lies."""
-    at = tl.program_id(0) * R + tl.arange(0, R)
-    channel = tl.arange(0, WIDTH)[None, :]
+    """All taps at once."""
+    at, tap, channel = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K), tl.arange(0, WIDTH)[None, :]
+    patches = _patches(x_ptr, at, tap, M, high, wide, out_high, out_wide, sn, sc, sh, sw, C, KH, KW, PH, PW)
+    there = (tap < C * KH * KW)[:, None] & (channel < O)
+    w = tl.load(w_ptr + _weights(tap[:, None], channel, wo, wc, wh, ww, C, KW), there, 0.0)
+    y = tl.dot(patches.to(w.dtype), w, input_precision=_PRECISION)
+    tl.store(y_ptr + at[:, None] * O + channel, y, (at < M)[:, None] & (channel < O))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _of_few_channels(
+    x_ptr, w_ptr, y_ptr, M, first, high, wide, out_high, out_wide, wo, wc, wh, ww,
+    C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    O: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """One place of the window after the other: the channels that are read there lie side by side in a channels-last
+    input. first: where the weights of the first place lie."""
+    at, inner, channel = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K), tl.arange(0, WIDTH)[None, :]
+    image, top, left = at // (out_high * out_wide), (at // out_wide) % out_high - PH, at % out_wide - PW
     y = tl.zeros((R, WIDTH), tl.float32)
-    for chunk in range(CHUNKS):
-        tap = chunk * K + tl.arange(0, K)
-        patches = _patches(x_ptr, at, tap, M, high, wide, out_high, out_wide, sn, sc, sh, sw, C, KH, KW, PH, PW)
-        there = (tap < C * KH * KW)[:, None] & (channel < O)
-        w = tl.load(w_ptr + first + _weights(tap[:, None], channel, wo, wc, wh, ww, C, KW), there, 0.0)
-        y = tl.dot(patches.to(w.dtype), w, y, input_precision="ieee")
+    for place in range(KH * KW):
+        i, j = place // KW, place % KW
+        row, column = top + i, left + j
+        inside = (at < M) & (row >= 0) & (row < high) & (column >= 0) & (column < wide)
+        pixel = (image * high + row) * wide + column
+        x = tl.load(x_ptr + (pixel * C)[:, None] + inner[None, :], inside[:, None] & (inner < C)[None, :], 0.0)
+        there = (inner < C)[:, None] & (channel < O)
+        w = tl.load(w_ptr + first + inner[:, None] * wc + channel * wo + i * wh + j * ww, there, 0.0)
+        y = tl.dot(x.to(w.dtype), w, y, input_precision=_PRECISION)
     tl.store(y_ptr + at[:, None] * O + channel, y, (at < M)[:, None] & (channel < O))
 
 
@@ -100,9 +119,13 @@ def fits(convolution: nn.Conv2d) -> bool:
 
 def fits_narrow(convolution: nn.Conv2d) -> bool:
     """Has it few outputs, too, so that these kernels also have the gradient of its input?"""
-    taps = max(_taps(convolution), _taps(convolution) // convolution.in_channels * convolution.out_channels)
-    channels = max(convolution.in_channels, convolution.out_channels)
-    return taps <= MOST_NARROW and channels < 32 and _is_simple(convolution)
+    inputs, outputs = convolution.in_channels, convolution.out_channels
+    return (
+        (_taps(convolution) <= MOST or LEAST <= inputs <= MOST_CHANNELS)
+        and LEAST <= outputs <= MOST_CHANNELS
+        and max(convolution.kernel_size) <= MOST_SIDE
+        and _is_simple(convolution)
+    )
 
 
 def _taps(convolution: nn.Conv2d) -> int:
@@ -154,11 +177,11 @@ class _Window(NamedTuple):
         return -(-self.inputs * self.size[0] * self.size[1] // _CHUNK)
 
     def constants(self) -> dict[str, int]:
-        width = max(16, int(triton.next_power_of_2(self.outputs)))
+        width = _power(self.outputs)
         return {"C": self.inputs, "KH": self.size[0], "KW": self.size[1], "O": self.outputs, "WIDTH": width}
 
-    def reach(self) -> dict[str, int]:
-        return {"PH": self.padding[0], "PW": self.padding[1], "CHUNKS": self.chunks, "K": _CHUNK}
+    def pads(self) -> dict[str, int]:
+        return {"PH": self.padding[0], "PW": self.padding[1]}
 
 
 def forward(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
@@ -174,13 +197,19 @@ def input_gradient(dy: Tensor, weight: Tensor, padding: tuple[int, int], dtype: 
 def _convolved(x: Tensor, weight: Tensor, window: _Window, dtype: torch.dtype) -> Tensor:
     images, _, high, wide = x.shape
     size = (high + 2 * window.padding[0] - window.size[0] + 1, wide + 2 * window.padding[1] - window.size[1] + 1)
-    y = torch.empty(
-        (images, window.outputs, *size), dtype=dtype, device=x.device, memory_format=torch.channels_last
-    )  # fmt: skip
-    rows, tile = images * size[0] * size[1], _rows(weight) if window.chunks == 1 else _FEW_ROWS
-    _forward[(-(-rows // tile),)](
-        x, weight, y, rows, window.first, high, wide, *size, *x.stride(), *window.strides,
-        **window.constants(), **window.reach(), R=tile, num_warps=4,
+    shape, order = (images, window.outputs, *size), torch.channels_last
+    y = torch.empty(shape, dtype=dtype, device=x.device, memory_format=order)
+    rows, constants = images * size[0] * size[1], {**window.constants(), **window.pads()}
+    if window.chunks == 1 and not window.first:
+        _of_few_inputs[(-(-rows // _ROWS),)](
+            x, weight, y, rows, high, wide, *size, *x.stride(), *window.strides,
+            **constants, K=_CHUNK, R=_ROWS, num_warps=4,
+        )  # fmt: skip
+        return y
+    inner = _power(window.inputs)  # and as many positions: of the sizes that were tried the best for 10 and for 20
+    _of_few_channels[(-(-rows // inner),)](
+        x.contiguous(memory_format=order), weight, y, rows, window.first, high, wide, *size, *window.strides,
+        **constants, K=inner, R=inner, num_warps=2, num_stages=3,
     )  # fmt: skip
     return y
 
@@ -189,7 +218,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int]) ->
     """The gradient of the weights, in their memory order."""
     dy = dy.contiguous(memory_format=torch.channels_last)
     rows = dy.numel() // dy.shape[1]
-    tile = _rows(weight)
+    tile = _ROWS // 2 if weight.dtype == torch.float32 else _ROWS
     tiles = -(-rows // (tile * _PARTS))
     parts = -(-rows // (tile * tiles))
     window = _Window.of(weight, padding)
@@ -198,7 +227,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int]) ->
     partial = torch.empty((parts, size), device=x.device)
     _partial_weights[(parts, window.chunks)](
         dy, x, partial, rows, *x.shape[2:], *dy.shape[2:], *x.stride(),
-        **constants, **window.reach(), TILES=tiles, R=tile, num_warps=4, num_stages=2,
+        **constants, **window.pads(), CHUNKS=window.chunks, K=_CHUNK, TILES=tiles, R=tile, num_warps=4, num_stages=2,
     )  # fmt: skip
     dw = torch.empty_like(weight)
     _sum_weights[(size // 64,)](
@@ -208,5 +237,6 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int]) ->
     return dw
 
 
-def _rows(weight: Tensor) -> int:
-    return _ROWS // 2 if weight.dtype == torch.float32 else _ROWS
+def _power(number: int) -> int:
+    """The least power of two that is not below it, and that matrix units take."""
+    return max(16, int(triton.next_power_of_2(number)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -186,25 +188,29 @@ def test_convolution_relu_and_pooling(inputs, outputs, side, shape, flat) -> Non
     assert all(error(a, b) < 1.1 * error(c, b) for a, b, c in zip(ours, truth, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("count", "side"), [(32, 28), (64, 28), (7, 8), (200, 16)])
-def test_a_small_network_as_a_whole(precision: torch.dtype, tolerance: float, count: int, side: int) -> None:
-    """All layers by kernels, the same numbers for dropout; images of zeros between, as MNIST has them, so that pooling
-    meets equal elements."""
+def test_a_small_network_as_a_whole(monkeypatch, precision: torch.dtype, count: int, side: int) -> None:
+    """All layers by kernels, the same numbers for dropout. In bfloat16 elements of a window are equal after rounding,
+    so that even PyTorch's gradients are off by some per cent: ours are no worse."""
     torch.manual_seed(0)
-    module, exact = (models.build("small-cnn", (1, side, side), 10, 0, {}, channels_last=True).cuda() for _ in range(2))
-    module, exact = module.to(precision), exact.to(precision).double()
+    module = models.build("small-cnn", (1, side, side), 10, 0, {}, channels_last=True).cuda().to(precision)
+    exact = copy.deepcopy(module).double()
     x = torch.randn(count, 1, side, side, device="cuda").relu().to(precision)
     y = torch.arange(count, device="cuda") % 10
     noise = torch.Generator("cuda")
-    found = []
-    for network, images in ((module, x), (exact, x.double())):
-        adopt_dropout(network, noise)
-        noise.manual_seed(1)
+
+    def step(network: nn.Module, images: Tensor) -> list[Tensor]:
+        adopt_dropout(network, noise.manual_seed(1))
         out = network(images)
-        loss_of = functional.cross_entropy(out.double(), y)
-        found.append([out, *torch.autograd.grad(loss_of, list(network.parameters()))])
-    assert all(error(got, truth) < tolerance for got, truth in zip(*found, strict=True))
+        return [out, *torch.autograd.grad(functional.cross_entropy(out.double(), y), list(network.parameters()))]
+
+    ours = step(module, x)
+    for kernel in ("pooling", "thin", "dense"):
+        monkeypatch.setattr(fused, kernel, None)
+    theirs, truth = step(module, x), step(exact, x.double())
+    for got, plain, want in zip(ours, theirs, truth, strict=True):
+        assert error(got, want) < max(3e-6, 1.5 * error(plain, want))
 
 
 @pytest.mark.parametrize("inputs", [1, 3])

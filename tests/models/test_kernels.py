@@ -441,10 +441,13 @@ def test_which_dense_layers_have_no_kernel(on_gpu, monkeypatch, change: str) -> 
     assert change != "drop everything" or torch.equal(y, second.bias.expand_as(y))
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(10, 20, 5, 0), (3, 7, 3, 2), (20, 1, 4, 1)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "side", "padding"), [(10, 20, 5, 0), (3, 9, 3, 2), (20, 8, 4, 1), (9, 12, 1, 0)]
+)
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_a_convolution_of_few_channels(inputs: int, outputs: int, side: int, padding: int, order) -> None:
-    """Its output and both gradients; more taps than one chunk has, channels that are no power of two."""
+    """Its output and both gradients; channels that are no power of two; a window that is larger than its padding, and
+    one place only."""
     thin = importlib.import_module("everfed.kernels.thin")
     torch.manual_seed(0)
     convolution = nn.Conv2d(inputs, outputs, side, padding=padding, bias=False).double().to(memory_format=order)
@@ -470,8 +473,9 @@ def test_which_convolutions_have_few_channels() -> None:
         for convolution in (
             nn.Conv2d(3, 32, 5),
             nn.Conv2d(32, 10, 3),
-            nn.Conv2d(21, 10, 5),  # 525 taps
-            nn.Conv2d(10, 21, 5),  # of the input's gradient
+            nn.Conv2d(7, 10, 5),  # few inputs, many taps
+            nn.Conv2d(10, 7, 5),
+            nn.Conv2d(10, 20, 9),
             nn.Conv2d(10, 20, 5, stride=2),
             nn.Conv2d(10, 20, 5, groups=2),
         )
