@@ -9,9 +9,9 @@ _VARIABLE, _MANY = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 
 
 def choose_queues() -> None:
-    """Ask CUDA for a queue for every slot's stream, unless the user has chosen: of 8, its own number, streams that share
-    one wait for each other. To be called before CUDA starts. Under MPS it stays at CUDA's own number, 2 a process:
-    processes share a limit there, and beyond it they do not start."""
+    """Ask CUDA for a queue for every slot's stream, unless the user has chosen. CUDA's own number is 8, and streams
+    that share a queue wait for each other. To be called before CUDA starts. Under MPS it stays at CUDA's own number, 2
+    a process: processes share a limit there, and beyond it they do not start."""
     if _under_mps():
         if os.environ.get(_VARIABLE) == _MANY:  # from the process that started this one
             del os.environ[_VARIABLE]
