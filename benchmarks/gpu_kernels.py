@@ -34,7 +34,7 @@ KINDS = {
     "SGD, projection, cast": ("_descend", "_products"),
     "weight gradients of convolutions": ("wgrad", "_partial_weights", "_sum_weights"),
     "input gradients of convolutions": ("dgrad",),
-    "forward convolutions": ("fprop", "_forward"),  # the latter is the first one's own kernel
+    "forward convolutions": ("fprop", "_of_few_"),  # the latter are everfed's own
 }
 REST = "rest"
 
@@ -113,12 +113,13 @@ def profiled_round(
     case: Mapping[str, Any], method: str, rounds: int, slots: int, first: int
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """The events of one warm round after `first` ones, and the seconds of five more. rounds: of a task."""
-    from benchmarks.gpu_rounds import build, round_of, seconds, warm_up
+    from benchmarks.gpu_rounds import build, round_of, seconds, set_precision, warm_up
     from everfed.engines.graphs import Graphs
     from everfed.store.clients import ClientStore
 
     assembly = build(dict(case), method, rounds)
-    engine = Graphs(assembly.setup, ClientStore(), assembly.build_module, "cuda", slots=slots, host_threads=slots)
+    how = ("cuda", set_precision(case), slots)
+    engine = Graphs(assembly.setup, ClientStore(), assembly.build_module, *how, host_threads=slots)
     work = round_of(assembly, engine)
     for _ in range(first):
         work()

@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from benchmarks import synthetic
 from benchmarks.bare_loop import BareFedAvg
-from everfed import models
+from everfed import engines, models
 from everfed.core.runner import EvalOptions, Runner
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
@@ -38,7 +39,16 @@ CASES: dict[str, dict[str, Any]] = {
     "resnet18-b32": dict(shape="cifar", model="resnet18", per_client=500, batch=32, epochs=5),
     "resnet18-b128": dict(shape="cifar", model="resnet18", per_client=500, batch=128, epochs=5),
     "mcmahan-b32": dict(shape="mnist", model="mcmahan-cnn", per_client=600, batch=32, epochs=1),
+    "small-b32": dict(shape="mnist", model="small-cnn", per_client=6000, batch=32, epochs=1, precision="fp32"),
 }
+
+
+def set_precision(case: Mapping[str, Any], wanted: str | None = None) -> str:
+    """Prepare torch for a case, as for a run; returns the engine's precision. Small networks are trained in float32."""
+    precision: str = wanted or case.get("precision", "bf16")
+    if torch.cuda.is_available():
+        engines._set_precision(precision)
+    return precision
 
 
 def build(case: dict[str, Any], method: str, rounds: int) -> Assembly:
@@ -92,38 +102,41 @@ def wait_for_device() -> None:
 
 def measure(name: str, rounds: int, arguments: argparse.Namespace) -> dict[str, Any]:
     case = CASES[name]
+    precision = set_precision(case, arguments.precision)
     runs: dict[str, Any] = {}
-    engines: dict[str, Any] = {}
+    by_method: dict[str, Any] = {}
     for method in ("fedavg", "fedgp+der"):
         assembly = build(case, method, ROUNDS)
         engine = Graphs(
             assembly.setup,
             ClientStore(),
             assembly.build_module,
-            precision=arguments.precision,
+            precision=precision,
             slots=arguments.slots,
             compiled=arguments.compile,
             host_threads=arguments.threads,
         )
-        engines[method] = engine
+        by_method[method] = engine
         runs[method] = round_of(assembly, engine)
     plain = build(case, "fedavg", ROUNDS)
     module = models.build(case["model"], plain.stream.input_shape, 10, 0, {}, channels_last=True)
-    bare = BareFedAvg(plain.stream, module, 0.01, case["batch"], case["epochs"], "cuda", arguments.precision == "bf16")
+    bare = BareFedAvg(plain.stream, module, 0.01, case["batch"], case["epochs"], "cuda", precision == "bf16")
     runs["bare loop"] = bare.round
     if arguments.eager:
-        runs["everfed eager"] = round_of(plain, Eager(plain.setup, ClientStore(), plain.build_module, "cuda", "bf16"))
+        runs["everfed eager"] = round_of(
+            plain, Eager(plain.setup, ClientStore(), plain.build_module, "cuda", precision)
+        )
     times: dict[str, list[float]] = {key: [] for key in runs}
     last: dict[str, float] = {}
     for key, work in runs.items():
         # everfed captures graphs and tries numbers of slots first; the loops only need their kernels loaded
-        last[key] = seconds(work) if key in SLOW else warm_up(work, engines[key], arguments.warmup)
+        last[key] = seconds(work) if key in SLOW else warm_up(work, by_method[key], arguments.warmup)
         print(f"  {name} {key}: warm, last {last[key]:.4f} s", flush=True)
     for turn in range(turns(rounds, min(last.values()))):
         for key, work in runs.items():
             if key not in SLOW or turn < rounds:
                 times[key].append(seconds(work))
-    report = {key: run.describe() for key, run in engines.items()}
+    report = {key: run.describe() for key, run in by_method.items()}
     images = 10 * case["per_client"] * case["epochs"]
     return {
         key: {
@@ -151,13 +164,12 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=8, help="rounds at least")
     parser.add_argument("--slots", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--precision", help="not the case's own")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    torch.backends.cudnn.benchmark = True
     result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
     for name in arguments.only.split(","):
         result["cases"][name] = measure(name, arguments.rounds, arguments)

@@ -45,6 +45,7 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     "batchnorm": ("everfed.models.fused", "kernels", None),
     "pooling": ("everfed.models.fused", "pooling", None),
     "thin": ("everfed.models.fused", "thin", None),
+    "dense": ("everfed.models.fused", "dense", None),
     "loss": ("everfed.core.loss", "kernel", None),
     "sgd": ("everfed.core.replica", "sgd_kernel", None),
     "rows": ("everfed.core.rows", "kernel", None),
@@ -54,6 +55,7 @@ OF_CASE = {
     "resnet18-b32": ("batchnorm", "thin", "sgd"),
     "resnet18-b128": ("batchnorm", "thin", "sgd"),
     "mcmahan-b32": ("pooling", "thin", "loss", "sgd", "rows", "several steps"),
+    "small-b32": ("pooling", "thin", "dense", "sgd", "several steps"),
 }
 TOY = {"clients": 2, "per_client": 6, "batch": 4, "epochs": 1, "model": "small-cnn"}  # in place of a case's own
 
@@ -75,7 +77,7 @@ def without(piece: str | None) -> Iterator[None]:
         setattr(place, name, before)
 
 
-def new_engine(assembly: Assembly, device: str, like: Any = None) -> Any:
+def new_engine(assembly: Assembly, device: str, like: Any = None, precision: str = "bf16") -> Any:
     """like: an engine that has found its numbers of slots and threads; the new one takes them over."""
     from everfed.engines.eager import Eager
     from everfed.engines.graphs import Graphs
@@ -84,7 +86,7 @@ def new_engine(assembly: Assembly, device: str, like: Any = None) -> Any:
     if device == "cpu":
         return Eager(assembly.setup, ClientStore(), assembly.build_module)
     known = {} if like is None else {"slots": like.tuner.used.slots, "host_threads": like.tuner.used.threads}
-    return Graphs(assembly.setup, ClientStore(), assembly.build_module, device, **known)
+    return Graphs(assembly.setup, ClientStore(), assembly.build_module, device, precision, **known)
 
 
 def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict[str, Any]:
@@ -97,11 +99,13 @@ def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict
         build,
         round_of,
         seconds,
+        set_precision,
         turns,
         warm_up,
     )
 
     case = {**CASES[name], **(TOY if toy else {})}
+    precision = set_precision(case)
     contenders: dict[str, tuple[str, str | None]] = {"fedavg": ("fedavg", None), "fedgp+der": ("fedgp+der", None)}
     contenders |= {f"without {piece}": ("fedavg", piece) for piece in OF_CASE[name]}
     runs: dict[str, Any] = {}
@@ -111,7 +115,7 @@ def rounds_of(name: str, device: str, warm: int, rounds: int, toy: bool) -> dict
         assembly = build(case, method, ROUNDS)
         with without(piece):
             first = engines.get("fedavg")
-            engines[contender] = new_engine(assembly, device, first)
+            engines[contender] = new_engine(assembly, device, first, precision)
             runs[contender] = round_of(assembly, engines[contender])
             least = warm if first is None else min(2, warm)  # the first one also searches for its number of slots
             last[contender] = warm_up(runs[contender], engines[contender], least, 0.0 if toy else WARM_SECONDS)

@@ -185,3 +185,12 @@ def test_two_versions_take_turns(tmp_path: Path) -> None:
         assert found[f"ratio {version}"] == pytest.approx(medians[1] / medians[0])
     with pytest.raises(SystemExit):
         gpu_versions.main([str(tmp_path)])
+
+
+def test_processes_side_by_side() -> None:
+    """On the CPU; every number of them has a rate of its own."""
+    from benchmarks import gpu_processes
+
+    chosen = ["--device", "cpu", "--toy", "--numbers", "1,2", "--seconds", "0.2"]
+    found = gpu_processes.main(chosen)["images_per_s"]
+    assert list(found) == ["1", "2"] and all(rate > 0 for rate in found.values())
