@@ -145,7 +145,7 @@ def _shares(choice: Choice, pace: Pace | None = None, environment: Mapping[str, 
 
 
 def _follow(pace: Pace, queue: Queue, workers: list[Worker]) -> None:
-    """Do what `pace` has found: equal shares of the memory for as many runs as there may be, one run waits while the
+    """Do what `pace` has found: equal shares of the memory for as many runs as there may be, some wait while the
     others are measured, and no idle worker stays beyond their number."""
     for idle in [worker for worker in workers if worker.cell is None][: max(0, len(workers) - pace.number)]:
         idle.leave()
@@ -154,7 +154,7 @@ def _follow(pace: Pace, queue: Queue, workers: list[Worker]) -> None:
     pace.update([worker.run for worker in busy], queue.waiting, time.monotonic())
     share = GPU_MEMORY / max(pace.number, len(busy))
     for worker in workers:
-        worker.limit(Limits(share, waits=worker.cell is not None and worker.run == pace.held))
+        worker.limit(Limits(share, waits=worker.cell is not None and worker.run in pace.held))
 
 
 def _hand_out(queue: Queue, workers: list[Worker], settings: Settings, shares: Sequence[Share]) -> None:

@@ -1,13 +1,13 @@
 """How many runs go at a time on one GPU, found by measuring the runs themselves.
 
 One run begins. When it is warm (its graphs are captured, its number of slots is found) and its memory leaves room, a
-second one begins beside it. When all are warm, their rounds are timed twice: with all runs, then while the last one
-waits between two phases. From these two times follows how much faster all together are with one run more:
+second one begins beside it. When all are warm, their rounds are timed twice: with all runs, then while those that were
+added last wait between two phases. From these two times follows how much faster n runs together are than the m before:
 
-    gain = n / (n - 1) * mean over the others of (seconds of a round without the last run / with it)
+    gain = n / m * mean over the m others of (seconds of a round without the new runs / with them)
 
-While that is at least GAIN, another run is added; otherwise one run fewer is the number for the rest of the table. No
-run is ended for it: the place of a run that ends is not given to another one.
+While that is at least GAIN, their number is doubled; otherwise the number before is the one for the rest of the table.
+No run is ended for it: the place of a run that ends is not given to another one.
 
 Rounds of a later task may be longer (more data, the beginning of replay). The two windows follow each other directly,
 so that most lie in one task, and a run whose task changed does not count. Where that is so for more than half of the
@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 GPU_MEMORY = 0.9  # of a GPU's memory, for all runs together: contexts and libraries need some, too
 WARM = 10  # rounds of a run after which its graphs are captured and its number of slots is found
 ROUNDS, SECONDS = 5, 1.0  # a window has at least so many rounds of every run, and so many seconds
-GAIN = 1.05  # all together must be so much faster with one run more
+GAIN = 1.05  # all together must be so much faster than without those that were added last
 MARGIN = 1.25  # a run may need so much more memory later than it had until now
 TRIES = 3  # measurements of one number of runs
-GRACE = 10.0  # seconds that a run waits at most, beside three times the window with all runs
+GRACE = 10.0  # seconds that runs wait at most, beside three times the window with all runs
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,17 @@ class _Rounds:
 
 
 class Pace:
-    """number: how many runs may be under way. held: the run that has to wait, so that the others are timed without it.
-    most: no more are tried. say: takes the line for the user when the number is found."""
+    """number: how many runs may be under way. held: the runs that have to wait, so that the others are timed without
+    them. most: no more are tried. say: takes the line for the user when the number is found."""
 
     def __init__(self, most: int, say: Callable[[str], None]) -> None:
         self.number, self.most, self.say = 1, most, say
-        self.held: Hashable | None = None
+        self.before = 0  # the number that was tried before
+        self.held: frozenset[Hashable] = frozenset()
         self.decided = False
-        self.gains: dict[int, float] = {}  # of so many runs over one fewer
+        self.gains: dict[tuple[int, int], float] = {}  # of so many runs over so many
         self._runs: dict[Hashable, _Rounds] = {}
+        self._stopped: dict[Hashable, float] = {}  # of those that have to wait, and since when
         self._waiting = False
         self._tries = 0
         self._now, self._deadline = 0.0, math.inf
@@ -99,7 +101,7 @@ class Pace:
             self._runs = {run: self._runs.get(run) or _Rounds() for run in runs}
             self._waiting = waiting
             self._restart()
-        elif self.held is not None and now > self._deadline:
+        elif self.held and now > self._deadline:
             self._fail()
 
     def phase(self, run: Hashable, phase: Timed) -> None:
@@ -114,9 +116,11 @@ class Pace:
             self._measure()
 
     def waits(self, run: Hashable, since: float) -> None:
-        """The run that has to wait has stopped."""
-        if run == self.held and self._begun is None:
-            self._open_windows(since)
+        """A run that has to wait has stopped."""
+        if run in self.held and self._begun is None:
+            self._stopped[run] = since
+            if self.held <= self._stopped.keys():
+                self._open_windows(max(self._stopped.values()))
 
     def fewer(self) -> bool:
         """A run failed, maybe for the runs beside it (no memory, a fault under CUDA MPS): fewer at a time from now on.
@@ -130,7 +134,7 @@ class Pace:
 
     def _restart(self) -> None:
         """Measure from the beginning."""
-        self.held = self._begun = None
+        self.held, self._stopped, self._begun = frozenset(), {}, None
         self._now, self._deadline = 0.0, math.inf
 
     def _open_windows(self, since: float) -> None:
@@ -140,21 +144,21 @@ class Pace:
 
     def _measure(self) -> None:
         if self.number == 1:
-            self._add_one()
+            self._add()
             return
         if self._begun is None:
-            if self.held is None:
+            if not self.held:
                 self._open_windows(self._now)
             return
-        windows = {run: rounds.window for run, rounds in self._runs.items() if run != self.held}
+        windows = {run: rounds.window for run, rounds in self._runs.items() if run not in self.held}
         if not all(_long_enough(window) for window in windows.values()):
             return
-        if self.held is not None:
+        if self.held:
             self._compare(windows)
             return
-        self._with, self.held = windows, list(self._runs)[-1]
+        self._with, self.held = windows, frozenset(list(self._runs)[self.before :])
         self._deadline = self._now + 3 * (self._now - self._begun) + GRACE
-        self._begun = None  # until it has stopped
+        self._begun = None  # until they have stopped
 
     def _compare(self, without: Mapping[Hashable, list[Round]]) -> None:
         same_task = [run for run in without if _tasks(self._with[run]) == _tasks(without[run])]
@@ -164,38 +168,45 @@ class Pace:
                 return
             same_task = list(without)
         slower = [_median(without[run]) / _median(self._with[run]) for run in same_task]
-        gain = self.number / (self.number - 1) * statistics.fmean(slower)
-        self.gains[self.number] = gain
+        gain = self.number / self.before * statistics.fmean(slower)
+        self.gains[self.number, self.before] = gain
         if gain >= GAIN:
-            self._add_one()
+            self._add()
         else:
-            self.number -= 1
+            self.number = self.before
             self._decide()
 
-    def _add_one(self) -> None:
-        phases = [rounds.last for rounds in self._runs.values() if rounds.last is not None]
-        needed = MARGIN * max(phase.reserved for phase in phases)
+    def _add(self) -> None:
+        """Twice as many runs, or as many as are allowed and have room."""
         if self.number == self.most:
             self._decide("more are not tried")
-        elif needed > min(GPU_MEMORY / (self.number + 1), *(phase.free for phase in phases)):
+            return
+        wanted = range(min(2 * self.number, self.most), self.number, -1)
+        number = next((number for number in wanted if self._has_room(number)), None)
+        if number is None:
             self._decide("another one might not fit into its memory")
-        else:
-            self.number += 1
-            self._tries = 0
-            self._restart()
+            return
+        self.before, self.number, self._tries = self.number, number, 0
+        self._restart()
+
+    def _has_room(self, number: int) -> bool:
+        """Is there memory for so many runs like those under way?"""
+        phases = [rounds.last for rounds in self._runs.values() if rounds.last is not None]
+        needed, free = MARGIN * max(phase.reserved for phase in phases), min(phase.free for phase in phases)
+        return needed <= GPU_MEMORY / number and (number - self.number) * needed <= free
 
     def _fail(self) -> None:
         """The windows could not be compared."""
         self._tries += 1
         if self._tries == TRIES:
-            self._decide(f"{self.number} could not be compared with {self.number - 1}")
+            self._decide(f"{self.number} could not be compared with {self.before}")
         else:
             self._restart()
 
     def _decide(self, reason: str = "") -> None:
         self.decided = True
         self._restart()
-        gains = [f"{number} are {gain:.2f} times as fast as {number - 1}" for number, gain in self.gains.items()]
+        gains = [f"{n} are {gain:.2f} times as fast as {m}" for (n, m), gain in self.gains.items()]
         found = [f"all together, {', '.join(gains)}"] * bool(gains) + [reason] * bool(reason)
         runs = "one run" if self.number == 1 else f"{self.number} runs"
         self.say(f"{runs} at a time on the GPU: {'; '.join(found)} (--jobs N chooses another number)")

@@ -328,7 +328,7 @@ def test_runs_are_added_held_and_given_less_memory(table: Any, processes: list[P
     handed_out(queue, workers, pace)
     assert [process.share.gpu_memory for process in processes] == [0.45, 0.45]
     assert processes[0].sent[1:] == [Limits(0.45, waits=False)] and len(processes[1].sent) == 1
-    pace.held = processes[1].run
+    pace.held = frozenset({processes[1].run})
     handed_out(queue, workers, pace)
     handed_out(queue, workers, pace)
     assert processes[1].sent[1:] == [Limits(0.45, waits=True)] and len(processes[0].sent) == 2
@@ -339,8 +339,8 @@ def test_a_run_that_waited_goes_on(table: Any, processes: list[Process]) -> None
     queue, pace, workers = Queue(table(0, 1)), Pace(8, lambda line: None), list[Any]()
     pace.number = 2
     handed_out(queue, workers, pace)
-    for held in (processes[0].run, None):
-        pace.held = held
+    for held in ({processes[0].run}, set()):
+        pace.held = frozenset(held)
         handed_out(queue, workers, pace)
     assert processes[0].sent[1:] == [Limits(0.45, waits=True), Limits(0.45, waits=False)]
     assert len(processes[1].sent) == 1
@@ -427,11 +427,11 @@ class Holding(Pace):
 
     def update(self, runs: Sequence[Hashable], waiting: bool, now: float) -> None:
         super().update(runs, waiting, now)
-        self.held = runs[0] if len(runs) == 2 and self.others < 3 else None
+        self.held = frozenset(runs[:1] if len(runs) == 2 and self.others < 3 else ())
 
     def phase(self, run: Hashable, phase: Timed) -> None:
-        assert not (self.stopped and run == self.held), "it goes on while it has to wait"
-        self.others += self.stopped and run != self.held
+        assert not (self.stopped and run in self.held), "it goes on while it has to wait"
+        self.others += self.stopped and run not in self.held
 
     def waits(self, run: Hashable, since: float) -> None:
         self.stopped = True
