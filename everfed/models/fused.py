@@ -103,7 +103,9 @@ def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False, drop: 
     if not (pooling is not None and _is_plain_convolution(convolution) and convolution.bias is not None):
         return _pooled(_dropped(convolution(x), drop), flat)
     out = _convolve(x, convolution)
-    if not (_plain(out, 1) and min(out.shape[2:]) > 1 and _is_plain_dropout(drop)):
+    if not (
+        _plain(out, 1) and min(out.shape[2:]) > 1 and _is_plain_dropout(drop) and not torch.compiler.is_compiling()
+    ):
         return _pooled(_dropped(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), drop), flat)
     y: Tensor = _Pooled.apply(out, convolution.bias, flat, _counts(convolution, out), *_noise(drop, out.shape[:2], out))
     return y
@@ -138,7 +140,7 @@ def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
 
 
 def _has_few_inputs(x: Tensor, convolution: nn.Conv2d) -> bool:
-    """In float32 PyTorch's own kernels are no slower."""
+    """In float32 it was not measured against PyTorch's own kernels."""
     return thin.fits(convolution) and convolution.weight.dtype == torch.bfloat16 and not x.requires_grad
 
 
@@ -150,10 +152,11 @@ def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Modu
         and _is_plain_linear(second)
         and _is_plain_dropout(drop)
         and dense.fits(x, first, second)
-        and x.is_contiguous()
         and x.dtype in _TYPES
         and x.dtype == first.weight.dtype == second.weight.dtype
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and all(t.is_contiguous() for t in (x, first.weight, second.weight))
+        and not torch.compiler.is_compiling()
+        and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, first.weight, second.weight))
     ):
         out: Tensor = second(drop(functional.relu(first(x))))
         return out
@@ -169,8 +172,7 @@ def _is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _is_plain_dropout(drop: Dropout | None) -> bool:
     """May it be computed without a call of the layer?"""
-    plain = drop is None or (type(drop) is Dropout and drop.p < 1.0 and not _has_hooks(drop))
-    return plain and not torch.compiler.is_compiling()
+    return drop is None or (type(drop) is Dropout and drop.p < 1.0 and not _has_hooks(drop))
 
 
 def _noise(drop: Dropout | None, shape: Sequence[int], x: Tensor) -> tuple[Tensor | None, float]:

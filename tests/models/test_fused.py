@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.models.fused import batch_norm_act, channel_moments
+from everfed.core.replica import Dropout
+from everfed.models.fused import batch_norm_act, channel_moments, conv_relu_pool, dense_relu_dense
 
 
 def layer(channels: int) -> nn.BatchNorm2d:
@@ -51,3 +52,32 @@ def test_moments_are_those_of_the_channels() -> None:
     assert torch.allclose(mean, own.mean(1)) and torch.allclose(variance, own.var(1, correction=0))
     (gradient,) = torch.autograd.grad(variance.sum(), x)
     assert torch.allclose(gradient, 2 * (x - mean.view(1, 3, 1, 1)) / 8)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_pooling_before_or_after_relu_has_the_same_bits(flat: bool) -> None:
+    """Small whole numbers, so that windows have equal elements, and zeros beside negative ones."""
+    convolution = nn.Conv2d(1, 3, 1)
+    convolution.weight.data, convolution.bias.data = torch.randint(-2, 3, (3, 1, 1, 1)).float(), torch.zeros(3)
+    x = torch.randint(-2, 3, (4, 1, 7, 6)).float().requires_grad_()
+    want = functional.max_pool2d(functional.relu(convolution(x)), 2)
+    want = want.flatten(1) if flat else want
+    got, dy = conv_relu_pool(x, convolution, flat), torch.randn_like(want)
+    leaves = [x, convolution.weight, convolution.bias]
+    assert torch.equal(got, want)
+    pairs = zip(torch.autograd.grad(got, leaves, dy), torch.autograd.grad(want, leaves, dy), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_dropout_between_layers_draws_what_the_layer_would() -> None:
+    """One row of numbers for both, in the order of the layers."""
+    convolution, first, second = nn.Conv2d(1, 4, 3), nn.Linear(36, 5), nn.Linear(5, 2)
+    of_channels, of_units = Dropout(0.5, channels=True), Dropout(0.5)
+    x = torch.randn(6, 1, 8, 8)
+    of_channels.generator = of_units.generator = torch.Generator().manual_seed(3)
+    features = conv_relu_pool(x, convolution, flat=True, drop=of_channels)
+    got = dense_relu_dense(features, first, of_units, second)
+    of_units.generator.manual_seed(3)
+    pooled = functional.max_pool2d(functional.relu(of_channels(convolution(x))), 2)
+    assert torch.equal(got, second(of_units(functional.relu(first(pooled.flatten(1))))))
+    assert (features.view(6, 4, -1) == 0).all(2).any() and not (features == 0).all()

@@ -412,6 +412,18 @@ def test_a_gradient_of_a_small_networks_gradient(on_gpu, monkeypatch) -> None:
     assert all(error(a, b) < 1e-4 for a, b in zip(*found, strict=True))
 
 
+def test_a_gradient_by_functions_takes_layers(on_gpu) -> None:
+    """torch.func has the weights as tensors of its own, which no kernel can read, though x is a plain one."""
+    first, drop, second, x = nn.Linear(6, 5), Dropout(0.0), nn.Linear(5, 3), torch.randn(4, 6)
+
+    def loss(weight: Tensor) -> Tensor:
+        with torch.nn.utils.stateless._reparametrize_module(first, {"weight": weight}):
+            return fused.dense_relu_dense(x, first, drop, second).square().sum()
+
+    (want,) = torch.autograd.grad(second(functional.relu(first(x))).square().sum(), first.weight)
+    assert torch.allclose(torch.func.grad(loss)(first.weight.detach()), want, rtol=1e-5)
+
+
 def test_small_images_are_convolved_with_padding(on_gpu, monkeypatch) -> None:
     x = torch.randn(2, 1, 8, 8, requires_grad=True)
     x64 = x.detach().double().requires_grad_()
@@ -420,7 +432,7 @@ def test_small_images_are_convolved_with_padding(on_gpu, monkeypatch) -> None:
     assert error(got, step_of(module, x64, [x64])[1]) < 2e-6
 
 
-@pytest.mark.parametrize("change", ["hook", "drop everything", "many samples", "float64", "not contiguous", "wide"])
+@pytest.mark.parametrize("change", ["hook", "drop everything", "many samples", "float64", "x", "weight", "wide"])
 def test_which_dense_layers_have_no_kernel(on_gpu, monkeypatch, change: str) -> None:
     """These are computed by their layers, and give what layers give."""
     monkeypatch.setattr(fused, "_Dense", None)
@@ -434,8 +446,10 @@ def test_which_dense_layers_have_no_kernel(on_gpu, monkeypatch, change: str) -> 
         drop.p = 1.0
     if change == "float64":
         first, second, x = first.double(), second.double(), x.double()
-    if change == "not contiguous":
+    if change == "x":  # not contiguous
         x = x.T.contiguous().T
+    if change == "weight":
+        first.weight.data = first.weight.data.T.contiguous().T
     y = fused.dense_relu_dense(x, first, drop, second)
     assert y.shape == (len(x), 3) and len(seen) == (change == "hook")
     assert change != "drop everything" or torch.equal(y, second.bias.expand_as(y))
