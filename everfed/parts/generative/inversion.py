@@ -74,10 +74,14 @@ class Statistics:
     layers: list[_BatchNorm]
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
+    @property
+    def stored(self) -> list[tuple[Tensor, Tensor]]:
+        """What the layers themselves have."""
+        return [(layer.running_mean, layer.running_var) for layer in self.layers]  # type: ignore[misc]
+
     def divergence(self) -> Tensor:
         """Mean over layers of KL(stored || seen); the network must have some."""
-        stored = [(layer.running_mean, layer.running_var) for layer in self.layers]
-        means, variances = (torch.cat([pair[i] for pair in stored]) for i in (0, 1))  # type: ignore[misc]
+        means, variances = (torch.cat([pair[i] for pair in self.stored]) for i in (0, 1))
         seen_means, seen_variances = (torch.cat([pair[i] for pair in self.seen]) for i in (0, 1))
         by_channel = normal_divergences(means, variances, seen_means, seen_variances)
         # all layers at once: layer by layer they would be hundreds of kernels for a few thousand numbers

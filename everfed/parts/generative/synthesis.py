@@ -89,7 +89,7 @@ class Synthesizer(ABC):
         module = self.trainer.replica.module.eval()
         with torch.no_grad(), in_precision(self.trainer), batch_statistics(module) as found:
             module(self.zeros(2, *shape))
-        self.widths = [len(mean) for _, (mean, _) in tracked(found)]
+        self.widths = [len(mean) for mean, _ in found.seen]
         self.kept, self.latest = self.zeros(2, sum(self.widths)), self.zeros(2, sum(self.widths))
         self.mix = self.zeros()
 
@@ -204,24 +204,14 @@ class Synthesizer(ABC):
 
     def _statistics(self, found: Statistics) -> Tensor:
         """L_bn; stores the batch's own statistics in `latest`."""
-        pairs = tracked(found)
-        now = torch.stack([torch.cat([seen[row] for _, seen in pairs]) for row in (0, 1)])
+        now = torch.stack([torch.cat([seen[row] for seen in found.seen]) for row in (0, 1)])
         self.latest.copy_(now.detach())
         means, variances = torch.lerp(now, self.kept, self.mix).split(1)
         mixed = zip(means[0].split(self.widths), variances[0].split(self.widths), strict=True)
-        return statistics_distance([stored for stored, _ in pairs], list(mixed))
+        return statistics_distance(found.stored, list(mixed))
 
     def _remember(self, images: Tensor, loss: Tensor) -> None:
         """Keep the batch with the lowest loss."""
         better = loss < self.lowest
         self.lowest.copy_(torch.where(better, loss, self.lowest))
         self.images.copy_(torch.where(better, images, self.images))
-
-
-def tracked(found: Statistics) -> list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """((mean, variance) stored, (mean, variance) seen) of every layer that stores any."""
-    return [
-        ((layer.running_mean, layer.running_var), seen)
-        for layer, seen in zip(found.layers, found.seen, strict=True)
-        if layer.running_mean is not None and layer.running_var is not None
-    ]
