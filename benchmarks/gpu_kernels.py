@@ -34,7 +34,8 @@ KINDS = {
     "SGD, projection, cast": ("_descend", "_products"),
     "weight gradients of convolutions": ("wgrad", "_partial_weights", "_sum_weights"),
     "input gradients of convolutions": ("dgrad",),
-    "forward convolutions": ("fprop", "_of_few_"),  # the latter are everfed's own
+    "forward convolutions, everfed's input gradients too": ("fprop", "_of_few_"),
+    "pooling, dense layers": ("_forward", "_backward"),  # everfed's own
 }
 REST = "rest"
 

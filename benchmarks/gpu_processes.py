@@ -30,6 +30,7 @@ def serve(pipe: Connection, given: argparse.Namespace) -> None:
     from benchmarks.gpu_table import TOY
     from everfed.engines.eager import Eager
     from everfed.engines.graphs import Graphs
+    from everfed.engines.queues import VARIABLE
     from everfed.store.clients import ClientStore
 
     case = {**CASES[given.case], **(TOY if given.toy else {})}
@@ -42,7 +43,7 @@ def serve(pipe: Connection, given: argparse.Namespace) -> None:
         engine = Graphs(assembly.setup, ClientStore(), assembly.build_module, *how, host_threads=given.threads)
     work = round_of(assembly, engine)
     warm_up(work, engine, WARM, 0.0)
-    pipe.send(case.get("clients", 10) * case["per_client"] * case["epochs"])
+    pipe.send((case.get("clients", 10) * case["per_client"] * case["epochs"], os.environ.get(VARIABLE, "CUDA's own")))
     while (until := pipe.recv()) is not None:
         begun, rounds = time.time(), 0
         while time.time() < until:
@@ -51,8 +52,8 @@ def serve(pipe: Connection, given: argparse.Namespace) -> None:
         pipe.send((rounds, time.time() - begun))
 
 
-def measure(given: argparse.Namespace, numbers: Sequence[int]) -> dict[str, float]:
-    """Images a second, by the number of processes."""
+def measure(given: argparse.Namespace, numbers: Sequence[int]) -> dict[str, Any]:
+    """Queues of a process, and images a second, by the number of processes."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for _ in range(max(numbers)):
@@ -61,7 +62,7 @@ def measure(given: argparse.Namespace, numbers: Sequence[int]) -> dict[str, floa
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
-    (images,) = {pipe.recv() for pipe in pipes}
+    ((images, queues),) = {pipe.recv() for pipe in pipes}
     found = {}
     for number in numbers:
         until = time.time() + given.seconds
@@ -73,7 +74,7 @@ def measure(given: argparse.Namespace, numbers: Sequence[int]) -> dict[str, floa
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(None)
         process.join()
-    return found
+    return {"queues": queues, "images_per_s": found}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -89,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     numbers = [int(number) for number in given.numbers.split(",")]
     about = {"case": given.case, "slots": given.slots, "threads": given.threads, "machine": machine()}
-    about["queues"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "by itself")
-    found = {**about, "images_per_s": measure(given, numbers)}
+    found = {**about, **measure(given, numbers)}
     write(found, given.out)
     return found
 

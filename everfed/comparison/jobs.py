@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.comparison import mps
 from everfed.comparison.pace import GPU_MEMORY, Pace, Timed
-from everfed.engines.queues import choose_queues
 from everfed.errors import UserError, from_note, note_of
 
 if TYPE_CHECKING:
@@ -277,6 +276,8 @@ def _error(kind: str, content: Any) -> Exception:
 def _work(pipe: Connection, settings: Settings, share: Share) -> None:
     """Run the cells that come through the pipe until it is closed. Ctrl-C is the parent's: it ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from everfed.engines.queues import choose_queues
+
     os.environ.update(share.environment)
     choose_queues()
     if share.cores is not None:

@@ -128,7 +128,8 @@ class Pace:
         under_way = max(self.number, len(self._runs))
         if under_way == 1:
             return False
-        self.number, self.decided = min(self.number, under_way - 1), True
+        known = self.number if self.decided else self.before or 1  # that went well
+        self.number, self.decided = min(known, under_way - 1), True
         self._restart()
         return True
 
@@ -190,16 +191,19 @@ class Pace:
         self._restart()
 
     def _has_room(self, number: int) -> bool:
-        """Is there memory for so many runs like those under way?"""
+        """Is there memory for so many runs like those under way, and for their contexts? What is taken and not reserved
+        by a run counts as contexts, though it may be other programs'."""
         phases = [rounds.last for rounds in self._runs.values() if rounds.last is not None]
         needed, free = MARGIN * max(phase.reserved for phase in phases), min(phase.free for phase in phases)
-        return needed <= GPU_MEMORY / number and (number - self.number) * needed <= free
+        context = max(0.0, 1.0 - free - sum(phase.reserved for phase in phases)) / len(phases)
+        return needed <= GPU_MEMORY / number and (number - self.number) * (needed + context) <= free
 
     def _fail(self) -> None:
         """The windows could not be compared."""
         self._tries += 1
         if self._tries == TRIES:
-            self._decide(f"{self.number} could not be compared with {self.before}")
+            tried, self.number = self.number, self.before
+            self._decide(f"{tried} could not be compared with {self.before}")
         else:
             self._restart()
 

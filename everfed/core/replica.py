@@ -208,10 +208,15 @@ class Dropout(nn.Dropout):
         if self.p == 1.0:
             return torch.zeros_like(x)
         shape = (*x.shape[:2], *([1] * (x.dim() - 2))) if self.channels else x.shape
-        return x * (self.noise(shape, x.device) >= self.p) / (1.0 - self.p)
+        return self.kept(x, self.noise(shape, x.device), self.p)
+
+    @staticmethod
+    def kept(x: Tensor, noise: Tensor, p: float) -> Tensor:
+        """x without what has a number below p."""
+        return x * (noise >= p) / (1.0 - p)
 
     def noise(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Uniform numbers: what has one of at least `p` is kept."""
+        """Uniform numbers for `kept`."""
         if self.generator is None:
             raise RuntimeError("this Dropout has no generator; train the model through everfed")
         return torch.rand(shape, generator=self.generator, device=device)

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-MOST_HIDDEN, MOST_OUTPUTS = 128, 64
+from everfed.kernels.thin import power_for_products
+
+MOST_HIDDEN = MOST_OUTPUTS = 64  # more would not fit into the shared memory of smaller GPUs
 MOST_ROWS = 256  # samples: in the backward pass every program goes through all of them
 _ROWS, _CHUNK = 16, 64  # forward: samples of a program, inputs at a time
 _TILE, _INPUTS = 32, 32  # backward: samples at a time, inputs of a program
@@ -140,6 +142,6 @@ def backward(
 
 
 def _sizes(w: Tensor, v: Tensor, noise: Tensor | None) -> dict[str, int | bool]:
-    hidden, width = (max(16, int(triton.next_power_of_2(len(t)))) for t in (w, v))
+    hidden, width = (power_for_products(len(t)) for t in (w, v))
     sizes = {"I": w.shape[1], "H": len(w), "O": len(v), "HIDDEN": hidden, "WIDTH": width}
     return {**sizes, "DROPS": noise is not None}

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from everfed.kernels.batchnorm import _power
+
 MOST = 32  # taps (input channels x height x width of the window) of a convolution with few inputs
-LEAST, MOST_CHANNELS, MOST_SIDE = 8, 31, 7  # of one with more taps: channels in and out, and sides of the window
+LEAST, MOST_CHANNELS, MOST_SIDE = 8, 31, 7  # of one with few outputs: channels, and sides of the window
 _CHUNK = 32  # taps at a time
 _ROWS = 128  # positions of one tile
 _PARTS = 128  # blocks of positions over which the weights' gradient is summed, at most
@@ -149,7 +151,8 @@ def outputs(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> int:
 
 
 class _Window(NamedTuple):
-    """What a convolution reads. strides: of the weights, by output channel, input channel, row and column."""
+    """What a convolution reads. strides: of the weights, by output channel, input channel, row and column. first: where
+    the weight of the window's first place lies."""
 
     inputs: int
     outputs: int
@@ -174,10 +177,11 @@ class _Window(NamedTuple):
 
     @property
     def chunks(self) -> int:
+        """Of taps."""
         return -(-self.inputs * self.size[0] * self.size[1] // _CHUNK)
 
     def constants(self) -> dict[str, int]:
-        width = _power(self.outputs)
+        width = power_for_products(self.outputs)
         return {"C": self.inputs, "KH": self.size[0], "KW": self.size[1], "O": self.outputs, "WIDTH": width}
 
     def pads(self) -> dict[str, int]:
@@ -206,7 +210,8 @@ def _convolved(x: Tensor, weight: Tensor, window: _Window, dtype: torch.dtype) -
             **constants, K=_CHUNK, R=_ROWS, num_warps=4,
         )  # fmt: skip
         return y
-    inner = _power(window.inputs)  # and as many positions: of the sizes that were tried the best for 10 and for 20
+    # as many positions: for 10 inputs that is the fastest by itself, for 20 among many slots (benchmarks/README.md)
+    inner = power_for_products(window.inputs)
     _of_few_channels[(-(-rows // inner),)](
         x.contiguous(memory_format=order), weight, y, rows, window.first, high, wide, *size, *window.strides,
         **constants, K=inner, R=inner, num_warps=2, num_stages=3,
@@ -232,11 +237,11 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int]) ->
     dw = torch.empty_like(weight)
     _sum_weights[(size // 64,)](
         partial, dw, parts, *window.strides,
-        **constants, SIZE=size, P=int(triton.next_power_of_2(max(parts, 2))), K=64, num_warps=4,
+        **constants, SIZE=size, P=_power(parts), K=64, num_warps=4,
     )  # fmt: skip
     return dw
 
 
-def _power(number: int) -> int:
+def power_for_products(number: int) -> int:
     """The least power of two that is not below it, and that matrix units take."""
     return max(16, int(triton.next_power_of_2(number)))

@@ -104,7 +104,11 @@ def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False, drop: 
         return _pooled(_dropped(convolution(x), drop), flat)
     out = _convolve(x, convolution)
     if not (
-        _plain(out, 1) and min(out.shape[2:]) > 1 and _is_plain_dropout(drop) and not torch.compiler.is_compiling()
+        _plain(out, 1)
+        and min(out.shape[2:]) > 1
+        and _is_plain_dropout(drop)
+        and (drop is None or drop.channels)
+        and not torch.compiler.is_compiling()
     ):
         return _pooled(_dropped(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), drop), flat)
     y: Tensor = _Pooled.apply(out, convolution.bias, flat, _counts(convolution, out), *_noise(drop, out.shape[:2], out))
@@ -126,7 +130,7 @@ def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
         thin is not None
         and (_has_few_inputs(x, convolution) or thin.fits_narrow(convolution))
         and weight.dtype in _TYPES
-        and (x.dtype == weight.dtype or torch.is_autocast_enabled("cuda"))
+        and _computes_in(weight.dtype, x)
         and x.dim() == 4
         and x.shape[1] == convolution.in_channels
         and x.numel() < 2**31
@@ -140,7 +144,7 @@ def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
 
 
 def _has_few_inputs(x: Tensor, convolution: nn.Conv2d) -> bool:
-    """In float32 it was not measured against PyTorch's own kernels."""
+    """Is this a first convolution for the kernels? Those of more than 31 outputs were measured in bfloat16 only."""
     return thin.fits(convolution) and convolution.weight.dtype == torch.bfloat16 and not x.requires_grad
 
 
@@ -154,6 +158,7 @@ def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Modu
         and dense.fits(x, first, second)
         and x.dtype in _TYPES
         and x.dtype == first.weight.dtype == second.weight.dtype
+        and _computes_in(x.dtype, x)
         and all(t.is_contiguous() for t in (x, first.weight, second.weight))
         and not torch.compiler.is_compiling()
         and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, first.weight, second.weight))
@@ -163,6 +168,11 @@ def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Modu
     layers = (first.weight, first.bias, second.weight, second.bias)
     y: Tensor = _Dense.apply(x, *layers, *_noise(drop, (len(x), first.out_features), x))
     return y
+
+
+def _computes_in(dtype: torch.dtype, x: Tensor) -> bool:
+    """Would a layer with weights of this type compute in it?"""
+    return (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype) == dtype
 
 
 def _is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -381,7 +391,7 @@ class _Dense(torch.autograd.Function):
 
 def _kept(x: Tensor, noise: Tensor | None, p: float) -> Tensor:
     """Dropout with these uniform numbers."""
-    return x if noise is None else x * (noise >= p) / (1.0 - p)
+    return x if noise is None else Dropout.kept(x, noise, p)
 
 
 class _Moments(torch.autograd.Function):

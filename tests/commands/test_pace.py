@@ -237,9 +237,9 @@ def test_no_run_waits_for_ever(two: Bench) -> None:
         assert not two.pace.held
         assert two.pace.decided == (number == TRIES - 1)
         two.now = two.rounds("a", 1, 1.0)  # opens the next window
-    assert two.pace.number == 2
+    assert two.pace.number == 1
     assert two.lines == [
-        "2 runs at a time on the GPU: 2 could not be compared with 1 (--jobs N chooses another number)"
+        "one run at a time on the GPU: 2 could not be compared with 1 (--jobs N chooses another number)"
     ]
 
 
@@ -258,12 +258,15 @@ def test_another_run_must_fit_into_the_memory(reserved: float, free: float, numb
 
 @pytest.mark.parametrize(
     ("reserved", "free", "number"),
-    [(0.1, 0.6, 4), (0.18, 0.6, 4), (0.19, 0.6, 3), (0.18, 0.3, 3), (0.18, 0.2, 2)],
+    [(0.1, 0.8, 4), (0.17, 0.66, 4), (0.19, 0.62, 3), (0.17, 0.4, 3), (0.17, 0.2, 2), (0.01, 0.52, 4), (0.01, 0.48, 3)],
 )
 def test_as_many_are_added_as_have_room(two: Bench, reserved: float, free: float, number: int) -> None:
-    """1.25 times as much must fit into an equal share of 0.9, and that of all new ones into what is free."""
+    """1.25 times as much must fit into an equal share of 0.9, and that of all new ones into what is free, with their
+    contexts: what is neither free nor reserved. The last two: contexts of 0.23 and 0.25, of two runs that reserve 0.01
+    each."""
     two.window(a=1.25, b=1.25)
     two.stop_held()
+    two.pace._runs["b"].last = Timed(99, 0, 1.0, two.now, reserved, free)
     two.now = two.rounds("a", ROUNDS + 2, 1.0, reserved=reserved, free=free)
     assert two.pace.number == number and two.pace.decided == (number == 2)
 
@@ -291,6 +294,15 @@ def test_a_run_that_fails_beside_others_makes_them_fewer_until_it_was_alone(two:
     assert two.pace.number == 1 and two.pace.decided and not two.pace.held
     two.under_way("a")
     assert not two.pace.fewer()
+
+
+def test_a_run_that_fails_while_more_are_tried_leads_back_to_the_number_before() -> None:
+    bench = Bench()
+    bench.pace.number, bench.pace.before = 8, 4
+    bench.under_way(*"abcdefgh")
+    assert bench.pace.fewer() and bench.pace.number == 4 and bench.pace.decided
+    bench.under_way(*"abcd")
+    assert bench.pace.fewer() and bench.pace.number == 3
 
 
 # a simulated GPU -------------------------------------------------------------------------------------------------

@@ -394,7 +394,8 @@ def test_a_small_network_as_a_whole(on_gpu, monkeypatch, training: bool, count: 
     x = torch.randn(count, 1, side, side)
     refused = pytest.fail  # no layer is to be called
     for layer in module.children():
-        monkeypatch.setattr(layer, "forward", lambda *_: refused("a layer was computed by PyTorch"))
+        for name in ("forward", "_conv_forward"):
+            monkeypatch.setattr(layer, name, lambda *_: refused("a layer was computed by PyTorch"), raising=False)
     got = step_of(module, x)
     monkeypatch.setattr(Tensor, "is_cuda", False)
     pairs = zip(got, step_of(exact, x.double()), strict=True)
@@ -450,9 +451,11 @@ def test_which_dense_layers_have_no_kernel(on_gpu, monkeypatch, change: str) -> 
         x = x.T.contiguous().T
     if change == "weight":
         first.weight.data = first.weight.data.T.contiguous().T
+    drop.generator.manual_seed(0)
     y = fused.dense_relu_dense(x, first, drop, second)
-    assert y.shape == (len(x), 3) and len(seen) == (change == "hook")
-    assert change != "drop everything" or torch.equal(y, second.bias.expand_as(y))
+    assert len(seen) == (change == "hook")
+    drop.generator.manual_seed(0)
+    assert torch.equal(y, second(drop(functional.relu(first(x)))))
 
 
 @pytest.mark.parametrize(
@@ -477,6 +480,46 @@ def test_a_convolution_of_few_channels(inputs: int, outputs: int, side: int, pad
     dw = thin.backward(dy.float(), x, weight, convolution.padding)
     assert error(got, want) < 2e-6 and error(dx, dx64) < 2e-6 and error(dw, dw64) < 2e-6
     assert dx.shape == x.shape and dw.stride() == weight.stride()
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_dense_layers_at_their_largest(noise: bool) -> None:
+    dense = importlib.import_module("everfed.kernels.dense")
+    first, second = nn.Linear(70, 64), nn.Linear(64, 64)
+    x, dy, p = torch.randn(33, 70), torch.randn(33, 64), 0.25
+    assert dense.fits(x, first, second) and not dense.fits(x, nn.Linear(70, 65), nn.Linear(65, 64))
+    assert not dense.fits(x, first, nn.Linear(64, 65)) and not dense.fits(torch.randn(257, 70), first, second)
+    numbers = torch.rand(33, 64) if noise else None
+    inputs = [t.detach().double().requires_grad_() for t in (x, *first.parameters(), *second.parameters())]
+    x64, w, b, v, c = inputs
+    want = functional.linear(fused._kept(functional.relu(functional.linear(x64, w, b)), numbers, p), v, c)
+    weights = [t.detach() for t in (*first.parameters(), *second.parameters())]
+    hidden, y = dense.forward(x, *weights, numbers, p)
+    got = [y, *dense.backward(dy, x, hidden, weights[0], weights[2], numbers, p)]
+    truth = [want, *torch.autograd.grad(want, inputs, dy.double())]
+    assert all(error(a, b) < 2e-6 for a, b in zip(got, truth, strict=True))
+
+
+def test_dropout_of_single_elements_is_left_to_the_layer(on_gpu, monkeypatch) -> None:
+    """The pooling kernel knows whole channels only."""
+    monkeypatch.setattr(fused, "_Pooled", None)
+    layer, drop, x = nn.Conv2d(1, 10, 3).to(memory_format=torch.channels_last), Dropout(0.5), torch.randn(2, 1, 8, 8)
+    drop.generator = torch.Generator().manual_seed(0)
+    got = fused.conv_relu_pool(x, layer, drop=drop)
+    drop.generator.manual_seed(0)
+    want = functional.max_pool2d(functional.relu(drop(layer(x))), 2)
+    assert torch.allclose(got, want, atol=1e-6)
+
+
+def test_under_autocast_weights_of_float32_are_left_to_pytorch(on_gpu, monkeypatch) -> None:
+    """It would compute in bfloat16."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.bfloat16)
+    for name in ("_Thin", "_Dense"):
+        monkeypatch.setattr(fused, name, None)
+    x = torch.randn(2, 1, 8, 8)
+    fused.conv_relu_pool(x, nn.Conv2d(1, 10, 3))
+    fused.dense_relu_dense(x.flatten(1), nn.Linear(64, 5), Dropout(0.0), nn.Linear(5, 3))
 
 
 def test_which_convolutions_have_few_channels() -> None:
