@@ -110,21 +110,9 @@ def forward(
     """(a, z), both of the weights' type. All tensors are contiguous. noise: (n, hidden)."""
     a, z = x.new_empty((len(x), len(w)), dtype=w.dtype), x.new_empty((len(x), len(v)), dtype=w.dtype)
     _forward[(-(-len(x) // _ROWS),)](
-        x,
-        w,
-        b,
-        b if noise is None else noise,
-        v,
-        c,
-        a,
-        z,
-        len(x),
-        p,
-        **_sizes(w, v, noise),
-        R=_ROWS,
-        K=_CHUNK,
-        num_warps=4,
-    )
+        x, w, b, b if noise is None else noise, v, c, a, z, len(x), p,
+        **_sizes(w, v, noise), R=_ROWS, K=_CHUNK, num_warps=4,
+    )  # fmt: skip
     return a, z
 
 
