@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from everfed.core.replica import adopt_dropout
 from everfed.core.stream import Stream
 
 
@@ -27,6 +28,7 @@ class BareFedAvg:
         self.stream, self.lr, self.batch, self.epochs, self.bf16 = stream, lr, batch, epochs, bf16
         self.device = device
         self.module = module.to(device)
+        adopt_dropout(self.module, torch.Generator(device).manual_seed(0))
         self.global_state = copy.deepcopy(module.state_dict())
         self.data = [stream.data(client, 0) for client in range(stream.clients)]
 

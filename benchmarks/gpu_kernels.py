@@ -32,9 +32,9 @@ MOST_BLOCKS, REGISTERS = 32, 65536  # of a multiprocessor
 KINDS = {
     "BatchNorm, ReLU and residual sums": ("_moments", "_normalise", "_gradient_sums", "_gradient_out", "_small_"),
     "SGD, projection, cast": ("_descend", "_products"),
-    "weight gradients of convolutions": ("wgrad", "_partial_weights", "_sum_weights"),
-    "input gradients of convolutions": ("dgrad",),
-    "forward convolutions, everfed's input gradients too": ("fprop", "_of_few_"),
+    "weight gradients of convolutions": ("wgrad", "_partial_weights", "_sum_", "_weights_gradient"),
+    "input gradients of convolutions": ("dgrad", "_input_gradient"),
+    "forward convolutions, everfed's input gradients too": ("fprop", "_of_few_", "_convolve"),
     "pooling, dense layers": ("_forward", "_backward"),  # everfed's own
 }
 REST = "rest"

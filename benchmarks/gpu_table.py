@@ -44,7 +44,8 @@ PARTS = ("rounds", "generator", "whole", "together")
 PIECES: dict[str, tuple[str, str, Any]] = {
     "batchnorm": ("everfed.models.fused", "kernels", None),
     "pooling": ("everfed.models.fused", "pooling", None),
-    "thin": ("everfed.models.fused", "thin", None),
+    "thin": ("everfed.models.convolution", "thin", None),
+    "convolution": ("everfed.models.convolution", "wide", None),
     "dense": ("everfed.models.fused", "dense", None),
     "loss": ("everfed.core.loss", "kernel", None),
     "sgd": ("everfed.core.replica", "sgd_kernel", None),
@@ -52,8 +53,8 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     "several steps": ("everfed.engines.captured", "OFTEN", sys.maxsize),
 }
 OF_CASE = {
-    "resnet18-b32": ("batchnorm", "thin", "sgd"),
-    "resnet18-b128": ("batchnorm", "thin", "sgd"),
+    "resnet18-b32": ("batchnorm", "convolution", "thin", "sgd"),
+    "resnet18-b128": ("batchnorm", "convolution", "thin", "sgd"),
     "mcmahan-b32": ("pooling", "thin", "loss", "sgd", "rows", "several steps"),
     "small-b32": ("pooling", "thin", "dense", "sgd", "several steps"),
 }

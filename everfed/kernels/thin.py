@@ -143,13 +143,6 @@ def _is_simple(convolution: nn.Conv2d) -> bool:
     )
 
 
-def outputs(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> int:
-    """How many elements the output has; 0 where the image is smaller than the window."""
-    (high, wide), (kh, kw) = x.shape[2:], weight.shape[2:]
-    positions = max(0, high + 2 * padding[0] - kh + 1) * max(0, wide + 2 * padding[1] - kw + 1)
-    return len(x) * len(weight) * positions
-
-
 class _Window(NamedTuple):
     """What a convolution reads. strides: of the weights, by output channel, input channel, row and column. first: where
     the weight of the window's first place lies."""
@@ -193,9 +186,9 @@ def forward(x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
     return _convolved(x, weight, _Window.of(weight, padding), weight.dtype)
 
 
-def input_gradient(dy: Tensor, weight: Tensor, padding: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def input_gradient(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
     """(n, C, h, w), channels-last."""
-    return _convolved(dy, weight, _Window.of(weight, padding).turned(), dtype)
+    return _convolved(dy, weight, _Window.of(weight, padding).turned(), x.dtype)
 
 
 def _convolved(x: Tensor, weight: Tensor, window: _Window, dtype: torch.dtype) -> Tensor:
@@ -219,9 +212,8 @@ def _convolved(x: Tensor, weight: Tensor, window: _Window, dtype: torch.dtype) -
     return y
 
 
-def backward(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
-    """The gradient of the weights, in their memory order."""
-    dy = dy.contiguous(memory_format=torch.channels_last)
+def weights_gradient(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
+    """In the weights' memory order. dy: channels-last."""
     rows = dy.numel() // dy.shape[1]
     tile = _ROWS // 2 if weight.dtype == torch.float32 else _ROWS
     tiles = -(-rows // (tile * _PARTS))

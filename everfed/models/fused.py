@@ -2,7 +2,6 @@
 
     batch_norm_act    act(BatchNorm(x) + residual), act(v) = v for v > 0, slope * v otherwise (0: ReLU, 1: none)
     conv_relu_pool    max_pool2d(relu(dropout(convolution(x))), 2)
-    first_convolution convolution(x) of images, whose few channels PyTorch's kernels are not made for
     dense_relu_dense  second(dropout(relu(first(x)))) of two small dense layers
 
 PyTorch reads and writes the activations once for each of them, forward and backward; in small networks that is a third
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +24,12 @@ from torch.nn import functional
 from everfed.core.normalisation import minibatch_sizes
 from everfed.core.replica import Dropout
 from everfed.kernels import load_kernels
+from everfed.models import direct
+from everfed.models.convolution import unbiased
 
 kernels = load_kernels("everfed.kernels.batchnorm")
 pooling = load_kernels("everfed.kernels.pooling")
-thin = load_kernels("everfed.kernels.thin")
 dense = load_kernels("everfed.kernels.dense")
-
-_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def batch_norm_act(x: Tensor, norm: nn.Module, residual: Tensor | None = None, slope: float = 0.0) -> Tensor:
@@ -87,7 +85,6 @@ def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
         and (not norm.training or _more_than_one_value(x))  # one value has no variance: PyTorch raises
         and (norm.training or not (torch.is_grad_enabled() and norm.weight.requires_grad))
         and not (norm._forward_hooks or norm._forward_pre_hooks_with_kwargs)
-        and not torch.compiler.is_compiling()
         and _plain(x)
         and (residual is None or (_plain(residual) and residual.shape == x.shape and residual.dtype == x.dtype))
     )
@@ -100,68 +97,28 @@ def _more_than_one_value(x: Tensor) -> bool:
 
 def conv_relu_pool(x: Tensor, convolution: nn.Module, flat: bool = False, drop: Dropout | None = None) -> Tensor:
     """max_pool2d(relu(drop(convolution(x))), 2); flat: with one row for each image. drop: of whole channels."""
-    if not (pooling is not None and _is_plain_convolution(convolution) and convolution.bias is not None):
+    if not (pooling is not None and direct.is_plain_convolution(convolution) and convolution.bias is not None):
         return _pooled(_dropped(convolution(x), drop), flat)
-    out = _convolve(x, convolution)
-    if not (
-        _plain(out, 1)
-        and min(out.shape[2:]) > 1
-        and _is_plain_dropout(drop)
-        and (drop is None or drop.channels)
-        and not torch.compiler.is_compiling()
-    ):
+    out = unbiased(x, convolution)
+    if not (_plain(out, 1) and min(out.shape[2:]) > 1 and _is_plain_dropout(drop) and (drop is None or drop.channels)):
         return _pooled(_dropped(out + convolution.bias.to(out.dtype).view(1, -1, 1, 1), drop), flat)
     y: Tensor = _Pooled.apply(out, convolution.bias, flat, _counts(convolution, out), *_noise(drop, out.shape[:2], out))
     return y
-
-
-def first_convolution(x: Tensor, convolution: nn.Module) -> Tensor:
-    """convolution(x), for one without a bias whose input may be images."""
-    if _is_plain_convolution(convolution) and convolution.bias is None:
-        return _convolve(x, convolution)
-    out: Tensor = convolution(x)
-    return out
-
-
-def _convolve(x: Tensor, convolution: nn.Conv2d) -> Tensor:
-    """convolution(x) without its bias."""
-    weight = convolution.weight
-    if not (
-        thin is not None
-        and (_has_few_inputs(x, convolution) or thin.fits_narrow(convolution))
-        and weight.dtype in _TYPES
-        and _computes_in(weight.dtype, x)
-        and x.dim() == 4
-        and x.shape[1] == convolution.in_channels
-        and x.numel() < 2**31
-        and 0 < thin.outputs(x, weight, convolution.padding) < 2**31
-        and not torch.compiler.is_compiling()
-        and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))
-    ):
-        return convolution._conv_forward(x, weight, None)
-    y: Tensor = _Thin.apply(x, weight, convolution.padding)
-    return y
-
-
-def _has_few_inputs(x: Tensor, convolution: nn.Conv2d) -> bool:
-    """Is this a first convolution for the kernels? Those of more than 31 outputs were measured in bfloat16 only."""
-    return thin.fits(convolution) and convolution.weight.dtype == torch.bfloat16 and not x.requires_grad
 
 
 def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Module) -> Tensor:
     """second(drop(relu(first(x))))."""
     if not (
         dense is not None
-        and _is_plain_linear(first)
-        and _is_plain_linear(second)
+        and direct.is_plain_linear(first)
+        and direct.is_plain_linear(second)
         and _is_plain_dropout(drop)
         and dense.fits(x, first, second)
-        and x.dtype in _TYPES
+        and x.dtype in direct.TYPES
         and x.dtype == first.weight.dtype == second.weight.dtype
-        and _computes_in(x.dtype, x)
+        and direct.computes_in(x.dtype, x)
         and all(t.is_contiguous() for t in (x, first.weight, second.weight))
-        and not torch.compiler.is_compiling()
-        and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, first.weight, second.weight))
+        and direct.has_memory(x, first.weight, second.weight)
     ):
         out: Tensor = second(drop(functional.relu(first(x))))
         return out
@@ -170,19 +127,9 @@ def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Modu
     return y
 
 
-def _computes_in(dtype: torch.dtype, x: Tensor) -> bool:
-    """Would a layer with weights of this type compute in it?"""
-    return (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype) == dtype
-
-
-def _is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Is this a dense layer on a CUDA device that may be computed without a call of the layer?"""
-    return type(layer) is nn.Linear and layer.bias is not None and layer.weight.is_cuda and not _has_hooks(layer)
-
-
 def _is_plain_dropout(drop: Dropout | None) -> bool:
     """May it be computed without a call of the layer?"""
-    return drop is None or (type(drop) is Dropout and drop.p < 1.0 and not _has_hooks(drop))
+    return drop is None or (type(drop) is Dropout and drop.p < 1.0 and not direct.has_hooks(drop))
 
 
 def _noise(drop: Dropout | None, shape: Sequence[int], x: Tensor) -> tuple[Tensor | None, float]:
@@ -194,16 +141,6 @@ def _noise(drop: Dropout | None, shape: Sequence[int], x: Tensor) -> tuple[Tenso
 
 def _dropped(x: Tensor, drop: Dropout | None) -> Tensor:
     return x if drop is None else drop(x)
-
-
-def _is_plain_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Is this a convolution on a CUDA device that may be computed without a call of the layer?"""
-    return type(layer) is nn.Conv2d and layer.weight.is_cuda and not _has_hooks(layer)
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return any(hooks)
 
 
 def _pooled(x: Tensor, flat: bool) -> Tensor:
@@ -223,7 +160,7 @@ def _counts(layer: nn.Module, x: Tensor) -> Tensor:
 def channel_moments(x: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     """(x, mean, biased variance) of a layer's input (n, C, ...), per channel, in float32, with gradients. Who goes on
     with the x that is returned has all its gradients added up by one kernel."""
-    if kernels is not None and x.is_cuda and _plain(x) and not torch.compiler.is_compiling():
+    if kernels is not None and x.is_cuda and _plain(x):
         found: tuple[Tensor, Tensor, Tensor] = _Moments.apply(x, _counts(layer, x))
         return found
     variance, mean = torch.var_mean(x.float(), dim=[0, *range(2, x.dim())], correction=0)
@@ -234,11 +171,11 @@ def _plain(x: Tensor, channels: int = 16) -> bool:
     """channels: their number has to be a multiple of this."""
     return (
         x.dim() == 4
-        and x.dtype in _TYPES
+        and x.dtype in direct.TYPES
         and x.shape[1] % channels == 0
         and 0 < x.numel() < 2**31
         and x.is_contiguous(memory_format=torch.channels_last)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and direct.has_memory(x)
     )
 
 
@@ -291,16 +228,7 @@ def _differentiable(
     again."""
     x, residual, weight, bias = inputs
     normed = torch.cat([functional.batch_norm(own, None, None, weight, bias, True, 0.0, eps) for own in x.split(sizes)])
-    return _gradients(_composed(normed, residual, slope), inputs, wanted, dy)
-
-
-def _gradients(
-    y: Tensor, inputs: Sequence[Tensor | None], wanted: Sequence[bool], dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the inputs that are `wanted`, None for the others, as parts of a graph."""
-    chosen = [t for t, want in zip(inputs, wanted, strict=False) if want and t is not None]
-    found = iter(torch.autograd.grad(y, chosen, dy, create_graph=True))
-    return tuple(next(found) if want and t is not None else None for t, want in zip(inputs, wanted, strict=False))
+    return direct.gradients(_composed(normed, residual, slope), inputs, wanted, dy)
 
 
 class _Mapped(torch.autograd.Function):
@@ -323,26 +251,6 @@ class _Mapped(torch.autograd.Function):
         return dx, dresidual, None, None, None
 
 
-class _Thin(torch.autograd.Function):
-    """A convolution of few channels."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: tuple[int, int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.padding = padding
-        return thin.forward(x, weight, padding)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
-            y = functional.conv2d(x.to(weight.dtype), weight, None, 1, ctx.padding)
-            return (*_gradients(y, (x, weight), wanted, dy), None)
-        dx = thin.input_gradient(dy, weight, ctx.padding, x.dtype) if wanted[0] else None
-        return dx, thin.backward(dy, x, weight, ctx.padding) if wanted[1] else None, None
-
-
 class _Pooled(torch.autograd.Function):
     """max_pool2d(relu(x + bias), 2), without the channels of an image whose noise is below p."""
 
@@ -360,7 +268,7 @@ class _Pooled(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             shifted = x + bias.to(x.dtype).view(1, -1, 1, 1)
             y = _pooled(_kept(shifted, None if noise is None else noise[..., None, None], ctx.p), ctx.flat)
-            grads = _gradients(y, (x, bias), ctx.needs_input_grad, dy)
+            grads = direct.gradients(y, (x, bias), ctx.needs_input_grad, dy)
         else:
             grads = pooling.backward(dy, x, bias, ctx.flat, ctx.counts, noise, ctx.p)
         return (*grads, None, None, None, None)
@@ -383,7 +291,7 @@ class _Dense(torch.autograd.Function):
         x, w, b, v, c, noise, hidden = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
             units = _kept(functional.relu(functional.linear(x, w, b)), noise, ctx.p)
-            grads = _gradients(functional.linear(units, v, c), (x, w, b, v, c), ctx.needs_input_grad, dy)
+            grads = direct.gradients(functional.linear(units, v, c), (x, w, b, v, c), ctx.needs_input_grad, dy)
         else:
             grads = dense.backward(dy, x, hidden, w, v, noise, ctx.p)
         return (*grads, None, None)

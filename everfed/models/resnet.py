@@ -7,7 +7,8 @@ import itertools
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.models.fused import batch_norm_act, batch_norm_act_twice, first_convolution
+from everfed.models.convolution import convolve
+from everfed.models.fused import batch_norm_act, batch_norm_act_twice
 
 # an activation for its two uses, the convolution and the shortcut, as `batch_norm_act_twice` returns it: on a GPU its
 # backward kernel adds their gradients
@@ -29,7 +30,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, both: Twice) -> Twice:
         x, again = both
-        out = self.conv2(batch_norm_act(self.conv1(x), self.bn1))
+        out = convolve(batch_norm_act(convolve(x, self.conv1), self.bn1), self.conv2)
         return batch_norm_act_twice(out, self.bn2, self.shortcut(again))
 
 
@@ -41,7 +42,7 @@ class Projection(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         convolution, norm = self
-        return batch_norm_act(convolution(x), norm, slope=1.0)
+        return batch_norm_act(convolve(x, convolution), norm, slope=1.0)
 
 
 class ResNet18(nn.Module):
@@ -72,7 +73,7 @@ class ResNet18(nn.Module):
 
     def stem(self, x: Tensor) -> Twice:
         """(n, 64, height, width) before the blocks, twice."""
-        return batch_norm_act_twice(first_convolution(x, self.conv1), self.bn1)
+        return batch_norm_act_twice(convolve(x, self.conv1), self.bn1)
 
     def features(self, x: Tensor) -> Tensor:
         """(n, 512) before the head."""

@@ -21,9 +21,10 @@ from everfed.engines import captured
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.kernels import load_kernels
-from everfed.models import fused
+from everfed.models import convolution, fused
 from everfed.parts.project.projection import squared_norm
 from everfed.store.clients import ClientStore
+from tests.support.kernels import error
 from tests.support.toy import Bench, Norm, Normed, Toy
 
 sgd_kernel = load_kernels("everfed.kernels.sgd")
@@ -53,10 +54,6 @@ def layers(channels: int) -> tuple[nn.BatchNorm2d, nn.BatchNorm2d]:
     exact = nn.BatchNorm2d(channels).cuda().double()
     exact.load_state_dict(norm.state_dict())
     return norm, exact
-
-
-def error(got: Tensor, truth: Tensor) -> float:
-    return ((got.double() - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -206,25 +203,11 @@ def test_a_small_network_as_a_whole(monkeypatch, precision: torch.dtype, count: 
         return [out, *torch.autograd.grad(functional.cross_entropy(out.double(), y), list(network.parameters()))]
 
     ours = step(module, x)
-    for kernel in ("pooling", "thin", "dense"):
-        monkeypatch.setattr(fused, kernel, None)
+    for owner, kernel in ((fused, "pooling"), (fused, "dense"), (convolution, "thin")):
+        monkeypatch.setattr(owner, kernel, None)
     theirs, truth = step(module, x), step(exact, x.double())
     for got, plain, want in zip(ours, theirs, truth, strict=True):
         assert error(got, want) < max(3e-6, 1.5 * error(plain, want))
-
-
-@pytest.mark.parametrize("inputs", [1, 3])
-def test_a_convolution_of_few_inputs(inputs: int) -> None:
-    torch.manual_seed(0)
-    layer = nn.Conv2d(inputs, 64, 3, padding=1, bias=False).cuda().bfloat16()
-    exact = nn.Conv2d(inputs, 64, 3, padding=1, bias=False).cuda().double()
-    exact.load_state_dict(layer.state_dict())
-    x = torch.randn(32, inputs, 32, 32, device="cuda").bfloat16()
-    y, y64 = fused.first_convolution(x, layer), exact(x.double())
-    dy = torch.randn_like(y64).bfloat16()
-    (got,), (truth,) = torch.autograd.grad(y, layer.weight, dy), torch.autograd.grad(y64, exact.weight, dy.double())
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    assert error(y, y64) < 4e-3 and error(got, truth) < 4e-3
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -7,7 +7,6 @@ import copy
 import importlib
 import math
 import os
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,27 +21,15 @@ from everfed.core.normalisation import normalised_apart
 from everfed.core.optimizer import Optimizer
 from everfed.core.replica import Dropout, adopt_dropout
 from everfed.data import transforms
-from everfed.models import fused
+from everfed.models import convolution, fused
 from everfed.parts.generative.inversion import batch_statistics
+from tests.support.kernels import error, maps
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs TRITON_INTERPRET=1, or see tests/gpu/test_fused.py",
 )
-
-
-@pytest.fixture(scope="module")
-def batchnorm() -> ModuleType:
-    return importlib.import_module("everfed.kernels.batchnorm")
-
-
-def maps(*shape: int) -> Tensor:
-    return torch.randn(shape).contiguous(memory_format=torch.channels_last)
-
-
-def error(got: Tensor, truth: Tensor) -> float:
-    return ((got.double() - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.parametrize("small", [1024, 0])  # rows up to which one kernel does it all
@@ -85,15 +72,6 @@ def test_a_channel_far_from_zero_keeps_its_variance(batchnorm, monkeypatch) -> N
     mean, variance = batchnorm.moments(x, batchnorm.new_counts(x))
     variance64, mean64 = torch.var_mean(x.double(), dim=[0, 2, 3], correction=0)
     assert error(mean, mean64) < 1e-7 and error(variance, variance64) < 1e-5
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fused` takes its kernels for the tensors of a test, as for those on a GPU."""
-    monkeypatch.setattr(fused, "kernels", importlib.import_module("everfed.kernels.batchnorm"))
-    for name in ("pooling", "thin", "dense"):
-        monkeypatch.setattr(fused, name, importlib.import_module(f"everfed.kernels.{name}"))
-    monkeypatch.setattr(Tensor, "is_cuda", True)
 
 
 @pytest.mark.parametrize(("slope", "residual"), [(0.0, False), (0.2, True), (1.0, False)])
@@ -168,19 +146,7 @@ def test_what_pytorch_refuses_is_refused(on_gpu) -> None:
         fused.batch_norm_act(maps(3, 16, 1, 1), nn.BatchNorm2d(16))
     with pytest.raises(RuntimeError):
         fused.batch_norm_act(maps(4, 32, 2, 2), nn.BatchNorm2d(16))
-    layer = nn.Conv2d(3, 16, 3, bias=False).bfloat16()
-    for images in (torch.zeros(2, 1, 5, 5), torch.zeros(2, 3, 2, 2)):  # of one colour; smaller than the window
-        with pytest.raises(RuntimeError):
-            fused.first_convolution(images.bfloat16(), layer)
-    assert fused.first_convolution(torch.zeros(0, 3, 5, 5).bfloat16(), layer).shape == (0, 16, 3, 3)
     assert fused.batch_norm_act(maps(1, 16, 1, 1), nn.BatchNorm2d(16).eval()).shape == (1, 16, 1, 1)
-
-
-def test_the_size_of_an_output_counts_its_padding() -> None:
-    """A window of 3 with a padding of 8: 1,014 x 1,014 positions of 1,000 x 1,000, times 64 channels of 33 images."""
-    thin = importlib.import_module("everfed.kernels.thin")
-    x, weight = torch.empty(33, 1, 1000, 1000, device="meta"), torch.empty(64, 1, 3, 3, device="meta")
-    assert x.numel() * 64 < 2**31 < thin.outputs(x, weight, (8, 8)) == 33 * 64 * 1014**2
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias", "residual"])
@@ -458,30 +424,6 @@ def test_which_dense_layers_have_no_kernel(on_gpu, monkeypatch, change: str) -> 
     assert torch.equal(y, second(drop(functional.relu(first(x)))))
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "side", "padding"), [(10, 20, 5, 0), (3, 9, 3, 2), (20, 8, 4, 1), (9, 12, 1, 0)]
-)
-@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_a_convolution_of_few_channels(inputs: int, outputs: int, side: int, padding: int, order) -> None:
-    """Its output and both gradients; channels that are no power of two; a window that is larger than its padding, and
-    one place only."""
-    thin = importlib.import_module("everfed.kernels.thin")
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(inputs, outputs, side, padding=padding, bias=False).double().to(memory_format=order)
-    assert thin.fits_narrow(convolution)
-    x = torch.randn(2, inputs, 9, 11).contiguous(memory_format=order)
-    x64 = x.double().requires_grad_()
-    want = convolution(x64)
-    dy = torch.randn_like(want)
-    dx64, dw64 = torch.autograd.grad(want, [x64, convolution.weight], dy)
-    weight = convolution.weight.detach().float()
-    got = thin.forward(x, weight, convolution.padding)
-    dx = thin.input_gradient(dy.float(), weight, convolution.padding, torch.float32)
-    dw = thin.backward(dy.float(), x, weight, convolution.padding)
-    assert error(got, want) < 2e-6 and error(dx, dx64) < 2e-6 and error(dw, dw64) < 2e-6
-    assert dx.shape == x.shape and dw.stride() == weight.stride()
-
-
 @pytest.mark.parametrize("noise", [False, True])
 def test_dense_layers_at_their_largest(noise: bool) -> None:
     dense = importlib.import_module("everfed.kernels.dense")
@@ -515,62 +457,11 @@ def test_under_autocast_weights_of_float32_are_left_to_pytorch(on_gpu, monkeypat
     """It would compute in bfloat16."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.bfloat16)
-    for name in ("_Thin", "_Dense"):
-        monkeypatch.setattr(fused, name, None)
+    for owner, name in ((convolution, "_Convolved"), (fused, "_Dense")):
+        monkeypatch.setattr(owner, name, None)
     x = torch.randn(2, 1, 8, 8)
     fused.conv_relu_pool(x, nn.Conv2d(1, 10, 3))
     fused.dense_relu_dense(x.flatten(1), nn.Linear(64, 5), Dropout(0.0), nn.Linear(5, 3))
-
-
-def test_which_convolutions_have_few_channels() -> None:
-    thin = importlib.import_module("everfed.kernels.thin")
-    assert thin.fits_narrow(nn.Conv2d(1, 10, 5)) and thin.fits_narrow(nn.Conv2d(10, 20, 5))
-    assert not any(
-        thin.fits_narrow(convolution)
-        for convolution in (
-            nn.Conv2d(3, 32, 5),
-            nn.Conv2d(32, 10, 3),
-            nn.Conv2d(7, 10, 5),  # few inputs, many taps
-            nn.Conv2d(10, 7, 5),
-            nn.Conv2d(10, 20, 9),
-            nn.Conv2d(10, 20, 5, stride=2),
-            nn.Conv2d(10, 20, 5, groups=2),
-        )
-    )
-
-
-@pytest.mark.parametrize(("inputs", "outputs", "side", "padding"), [(1, 32, 5, 2), (3, 16, 3, 0)])
-@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_a_convolution_of_few_inputs(inputs: int, outputs: int, side: int, padding: int, order) -> None:
-    thin = importlib.import_module("everfed.kernels.thin")
-    torch.manual_seed(0)
-    convolution = nn.Conv2d(inputs, outputs, side, padding=padding, bias=False).double().to(memory_format=order)
-    assert thin.fits(convolution)
-    x = torch.randn(2, inputs, 9, 11).contiguous(memory_format=order)
-    want = convolution(x.double())
-    dy = torch.randn_like(want)
-    (gradient,) = torch.autograd.grad(want, convolution.weight, dy)
-    weight = convolution.weight.detach().float()
-    got = thin.forward(x, weight, convolution.padding)
-    dw = thin.backward(dy.float(), x, weight, convolution.padding)
-    assert got.is_contiguous(memory_format=torch.channels_last) and dw.stride() == weight.stride()
-    assert error(got, want) < 2e-6 and error(dw, gradient) < 2e-6
-
-
-def test_which_convolutions_have_few_inputs() -> None:
-    thin = importlib.import_module("everfed.kernels.thin")
-    assert not any(
-        thin.fits(convolution)
-        for convolution in (
-            nn.Conv2d(3, 32, 5),  # 75 taps
-            nn.Conv2d(1, 20, 5),
-            nn.Conv2d(1, 32, 5, stride=2),
-            nn.Conv2d(1, 32, 5, padding="same"),
-            nn.Conv2d(1, 32, 3, dilation=2),
-            nn.Conv2d(2, 32, 3, groups=2),
-            nn.Conv2d(1, 32, 3, padding=1, padding_mode="reflect"),
-        )
-    )
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (32, 10)])

@@ -1,0 +1,248 @@
+"""Triton kernels for convolutions of many channels in half precision, channels-last.
+
+    y[p, o] = sum over taps t and channels c of x[p at t, c] w[o, t, c]
+
+with p a position of the output and "p at t" what it sees of the input through tap t of the window: a matrix product
+whose rows are gathered. The input's gradient is such a convolution too, of dy with the window turned around.
+
+The libraries' kernels for Hopper take a multiprocessor for themselves and rarely fill all of them. These take half of
+one or less, so that kernels of several clients share the GPU (benchmarks/README.md).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+_INNER = 64  # input channels at a time; inputs and outputs come in multiples of it
+_MANY = 128 * 128 * 128  # elements of the output from which on there are enough large tiles for the GPU
+# one compiled kernel for batches of all sizes; images' sizes are constants, by which dividing costs less
+_kernel = triton.jit(do_not_specialize=["M", "per_part", "parts"])
+
+
+@_kernel
+def _convolve(
+    x_ptr, w_ptr, y_ptr, M,
+    C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    high: tl.constexpr, wide: tl.constexpr, out_high: tl.constexpr, out_wide: tl.constexpr,
+    TURNED: tl.constexpr, R: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """TURNED: the weights are (C, SIDE, SIDE, O), and the window is turned around; else they are (O, SIDE, SIDE, C)."""
+    at, inner = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K)
+    channel = tl.program_id(1) * N + tl.arange(0, N)
+    top, left = ((at // out_wide) % out_high) * STRIDE - PAD, (at % out_wide) * STRIDE - PAD
+    pixel = (at // (out_high * out_wide) * high + top) * wide + left
+    x_ptrs = x_ptr + pixel[:, None] * C + inner[None, :]
+    y = tl.zeros((R, N), tl.float32)
+    for step in range(SIDE * SIDE * (C // K)):
+        tap, first = step // (C // K), (step % (C // K)) * K
+        i, j = tap // SIDE, tap % SIDE
+        inside = (at < M) & (top + i >= 0) & (top + i < high) & (left + j >= 0) & (left + j < wide)
+        x = tl.load(x_ptrs + (i * wide + j) * C + first, inside[:, None], 0.0)
+        if TURNED:
+            rows = (first + inner)[:, None] * (SIDE * SIDE) + (SIDE * SIDE - 1 - tap)
+            w = tl.load(w_ptr + rows * O + channel[None, :])
+        else:
+            w = tl.load(w_ptr + (channel[None, :] * (SIDE * SIDE) + tap) * C + (first + inner)[:, None])
+        y = tl.dot(x, w, y)
+    tl.store(y_ptr + at[:, None] * O + channel[None, :], y, (at < M)[:, None])
+
+
+@_kernel
+def _input_gradient_of_stride_2(
+    dy_ptr, w_ptr, dx_ptr, M,
+    C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, PAD: tl.constexpr,
+    high: tl.constexpr, wide: tl.constexpr, out_high: tl.constexpr, out_wide: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Of the input's pixels (2a + u, 2b + v), for one u and v: each sees every other tap of the window. M: how many a
+    and b there are in all images."""
+    at, inner = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K)
+    channel = tl.program_id(1) * N + tl.arange(0, N)
+    u, v = tl.program_id(2) // 2, tl.program_id(2) % 2
+    half_high, half_wide = (high + 1) // 2, (wide + 1) // 2
+    image, a, b = at // (half_high * half_wide), (at // half_wide) % half_high, at % half_wide
+    i, j = (u + PAD) % 2, (v + PAD) % 2  # the first taps
+    below, beside = (SIDE - i + 1) // 2, (SIDE - j + 1) // 2  # how many there are
+    top, left = a + (u + PAD - i) // 2, b + (v + PAD - j) // 2
+    dx = tl.zeros((R, N), tl.float32)
+    for step in range(below * beside * (O // K)):
+        tap, first = step // (O // K), (step % (O // K)) * K
+        down, over = tap // beside, tap % beside
+        row, column = top - down, left - over
+        inside = (at < M) & (row >= 0) & (row < out_high) & (column >= 0) & (column < out_wide)
+        pixel = (image * out_high + row) * out_wide + column
+        dy = tl.load(dy_ptr + pixel[:, None] * O + (first + inner)[None, :], inside[:, None], 0.0)
+        place = (first + inner)[:, None] * (SIDE * SIDE) + (i + 2 * down) * SIDE + j + 2 * over
+        dx = tl.dot(dy, tl.load(w_ptr + place * C + channel[None, :]), dx)
+    row, column = 2 * a + u, 2 * b + v
+    place = ((image * high + row) * wide + column)[:, None] * C + channel[None, :]
+    tl.store(dx_ptr + place, dx, ((at < M) & (row < high) & (column < wide))[:, None])
+
+
+@_kernel
+def _weights_gradient(
+    dy_ptr, x_ptr, out_ptr, M, per_part,
+    C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    high: tl.constexpr, wide: tl.constexpr, out_high: tl.constexpr, out_wide: tl.constexpr,
+    TAPS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The sum over one part of the positions, for N outputs, K inputs and TAPS (1 or 3) taps beside each other."""
+    group = tl.program_id(0) % (SIDE * SIDE // TAPS)
+    block = tl.program_id(0) // (SIDE * SIDE // TAPS)
+    outputs = (block % (O // N)) * N + tl.arange(0, N)
+    inputs = (block // (O // N)) * K + tl.arange(0, K)
+    i, j = group * TAPS // SIDE - PAD, group * TAPS % SIDE - PAD
+    first = tl.program_id(1) * per_part
+    dw = tl.zeros((N, K), tl.float32)
+    middle, right = dw, dw
+    for start in range(0, per_part, R):
+        at = first + start + tl.arange(0, R)
+        row, column = ((at // out_wide) % out_high) * STRIDE + i, (at % out_wide) * STRIDE + j
+        dy = tl.trans(tl.load(dy_ptr + at[:, None] * O + outputs[None, :], (at < M)[:, None], 0.0))
+        x_ptrs = x_ptr + ((at // (out_high * out_wide) * high + row) * wide + column)[:, None] * C + inputs[None, :]
+        there = (at < M) & (row >= 0) & (row < high)
+        dw = tl.dot(dy, tl.load(x_ptrs, (there & (column >= 0) & (column < wide))[:, None], 0.0), dw)
+        if TAPS == 3:
+            middle = tl.dot(dy, tl.load(x_ptrs + C, (there & (column + 1 < wide))[:, None], 0.0), middle)
+            right = tl.dot(dy, tl.load(x_ptrs + 2 * C, (there & (column + 2 < wide))[:, None], 0.0), right)
+    place = (outputs[:, None] * (SIDE * SIDE) + group * TAPS) * C + inputs[None, :]
+    out_ptrs = out_ptr + tl.program_id(1) * (O * SIDE * SIDE * C) + place
+    tl.store(out_ptrs, dw)
+    if TAPS == 3:
+        tl.store(out_ptrs + C, middle)
+        tl.store(out_ptrs + 2 * C, right)
+
+
+@_kernel
+def _sum_parts(partial_ptr, out_ptr, parts, SIZE: tl.constexpr, P: tl.constexpr, K: tl.constexpr):
+    at, part = tl.program_id(0) * K + tl.arange(0, K), tl.arange(0, P)[:, None]
+    tl.store(out_ptr + at, tl.sum(tl.load(partial_ptr + part * SIZE + at[None, :], part < parts, 0.0), 0))
+
+
+class Cut(NamedTuple):
+    """How a product is cut into programs: tiles of `height` positions and `width` channels."""
+
+    height: int
+    width: int
+    stages: int
+    warps: int
+
+
+class WeightsCut(NamedTuple):
+    """How that of the weights' gradient is: tiles of `outputs` and `inputs` channels and `taps` taps, each a sum over
+    one of `parts` parts of the positions, `height` at a time."""
+
+    outputs: int
+    inputs: int
+    taps: int
+    height: int
+    parts: int
+    stages: int
+    warps: int
+
+
+def fits(convolution: nn.Conv2d) -> bool:
+    """Is it one for these kernels?"""
+    return (
+        convolution.kernel_size in ((1, 1), (3, 3))
+        and convolution.padding in ((0, 0), (1, 1))
+        and convolution.padding[0] < convolution.kernel_size[0]
+        and convolution.stride in ((1, 1), (2, 2))
+        and convolution.dilation == (1, 1)
+        and convolution.groups == 1
+        and convolution.padding_mode == "zeros"
+        and convolution.in_channels % _INNER == 0
+        and convolution.out_channels % _INNER == 0
+    )
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    padding: tuple[int, int],
+    stride: tuple[int, int] = (1, 1),
+    cut: Cut | None = None,
+) -> Tensor:
+    """(n, O, h', w'). It, and all arguments and results here, are channels-last."""
+    (outputs, _, side, _), pad, step = weight.shape, padding[0], stride[0]
+    high, wide = ((size + 2 * pad - side) // step + 1 for size in x.shape[2:])
+    return _convolved(x, weight, (len(x), outputs, high, wide), pad, step, False, cut)
+
+
+def input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    padding: tuple[int, int],
+    stride: tuple[int, int] = (1, 1),
+    cut: Cut | None = None,
+) -> Tensor:
+    (outputs, inputs, side, _), pad = weight.shape, padding[0]
+    if stride == (1, 1):
+        return _convolved(dy, weight, tuple(x.shape), side - 1 - pad, 1, True, cut)
+    dx = torch.empty_like(x)
+    rows = len(x) * -(-x.shape[2] // 2) * -(-x.shape[3] // 2)
+    cut = cut or product_cut(rows, inputs)
+    _input_gradient_of_stride_2[(-(-rows // cut.height), inputs // cut.width, 4)](
+        dy, weight, dx, rows, inputs, outputs, side, pad, *x.shape[2:], *dy.shape[2:],
+        R=cut.height, N=cut.width, K=_INNER, num_stages=cut.stages, num_warps=cut.warps,
+    )  # fmt: skip
+    return dx
+
+
+def _convolved(
+    x: Tensor, weight: Tensor, shape: tuple[int, ...], pad: int, step: int, turned: bool, cut: Cut | None
+) -> Tensor:
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    (images, outputs, *size), (_, inputs, *image) = shape, x.shape
+    rows = images * size[0] * size[1]
+    cut = cut or product_cut(rows, outputs)
+    _convolve[(-(-rows // cut.height), outputs // cut.width)](
+        x, weight, y, rows, inputs, outputs, weight.shape[2], step, pad, *image, *size, turned,
+        R=cut.height, N=cut.width, K=_INNER, num_stages=cut.stages, num_warps=cut.warps,
+    )  # fmt: skip
+    return y
+
+
+def weights_gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    padding: tuple[int, int],
+    stride: tuple[int, int] = (1, 1),
+    cut: WeightsCut | None = None,
+) -> Tensor:
+    outputs, inputs, side, _ = weight.shape
+    rows = dy.numel() // outputs
+    cut = cut or weights_cut(rows, outputs, inputs, side)
+    per_part = -(-rows // (cut.parts * cut.height)) * cut.height
+    parts = -(-rows // per_part)
+    dw = torch.empty_like(weight)
+    sums = dw if parts == 1 else torch.empty((parts, weight.numel()), device=x.device)
+    blocks = (outputs // cut.outputs) * (inputs // cut.inputs) * (side * side // cut.taps)
+    _weights_gradient[(blocks, parts)](
+        dy, x, sums, rows, per_part, inputs, outputs, side, stride[0], padding[0], *x.shape[2:], *dy.shape[2:],
+        cut.taps, R=cut.height, N=cut.outputs, K=cut.inputs, num_stages=cut.stages, num_warps=cut.warps,
+    )  # fmt: skip
+    if parts > 1:
+        size = weight.numel()
+        _sum_parts[(size // 128,)](sums, dw, parts, size, P=triton.next_power_of_2(parts), K=128, num_warps=4)
+    return dw
+
+
+# Measured on an H200 for the layers of ResNet-18 at batches of 32 and 128, alone and with ten streams at it.
+def product_cut(rows: int, outputs: int) -> Cut:
+    if outputs % 128:
+        return Cut(128, 64, 3, 8)
+    return Cut(128, 128, 3, 8) if rows * outputs >= _MANY else Cut(64, 128, 3, 4)
+
+
+def weights_cut(rows: int, outputs: int, inputs: int, side: int) -> WeightsCut:
+    """Parts until half of the multiprocessors have something to do."""
+    blocks = (outputs // 64) * (inputs // 64) * side
+    return WeightsCut(64, 64, side, 64, max(1, min(66 // blocks, rows // 64)), 3, 4)

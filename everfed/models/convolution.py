@@ -1,0 +1,111 @@
+"""Convolutions by Triton kernels: of few channels (`kernels/thin.py`), which the libraries' kernels are not made for,
+and of many in half precision (`kernels/convolution.py`), which leave room on the GPU for those of other clients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from everfed.kernels import load_kernels
+from everfed.models import direct
+
+thin = load_kernels("everfed.kernels.thin")
+wide = load_kernels("everfed.kernels.convolution")
+
+
+def convolve(x: Tensor, convolution: nn.Module) -> Tensor:
+    """convolution(x); kernels are for those without a bias."""
+    if direct.is_plain_convolution(convolution) and convolution.bias is None:
+        return unbiased(x, convolution)
+    y: Tensor = convolution(x)
+    return y
+
+
+def unbiased(x: Tensor, convolution: nn.Conv2d) -> Tensor:
+    """convolution(x) without its bias, of a layer that needs no call."""
+    kernels = _kernels(x, convolution)
+    if kernels is None:
+        return convolution._conv_forward(x, convolution.weight, None)
+    y: Tensor = _Convolved.apply(x, convolution.weight, kernels, convolution.stride, convolution.padding)
+    return y
+
+
+def _kernels(x: Tensor, convolution: nn.Conv2d) -> Any:
+    """The module of kernels for it, or None."""
+    weight = convolution.weight
+    if (
+        weight.dtype not in direct.TYPES
+        or not direct.computes_in(weight.dtype, x)
+        or x.dim() != 4
+        or x.shape[1] != convolution.in_channels
+        or x.numel() >= 2**31
+        or not direct.has_memory(x, weight)
+    ):
+        return None
+    chosen = thin if _has_few_channels(x, convolution) else wide if _has_many_channels(x, convolution) else None
+    return chosen if chosen is not None and 0 < _outputs(x, convolution) < 2**31 else None
+
+
+def _has_few_channels(x: Tensor, convolution: nn.Conv2d) -> bool:
+    """Those of more than 31 outputs were measured in bfloat16 only, and have no gradient of their input."""
+    if thin is None:
+        return False
+    first = thin.fits(convolution) and convolution.weight.dtype == torch.bfloat16 and not x.requires_grad
+    return first or thin.fits_narrow(convolution)
+
+
+def _has_many_channels(x: Tensor, convolution: nn.Conv2d) -> bool:
+    return (
+        wide is not None
+        and wide.fits(convolution)
+        and x.dtype == convolution.weight.dtype != torch.float32
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and convolution.weight.is_contiguous(memory_format=torch.channels_last)
+        and _is_hopper(x.device)
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """Kernels for many channels were measured on Hopper only."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _outputs(x: Tensor, convolution: nn.Conv2d) -> int:
+    """How many elements the output has; 0 where the image is smaller than the window. padding: numbers."""
+    positions = 1
+    for i, size in enumerate(x.shape[2:]):
+        around = 2 * int(convolution.padding[i]) - convolution.kernel_size[i]
+        positions *= max(0, (size + around) // convolution.stride[i] + 1)
+    return len(x) * convolution.out_channels * positions
+
+
+class _Convolved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, kernels: Any, stride: tuple[int, int], padding: tuple[int, int]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.kernels, ctx.stride, ctx.padding = kernels, stride, padding
+        y: Tensor = kernels.forward(x, weight, *_how(stride, padding))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), wanted, how = ctx.saved_tensors, ctx.needs_input_grad, _how(ctx.stride, ctx.padding)
+        if torch.is_grad_enabled():  # create_graph: the gradient itself is differentiated
+            y = functional.conv2d(x.to(weight.dtype), weight, None, ctx.stride, ctx.padding)
+            return (*direct.gradients(y, (x, weight), wanted, dy), None, None, None)
+        dy = dy.contiguous(memory_format=torch.channels_last)
+        dx = ctx.kernels.input_gradient(dy, x, weight, *how) if wanted[0] else None
+        dw = ctx.kernels.weights_gradient(dy, x, weight, *how) if wanted[1] else None
+        return dx, dw, None, None, None
+
+
+def _how(stride: tuple[int, int], padding: tuple[int, int]) -> tuple[Any, ...]:
+    """The last arguments of kernels: a padding, and a stride where there is one."""
+    return (padding,) if stride == (1, 1) else (padding, stride)
