@@ -6,6 +6,7 @@ are computed from the run's events. It lies in RECIPE/METHOD-SEED-PRECISION-HASH
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -109,9 +110,16 @@ def read_all(root: Path) -> list[Record]:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The dotted keys in which two settings differ."""
-    left, right = flat(ours), flat(theirs)
+    """The dotted keys in which two settings differ. What one of them leaves out is as it is by default, also where it
+    was not yet the default when the other was written."""
+    left, right = {**_defaults(), **flat(ours)}, {**_defaults(), **flat(theirs)}
     return tuple(sorted(key for key in {*left, *right} if left.get(key) != right.get(key)))
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    any_method = Recipe.model_validate({"method": {"name": "fedavg"}})
+    return flat(any_method.model_dump(mode="json", exclude={*_HOW, "method"}))
 
 
 def _place(record: Record) -> Path:

@@ -171,3 +171,10 @@ def test_settings_differ_from_others_and_not_from_themselves(settings: dict[str,
     other = {**again, "further": 1}
     assert records.differences(settings, other) == ("further",) == records.differences(other, settings)
     assert records.recipe_hash(settings) != records.recipe_hash(other)
+
+
+def test_a_value_that_became_the_default_is_no_difference() -> None:
+    """Records hold what was not the default when they were written."""
+    written = {"train": {"optimizer": {"lr": 0.1}}}
+    assert records.differences(written, {}) == () == records.differences({}, written)
+    assert records.differences({"train": {"optimizer": {"lr": 0.2}}}, {}) == ("train.optimizer.lr",)
