@@ -26,7 +26,7 @@ def to_be_compiled() -> str:
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(base) / ".triton" / "cache")
     if not _available() or (folder.is_dir() and any(folder.iterdir())):
         return ""
-    return f"the first run on a machine compiles its GPU kernels: up to a minute; later runs find them in {folder}"
+    return f"the first run on a machine compiles its GPU kernels: about a minute; later runs find them in {folder}"
 
 
 def _available() -> bool:
