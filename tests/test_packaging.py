@@ -76,9 +76,7 @@ print(json.dumps({"failed": failed, "found": found, "loaded": loaded}))
 
 
 # the adapter to Flower is what it adapts to, and kernels are Triton's, which comes with torch's builds for GPUs
-KERNELS = tuple(
-    f"kernels.{name}" for name in ("adam", "batchnorm", "dense", "images", "loss", "pooling", "rows", "sgd", "thin")
-)
+KERNELS = tuple(f"kernels.{path.stem}" for path in (ROOT / "everfed" / "kernels").glob("[!_]*.py"))
 ADAPTERS = ("everfed.federation.flower.", *(f"everfed.{name}" for name in KERNELS))
 
 
