@@ -1,4 +1,4 @@
-"""Triton kernels of `fused.py`. An activation (n, C, h, w), channels-last, is a matrix of M = n h w rows and C columns.
+"""Triton kernels for BatchNorm with a residual sum and an activation function, on matrices as in `columns.py`.
 
 Small ones (few rows) are normalised by one kernel, whose programs hold some columns whole. Larger ones take two. In the
 first each program sums over a block of rows; the last program of a column group to finish combines all sums, in a
@@ -9,19 +9,19 @@ the cache, waiting for loads one after the other is what takes time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from everfed.kernels import columns as cuts
+from everfed.kernels import moments
+from everfed.kernels.columns import is_last, kernel, power, total
+from everfed.kernels.moments import track
+
 _SMALL = 1024  # rows that one program holds for 8 columns
-_PARTS = 128  # blocks of rows over which partial sums are taken, at most
-
-
-# one compiled kernel for batches of all sizes
-_kernel = triton.jit(do_not_specialize=["M", "per_part", "parts"])
 
 
 @triton.jit
@@ -29,17 +29,7 @@ def _act(v, slope):
     return tl.where(v > 0, v, v * slope)
 
 
-@triton.jit
-def _track(rm_ptr, rv_ptr, count_ptr, cols, mean, var, M, momentum, program):
-    """Move the running statistics; the first program counts the batch."""
-    rm, rv = tl.load(rm_ptr + cols), tl.load(rv_ptr + cols)
-    tl.store(rm_ptr + cols, rm + momentum * (mean - rm))
-    tl.store(rv_ptr + cols, rv + momentum * (var * (M / (M - 1.0)) - rv))
-    if program == 0:
-        tl.store(count_ptr, tl.load(count_ptr) + 1)
-
-
-@_kernel
+@kernel
 def _small_forward(
     x_ptr, r_ptr, w_ptr, b_ptr, rm_ptr, rv_ptr, count_ptr, y_ptr, mean_ptr, rstd_ptr,
     M, C, momentum, eps, slope, RESIDUAL: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -61,77 +51,10 @@ def _small_forward(
     tl.store(y_ptr + place, _act(y, slope), mask)
     tl.store(mean_ptr + cols, mean)
     tl.store(rstd_ptr + cols, rstd)
-    _track(rm_ptr, rv_ptr, count_ptr, cols, mean, var, M, momentum, tl.program_id(0))
+    track(rm_ptr, rv_ptr, count_ptr, cols, mean, var, M, momentum, tl.program_id(0))
 
 
-@triton.jit
-def _is_last(count_ptr, group, programs):
-    """Is this the last of a group's programs? It then sees what the others stored, and sets the count back to 0."""
-    tl.debug_barrier()  # all threads of this program have stored
-    last = tl.atomic_add(count_ptr + group, 1) == programs - 1
-    if last:
-        tl.store(count_ptr + group, 0)
-    return last
-
-
-@triton.jit
-def _block_moments(x_ptr, part, cols, M, C, TILES: tl.constexpr, R: tl.constexpr):
-    """(mean, sum of squared deviations) of a block of rows. Deviations are taken from the mean of its first tile."""
-    start = part * TILES * R
-    rows = start + tl.arange(0, R)
-    inside = (rows < M)[:, None]
-    x = tl.load(x_ptr + rows[:, None] * C + cols[None, :], inside, 0.0).to(tl.float32)
-    shift = tl.sum(x, 0) / tl.minimum(M - start, R)
-    total = tl.where(inside, x - shift[None, :], 0.0)
-    square = total * total
-    for _ in range(1, TILES):
-        rows += R
-        inside = (rows < M)[:, None]
-        x = tl.load(x_ptr + rows[:, None] * C + cols[None, :], inside, 0.0).to(tl.float32)
-        apart = tl.where(inside, x - shift[None, :], 0.0)
-        total += apart
-        square += apart * apart
-    count = tl.minimum(M - start, TILES * R).to(tl.float32)
-    step = tl.sum(total, 0) / count
-    return shift + step, tl.sum(square, 0) - count * step * step
-
-
-@triton.jit
-def _combined(pm_ptr, ps_ptr, cols, M, C, per_part, parts, P: tl.constexpr):
-    """(mean, biased variance) of some columns, from the moments of all blocks of rows."""
-    part = tl.arange(0, P)
-    there = (part < parts)[:, None]
-    counts = tl.where(there, tl.minimum(per_part, M - part * per_part)[:, None].to(tl.float32), 0.0)
-    means = tl.load(pm_ptr + part[:, None] * C + cols[None, :], there, 0.0, cache_modifier=".cg")
-    squares = tl.load(ps_ptr + part[:, None] * C + cols[None, :], there, 0.0, cache_modifier=".cg")
-    mean = tl.sum(means * counts, 0) / M
-    away = means - mean[None, :]
-    return mean, tl.sum(squares + counts * away * away, 0) / M
-
-
-@_kernel
-def _moments(
-    x_ptr, rm_ptr, rv_ptr, batches_ptr, mean_ptr, spread_ptr, pm_ptr, ps_ptr, count_ptr,
-    M, C, per_part, parts, momentum, eps,
-    TRAINED: tl.constexpr, P: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Mean and, in training, 1 / standard deviation, otherwise the variance."""
-    part, group = tl.program_id(0), tl.program_id(1)
-    cols = group * K + tl.arange(0, K)
-    mean, square = _block_moments(x_ptr, part, cols, M, C, TILES, R)
-    tl.store(pm_ptr + part * C + cols, mean)
-    tl.store(ps_ptr + part * C + cols, square)
-    if _is_last(count_ptr, group, parts):
-        mean, var = _combined(pm_ptr, ps_ptr, cols, M, C, per_part, parts, P)
-        tl.store(mean_ptr + cols, mean)
-        if TRAINED:
-            tl.store(spread_ptr + cols, 1.0 / tl.sqrt(var + eps))
-            _track(rm_ptr, rv_ptr, batches_ptr, cols, mean, var, M, momentum, group)
-        else:
-            tl.store(spread_ptr + cols, var)
-
-
-@_kernel
+@kernel
 def _normalise(
     x_ptr, r_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, y_ptr, M, C, slope,
     RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -156,7 +79,7 @@ def _scale(w_ptr, rv_ptr, cols, eps):
     return tl.load(w_ptr + cols).to(tl.float32) / tl.sqrt(tl.load(rv_ptr + cols) + eps)
 
 
-@_kernel
+@kernel
 def _map(
     x_ptr, r_ptr, w_ptr, b_ptr, rm_ptr, rv_ptr, y_ptr, M, C, eps, slope,
     RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -175,7 +98,7 @@ def _map(
         tl.store(y_ptr + place, _act(y, slope), inside)
 
 
-@_kernel
+@kernel
 def _map_backward(
     dy_ptr, y_ptr, w_ptr, rv_ptr, dx_ptr, dr_ptr, M, C, eps, slope,
     RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -191,24 +114,6 @@ def _map_backward(
         tl.store(dx_ptr + place, g * scale[None, :], inside)
         if RESIDUAL:
             tl.store(dr_ptr + place, g, inside)
-
-
-@_kernel
-def _moments_backward(
-    x_ptr, dx_ptr, mean_ptr, dmean_ptr, dvar_ptr, out_ptr, M, C,
-    TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """What comes from mean and variance is added to the gradient dx that x has beside them."""
-    cols = tl.program_id(1) * K + tl.arange(0, K)
-    mean = tl.load(mean_ptr + cols)
-    dmean, dvar = tl.load(dmean_ptr + cols) / M, tl.load(dvar_ptr + cols) * (2.0 / M)
-    for tile in range(TILES):
-        rows = (tl.program_id(0) * TILES + tile) * R + tl.arange(0, R)
-        inside = (rows < M)[:, None]
-        place = rows[:, None] * C + cols[None, :]
-        x = tl.load(x_ptr + place, inside, 0.0).to(tl.float32)
-        dx = tl.load(dx_ptr + place, inside, 0.0).to(tl.float32)
-        tl.store(out_ptr + place, dx + dmean[None, :] + (x - mean[None, :]) * dvar[None, :], inside)
 
 
 @triton.jit
@@ -230,7 +135,7 @@ def _gradient_in(
     return tl.where(out > 0, dy, dy * slope)
 
 
-@_kernel
+@kernel
 def _small_backward(
     dy_ptr, again_ptr, x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dx_ptr, dr_ptr, dw_ptr, db_ptr,
     M, C, slope, TWICE: tl.constexpr, RESIDUAL: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -253,7 +158,7 @@ def _small_backward(
     tl.store(db_ptr + cols, db)
 
 
-@_kernel
+@kernel
 def _gradient_sums(
     dy_ptr, again_ptr, x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dr_ptr, dw_ptr, db_ptr,
     pw_ptr, pb_ptr, count_ptr,
@@ -279,18 +184,12 @@ def _gradient_sums(
         dw += g * xhat
     tl.store(pw_ptr + part * C + cols, tl.sum(dw, 0))
     tl.store(pb_ptr + part * C + cols, tl.sum(db, 0))
-    if _is_last(count_ptr, group, parts):
-        tl.store(dw_ptr + cols, _total(pw_ptr, cols, C, parts, P))
-        tl.store(db_ptr + cols, _total(pb_ptr, cols, C, parts, P))
+    if is_last(count_ptr, group, parts):
+        tl.store(dw_ptr + cols, total(pw_ptr, cols, C, parts, P))
+        tl.store(db_ptr + cols, total(pb_ptr, cols, C, parts, P))
 
 
-@triton.jit
-def _total(partial_ptr, cols, C, parts, P: tl.constexpr):
-    part = tl.arange(0, P)[:, None]
-    return tl.sum(tl.load(partial_ptr + part * C + cols[None, :], part < parts, 0.0, cache_modifier=".cg"), 0)
-
-
-@_kernel
+@kernel
 def _gradient_out(
     dy_ptr, again_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, dx_ptr, M, C, slope,
     TWICE: tl.constexpr, RESIDUAL: tl.constexpr, TILES: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
@@ -359,33 +258,14 @@ def _forward(
     if rows <= _SMALL:
         _small_forward[(columns // 8,)](
             x, residual if has else x, weight, bias, *running, y, mean, rstd,
-            rows, columns, momentum, eps, slope, has, R=_power(rows), K=8, num_warps=_warps(rows),
+            rows, columns, momentum, eps, slope, has, R=power(rows), K=8, num_warps=_warps(rows),
         )  # fmt: skip
         return
-    _launch_moments(x, running, mean, rstd, momentum, eps, counts)
-    cut = map_cut(rows, columns)
+    moments.launch(x, running, mean, rstd, momentum, eps, counts)
+    cut = cuts.map_cut(rows, columns)
     _normalise[cut.grid(rows, columns)](
         x, residual if has else x, weight, bias, mean, rstd, y, rows, columns, slope, has, **cut.options
     )
-
-
-def _launch_moments(
-    x: Tensor,
-    running: tuple[Tensor, Tensor, Tensor] | None,
-    mean: Tensor,
-    spread: Tensor,
-    momentum: float,
-    eps: float,
-    counts: Tensor,
-) -> None:
-    rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut = sum_cut(rows, columns)
-    grid = cut.grid(rows, columns)
-    means, squares = torch.empty((2, grid[0], columns), device=x.device).unbind()
-    _moments[grid](
-        x, *(running or (x, x, x)), mean, spread, means, squares, counts,
-        rows, columns, cut.rows, grid[0], momentum, eps, running is not None, P=_power(grid[0]), **cut.options,
-    )  # fmt: skip
 
 
 def backward(
@@ -434,17 +314,17 @@ def _backward(
     if rows <= _SMALL:
         _small_backward[(columns // 8,)](
             *inputs, dx, dr if has else dx, dw, db, rows, columns, slope, two, has,
-            R=_power(rows), K=8, num_warps=_warps(rows),
+            R=power(rows), K=8, num_warps=_warps(rows),
         )  # fmt: skip
         return
-    cut = sum_cut(rows, columns)
+    cut = cuts.sum_cut(rows, columns)
     grid = cut.grid(rows, columns)
     pw, pb = torch.empty((2, grid[0], columns), device=x.device).unbind()
     _gradient_sums[grid](
         *inputs, dr if has else dx, dw, db, pw, pb, counts,
-        rows, columns, grid[0], slope, two, has, P=_power(grid[0]), **cut.options,
+        rows, columns, grid[0], slope, two, has, P=power(grid[0]), **cut.options,
     )  # fmt: skip
-    cut = map_cut(rows, columns)
+    cut = cuts.map_cut(rows, columns)
     _gradient_out[cut.grid(rows, columns)](
         dr if has else dy, again if two else dy, x, weight, bias, mean, rstd, dw, db, dx,
         rows, columns, slope, two and not has, has, **cut.options,
@@ -457,7 +337,7 @@ Stored = tuple[Tensor, Tensor, Tensor, Tensor]  # weight, bias, running mean and
 def mapped(x: Tensor, residual: Tensor | None, stored: Stored, eps: float, slope: float) -> Tensor:
     """act(BatchNorm(x) + residual) in evaluation mode."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut, y, has = map_cut(rows, columns), torch.empty_like(x), residual is not None
+    cut, y, has = cuts.map_cut(rows, columns), torch.empty_like(x), residual is not None
     _map[cut.grid(rows, columns)](x, residual if has else x, *stored, y, rows, columns, eps, slope, has, **cut.options)
     return y
 
@@ -468,72 +348,12 @@ def mapped_backward(
     """(dx, dresidual)."""
     rows, columns = y.numel() // y.shape[1], y.shape[1]
     dy = dy.contiguous(memory_format=torch.channels_last)
-    cut, dx = map_cut(rows, columns), torch.empty_like(y)
+    cut, dx = cuts.map_cut(rows, columns), torch.empty_like(y)
     dr = torch.empty_like(y) if residual else None
     _map_backward[cut.grid(rows, columns)](
         dy, y, weight, variance, dx, dr if residual else dx, rows, columns, eps, slope, residual, **cut.options
     )
     return dx, dr
-
-
-def moments(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, biased variance) per channel. counts: as in `forward`."""
-    mean, variance = torch.empty((2, x.shape[1]), device=x.device).unbind()
-    _launch_moments(x, None, mean, variance, 0.0, 0.0, counts)
-    return mean, variance
-
-
-def moments_backward(x: Tensor, dx: Tensor, mean: Tensor, dmean: Tensor, dvariance: Tensor) -> Tensor:
-    """dx, and what comes from mean and variance."""
-    rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut, total = map_cut(rows, columns), torch.empty_like(x)
-    dx = dx.contiguous(memory_format=torch.channels_last)
-    _moments_backward[cut.grid(rows, columns)](
-        x, dx, mean, dmean.contiguous(), dvariance.contiguous(), total, rows, columns, **cut.options
-    )
-    return total
-
-
-def new_counts(x: Tensor) -> Tensor:
-    """Zeros, one for each group of columns: how many programs have finished with it."""
-    return torch.zeros(-(-x.shape[1] // 16), dtype=torch.int32, device=x.device)
-
-
-class Cut(NamedTuple):
-    """How a matrix is cut into programs: each has `tiles` tiles of `height` rows and `width` columns."""
-
-    tiles: int
-    height: int
-    width: int
-    warps: int
-
-    @property
-    def rows(self) -> int:
-        return self.tiles * self.height
-
-    def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        return -(-rows // self.rows), columns // self.width
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"TILES": self.tiles, "R": self.height, "K": self.width, "num_warps": self.warps}
-
-
-# Measured on an H200 for the layers of ResNet-18 and of MFCL's generator at batches of 32 and 128.
-def sum_cut(rows: int, columns: int) -> Cut:
-    return Cut(-(-rows // (256 * _PARTS)), 256, _width(columns, 32), 4)
-
-
-def map_cut(rows: int, columns: int) -> Cut:
-    return Cut(1, 32, _width(columns, 64), 4 if rows * columns > 2**22 else 2)
-
-
-def _width(columns: int, most: int) -> int:
-    return next(width for width in (64, 32, 16) if width <= most and columns % width == 0)
-
-
-def _power(number: int) -> int:
-    return int(triton.next_power_of_2(max(number, 2)))
 
 
 def _warps(rows: int) -> int:

@@ -6,7 +6,8 @@ with p a position of the output and "p at t" what it sees of the input through t
 whose rows are gathered. The input's gradient is such a convolution too, of dy with the window turned around.
 
 The libraries' kernels for Hopper take a multiprocessor for themselves and rarely fill all of them. These take half of
-one or less, so that kernels of several clients share the GPU (benchmarks/README.md).
+one or less, so that kernels of several clients share the GPU (benchmarks/README.md). Images' sizes are constants of a
+compiled kernel: dividing by variables costs a tenth of the time.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from everfed.kernels.columns import kernel, total
+
 _INNER = 64  # input channels at a time; inputs and outputs come in multiples of it
 _MANY = 128 * 128 * 128  # elements of the output from which on there are enough large tiles for the GPU
-# one compiled kernel for batches of all sizes; images' sizes are constants, by which dividing costs less
-_kernel = triton.jit(do_not_specialize=["M", "per_part", "parts"])
 
 
-@_kernel
+@kernel
 def _convolve(
     x_ptr, w_ptr, y_ptr, M,
     C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
@@ -52,7 +53,7 @@ def _convolve(
     tl.store(y_ptr + at[:, None] * O + channel[None, :], y, (at < M)[:, None])
 
 
-@_kernel
+@kernel
 def _input_gradient_of_stride_2(
     dy_ptr, w_ptr, dx_ptr, M,
     C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, PAD: tl.constexpr,
@@ -84,7 +85,7 @@ def _input_gradient_of_stride_2(
     tl.store(dx_ptr + place, dx, ((at < M) & (row < high) & (column < wide))[:, None])
 
 
-@_kernel
+@kernel
 def _weights_gradient(
     dy_ptr, x_ptr, out_ptr, M, per_part,
     C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
@@ -118,10 +119,10 @@ def _weights_gradient(
         tl.store(out_ptrs + 2 * C, right)
 
 
-@_kernel
+@kernel
 def _sum_parts(partial_ptr, out_ptr, parts, SIZE: tl.constexpr, P: tl.constexpr, K: tl.constexpr):
-    at, part = tl.program_id(0) * K + tl.arange(0, K), tl.arange(0, P)[:, None]
-    tl.store(out_ptr + at, tl.sum(tl.load(partial_ptr + part * SIZE + at[None, :], part < parts, 0.0), 0))
+    at = tl.program_id(0) * K + tl.arange(0, K)
+    tl.store(out_ptr + at, total(partial_ptr, at, SIZE, parts, P))
 
 
 class Cut(NamedTuple):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everfed.kernels.batchnorm import _is_last, _power, _total, _width
+from everfed.kernels.columns import is_last, power, total, width
 
 _WINDOWS = 32  # of one program, in the forward pass
 
@@ -98,8 +98,8 @@ def _backward(
         tl.store(dx_ptr + place + width * C, tl.where(third & ~(first | second), g, 0.0), inside)
         tl.store(dx_ptr + place + width * C + C, tl.where(first | second | third, 0.0, g), inside)
     tl.store(pb_ptr + part * all_columns + cols, tl.sum(db, 0))
-    if _is_last(count_ptr, group, parts):
-        tl.store(db_ptr + cols, _total(pb_ptr, cols, all_columns, parts, P), cols < C)
+    if is_last(count_ptr, group, parts):
+        tl.store(db_ptr + cols, total(pb_ptr, cols, all_columns, parts, P), cols < C)
 
 
 def forward(x: Tensor, bias: Tensor, flat: bool, noise: Tensor | None = None, p: float = 0.0) -> Tensor:
@@ -132,14 +132,14 @@ def backward(
     partial = torch.empty((parts, groups * group), device=x.device)
     _backward[(parts, groups)](
         dy, x, bias, bias if noise is None else noise, dx, db, partial, counts, count, p, height, width, columns, parts,
-        noise is not None, flat, P=_power(parts), TILES=tiles, R=rows, K=group, num_warps=4,
+        noise is not None, flat, P=power(parts), TILES=tiles, R=rows, K=group, num_warps=4,
     )  # fmt: skip
     return dx, db
 
 
 def _group(columns: int) -> int:
     """How many columns a program has; the last one's may be more than there are."""
-    return _width(columns, 32) if columns % 16 == 0 else min(32, _power(columns))
+    return width(columns, 32) if columns % 16 == 0 else min(32, power(columns))
 
 
 def _order(flat: bool) -> torch.memory_format:

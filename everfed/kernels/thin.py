@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from everfed.kernels.batchnorm import _power
+from everfed.kernels.columns import power
 
 MOST = 32  # taps (input channels x height x width of the window) of a convolution with few inputs
 LEAST, MOST_CHANNELS, MOST_SIDE = 8, 31, 7  # of one with few outputs: channels, and sides of the window
@@ -229,7 +229,7 @@ def weights_gradient(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, 
     dw = torch.empty_like(weight)
     _sum_weights[(size // 64,)](
         partial, dw, parts, *window.strides,
-        **constants, SIZE=size, P=_power(parts), K=64, num_warps=4,
+        **constants, SIZE=size, P=power(parts), K=64, num_warps=4,
     )  # fmt: skip
     return dw
 

@@ -28,6 +28,8 @@ from everfed.models import direct
 from everfed.models.convolution import unbiased
 
 kernels = load_kernels("everfed.kernels.batchnorm")
+columns = load_kernels("everfed.kernels.columns")
+moments = load_kernels("everfed.kernels.moments")
 pooling = load_kernels("everfed.kernels.pooling")
 dense = load_kernels("everfed.kernels.dense")
 
@@ -153,7 +155,7 @@ def _counts(layer: nn.Module, x: Tensor) -> Tensor:
     stream at a time, as its running statistics and gradients are."""
     kept: Tensor | None = layer.__dict__.get("_counts")
     if kept is None or kept.device != x.device:
-        kept = layer.__dict__["_counts"] = kernels.new_counts(x)
+        kept = layer.__dict__["_counts"] = columns.new_counts(x)
     return kept
 
 
@@ -305,7 +307,7 @@ def _kept(x: Tensor, noise: Tensor | None, p: float) -> Tensor:
 class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean, variance = kernels.moments(x, counts)
+        mean, variance = moments.moments(x, counts)
         ctx.save_for_backward(x, mean)
         return x.detach(), mean, variance
 
@@ -313,4 +315,4 @@ class _Moments(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dmean: Tensor, dvariance: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        return kernels.moments_backward(x, dx, mean, dmean, dvariance), None
+        return moments.moments_backward(x, dx, mean, dmean, dvariance), None

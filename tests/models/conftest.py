@@ -16,11 +16,18 @@ def batchnorm() -> ModuleType:
     return importlib.import_module("everfed.kernels.batchnorm")
 
 
+@pytest.fixture(scope="module")
+def columns() -> ModuleType:
+    return importlib.import_module("everfed.kernels.columns")
+
+
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are computed by kernels for the tensors of a test, as for those on a Hopper GPU."""
     for owner, name, kernels in (
         (fused, "kernels", "batchnorm"),
+        (fused, "columns", "columns"),
+        (fused, "moments", "moments"),
         (fused, "pooling", "pooling"),
         (fused, "dense", "dense"),
         (convolution, "thin", "thin"),
