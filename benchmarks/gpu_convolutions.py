@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from benchmarks.measure import machine, write
 
-REPEATS, TURNS = 5, 3  # calls in one graph; measurements, of which the best counts
+REPEATS, TURNS = 50, 3  # calls in one graph, so that launches of graphs count little; measurements: the best counts
 PASSES = ("forward", "input", "weights")
 
 

@@ -45,7 +45,7 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     "batchnorm": ("everfed.models.fused", "kernels", None),
     "pooling": ("everfed.models.fused", "pooling", None),
     "thin": ("everfed.models.convolution", "thin", None),
-    "convolution": ("everfed.models.convolution", "wide", None),
+    "convolution": ("everfed.models.convolution", "many", None),
     "dense": ("everfed.models.fused", "dense", None),
     "loss": ("everfed.core.loss", "kernel", None),
     "sgd": ("everfed.core.replica", "sgd_kernel", None),

@@ -35,6 +35,7 @@ from everfed.engines.slots import Setting, Tuner, deal, seat
 from everfed.kernels import to_be_compiled
 
 _SETTINGS = Remembered("slots.json")
+_KERNELS = 2  # raised where new kernels change how many slots are fastest: what was found before is looked for again
 WAVE_BYTES = 8 << 30  # of replies on the device before they are reduced
 
 
@@ -189,7 +190,7 @@ class Graphs(OneTrainer):
         what = (self.setup.method.name, facts.layout.size, *facts.input_shape, options.batch_size, self._precision)
         clients = len(self.setup.stream.round(0).participants)
         fixed = (self.tuner.fixed_slots, self.tuner.fixed_threads, self._compiled)
-        return key_of(*what, clients, max(1, kinds), *fixed, torch.cuda.get_device_name(self.device))
+        return key_of(*what, clients, max(1, kinds), *fixed, torch.cuda.get_device_name(self.device), _KERNELS)
 
     def _fork(self, slots: Sequence[CapturedTrainer]) -> None:
         for slot in slots:

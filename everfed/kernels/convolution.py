@@ -73,7 +73,7 @@ def _input_gradient_of_stride_2(
     dx = tl.zeros((R, N), tl.float32)
     for step in range(below * beside * (O // K)):
         tap, first = step // (O // K), (step % (O // K)) * K
-        down, over = tap // beside, tap % beside
+        down, over = tap // tl.maximum(beside, 1), tap % tl.maximum(beside, 1)  # 1: where the loop has no steps
         row, column = top - down, left - over
         inside = (at < M) & (row >= 0) & (row < out_high) & (column >= 0) & (column < out_wide)
         pixel = (image * out_high + row) * out_wide + column
@@ -109,7 +109,7 @@ def _weights_gradient(
         there = (at < M) & (row >= 0) & (row < high)
         dw = tl.dot(dy, tl.load(x_ptrs, (there & (column >= 0) & (column < wide))[:, None], 0.0), dw)
         if TAPS == 3:
-            middle = tl.dot(dy, tl.load(x_ptrs + C, (there & (column + 1 < wide))[:, None], 0.0), middle)
+            middle = tl.dot(dy, tl.load(x_ptrs + C, there[:, None], 0.0), middle)  # never beyond an edge
             right = tl.dot(dy, tl.load(x_ptrs + 2 * C, (there & (column + 2 < wide))[:, None], 0.0), right)
     place = (outputs[:, None] * (SIDE * SIDE) + group * TAPS) * C + inputs[None, :]
     out_ptrs = out_ptr + tl.program_id(1) * (O * SIDE * SIDE * C) + place
@@ -162,33 +162,22 @@ def fits(convolution: nn.Conv2d) -> bool:
     )
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    padding: tuple[int, int],
-    stride: tuple[int, int] = (1, 1),
-    cut: Cut | None = None,
-) -> Tensor:
+def forward(x: Tensor, weight: Tensor, padding: tuple[int, int], stride: tuple[int, int] = (1, 1)) -> Tensor:
     """(n, O, h', w'). It, and all arguments and results here, are channels-last."""
     (outputs, _, side, _), pad, step = weight.shape, padding[0], stride[0]
     high, wide = ((size + 2 * pad - side) // step + 1 for size in x.shape[2:])
-    return _convolved(x, weight, (len(x), outputs, high, wide), pad, step, False, cut)
+    return _convolved(x, weight, (len(x), outputs, high, wide), pad, step, False)
 
 
 def input_gradient(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    padding: tuple[int, int],
-    stride: tuple[int, int] = (1, 1),
-    cut: Cut | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int], stride: tuple[int, int] = (1, 1)
 ) -> Tensor:
     (outputs, inputs, side, _), pad = weight.shape, padding[0]
     if stride == (1, 1):
-        return _convolved(dy, weight, tuple(x.shape), side - 1 - pad, 1, True, cut)
+        return _convolved(dy, weight, tuple(x.shape), side - 1 - pad, 1, True)
     dx = torch.empty_like(x)
     rows = len(x) * -(-x.shape[2] // 2) * -(-x.shape[3] // 2)
-    cut = cut or product_cut(rows, inputs)
+    cut = product_cut(rows, inputs)
     _input_gradient_of_stride_2[(-(-rows // cut.height), inputs // cut.width, 4)](
         dy, weight, dx, rows, inputs, outputs, side, pad, *x.shape[2:], *dy.shape[2:],
         R=cut.height, N=cut.width, K=_INNER, num_stages=cut.stages, num_warps=cut.warps,
@@ -196,13 +185,11 @@ def input_gradient(
     return dx
 
 
-def _convolved(
-    x: Tensor, weight: Tensor, shape: tuple[int, ...], pad: int, step: int, turned: bool, cut: Cut | None
-) -> Tensor:
+def _convolved(x: Tensor, weight: Tensor, shape: tuple[int, ...], pad: int, step: int, turned: bool) -> Tensor:
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     (images, outputs, *size), (_, inputs, *image) = shape, x.shape
     rows = images * size[0] * size[1]
-    cut = cut or product_cut(rows, outputs)
+    cut = product_cut(rows, outputs)
     _convolve[(-(-rows // cut.height), outputs // cut.width)](
         x, weight, y, rows, inputs, outputs, weight.shape[2], step, pad, *image, *size, turned,
         R=cut.height, N=cut.width, K=_INNER, num_stages=cut.stages, num_warps=cut.warps,
@@ -224,7 +211,7 @@ def weights_gradient(
     per_part = -(-rows // (cut.parts * cut.height)) * cut.height
     parts = -(-rows // per_part)
     dw = torch.empty_like(weight)
-    sums = dw if parts == 1 else torch.empty((parts, weight.numel()), device=x.device)
+    sums = dw if parts == 1 else torch.empty((parts, weight.numel()), dtype=torch.float32, device=x.device)
     blocks = (outputs // cut.outputs) * (inputs // cut.inputs) * (side * side // cut.taps)
     _weights_gradient[(blocks, parts)](
         dy, x, sums, rows, per_part, inputs, outputs, side, stride[0], padding[0], *x.shape[2:], *dy.shape[2:],

@@ -221,7 +221,7 @@ def weights_gradient(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, 
     window = _Window.of(weight, padding)
     constants = window.constants()
     size = window.chunks * _CHUNK * constants["WIDTH"]
-    partial = torch.empty((parts, size), device=x.device)
+    partial = torch.empty((parts, size), dtype=torch.float32, device=x.device)
     _partial_weights[(parts, window.chunks)](
         dy, x, partial, rows, *x.shape[2:], *dy.shape[2:], *x.stride(),
         **constants, **window.pads(), CHUNKS=window.chunks, K=_CHUNK, TILES=tiles, R=tile, num_warps=4, num_stages=2,

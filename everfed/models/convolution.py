@@ -14,7 +14,8 @@ from everfed.kernels import load_kernels
 from everfed.models import direct
 
 thin = load_kernels("everfed.kernels.thin")
-wide = load_kernels("everfed.kernels.convolution")
+many = load_kernels("everfed.kernels.convolution")
+_MOST = 2**31  # elements of a tensor: kernels count in 32 bits
 
 
 def convolve(x: Tensor, convolution: nn.Module) -> Tensor:
@@ -41,13 +42,15 @@ def _kernels(x: Tensor, convolution: nn.Conv2d) -> Any:
         weight.dtype not in direct.TYPES
         or not direct.computes_in(weight.dtype, x)
         or x.dim() != 4
-        or x.shape[1] != convolution.in_channels
-        or x.numel() >= 2**31
-        or not direct.has_memory(x, weight)
+        or x.device != weight.device
+        or not x.shape[1] == weight.shape[1] == convolution.in_channels
+        or len(weight) != convolution.out_channels
+        or not direct.runs_as_written()
+        or max(x.numel(), weight.numel()) >= _MOST
     ):
         return None
-    chosen = thin if _has_few_channels(x, convolution) else wide if _has_many_channels(x, convolution) else None
-    return chosen if chosen is not None and 0 < _outputs(x, convolution) < 2**31 else None
+    chosen = thin if _has_few_channels(x, convolution) else many if _has_many_channels(x, convolution) else None
+    return chosen if chosen is not None and 0 < _outputs(x, convolution) < _MOST else None
 
 
 def _has_few_channels(x: Tensor, convolution: nn.Conv2d) -> bool:
@@ -60,8 +63,8 @@ def _has_few_channels(x: Tensor, convolution: nn.Conv2d) -> bool:
 
 def _has_many_channels(x: Tensor, convolution: nn.Conv2d) -> bool:
     return (
-        wide is not None
-        and wide.fits(convolution)
+        many is not None
+        and many.fits(convolution)
         and x.dtype == convolution.weight.dtype != torch.float32
         and x.is_contiguous(memory_format=torch.channels_last)
         and convolution.weight.is_contiguous(memory_format=torch.channels_last)
@@ -107,5 +110,5 @@ class _Convolved(torch.autograd.Function):
 
 
 def _how(stride: tuple[int, int], padding: tuple[int, int]) -> tuple[Any, ...]:
-    """The last arguments of kernels: a padding, and a stride where there is one."""
+    """The last arguments of kernels: a padding, and a stride where there is one, which `thin` does not know."""
     return (padding,) if stride == (1, 1) else (padding, stride)

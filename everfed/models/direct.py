@@ -31,10 +31,10 @@ def computes_in(dtype: torch.dtype, x: Tensor) -> bool:
     return (torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype) == dtype
 
 
-def has_memory(*tensors: Tensor) -> bool:
-    """Do they have memory that a kernel can read? Those of torch.func and of `torch.compile` do not."""
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return not torch.compiler.is_compiling() and not any(wrapped(tensor) for tensor in tensors)
+def runs_as_written() -> bool:
+    """Is neither `torch.compile` nor torch.func at work? Both have tensors without memory that a kernel could read, and
+    functions of their own in place of autograd's."""
+    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def gradients(

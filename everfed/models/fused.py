@@ -120,7 +120,7 @@ def dense_relu_dense(x: Tensor, first: nn.Module, drop: Dropout, second: nn.Modu
         and x.dtype == first.weight.dtype == second.weight.dtype
         and direct.computes_in(x.dtype, x)
         and all(t.is_contiguous() for t in (x, first.weight, second.weight))
-        and direct.has_memory(x, first.weight, second.weight)
+        and direct.runs_as_written()
     ):
         out: Tensor = second(drop(functional.relu(first(x))))
         return out
@@ -177,7 +177,7 @@ def _plain(x: Tensor, channels: int = 16) -> bool:
         and x.shape[1] % channels == 0
         and 0 < x.numel() < 2**31
         and x.is_contiguous(memory_format=torch.channels_last)
-        and direct.has_memory(x)
+        and direct.runs_as_written()
     )
 
 

@@ -110,8 +110,8 @@ def read_all(root: Path) -> list[Record]:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The dotted keys in which two settings differ. What one of them leaves out is as it is by default, also where it
-    was not yet the default when the other was written."""
+    """The dotted keys in which two settings differ. What they leave out is as it is by default: a default that changes
+    has to be written into the records that left it out (a test notices)."""
     left, right = {**_defaults(), **flat(ours)}, {**_defaults(), **flat(theirs)}
     return tuple(sorted(key for key in {*left, *right} if left.get(key) != right.get(key)))
 
@@ -119,7 +119,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str
 @functools.cache
 def _defaults() -> dict[str, Any]:
     any_method = Recipe.model_validate({"method": {"name": "fedavg"}})
-    return flat(any_method.model_dump(mode="json", exclude={*_HOW, "method"}))
+    return flat(any_method.model_dump(mode="json", exclude={**dict.fromkeys(_HOW, True), "method": {"name", "parts"}}))
 
 
 def _place(record: Record) -> Path:
@@ -135,7 +135,7 @@ def flat(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -31,7 +31,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (fused, "pooling", "pooling"),
         (fused, "dense", "dense"),
         (convolution, "thin", "thin"),
-        (convolution, "wide", "convolution"),
+        (convolution, "many", "convolution"),
     ):
         monkeypatch.setattr(owner, name, importlib.import_module(f"everfed.kernels.{kernels}"))
     monkeypatch.setattr(convolution, "_is_hopper", lambda _: True)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",
     reason="needs TRITON_INTERPRET=1, or see tests/gpu/test_convolutions.py",
 )
-wide, thin = (importlib.import_module(f"everfed.kernels.{name}") for name in ("convolution", "thin"))
+many, thin = (importlib.import_module(f"everfed.kernels.{name}") for name in ("convolution", "thin"))
 
 
 def gradients(layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, ...]:
@@ -43,37 +43,38 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "side", "stride", "padding"), WINDOWS)
-@pytest.mark.parametrize("size", [(9, 11), (6, 4)])
+@pytest.mark.parametrize(("images", "size"), [(3, (9, 11)), (3, (8, 8)), (1, (3, 5))])
 def test_a_convolution_of_many_channels(
-    inputs: int, outputs: int, side: int, stride: int, padding: int, size: tuple[int, int]
+    inputs: int, outputs: int, side: int, stride: int, padding: int, images: int, size: tuple[int, int]
 ) -> None:
-    """Its output and both gradients: odd and even images, with and without a last tile that is full."""
+    """Its output and both gradients. 3 images of 8 x 8: three tiles that are full, where the size is kept; 3 x 5: less
+    than one."""
     torch.manual_seed(0)
     layer = nn.Conv2d(inputs, outputs, side, stride, padding, bias=False).double().to(memory_format=torch.channels_last)
-    assert wide.fits(layer)
-    x, weight, how = maps(3, inputs, *size), layer.weight.detach().float(), (layer.padding, layer.stride)
+    assert many.fits(layer)
+    x, weight, how = maps(images, inputs, *size), layer.weight.detach().float(), (layer.padding, layer.stride)
     want, dy, dx64, dw64 = gradients(layer, x)
-    y, dx = wide.forward(x, weight, *how), wide.input_gradient(dy.float(), x, weight, *how)
+    y, dx = many.forward(x, weight, *how), many.input_gradient(dy.float(), x, weight, *how)
     assert error(y, want) < 2e-6 and error(dx, dx64) < 2e-6
-    for cut in (None, wide.WeightsCut(64, 64, side, 32, 5, 3, 4), wide.WeightsCut(64, 64, 1, 32, 1, 3, 4)):
-        dw = wide.weights_gradient(dy.float(), x, weight, *how, cut)
+    for cut in (None, many.WeightsCut(64, 64, side, 32, 5, 3, 4), many.WeightsCut(64, 64, 1, 32, 1, 3, 4)):
+        dw = many.weights_gradient(dy.float(), x, weight, *how, cut)
         assert error(dw, dw64) < 2e-6 and dw.stride() == weight.stride()
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in (y, dx))
 
 
 def test_large_tiles_are_for_outputs_that_have_many() -> None:
-    small, large = wide.product_cut(8192, 128), wide.product_cut(128 * 256, 128)
+    small, large = many.product_cut(8192, 128), many.product_cut(128 * 256, 128)
     assert small.height < large.height and small.width == large.width == 128
-    assert wide.product_cut(8192, 64).width == wide.product_cut(8192, 192).width == 64
+    assert many.product_cut(8192, 64).width == many.product_cut(8192, 192).width == 64
     for rows, outputs, inputs, side in ((32768, 64, 64, 3), (512, 512, 512, 3), (5, 64, 64, 1)):
-        cut = wide.weights_cut(rows, outputs, inputs, side)
+        cut = many.weights_cut(rows, outputs, inputs, side)
         assert 1 <= cut.parts <= max(1, rows // cut.height) and cut.taps == side
 
 
 def test_which_convolutions_have_many_channels() -> None:
-    assert wide.fits(nn.Conv2d(64, 128, 3, 2, 1)) and wide.fits(nn.Conv2d(64, 128, 1, 2))
+    assert many.fits(nn.Conv2d(64, 128, 3, 2, 1)) and many.fits(nn.Conv2d(64, 128, 1, 2))
     assert not any(
-        wide.fits(layer)
+        many.fits(layer)
         for layer in (
             nn.Conv2d(3, 64, 3, 1, 1),
             nn.Conv2d(64, 100, 3, 1, 1),
@@ -111,10 +112,20 @@ def test_a_residual_block_as_a_whole(on_gpu, monkeypatch) -> None:
     assert all(error(a, b) < 0.02 for a, b in zip(got, truth, strict=True))
 
 
-@pytest.mark.parametrize("change", ["hook", "bias", "float32", "order", "weights' order", "another GPU", "autocast"])
+class Doubled(nn.Conv2d):
+    """Not what its base class computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["hook", "bias", "float32", "mixed", "order", "weights' order", "another GPU", "autocast", "subclass", "large"],
+)
 def test_which_layers_are_left_to_pytorch(on_gpu, monkeypatch, change: str) -> None:
     kind = torch.float32 if change == "float32" else torch.float16
-    layer = nn.Conv2d(64, 64, 3, 1, 1, bias=change == "bias").to(kind)
+    layer = (Doubled if change == "subclass" else nn.Conv2d)(64, 64, 3, 1, 1, bias=change == "bias").to(kind)
     if change != "weights' order":
         layer.to(memory_format=torch.channels_last)
     x, seen = maps(2, 64, 4, 4).to(kind), []
@@ -126,6 +137,13 @@ def test_which_layers_are_left_to_pytorch(on_gpu, monkeypatch, change: str) -> N
         x = x.contiguous()
     if change == "another GPU":
         monkeypatch.setattr(convolution, "_is_hopper", lambda _: False)
+    if change == "large":
+        monkeypatch.setattr(convolution, "_MOST", x.numel())
+    if change == "mixed":  # under autocast PyTorch casts x, which kernels do not
+        monkeypatch.setattr(layer, "_conv_forward", lambda x, *_: functional.conv2d(x.half(), layer.weight, None, 1, 1))
+        x = x.float()
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.float16)
     if change == "autocast":
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
         monkeypatch.setattr(torch, "get_autocast_dtype", lambda *_: torch.bfloat16)
@@ -149,7 +167,8 @@ def test_a_gradient_of_a_gradient(on_gpu, monkeypatch) -> None:
 
 
 def test_a_gradient_by_functions_takes_the_layer(on_gpu) -> None:
-    """torch.func has the weights as tensors of its own, which no kernel can read."""
+    """torch.func has the weights as tensors of its own, which no kernel can read; and it refuses autograd's functions
+    also where it looks at others."""
     layer, x = nn.Conv2d(64, 64, 1, bias=False).half().to(memory_format=torch.channels_last), maps(2, 64, 3, 3).half()
 
     def loss(weight: Tensor) -> Tensor:
@@ -158,6 +177,26 @@ def test_a_gradient_by_functions_takes_the_layer(on_gpu) -> None:
 
     (want,) = torch.autograd.grad(functional.conv2d(x, layer.weight).float().square().sum(), layer.weight)
     assert torch.allclose(torch.func.grad(loss)(layer.weight.detach()), want, rtol=1e-2, atol=0.1)
+    head = torch.randn(64)
+    of_head = torch.func.grad(lambda head: (convolution.convolve(x, layer).float().mean((0, 2, 3)) * head).sum())(head)
+    assert torch.allclose(of_head, functional.conv2d(x, layer.weight).float().mean((0, 2, 3)), atol=1e-3)
+
+
+def test_a_compiled_layer_is_the_compilers(monkeypatch) -> None:
+    for name, value in (("thin", thin), ("many", many), ("_is_hopper", lambda _: True), ("_Convolved", None)):
+        monkeypatch.setattr(convolution, name, value)
+    layer, x = nn.Conv2d(64, 64, 1, bias=False).half().to(memory_format=torch.channels_last), maps(2, 64, 3, 3).half()
+    compiled = torch.compile(lambda x: convolution.unbiased(x, layer), backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(x), layer(x), atol=1e-3)
+
+
+def test_weights_of_another_shape_than_the_layers_are_pytorchs(on_gpu) -> None:
+    """96 outputs are no multiple of 64, whatever the layer says."""
+    layer, x = nn.Conv2d(64, 128, 3, bias=False).half().to(memory_format=torch.channels_last), maps(2, 64, 5, 5).half()
+    weight = torch.randn(96, 64, 3, 3).half().contiguous(memory_format=torch.channels_last)
+    with torch.nn.utils.stateless._reparametrize_module(layer, {"weight": weight}):
+        got = convolution.convolve(x, layer)
+    assert torch.allclose(got, functional.conv2d(x, weight), atol=0.1)
 
 
 def test_what_pytorch_refuses_is_refused(on_gpu) -> None:

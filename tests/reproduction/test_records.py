@@ -178,3 +178,15 @@ def test_a_value_that_became_the_default_is_no_difference() -> None:
     written = {"train": {"optimizer": {"lr": 0.1}}}
     assert records.differences(written, {}) == () == records.differences({}, written)
     assert records.differences({"train": {"optimizer": {"lr": 0.2}}}, {}) == ("train.optimizer.lr",)
+
+
+def test_defaults_that_records_leave_out_stay() -> None:
+    """Records hold only what is not the default. Before one is changed here, write the old one into all records that
+    leave it out; a new key is to be added."""
+    kept = json.loads((Path(__file__).parent / "defaults.json").read_text())
+    assert json.loads(json.dumps(records._defaults())) == kept
+
+
+def test_an_empty_table_is_a_difference() -> None:
+    """Differential privacy with all its defaults is not the same as none."""
+    assert records.differences({"privacy": {"dp": {}}}, {}) == ("privacy.dp",)
