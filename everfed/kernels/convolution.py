@@ -29,21 +29,21 @@ _MANY = 128 * 128 * 128  # elements of the output from which on there are enough
 def _convolve(
     x_ptr, w_ptr, y_ptr, M,
     C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    high: tl.constexpr, wide: tl.constexpr, out_high: tl.constexpr, out_wide: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, OUT_HIGH: tl.constexpr, OUT_WIDE: tl.constexpr,
     TURNED: tl.constexpr, R: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """TURNED: the weights are (C, SIDE, SIDE, O), and the window is turned around; else they are (O, SIDE, SIDE, C)."""
     at, inner = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K)
     channel = tl.program_id(1) * N + tl.arange(0, N)
-    top, left = ((at // out_wide) % out_high) * STRIDE - PAD, (at % out_wide) * STRIDE - PAD
-    pixel = (at // (out_high * out_wide) * high + top) * wide + left
+    top, left = ((at // OUT_WIDE) % OUT_HIGH) * STRIDE - PAD, (at % OUT_WIDE) * STRIDE - PAD
+    pixel = (at // (OUT_HIGH * OUT_WIDE) * HIGH + top) * WIDE + left
     x_ptrs = x_ptr + pixel[:, None] * C + inner[None, :]
     y = tl.zeros((R, N), tl.float32)
     for step in range(SIDE * SIDE * (C // K)):
         tap, first = step // (C // K), (step % (C // K)) * K
         i, j = tap // SIDE, tap % SIDE
-        inside = (at < M) & (top + i >= 0) & (top + i < high) & (left + j >= 0) & (left + j < wide)
-        x = tl.load(x_ptrs + (i * wide + j) * C + first, inside[:, None], 0.0)
+        inside = (at < M) & (top + i >= 0) & (top + i < HIGH) & (left + j >= 0) & (left + j < WIDE)
+        x = tl.load(x_ptrs + (i * WIDE + j) * C + first, inside[:, None], 0.0)
         if TURNED:
             rows = (first + inner)[:, None] * (SIDE * SIDE) + (SIDE * SIDE - 1 - tap)
             w = tl.load(w_ptr + rows * O + channel[None, :])
@@ -57,7 +57,7 @@ def _convolve(
 def _input_gradient_of_stride_2(
     dy_ptr, w_ptr, dx_ptr, M,
     C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, PAD: tl.constexpr,
-    high: tl.constexpr, wide: tl.constexpr, out_high: tl.constexpr, out_wide: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, OUT_HIGH: tl.constexpr, OUT_WIDE: tl.constexpr,
     R: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Of the input's pixels (2a + u, 2b + v), for one u and v: each sees every other tap of the window. M: how many a
@@ -65,7 +65,7 @@ def _input_gradient_of_stride_2(
     at, inner = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, K)
     channel = tl.program_id(1) * N + tl.arange(0, N)
     u, v = tl.program_id(2) // 2, tl.program_id(2) % 2
-    half_high, half_wide = (high + 1) // 2, (wide + 1) // 2
+    half_high, half_wide = (HIGH + 1) // 2, (WIDE + 1) // 2
     image, a, b = at // (half_high * half_wide), (at // half_wide) % half_high, at % half_wide
     i, j = (u + PAD) % 2, (v + PAD) % 2  # the first taps
     below, beside = (SIDE - i + 1) // 2, (SIDE - j + 1) // 2  # how many there are
@@ -75,21 +75,21 @@ def _input_gradient_of_stride_2(
         tap, first = step // (O // K), (step % (O // K)) * K
         down, over = tap // tl.maximum(beside, 1), tap % tl.maximum(beside, 1)  # 1: where the loop has no steps
         row, column = top - down, left - over
-        inside = (at < M) & (row >= 0) & (row < out_high) & (column >= 0) & (column < out_wide)
-        pixel = (image * out_high + row) * out_wide + column
+        inside = (at < M) & (row >= 0) & (row < OUT_HIGH) & (column >= 0) & (column < OUT_WIDE)
+        pixel = (image * OUT_HIGH + row) * OUT_WIDE + column
         dy = tl.load(dy_ptr + pixel[:, None] * O + (first + inner)[None, :], inside[:, None], 0.0)
         place = (first + inner)[:, None] * (SIDE * SIDE) + (i + 2 * down) * SIDE + j + 2 * over
         dx = tl.dot(dy, tl.load(w_ptr + place * C + channel[None, :]), dx)
     row, column = 2 * a + u, 2 * b + v
-    place = ((image * high + row) * wide + column)[:, None] * C + channel[None, :]
-    tl.store(dx_ptr + place, dx, ((at < M) & (row < high) & (column < wide))[:, None])
+    place = ((image * HIGH + row) * WIDE + column)[:, None] * C + channel[None, :]
+    tl.store(dx_ptr + place, dx, ((at < M) & (row < HIGH) & (column < WIDE))[:, None])
 
 
 @kernel
 def _weights_gradient(
     dy_ptr, x_ptr, out_ptr, M, per_part,
     C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    high: tl.constexpr, wide: tl.constexpr, out_high: tl.constexpr, out_wide: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, OUT_HIGH: tl.constexpr, OUT_WIDE: tl.constexpr,
     TAPS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """The sum over one part of the positions, for N outputs, K inputs and TAPS (1 or 3) taps beside each other."""
@@ -103,14 +103,14 @@ def _weights_gradient(
     middle, right = dw, dw
     for start in range(0, per_part, R):
         at = first + start + tl.arange(0, R)
-        row, column = ((at // out_wide) % out_high) * STRIDE + i, (at % out_wide) * STRIDE + j
+        row, column = ((at // OUT_WIDE) % OUT_HIGH) * STRIDE + i, (at % OUT_WIDE) * STRIDE + j
         dy = tl.trans(tl.load(dy_ptr + at[:, None] * O + outputs[None, :], (at < M)[:, None], 0.0))
-        x_ptrs = x_ptr + ((at // (out_high * out_wide) * high + row) * wide + column)[:, None] * C + inputs[None, :]
-        there = (at < M) & (row >= 0) & (row < high)
-        dw = tl.dot(dy, tl.load(x_ptrs, (there & (column >= 0) & (column < wide))[:, None], 0.0), dw)
+        x_ptrs = x_ptr + ((at // (OUT_HIGH * OUT_WIDE) * HIGH + row) * WIDE + column)[:, None] * C + inputs[None, :]
+        there = (at < M) & (row >= 0) & (row < HIGH)
+        dw = tl.dot(dy, tl.load(x_ptrs, (there & (column >= 0) & (column < WIDE))[:, None], 0.0), dw)
         if TAPS == 3:
             middle = tl.dot(dy, tl.load(x_ptrs + C, there[:, None], 0.0), middle)  # never beyond an edge
-            right = tl.dot(dy, tl.load(x_ptrs + 2 * C, (there & (column + 2 < wide))[:, None], 0.0), right)
+            right = tl.dot(dy, tl.load(x_ptrs + 2 * C, (there & (column + 2 < WIDE))[:, None], 0.0), right)
     place = (outputs[:, None] * (SIDE * SIDE) + group * TAPS) * C + inputs[None, :]
     out_ptrs = out_ptr + tl.program_id(1) * (O * SIDE * SIDE * C) + place
     tl.store(out_ptrs, dw)
