@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=10)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
     torch.backends.cudnn.benchmark = True
     streams = [torch.cuda.Stream() for _ in range(arguments.streams)]
     rows: list[dict[str, Any]] = []

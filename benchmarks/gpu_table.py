@@ -42,7 +42,7 @@ PARTS = ("rounds", "generator", "whole", "together")
 
 # what can be left out: a name in a module, and what stands there without it
 PIECES: dict[str, tuple[str, str, Any]] = {
-    "batchnorm": ("everfed.models.fused", "kernels", None),
+    "batchnorm": ("everfed.models.fused", "batchnorm", None),
     "pooling": ("everfed.models.fused", "pooling", None),
     "thin": ("everfed.models.convolution", "thin", None),
     "convolution": ("everfed.models.convolution", "many", None),

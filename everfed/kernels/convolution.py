@@ -15,13 +15,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from everfed.kernels.columns import kernel, total
+from everfed.kernels.tiles import kernel, power, total
 
 _INNER = 64  # input channels at a time; inputs and outputs come in multiples of it
+_ROWS = 64  # positions at a time, of the weights' gradient
 _MANY = 128 * 128 * 128  # elements of the output from which on there are enough large tiles for the GPU
 
 
@@ -90,31 +90,29 @@ def _weights_gradient(
     dy_ptr, x_ptr, out_ptr, M, per_part,
     C: tl.constexpr, O: tl.constexpr, SIDE: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, OUT_HIGH: tl.constexpr, OUT_WIDE: tl.constexpr,
-    TAPS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The sum over one part of the positions, for N outputs, K inputs and TAPS (1 or 3) taps beside each other."""
-    group = tl.program_id(0) % (SIDE * SIDE // TAPS)
-    block = tl.program_id(0) // (SIDE * SIDE // TAPS)
-    outputs = (block % (O // N)) * N + tl.arange(0, N)
-    inputs = (block // (O // N)) * K + tl.arange(0, K)
-    i, j = group * TAPS // SIDE - PAD, group * TAPS % SIDE - PAD
+    """The sum over one part of the positions, for K outputs, K inputs and a row of the window (1 or 3 taps)."""
+    tap, block = tl.program_id(0) % SIDE, tl.program_id(0) // SIDE
+    outputs = (block % (O // K)) * K + tl.arange(0, K)
+    inputs = (block // (O // K)) * K + tl.arange(0, K)
     first = tl.program_id(1) * per_part
-    dw = tl.zeros((N, K), tl.float32)
+    dw = tl.zeros((K, K), tl.float32)
     middle, right = dw, dw
     for start in range(0, per_part, R):
         at = first + start + tl.arange(0, R)
-        row, column = ((at // OUT_WIDE) % OUT_HIGH) * STRIDE + i, (at % OUT_WIDE) * STRIDE + j
+        row, column = ((at // OUT_WIDE) % OUT_HIGH) * STRIDE + tap - PAD, (at % OUT_WIDE) * STRIDE - PAD
         dy = tl.trans(tl.load(dy_ptr + at[:, None] * O + outputs[None, :], (at < M)[:, None], 0.0))
         x_ptrs = x_ptr + ((at // (OUT_HIGH * OUT_WIDE) * HIGH + row) * WIDE + column)[:, None] * C + inputs[None, :]
         there = (at < M) & (row >= 0) & (row < HIGH)
         dw = tl.dot(dy, tl.load(x_ptrs, (there & (column >= 0) & (column < WIDE))[:, None], 0.0), dw)
-        if TAPS == 3:
+        if SIDE == 3:
             middle = tl.dot(dy, tl.load(x_ptrs + C, there[:, None], 0.0), middle)  # never beyond an edge
             right = tl.dot(dy, tl.load(x_ptrs + 2 * C, (there & (column + 2 < WIDE))[:, None], 0.0), right)
-    place = (outputs[:, None] * (SIDE * SIDE) + group * TAPS) * C + inputs[None, :]
+    place = (outputs[:, None] * (SIDE * SIDE) + tap * SIDE) * C + inputs[None, :]
     out_ptrs = out_ptr + tl.program_id(1) * (O * SIDE * SIDE * C) + place
     tl.store(out_ptrs, dw)
-    if TAPS == 3:
+    if SIDE == 3:
         tl.store(out_ptrs + C, middle)
         tl.store(out_ptrs + 2 * C, right)
 
@@ -133,18 +131,12 @@ class Cut(NamedTuple):
     stages: int
     warps: int
 
+    def grid(self, positions: int, channels: int) -> tuple[int, int]:
+        return -(-positions // self.height), channels // self.width
 
-class WeightsCut(NamedTuple):
-    """How that of the weights' gradient is: tiles of `outputs` and `inputs` channels and `taps` taps, each a sum over
-    one of `parts` parts of the positions, `height` at a time."""
-
-    outputs: int
-    inputs: int
-    taps: int
-    height: int
-    parts: int
-    stages: int
-    warps: int
+    @property
+    def options(self) -> dict[str, int]:
+        return {"R": self.height, "N": self.width, "K": _INNER, "num_stages": self.stages, "num_warps": self.warps}
 
 
 def fits(convolution: nn.Conv2d) -> bool:
@@ -178,10 +170,9 @@ def input_gradient(
     dx = torch.empty_like(x)
     rows = len(x) * -(-x.shape[2] // 2) * -(-x.shape[3] // 2)
     cut = product_cut(rows, inputs)
-    _input_gradient_of_stride_2[(-(-rows // cut.height), inputs // cut.width, 4)](
-        dy, weight, dx, rows, inputs, outputs, side, pad, *x.shape[2:], *dy.shape[2:],
-        R=cut.height, N=cut.width, K=_INNER, num_stages=cut.stages, num_warps=cut.warps,
-    )  # fmt: skip
+    _input_gradient_of_stride_2[(*cut.grid(rows, inputs), 4)](
+        dy, weight, dx, rows, inputs, outputs, side, pad, *x.shape[2:], *dy.shape[2:], **cut.options
+    )
     return dx
 
 
@@ -190,36 +181,28 @@ def _convolved(x: Tensor, weight: Tensor, shape: tuple[int, ...], pad: int, step
     (images, outputs, *size), (_, inputs, *image) = shape, x.shape
     rows = images * size[0] * size[1]
     cut = product_cut(rows, outputs)
-    _convolve[(-(-rows // cut.height), outputs // cut.width)](
-        x, weight, y, rows, inputs, outputs, weight.shape[2], step, pad, *image, *size, turned,
-        R=cut.height, N=cut.width, K=_INNER, num_stages=cut.stages, num_warps=cut.warps,
-    )  # fmt: skip
+    _convolve[cut.grid(rows, outputs)](
+        x, weight, y, rows, inputs, outputs, weight.shape[2], step, pad, *image, *size, turned, **cut.options
+    )
     return y
 
 
 def weights_gradient(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    padding: tuple[int, int],
-    stride: tuple[int, int] = (1, 1),
-    cut: WeightsCut | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, int], stride: tuple[int, int] = (1, 1)
 ) -> Tensor:
     outputs, inputs, side, _ = weight.shape
-    rows = dy.numel() // outputs
-    cut = cut or weights_cut(rows, outputs, inputs, side)
-    per_part = -(-rows // (cut.parts * cut.height)) * cut.height
+    size, rows = weight.numel(), dy.numel() // outputs
+    blocks = (outputs // _INNER) * (inputs // _INNER) * side
+    per_part = -(-rows // (parts_of(rows, blocks) * _ROWS)) * _ROWS
     parts = -(-rows // per_part)
     dw = torch.empty_like(weight)
-    sums = dw if parts == 1 else torch.empty((parts, weight.numel()), dtype=torch.float32, device=x.device)
-    blocks = (outputs // cut.outputs) * (inputs // cut.inputs) * (side * side // cut.taps)
+    sums = dw if parts == 1 else torch.empty((parts, size), dtype=torch.float32, device=x.device)
     _weights_gradient[(blocks, parts)](
         dy, x, sums, rows, per_part, inputs, outputs, side, stride[0], padding[0], *x.shape[2:], *dy.shape[2:],
-        cut.taps, R=cut.height, N=cut.outputs, K=cut.inputs, num_stages=cut.stages, num_warps=cut.warps,
+        R=_ROWS, K=_INNER, num_stages=3, num_warps=4,
     )  # fmt: skip
     if parts > 1:
-        size = weight.numel()
-        _sum_parts[(size // 128,)](sums, dw, parts, size, P=triton.next_power_of_2(parts), K=128, num_warps=4)
+        _sum_parts[(size // 128,)](sums, dw, parts, size, P=power(parts), K=128, num_warps=4)
     return dw
 
 
@@ -230,7 +213,6 @@ def product_cut(rows: int, outputs: int) -> Cut:
     return Cut(128, 128, 3, 8) if rows * outputs >= _MANY else Cut(64, 128, 3, 4)
 
 
-def weights_cut(rows: int, outputs: int, inputs: int, side: int) -> WeightsCut:
-    """Parts until half of the multiprocessors have something to do."""
-    blocks = (outputs // 64) * (inputs // 64) * side
-    return WeightsCut(64, 64, side, 64, max(1, min(66 // blocks, rows // 64)), 3, 4)
+def parts_of(rows: int, blocks: int) -> int:
+    """Into how many parts the positions of the weights' gradient are cut: half of the multiprocessors get a block."""
+    return max(1, min(66 // blocks, rows // _ROWS))

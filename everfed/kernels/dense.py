@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from everfed.kernels.thin import power_for_products
+from everfed.kernels.tiles import power_for_products
 
 MOST_HIDDEN = MOST_OUTPUTS = 64  # more would not fit into the shared memory of smaller GPUs
 MOST_ROWS = 256  # samples: in the backward pass every program goes through all of them

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everfed.kernels.tiles import power
+
 IGNORED = -100  # a target that does not count, as in PyTorch
 MOST = 32768  # logits that one program holds
 
@@ -39,20 +41,16 @@ def _cross_entropy(
 
 
 def fits(logits: Tensor) -> bool:
-    return logits.dim() == 2 and logits.numel() > 0 and _power(len(logits)) * _power(logits.shape[1]) <= MOST
+    return logits.dim() == 2 and logits.numel() > 0 and power(len(logits)) * power(logits.shape[1]) <= MOST
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """(mean loss, its gradient). logits: (n, C) float32."""
     count, classes = logits.shape
     loss, gradient = torch.empty((), device=logits.device), torch.empty((count, classes), device=logits.device)
-    rows, columns = _power(count), _power(classes)
+    rows, columns = power(count), power(classes)
     _cross_entropy[(1,)](
         logits, y, loss, gradient, count, classes, logits.stride(0),
         IGNORED=IGNORED, R=rows, K=columns, num_warps=4 if rows * columns <= 4096 else 8,
     )  # fmt: skip
     return loss, gradient
-
-
-def _power(number: int) -> int:
-    return int(triton.next_power_of_2(max(number, 2)))

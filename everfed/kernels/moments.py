@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everfed.kernels import columns as cuts
-from everfed.kernels.columns import is_last, kernel, power
+from everfed.kernels import tiles
+from everfed.kernels.tiles import is_last, kernel, power
 
 
 @triton.jit
@@ -105,8 +105,9 @@ def launch(
     eps: float,
     counts: Tensor,
 ) -> None:
+    """Into mean and spread, as `_moments` says; running: BatchNorm's mean, variance and count, moved in training."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut = cuts.sum_cut(rows, columns)
+    cut = tiles.sum_cut(rows, columns)
     grid = cut.grid(rows, columns)
     means, squares = torch.empty((2, grid[0], columns), device=x.device).unbind()
     _moments[grid](
@@ -116,7 +117,7 @@ def launch(
 
 
 def moments(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, biased variance) per channel. counts: as in `forward`."""
+    """(mean, biased variance) per channel. counts: of `tiles.new_counts`, zeros before and after."""
     mean, variance = torch.empty((2, x.shape[1]), device=x.device).unbind()
     launch(x, None, mean, variance, 0.0, 0.0, counts)
     return mean, variance
@@ -125,7 +126,7 @@ def moments(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 def moments_backward(x: Tensor, dx: Tensor, mean: Tensor, dmean: Tensor, dvariance: Tensor) -> Tensor:
     """dx, and what comes from mean and variance."""
     rows, columns = x.numel() // x.shape[1], x.shape[1]
-    cut, total = cuts.map_cut(rows, columns), torch.empty_like(x)
+    cut, total = tiles.map_cut(rows, columns), torch.empty_like(x)
     dx = dx.contiguous(memory_format=torch.channels_last)
     _moments_backward[cut.grid(rows, columns)](
         x, dx, mean, dmean.contiguous(), dvariance.contiguous(), total, rows, columns, **cut.options

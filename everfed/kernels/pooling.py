@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everfed.kernels.columns import is_last, power, total, width
+from everfed.kernels.tiles import is_last, power, total, width
 
 _WINDOWS = 32  # of one program, in the forward pass
 

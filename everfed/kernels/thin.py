@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from everfed.kernels.columns import power
+from everfed.kernels.tiles import power, power_for_products
 
 MOST = 32  # taps (input channels x height x width of the window) of a convolution with few inputs
 LEAST, MOST_CHANNELS, MOST_SIDE = 8, 31, 7  # of one with few outputs: channels, and sides of the window
@@ -232,8 +232,3 @@ def weights_gradient(dy: Tensor, x: Tensor, weight: Tensor, padding: tuple[int, 
         **constants, SIZE=size, P=power(parts), K=64, num_warps=4,
     )  # fmt: skip
     return dw
-
-
-def power_for_products(number: int) -> int:
-    """The least power of two that is not below it, and that matrix units take."""
-    return max(16, int(triton.next_power_of_2(number)))

@@ -27,8 +27,8 @@ from everfed.kernels import load_kernels
 from everfed.models import direct
 from everfed.models.convolution import unbiased
 
-kernels = load_kernels("everfed.kernels.batchnorm")
-columns = load_kernels("everfed.kernels.columns")
+batchnorm = load_kernels("everfed.kernels.batchnorm")
+tiles = load_kernels("everfed.kernels.tiles")
 moments = load_kernels("everfed.kernels.moments")
 pooling = load_kernels("everfed.kernels.pooling")
 dense = load_kernels("everfed.kernels.dense")
@@ -78,7 +78,7 @@ def _composed(x: Tensor, residual: Tensor | None, slope: float) -> Tensor:
 def _fusable(x: Tensor, norm: nn.BatchNorm2d, residual: Tensor | None) -> bool:
     """Is this a case for the kernels? In evaluation they have no gradient for the layer's own parameters."""
     return (
-        kernels is not None
+        batchnorm is not None
         and x.is_cuda
         and norm.affine
         and norm.track_running_stats
@@ -155,14 +155,14 @@ def _counts(layer: nn.Module, x: Tensor) -> Tensor:
     stream at a time, as its running statistics and gradients are."""
     kept: Tensor | None = layer.__dict__.get("_counts")
     if kept is None or kept.device != x.device:
-        kept = layer.__dict__["_counts"] = columns.new_counts(x)
+        kept = layer.__dict__["_counts"] = tiles.new_counts(x)
     return kept
 
 
 def channel_moments(x: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     """(x, mean, biased variance) of a layer's input (n, C, ...), per channel, in float32, with gradients. Who goes on
     with the x that is returned has all its gradients added up by one kernel."""
-    if kernels is not None and x.is_cuda and _plain(x):
+    if batchnorm is not None and x.is_cuda and _plain(x):
         found: tuple[Tensor, Tensor, Tensor] = _Moments.apply(x, _counts(layer, x))
         return found
     variance, mean = torch.var_mean(x.float(), dim=[0, *range(2, x.dim())], correction=0)
@@ -197,7 +197,7 @@ class _Trained(torch.autograd.Function):
         counts: Tensor,
         sizes: tuple[int, ...],
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, means, rstds = kernels.forward(x, residual, weight, bias, running, momentum, eps, slope, counts, sizes)
+        y, means, rstds = batchnorm.forward(x, residual, weight, bias, running, momentum, eps, slope, counts, sizes)
         ctx.save_for_backward(x, residual, y if residual is not None else None, weight, bias, means, rstds)
         ctx.eps, ctx.slope, ctx.counts, ctx.sizes = eps, slope, counts, sizes
         ctx.set_materialize_grads(False)  # no zeros for a use that has no gradient
@@ -214,7 +214,7 @@ class _Trained(torch.autograd.Function):
             inputs = (x, residual, weight, bias)
             grads = _differentiable(dy, inputs, ctx.needs_input_grad, ctx.eps, ctx.slope, ctx.sizes)
         else:
-            grads = kernels.backward(dy, again, x, y, weight, bias, means, rstds, ctx.slope, ctx.counts, ctx.sizes)
+            grads = batchnorm.backward(dy, again, x, y, weight, bias, means, rstds, ctx.slope, ctx.counts, ctx.sizes)
         return (*grads, *[None] * 7)
 
 
@@ -240,7 +240,7 @@ class _Mapped(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, stored: tuple[Tensor, ...], eps: float, slope: float
     ) -> Tensor:
-        y = kernels.mapped(x, residual, stored, eps, slope)
+        y = batchnorm.mapped(x, residual, stored, eps, slope)
         weight, _, _, variance = stored
         ctx.save_for_backward(y, weight, variance)
         ctx.residual, ctx.eps, ctx.slope = residual is not None, eps, slope
@@ -249,7 +249,7 @@ class _Mapped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dresidual = kernels.mapped_backward(dy, *ctx.saved_tensors, ctx.residual, ctx.eps, ctx.slope)
+        dx, dresidual = batchnorm.mapped_backward(dy, *ctx.saved_tensors, ctx.residual, ctx.eps, ctx.slope)
         return dx, dresidual, None, None, None
 
 

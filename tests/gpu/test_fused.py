@@ -30,7 +30,9 @@ from tests.support.toy import Bench, Norm, Normed, Toy
 sgd_kernel = load_kernels("everfed.kernels.sgd")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or fused.kernels is None, reason="needs a CUDA device and Triton"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or fused.batchnorm is None, reason="needs a CUDA device and Triton"
+    ),
 ]
 
 # (images, channels, height, width): few rows and many, rows that fill no block, the shapes of ResNet-18 at 32 pixels

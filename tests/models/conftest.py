@@ -17,16 +17,16 @@ def batchnorm() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def columns() -> ModuleType:
-    return importlib.import_module("everfed.kernels.columns")
+def tiles() -> ModuleType:
+    return importlib.import_module("everfed.kernels.tiles")
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are computed by kernels for the tensors of a test, as for those on a Hopper GPU."""
     for owner, name, kernels in (
-        (fused, "kernels", "batchnorm"),
-        (fused, "columns", "columns"),
+        (fused, "batchnorm", "batchnorm"),
+        (fused, "tiles", "tiles"),
         (fused, "moments", "moments"),
         (fused, "pooling", "pooling"),
         (fused, "dense", "dense"),

@@ -45,7 +45,7 @@ WINDOWS = [
 @pytest.mark.parametrize(("inputs", "outputs", "side", "stride", "padding"), WINDOWS)
 @pytest.mark.parametrize(("images", "size"), [(3, (9, 11)), (3, (8, 8)), (1, (3, 5))])
 def test_a_convolution_of_many_channels(
-    inputs: int, outputs: int, side: int, stride: int, padding: int, images: int, size: tuple[int, int]
+    monkeypatch, inputs: int, outputs: int, side: int, stride: int, padding: int, images: int, size: tuple[int, int]
 ) -> None:
     """Its output and both gradients. 3 images of 8 x 8: three tiles that are full, where the size is kept; 3 x 5: less
     than one."""
@@ -56,8 +56,9 @@ def test_a_convolution_of_many_channels(
     want, dy, dx64, dw64 = gradients(layer, x)
     y, dx = many.forward(x, weight, *how), many.input_gradient(dy.float(), x, weight, *how)
     assert error(y, want) < 2e-6 and error(dx, dx64) < 2e-6
-    for cut in (None, many.WeightsCut(64, 64, side, 32, 5, 3, 4), many.WeightsCut(64, 64, 1, 32, 1, 3, 4)):
-        dw = many.weights_gradient(dy.float(), x, weight, *how, cut)
+    for parts in (1, 2, 5):
+        monkeypatch.setattr(many, "parts_of", lambda *_, parts=parts: parts)
+        dw = many.weights_gradient(dy.float(), x, weight, *how)
         assert error(dw, dw64) < 2e-6 and dw.stride() == weight.stride()
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in (y, dx))
 
@@ -66,9 +67,7 @@ def test_large_tiles_are_for_outputs_that_have_many() -> None:
     small, large = many.product_cut(8192, 128), many.product_cut(128 * 256, 128)
     assert small.height < large.height and small.width == large.width == 128
     assert many.product_cut(8192, 64).width == many.product_cut(8192, 192).width == 64
-    for rows, outputs, inputs, side in ((32768, 64, 64, 3), (512, 512, 512, 3), (5, 64, 64, 1)):
-        cut = many.weights_cut(rows, outputs, inputs, side)
-        assert 1 <= cut.parts <= max(1, rows // cut.height) and cut.taps == side
+    assert [many.parts_of(*of) for of in ((32768, 3), (512, 192), (5, 1), (128, 1))] == [22, 1, 1, 2]
 
 
 def test_which_convolutions_have_many_channels() -> None:

@@ -36,11 +36,11 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(("slope", "residual", "twice"), [(0.0, False, True), (0.2, True, True), (0.0, True, False)])
 @pytest.mark.parametrize(("shape", "sizes"), [((2, 16, 3, 5), [2]), ((3, 32, 5, 7), [3]), ((5, 32, 5, 7), [2, 3])])
 def test_batchnorm_and_its_statistics(
-    batchnorm, columns, monkeypatch, shape, sizes, slope, residual, twice, small
+    batchnorm, tiles, monkeypatch, shape, sizes, slope, residual, twice, small
 ) -> None:
     monkeypatch.setattr(batchnorm, "_SMALL", small)
     # several tiles to a program, and a last one that is not full
-    monkeypatch.setattr(columns, "sum_cut", lambda *_: columns.Cut(2, 32, 16, 4))
+    monkeypatch.setattr(tiles, "sum_cut", lambda *_: tiles.Cut(2, 32, 16, 4))
     torch.manual_seed(0)
     norm, exact = nn.BatchNorm2d(shape[1]), nn.BatchNorm2d(shape[1]).double()
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_batchnorm_and_its_statistics(
     x, r, dy = 2 * maps(*shape) + 3, maps(*shape), maps(*shape)
     weight, bias = norm.weight.detach(), norm.bias.detach()
     running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-    counts = columns.new_counts(x)
+    counts = tiles.new_counts(x)
     how = (slope, counts, sizes)
     y, means, rstds = batchnorm.forward(x, r if residual else None, weight, bias, running, 0.1, 1e-5, *how)
     again = maps(*shape) if twice else None
@@ -66,12 +66,12 @@ def test_batchnorm_and_its_statistics(
     assert norm.num_batches_tracked == len(sizes) and not counts.any()
 
 
-def test_a_channel_far_from_zero_keeps_its_variance(columns, monkeypatch) -> None:
+def test_a_channel_far_from_zero_keeps_its_variance(tiles, monkeypatch) -> None:
     """Sums of squares in float32 would be off by several per cent for a variance of 1 beside a mean of 1,000."""
-    monkeypatch.setattr(columns, "sum_cut", lambda *_: columns.Cut(2, 64, 16, 4))
+    monkeypatch.setattr(tiles, "sum_cut", lambda *_: tiles.Cut(2, 64, 16, 4))
     torch.manual_seed(0)
     x = (torch.randn(4, 16, 9, 9) + 1_000).contiguous(memory_format=torch.channels_last)
-    mean, variance = importlib.import_module("everfed.kernels.moments").moments(x, columns.new_counts(x))
+    mean, variance = importlib.import_module("everfed.kernels.moments").moments(x, tiles.new_counts(x))
     variance64, mean64 = torch.var_mean(x.double(), dim=[0, 2, 3], correction=0)
     assert error(mean, mean64) < 1e-7 and error(variance, variance64) < 1e-5
 
@@ -181,7 +181,7 @@ def test_second_derivatives_of_pooling_with_a_frozen_bias(on_gpu) -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("shape", [(3, 16, 6, 8), (2, 32, 7, 5), (3, 10, 6, 4), (2, 37, 5, 4)])
-def test_bias_relu_and_pooling(columns, shape, flat) -> None:
+def test_bias_relu_and_pooling(tiles, shape, flat) -> None:
     """Small whole numbers, so that equal elements of a window, zeros and an odd last row and column are all there."""
     pooling = importlib.import_module("everfed.kernels.pooling")
     torch.manual_seed(0)
@@ -192,7 +192,7 @@ def test_bias_relu_and_pooling(columns, shape, flat) -> None:
     dy = torch.randint(-3, 4, want.shape).float()
     got = pooling.forward(x.detach(), bias.detach(), flat)
     assert torch.equal(got, want)
-    gradients = pooling.backward(dy, x.detach(), bias.detach(), flat, columns.new_counts(x))
+    gradients = pooling.backward(dy, x.detach(), bias.detach(), flat, tiles.new_counts(x))
     pairs = zip(gradients, torch.autograd.grad(want, [x, bias], dy), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -319,7 +319,7 @@ def test_which_tensors_have_rows_for_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("p", [0.25, 0.5])
-def test_pooling_leaves_out_channels(columns, p: float) -> None:
+def test_pooling_leaves_out_channels(tiles, p: float) -> None:
     """Of an image, not of all of them; at p itself a channel stays. A channel that is not finite shows even so."""
     pooling = importlib.import_module("everfed.kernels.pooling")
     torch.manual_seed(0)
@@ -332,7 +332,7 @@ def test_pooling_leaves_out_channels(columns, p: float) -> None:
     want = functional.max_pool2d(functional.relu((x + bias.view(1, -1, 1, 1)) * keep / (1 - p)), 2)
     dy = torch.randn_like(want)
     assert torch.allclose(pooling.forward(x.detach(), bias.detach(), False, noise, p), want, rtol=1e-6)
-    gradients = pooling.backward(dy, x.detach(), bias.detach(), False, columns.new_counts(x), noise, p)
+    gradients = pooling.backward(dy, x.detach(), bias.detach(), False, tiles.new_counts(x), noise, p)
     pairs = zip(gradients, torch.autograd.grad(want, [x, bias], dy), strict=True)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
     broken = x.detach().clone(memory_format=torch.channels_last).fill_(math.nan)

@@ -1,5 +1,7 @@
-"""What kernels over activations share. An activation (n, C, h, w), channels-last, is a matrix of M = n h w rows and C
-columns; sums over rows are taken by several programs, the last of which combines them."""
+"""What kernels share: how a matrix is cut into tiles, and how sums over tiles are combined.
+
+An activation (n, C, h, w), channels-last, is a matrix of M = n h w rows and C columns. Sums over rows are taken by
+several programs, the last of which combines them."""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ def is_last(count_ptr, group, programs):
 
 @triton.jit
 def total(partial_ptr, cols, C, parts, P: tl.constexpr):
+    """The sum of all parts, each a row of C numbers, for some columns."""
     part = tl.arange(0, P)[:, None]
     return tl.sum(tl.load(partial_ptr + part * C + cols[None, :], part < parts, 0.0, cache_modifier=".cg"), 0)
 
@@ -67,8 +70,15 @@ def map_cut(rows: int, columns: int) -> Cut:
 
 
 def width(columns: int, most: int) -> int:
+    """Of the tiles that a number of columns is cut into."""
     return next(width for width in (64, 32, 16) if width <= most and columns % width == 0)
 
 
-def power(number: int) -> int:
-    return int(triton.next_power_of_2(max(number, 2)))
+def power(number: int, least: int = 2) -> int:
+    """The least power of two that is not below it."""
+    return int(triton.next_power_of_2(max(number, least)))
+
+
+def power_for_products(number: int) -> int:
+    """One that matrix units take."""
+    return power(number, 16)
