@@ -50,7 +50,7 @@ def test_squared_batch_gradients_are_smaller_and_equal_only_at_batches_of_one(ba
     bench, _, _, w = unit(batch=batch)
     ctx, model, data = bench.context(), {**bench.model(), "params": w}, bench.stream.data(0, 0)
     by_sample, by_batch = (diagonal_fisher(ctx, model, data, kind) for kind in ("sample", "batch"))
-    assert torch.all(by_batch <= by_sample + 1e-7)
+    assert torch.all(by_batch <= by_sample + 1e-6)
     assert torch.allclose(by_batch, by_sample, atol=1e-6) is same
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
 
 from everfed import Context, Data, Model
+from everfed.parts.shared.squared_gradients import squared_gradients
 
 FISHER_KINDS = ("sample", "batch")
-_CHUNK_BYTES = 256 << 20  # of per-sample gradients held at once
+_MEMORY = 1 << 30  # bytes of samples that are computed together
+_MEMORY_OF_A_GPU = 4 << 30  # where launches cost more than work; a sixteenth of a small one
 
 
 def diagonal_fisher(ctx: Context, model: Model, data: Data, kind: str = "sample") -> Tensor:
@@ -17,40 +18,38 @@ def diagonal_fisher(ctx: Context, model: Model, data: Data, kind: str = "sample"
 
     kind "batch" squares the mean gradient of each minibatch instead, as much public code does.
     """
-    size = ctx.options.batch_size if kind == "batch" else _chunk(ctx)
+    if kind == "sample":
+        return _of_samples(ctx, model, data) / max(len(data), 1)
     total = torch.zeros_like(model["params"], device=ctx.train.device)
-    weight = 0
-    for start in range(0, len(data), size):
-        x, y = data.x[start : start + size], data.y[start : start + size]
-        if kind == "batch":
-            total += ctx.train.gradient(ctx, model, x, y, mode="eval", tag="fisher").square()
-            weight += 1
-        else:
-            total += squared_gradients(ctx, model, x, y)
-            weight += len(y)
-    return total / max(weight, 1)
+    size = ctx.options.batch_size
+    minibatches = list(zip(data.x.split(size), data.y.split(size), strict=True)) if len(data) else []
+    for x, y in minibatches:
+        total += ctx.train.gradient(ctx, model, x, y, mode="eval", tag="fisher").square()
+    return total / max(len(minibatches), 1)
 
 
-def squared_gradients(ctx: Context, model: Model, x: Tensor, y: Tensor) -> Tensor:
+def _of_samples(ctx: Context, model: Model, data: Data) -> Tensor:
     """(P,) sum over samples of the squared gradient of each sample's task loss."""
     trainer = ctx.train
     replica = trainer.replica
     replica.load(model)
-    replica.module.eval()
-    named = replica.layout.named(replica.params)  # float32, whatever the module computes in
-    fixed = {n: p.detach() for n, p in replica.module.named_parameters() if not p.requires_grad}
-    buffers = dict(replica.module.named_buffers())
-    loss = trainer.task_loss(ctx)
+    squares = squared_gradients(
+        replica.module,
+        replica.layout.named(replica.params),  # float32, whatever the module computes in
+        {
+            **{name: p.detach() for name, p in replica.module.named_parameters() if not p.requires_grad},
+            **dict(replica.module.named_buffers()),
+        },
+        trainer.stream.inputs(data.x.to(trainer.device)),
+        data.y.to(trainer.device),
+        trainer.task_loss(ctx),
+        _memory(trainer.device),
+    )
+    return replica.layout.flatten_gradient(tuple(squares[entry.name] for entry in replica.layout.params))
 
-    def sample_loss(params: dict[str, Tensor], one: Tensor, label: Tensor) -> Tensor:
-        outputs = functional_call(replica.module, (params, fixed, buffers), (one.unsqueeze(0),))
-        return loss(outputs, label.unsqueeze(0))
 
-    inputs = trainer.stream.inputs(x.to(trainer.device))
-    grads = vmap(grad(sample_loss), in_dims=(None, 0, 0))(named, inputs, y.to(trainer.device))
-    squares = tuple(grads[entry.name].square().sum(0) for entry in replica.layout.params)
-    return replica.layout.flatten_gradient(squares)
-
-
-def _chunk(ctx: Context) -> int:
-    return max(1, min(256, _CHUNK_BYTES // (4 * ctx.facts.layout.size)))
+def _memory(device: torch.device) -> int:
+    """Nothing that changes from run to run: how samples are divided shows in the last bits."""
+    if device.type != "cuda":
+        return _MEMORY
+    return min(_MEMORY_OF_A_GPU, int(torch.cuda.get_device_properties(device).total_memory) // 16)
