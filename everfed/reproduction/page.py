@@ -4,13 +4,15 @@
 ...
 <!-- records: end -->
 
-<!-- records: recipe:stamp/cifar100-cnn --> marks a line for every run of a recipe, with the settings that differ.
+<!-- records: recipe:stamp/cifar100-cnn --> marks a line for every method of a recipe, with the settings that
+differ and the scores of its seeds.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from statistics import fmean, pstdev
 
 from everfed.errors import UserError
 from everfed.markdown import markdown_table
@@ -22,6 +24,7 @@ from everfed.reproduction.records import Record, differences, flat
 from everfed.reproduction.tables import find
 
 RECIPE = "recipe:"  # what a mark of a recipe begins with
+_SCORES = {"learning_accuracy": "learning accuracy", "acc": "final accuracy", "forgetting": "forgetting"}
 _MARKED = re.compile(r"(<!-- records: (?!end)(\S+) -->\n)(.*?)(<!-- records: end -->)", re.DOTALL)
 
 
@@ -51,28 +54,48 @@ def section(name: str, runs: Runs) -> str:
 
 
 def every_run(recipe: str, records: Iterable[Record]) -> str:
-    """A line for every record of a recipe, in per cent, and what made them."""
+    """A line for every method of a recipe and every choice of its settings, in per cent, and what made them."""
     own = sorted((one for one in records if one["recipe"] == recipe), key=lambda one: (one["method"], one["seed"]))
     if not own:
         return "No records."
-    found = {key for one in own for key in differences(own[0]["settings"], one["settings"])}
-    keys = sorted(key for key in found if not key.startswith("method."))
-    lines = []
+    keys = _differing(own)
+    lines: dict[tuple[str, ...], list[Record]] = {}
     for one in own:
-        table = flat(one["settings"])
-        scores = [one["metrics"].get(key) for key in ("learning_accuracy", "acc", "forgetting")]
-        set_to = [str(table.get(key, "default")) for key in keys]
-        lines.append([one["method"], *set_to, str(one["seed"]), *map(_percent, scores)])
-    columns = ["method", *keys, "seed", "learning accuracy", "final accuracy", "forgetting"]
+        lines.setdefault((one["method"], *(_setting(one, key) for key in keys)), []).append(one)
+    rows = [
+        [*line, ", ".join(str(one["seed"]) for one in group), *(_over_seeds(group, score) for score in _SCORES)]
+        for line, group in sorted(lines.items())
+    ]
     ways: dict[str, list[Record]] = {}
     for one in own:
         ways.setdefault(_how(one), []).append(one)
     sources = [_line(recipe, how, group) for how, group in ways.items()]
-    return "\n\n".join([markdown_table(columns, sorted(lines)), *sources])
+    return "\n\n".join([markdown_table(["method", *keys, "seeds", *_SCORES.values()], rows), *sources])
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}"
+def _differing(records: Sequence[Record]) -> list[str]:
+    """The settings in which records differ; options of methods only where records of one method do."""
+    first: dict[str, Record] = {}
+    found = set()
+    for one in records:
+        of_its_method = first.setdefault(one["method"], one)
+        found |= {key for key in differences(records[0]["settings"], one["settings"]) if not key.startswith("method.")}
+        found |= set(differences(of_its_method["settings"], one["settings"]))
+    return sorted(found)
+
+
+def _setting(record: Record, key: str) -> str:
+    """Nothing for an option of another method."""
+    scope, part, *_ = key.split(".")
+    foreign = scope == "method" and part not in record["method"].split("+")
+    return str(flat(record["settings"]).get(key, "" if foreign else "default"))
+
+
+def _over_seeds(records: Sequence[Record], score: str) -> str:
+    """Mean ± population deviation, and in brackets the value of each seed."""
+    values = [100 * one["metrics"][score] for one in records if one["metrics"].get(score) is not None]
+    each = " ".join(f"{value:.1f}" for value in values)
+    return each if len(values) < 2 else f"{fmean(values):.1f} ± {pstdev(values):.1f} ({each})"
 
 
 def _numbered(verdicts: Iterable[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +13,7 @@ from everfed.cli import app
 from everfed.errors import UserError
 from everfed.reproduction import records
 from everfed.reproduction.page import renewed
-from everfed.reproduction.records import FOLDER
+from everfed.reproduction.records import FOLDER, Record
 from tests.reproduction.test_records import made
 
 ROOT = Path(__file__).parents[2]
@@ -60,11 +61,35 @@ def test_marks_of_no_table_are_refused() -> None:
         renewed("# Results\n", [])
 
 
-def test_every_run_of_a_recipe_is_a_line_with_the_settings_that_differ() -> None:
-    runs = [
-        {**made(accuracy=0.5), "recipe": "own", "seed": seed, "settings": {"train": {"optimizer": {"lr": lr}}}}
-        for seed, lr in ((0, 0.1), (1, 0.2))
+def of_recipe(method: str, seed: int, settings: dict[str, Any], **scores: float) -> Record:
+    return {**made(accuracy=0.5), "recipe": "own", "method": method, "seed": seed, "settings": settings, "metrics": scores}
+
+
+def rows_of(records: list[Record]) -> list[list[str]]:
+    text = renewed("<!-- records: recipe:own -->\n<!-- records: end -->\n", records)
+    assert "`own`: " in text
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+
+
+def test_every_choice_of_a_recipe_s_settings_is_a_line_with_those_that_differ() -> None:
+    runs = [of_recipe("fedavg", seed, {"train": {"optimizer": {"lr": lr}}}, acc=0.5) for seed, lr in ((0, 0.1), (1, 0.2))]
+    head, *rows = rows_of(runs)
+    assert head[:3] == ["method", "train.optimizer.lr", "seeds"]
+    assert [row[:3] for row in rows] == [["fedavg", "0.1", "0"], ["fedavg", "0.2", "1"]]
+
+
+def test_seeds_of_one_choice_are_one_line_with_their_mean() -> None:
+    runs = [of_recipe("fedavg", seed, {}, acc=acc, forgetting=0.1) for seed, acc in ((1, 0.6), (0, 0.5), (2, 0.7))]
+    _, row = rows_of(runs)
+    assert row == ["fedavg", "0, 1, 2", "", "60.0 ± 8.2 (50.0 60.0 70.0)", "10.0 ± 0.0 (10.0 10.0 10.0)"]
+
+
+def test_options_of_methods_are_shown_where_runs_of_one_method_differ() -> None:
+    """Not those in which methods differ from each other, which each has."""
+    kinds = [
+        of_recipe("fedssi", 0, {"method": {"fedssi": {"displacement": kind, "eps": 0.1}}}, acc=0.5)
+        for kind in ("psm", "global")
     ]
-    text = renewed("<!-- records: recipe:own -->\n<!-- records: end -->\n", runs)
-    assert re.search(r"\| train.optimizer.lr +\| seed", text)
-    assert re.search(r"\| 0.1 +\| 0 ", text) and re.search(r"\| 0.2 +\| 1 ", text) and "`own`: " in text
+    head, *rows = rows_of([of_recipe("ewc", 0, {"method": {"ewc": {"weight": 1.0}}}, acc=0.4), *kinds])
+    assert head[:3] == ["method", "method.fedssi.displacement", "seeds"]
+    assert [row[:2] for row in rows] == [["ewc", ""], ["fedssi", "global"], ["fedssi", "psm"]]
