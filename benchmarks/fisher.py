@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from benchmarks.measure import Contender, Work, interleave, machine, ratios, summary, write
 from everfed.models.resnet import ResNet18
-from everfed.parts.shared.squared_gradients import Network, squared_gradients
+from everfed.parts.shared.per_sample import Network
+from everfed.parts.shared.squared_gradients import squared_gradients
 
 BEFORE = 256 << 20
 
@@ -36,12 +37,12 @@ def ways(net: Network, samples: int, memory: int, device: torch.device) -> dict[
     def by_samples() -> dict[str, torch.Tensor]:
         total = {name: torch.zeros_like(p) for name, p in net.params.items()}
         for part in zip(x.split(together), y.split(together), strict=True):
-            for name, value in net.squares(*part)[0].items():
-                total[name] += value
+            for name, value in net.gradients(*part).items():
+                total[name] += value.square().sum(0)
         return total
 
     def by_layers() -> dict[str, torch.Tensor]:
-        return squared_gradients(net.module, net.params, net.constants, x, y, net.loss, memory)
+        return squared_gradients(net, x, y, memory)
 
     return {"samples": by_samples, "layers": by_layers}
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from everfed import Context, Data, Model
+from everfed.parts.shared.per_sample import Network
 from everfed.parts.shared.squared_gradients import squared_gradients
 
 FISHER_KINDS = ("sample", "batch")
@@ -33,18 +34,15 @@ def _of_samples(ctx: Context, model: Model, data: Data) -> Tensor:
     trainer = ctx.train
     replica = trainer.replica
     replica.load(model)
-    squares = squared_gradients(
+    frozen = {name: p.detach() for name, p in replica.module.named_parameters() if not p.requires_grad}
+    network = Network(
         replica.module,
         replica.layout.named(replica.params),  # float32, whatever the module computes in
-        {
-            **{name: p.detach() for name, p in replica.module.named_parameters() if not p.requires_grad},
-            **dict(replica.module.named_buffers()),
-        },
-        trainer.stream.inputs(data.x.to(trainer.device)),
-        data.y.to(trainer.device),
+        {**frozen, **dict(replica.module.named_buffers())},
         trainer.task_loss(ctx),
-        _memory(trainer.device),
     )
+    inputs, labels = trainer.stream.inputs(data.x.to(trainer.device)), data.y.to(trainer.device)
+    squares = squared_gradients(network, inputs, labels, _memory(trainer.device))
     return replica.layout.flatten_gradient(tuple(squares[entry.name] for entry in replica.layout.params))
 
 

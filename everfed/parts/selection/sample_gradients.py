@@ -6,19 +6,18 @@ approximations of the full gradient's direction; a projected one can stand for i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 from torch.nn import Module
 
 from everfed.parts.selection.random_projection import RandomProjection
+from everfed.parts.shared.per_sample import Layers, Loss, Network
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(outputs of a batch, targets of a batch) -> scalar; called with batches of one."""
 DEFAULT_MEMORY = 2**30
 
 
@@ -147,16 +146,14 @@ def _chunks(
     """(rows, their gradients by parameter), `chunk` samples at a time."""
     trained = {name: params[name].detach() for name in names}
     fixed = {name: value.detach() for name, value in params.items() if name not in trained}
-
-    def loss_of_one(weights: dict[str, Tensor], xi: Tensor, yi: Tensor) -> Tensor:
-        outputs = functional_call(module, ({**fixed, **weights}, dict(buffers)), (xi[None],))
-        return loss_fn(outputs, yi[None])
-
-    gradients_of = vmap(grad(loss_of_one), in_dims=(None, 0, 0))
+    network = Network(module, trained, {**fixed, **buffers}, loss_fn)
+    layers = Layers.of(network)
     with _eval_mode(module):
         for first in range(0, len(x), chunk):
             part = slice(first, min(first + chunk, len(x)))
-            by_name = gradients_of(trained, x[part], y[part])
+            by_name = layers and layers.gradients(x[part], y[part])
+            if not by_name:
+                layers, by_name = None, network.gradients(x[part], y[part])
             yield part, [by_name[name] for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Sums of squared gradients from batched passes, against one backward pass for each sample; all in float64."""
+"""Gradients of single samples from batched passes, against one backward pass for each; all in float64."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch.nn import functional
 
 from everfed.models.cnn import SmallCNN
 from everfed.models.resnet import ResNet18
-from everfed.parts.shared import squared_gradients as subject
-from everfed.parts.shared.squared_gradients import Layers, Network, squared_gradients
+from everfed.parts.shared import squared_gradients as squaring
+from everfed.parts.shared.per_sample import Layers, Network
+from everfed.parts.shared.squared_gradients import squared_gradients
 
 MEMORY = 1 << 28
 
@@ -37,21 +38,24 @@ def one_by_one(net: Network, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """A backward pass for each sample, by PyTorch."""
     net.module.eval()
     trained = {name: p for name, p in net.module.named_parameters() if p.requires_grad}
-    total = {name: torch.zeros_like(p) for name, p in trained.items()}
-    for one, label in zip(x, y, strict=True):
-        found = torch.autograd.grad(net.loss(net.module(one[None]), label[None]), list(trained.values()))
-        for name, value in zip(trained, found, strict=True):
-            total[name] += value.square()
-    return total
+    rows = [
+        torch.autograd.grad(net.loss(net.module(one[None]), label[None]), list(trained.values()))
+        for one, label in zip(x, y, strict=True)
+    ]
+    return {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(trained)}
 
 
-def check(net: Network, x: Tensor, y: Tensor, by_layers: bool, memory: int = MEMORY) -> None:
-    layers = Layers.of(net)
-    assert (layers is not None and layers.squares(x, y) is not None) is by_layers
-    found = squared_gradients(net.module, net.params, net.constants, x, y, net.loss, memory)
-    for name, expected in one_by_one(net, x, y).items():
-        assert expected.sum() > 0, name
-        assert torch.allclose(found[name], expected, rtol=1e-9, atol=1e-12 * float(expected.max())), name
+def check(net: Network, x: Tensor, y: Tensor, by_layers: bool) -> None:
+    """Gradients, and the sums of their squares, which take ways of their own."""
+    expected, layers = one_by_one(net, x, y), Layers.of(net)
+    found = layers.gradients(x, y) if layers else None
+    assert (found is not None) is by_layers
+    sums = squared_gradients(net, x, y, MEMORY)
+    for name, rows in expected.items():
+        assert rows.abs().sum() > 0, name
+        close = {"rtol": 1e-9, "atol": 1e-12 * float(rows.abs().max())}
+        torch.testing.assert_close((found or net.gradients(x, y))[name], rows, **close)
+        torch.testing.assert_close(sums[name], rows.square().sum(0), **close)
 
 
 def images(*shape: int, classes: int = 5) -> tuple[Tensor, Tensor]:
@@ -77,7 +81,7 @@ def images(*shape: int, classes: int = 5) -> tuple[Tensor, Tensor]:
     ],
     ids=["resnet18", "small-cnn", "mlp", "groups", "dilation", "in place"],
 )
-def test_every_sample_s_square_is_in_the_sum(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def test_every_sample_s_gradient_is_its_own(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, y = images(*shape)
     module = make()
@@ -85,7 +89,7 @@ def test_every_sample_s_square_is_in_the_sum(make: Callable[[], nn.Module], shap
     check(network(module, seen=1.5 * x.flip(3) + 0.3 if x.dim() == 4 else None), x, y, by_layers=True)
 
 
-def test_a_sample_of_several_rows_is_squared_after_their_sum() -> None:
+def test_a_sample_of_several_rows_has_one_gradient() -> None:
     """(n, words, features), as in a transformer."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5))
@@ -104,7 +108,7 @@ def test_frozen_layers_are_constants() -> None:
 
 # what must not take the closed forms ---------------------------------------------------------------------------------
 class Twice(nn.Module):
-    """A layer that is called twice: the square of a sum of two gradients."""
+    """A layer that is called twice: the sum of two gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,9 +214,10 @@ def test_however_samples_are_divided_the_sum_is_the_same(samples: int, memory: i
     torch.manual_seed(0)
     net = network(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 5)))
     x, y = images(samples, 2, 4, 4)
-    found = squared_gradients(net.module, net.params, net.constants, x, y, net.loss, memory)
-    for name, expected in one_by_one(net, x, y).items():
-        assert torch.allclose(found[name], expected, rtol=1e-9, atol=1e-12), name
+    found = squared_gradients(net, x, y, memory)
+    whole = {name: rows.square().sum(0) for name, rows in net.gradients(x, y).items()} if samples else {}
+    for name, value in net.params.items():
+        torch.testing.assert_close(found[name], whole.get(name, torch.zeros_like(value)), rtol=1e-9, atol=1e-12)
 
 
 def test_samples_in_flight_stay_within_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +227,9 @@ def test_samples_in_flight_stay_within_the_memory(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     net = network(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 5)))
     x, y = images(50, 2, 4, 4)
-    squared_gradients(net.module, net.params, net.constants, x, y, net.loss, 20_000)
-    # a sample: inputs and gradients of both layers, 32 + 12 + 12 + 5 numbers, and twice the larger weight's 60
-    assert sizes == [subject._FIRST, 13, 13, 13, 3]
+    squared_gradients(net, x, y, 20_000)
+    # a sample: twice the inputs of both layers, 32 and 12 numbers, and twice the larger weight's 60; eight bytes each
+    assert sizes == [squaring._FIRST, 12, 12, 12, 6]
 
 
 def test_nothing_of_the_network_changes() -> None:
@@ -234,7 +239,7 @@ def test_nothing_of_the_network_changes() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     x, y = images(5, 3, 8, 8)
     for _ in range(2):
-        squared_gradients(module, net.params, net.constants, x, y, net.loss, MEMORY)
+        squared_gradients(net, x, y, MEMORY)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert not any(layer._forward_hooks for layer in module.modules())
     assert all(p.grad is None and p.requires_grad for p in module.parameters())
@@ -246,11 +251,11 @@ def test_values_count_and_not_what_the_module_holds() -> None:
     module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
     x, y = images(5, 2, 6, 6)
     net = network(module, seen=x + 0.3)
-    expected = squared_gradients(module, net.params, net.constants, x, y, net.loss, MEMORY)
+    expected = squared_gradients(net, x, y, MEMORY)
     params = {name: value.clone() for name, value in net.params.items()}
     constants = {name: value.clone() for name, value in net.constants.items()}
     with torch.no_grad():
         for value in [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]:
             value.mul_(3.0)
-    found = squared_gradients(module, params, constants, x, y, net.loss, MEMORY)
+    found = squared_gradients(Network(module, params, constants, net.loss), x, y, MEMORY)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
