@@ -11,7 +11,7 @@ from everfed.parts.shared.squared_gradients import squared_gradients
 
 FISHER_KINDS = ("sample", "batch")
 _MEMORY = 1 << 30  # bytes of samples that are computed together
-_MEMORY_OF_A_GPU = 4 << 30  # where launches cost more than work; a sixteenth of a small one
+_MEMORY_OF_A_GPU = 2 << 30  # where launches cost more than work; less of a small one, for up to ten clients do it at once
 
 
 def diagonal_fisher(ctx: Context, model: Model, data: Data, kind: str = "sample") -> Tensor:
@@ -50,4 +50,4 @@ def _memory(device: torch.device) -> int:
     """Nothing that changes from run to run: how samples are divided shows in the last bits."""
     if device.type != "cuda":
         return _MEMORY
-    return min(_MEMORY_OF_A_GPU, int(torch.cuda.get_device_properties(device).total_memory) // 16)
+    return min(_MEMORY_OF_A_GPU, int(torch.cuda.get_device_properties(device).total_memory) // 64)
