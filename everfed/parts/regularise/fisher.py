@@ -11,7 +11,7 @@ from everfed.parts.shared.squared_gradients import squared_gradients
 
 FISHER_KINDS = ("sample", "batch")
 _MEMORY = 1 << 30  # bytes of samples that are computed together
-_MEMORY_OF_A_GPU = 2 << 30  # where launches cost more than work; less of a small one, for up to ten clients do it at once
+_MEMORY_OF_A_GPU = 2 << 30  # launches cost more there; less of a small one, for ten clients may do it at once
 
 
 def diagonal_fisher(ctx: Context, model: Model, data: Data, kind: str = "sample") -> Tensor:
