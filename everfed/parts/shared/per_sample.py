@@ -96,8 +96,8 @@ class Layers:
 
     def bytes_kept(self, x: Tensor) -> int:
         """By the last pass, of a batch x: inputs of layers, gradients of their outputs, and one layer's gradients."""
-        largest = max(_bytes([value]) for value in self.network.params.values())
-        return 2 * _bytes(layer.inputs[0] for layer in self.layers) + 2 * len(x) * largest
+        largest = max(value.nbytes for value in self.network.params.values())
+        return 2 * sum(layer.inputs[0].nbytes for layer in self.layers) + 2 * len(x) * largest
 
     def _each(self, x: Tensor, y: Tensor, value: Callable[[Layer, str, Tensor, Tensor], Tensor]) -> Named | None:
         """By parameter: value(its layer, weight or bias, the layer's input, the gradient of its output)."""
@@ -205,7 +205,3 @@ def _windows(layer: nn.Conv2d, a: Tensor, positions: torch.Size) -> Tensor:
     steps = [step * stride for step, stride in zip(place, layer.stride, strict=True)]
     inside = [step * dilation for step, dilation in zip(place, layer.dilation, strict=True)]
     return padded.as_strided(size, (samples, channels * own, *steps, *inside, channels))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

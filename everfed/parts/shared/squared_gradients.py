@@ -24,7 +24,7 @@ def squared_gradients(network: Network, x: Tensor, y: Tensor, memory: int) -> Na
         else:
             each = network.gradients(*part)
             layers, found = None, {name: value.square().sum(0) for name, value in each.items()}
-            used = sum(value.numel() * value.element_size() for value in each.values())
+            used = sum(value.nbytes for value in each.values())
         for name, value in found.items():
             total[name] += value
         start, size = start + size, max(1, memory * len(part[0]) // used)
