@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from everfed.models.cnn import SmallCNN
 from everfed.models.resnet import ResNet18
+from everfed.parts.shared import per_sample
 from everfed.parts.shared import squared_gradients as squaring
 from everfed.parts.shared.per_sample import Layers, Network
 from everfed.parts.shared.squared_gradients import squared_gradients
@@ -228,8 +229,20 @@ def test_samples_in_flight_stay_within_the_memory(monkeypatch: pytest.MonkeyPatc
     net = network(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 5)))
     x, y = images(50, 2, 4, 4)
     squared_gradients(net, x, y, 20_000)
-    # a sample: twice the inputs of both layers, 32 and 12 numbers, and twice the larger weight's 60; eight bytes each
-    assert sizes == [squaring._FIRST, 12, 12, 12, 6]
+    assert sizes == [
+        squaring._FIRST,
+        28,
+        14,
+    ]  # a sample: twice the inputs of both layers, 32 and 12 numbers of eight bytes
+
+
+@pytest.mark.parametrize("bytes_at_once", [1, 1500, 1 << 20])
+def test_gradients_may_be_formed_a_few_at_a_time(bytes_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(per_sample, "_AT_ONCE", bytes_at_once)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 5))
+    check(network(module), *images(9, 2, 4, 4), by_layers=True)
+    check(network(nn.Sequential(nn.Linear(4, 3), nn.Flatten(), nn.Linear(24, 5))), *images(9, 8, 4), by_layers=True)
 
 
 def test_nothing_of_the_network_changes() -> None:

@@ -12,6 +12,8 @@ A network with other trained layers, or one that uses a layer twice, takes one g
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs of a batch, targets of a batch) -> scalar; called with batches of one."""
 Named = dict[str, Tensor]
 """By parameter."""
+_AT_ONCE = 256 << 20  # bytes of one layer's gradients, or of its windows, that `Layers.squares` forms at once
 
 
 @dataclass(frozen=True)
@@ -91,13 +94,13 @@ class Layers:
         return self._each(x, y, self._gradient)
 
     def squares(self, x: Tensor, y: Tensor) -> Named | None:
-        """The sum over samples of their squares, without the gradients of more than one layer at a time."""
+        """The sum over samples of their squares; no more gradients are formed than fit into `_AT_ONCE`."""
         return self._each(x, y, self._square)
 
-    def bytes_kept(self, x: Tensor) -> int:
-        """By the last pass, of a batch x: inputs of layers, gradients of their outputs, and one layer's gradients."""
-        largest = max(value.nbytes for value in self.network.params.values())
-        return 2 * sum(layer.inputs[0].nbytes for layer in self.layers) + 2 * len(x) * largest
+    @property
+    def bytes_kept(self) -> int:
+        """By the last pass, about: inputs of layers and gradients of their outputs."""
+        return 2 * sum(layer.inputs[0].nbytes for layer in self.layers)
 
     def _each(self, x: Tensor, y: Tensor, value: Callable[[Layer, str, Tensor, Tensor], Tensor]) -> Named | None:
         """By parameter: value(its layer, weight or bias, the layer's input, the gradient of its output)."""
@@ -155,7 +158,10 @@ class Layers:
     def _square(self, layer: Layer, own: str, a: Tensor, g: Tensor) -> Tensor:
         if isinstance(layer.module, nn.Linear) and own == "weight" and _rows(a).shape[1] == 1:
             return _rows(g)[:, 0].square().T @ _rows(a)[:, 0].square()  # a product of two numbers: no need to form it
-        return self._gradient(layer, own, a, g).square_().sum(0)
+        window = math.prod(getattr(layer.module, "kernel_size", ())) * a[0].nbytes
+        samples = max(1, _AT_ONCE // max(window, self.network.params[layer.names[own]].nbytes))
+        parts = zip(a.split(samples), g.split(samples), strict=True)
+        return functools.reduce(torch.add, (self._gradient(layer, own, *part).square_().sum(0) for part in parts))
 
 
 def _has_closed_form(layer: nn.Module) -> bool:

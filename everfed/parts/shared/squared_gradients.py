@@ -20,7 +20,7 @@ def squared_gradients(network: Network, x: Tensor, y: Tensor, memory: int) -> Na
         part = x[start : start + size], y[start : start + size]
         found = layers and layers.squares(*part)
         if layers and found:
-            used = layers.bytes_kept(part[0])
+            used = layers.bytes_kept
         else:
             each = network.gradients(*part)
             layers, found = None, {name: value.square().sum(0) for name, value in each.items()}
