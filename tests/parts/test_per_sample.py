@@ -229,11 +229,8 @@ def test_samples_in_flight_stay_within_the_memory(monkeypatch: pytest.MonkeyPatc
     net = network(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 5)))
     x, y = images(50, 2, 4, 4)
     squared_gradients(net, x, y, 20_000)
-    assert sizes == [
-        squaring._FIRST,
-        28,
-        14,
-    ]  # a sample: twice the inputs of both layers, 32 and 12 numbers of eight bytes
+    # a sample: twice the inputs of both layers, 32 and 12 numbers of eight bytes
+    assert sizes == [squaring._FIRST, 28, 14]
 
 
 @pytest.mark.parametrize("bytes_at_once", [1, 1500, 1 << 20])
