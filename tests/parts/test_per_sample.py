@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from everfed.models.cnn import SmallCNN
 from everfed.models.resnet import ResNet18
 from everfed.parts.shared import per_sample
 from everfed.parts.shared import squared_gradients as squaring
-from everfed.parts.shared.per_sample import Layers, Network
+from everfed.parts.shared.per_sample import Layers, Network, closed_forms
 from everfed.parts.shared.squared_gradients import squared_gradients
 
 MEMORY = 1 << 28
@@ -48,7 +49,7 @@ def one_by_one(net: Network, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 def check(net: Network, x: Tensor, y: Tensor, by_layers: bool) -> None:
     """Gradients, and the sums of their squares, which take ways of their own."""
-    expected, layers = one_by_one(net, x, y), Layers.of(net)
+    expected, layers = one_by_one(net, x, y), closed_forms(net, x, y)
     found = layers.gradients(x, y) if layers else None
     assert (found is not None) is by_layers
     sums = squared_gradients(net, x, y, MEMORY)
@@ -145,6 +146,72 @@ class Penalised(Twice):
         return self.head(self.inner(x)) * self.head.bias.square().sum()
 
 
+class Normed(nn.Module):
+    """Its untrained layer normalises by the batch."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, **options).requires_grad_(False)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+class Centred(Twice):
+    """Samples are mixed by no layer at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(x)) - x.mean(0) / 2 if len(x) > 1 else torch.tanh(self.inner(x)) - x / 2)
+
+
+class Turned(Twice):
+    """Rows come first, not samples: (6, n)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(x.T[..., None])).sum(0))
+
+
+class Classes(Twice):
+    """Its layer maps as many embeddings of classes as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("classes", torch.randn(7, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.inner(self.classes).T + self.head(x).sum(1, keepdim=True)
+
+
+class Behindhand(Twice):
+    """The inner layer is called without gradients, and the head is called once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first = self.inner(x)
+        return self.head(first + functional.linear(x, self.inner.weight, self.inner.bias))
+
+
+class Dropped(Twice):
+    """One layer's output is thrown away, another's weight is used twice: as many uses as there are weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner(x)
+        return self.head(x) + functional.linear(x, self.head.weight, self.head.bias).tanh()
+
+
+class Low(Twice):
+    """Computes in half precision inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(torch.tanh(self.inner(x)))
+
+
 class Bent(nn.Linear):
     """A linear layer by its class, not by what it does."""
 
@@ -184,6 +251,108 @@ def test_other_uses_of_a_layer_are_found_out(kind: type[nn.Module]) -> None:
 def test_other_layers_are_computed_sample_by_sample(layer: nn.Module) -> None:
     torch.manual_seed(0)
     check(network(nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 5))), *images(7, 6), by_layers=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Normed(track_running_stats=False),
+        lambda: Normed(track_running_stats=False, affine=False),
+        Centred,
+        Classes,
+    ],
+    ids=["untracked", "without parameters", "by no layer", "classes"],
+)
+def test_mixed_samples_and_rows_that_are_none_are_found_out(make: Callable[[], nn.Module]) -> None:
+    """By what is seen, or by the trial: seven rows for seven samples."""
+    torch.manual_seed(0)
+    net, (x, y) = network(make()), images(7, 6)
+    net.module.eval()
+    assert closed_forms(net, x, y) is None
+
+
+def test_rows_that_come_first_are_found_out_also_where_there_are_as_many() -> None:
+    torch.manual_seed(0)
+    net = network(Turned())
+    for samples in (6, 9):
+        x, y = images(samples, 6)
+        assert closed_forms(net, x, y) is None
+        check(net, x, y, by_layers=False)
+
+
+def test_a_batchnorm_that_stays_in_training_is_found_out() -> None:
+    class Stubborn(nn.BatchNorm2d):
+        def train(self, mode: bool = True) -> nn.Module:
+            return super().train(True)
+
+    module = nn.Sequential(Stubborn(2).requires_grad_(False), nn.Flatten(), nn.Linear(8, 5)).eval()
+    assert closed_forms(network(module), *images(7, 2, 2, 2)) is None
+
+
+def test_gradients_that_closed_forms_do_not_see_are_no_error() -> None:
+    torch.manual_seed(0)
+    net, (x, y) = network(Behindhand()), images(7, 6)
+    assert closed_forms(net, x, y) is None
+    half = Low()  # autocast takes no float64
+    low = Network(half, {name: p.detach() for name, p in half.named_parameters()}, {}, net.loss)
+    assert closed_forms(low, x.float(), y) is None
+
+
+def test_a_layer_without_use_and_one_with_two_are_not_taken_for_two_with_one() -> None:
+    torch.manual_seed(0)
+    net, (x, y) = network(Dropped()), images(7, 6)
+    layers = Layers.of(net)
+    assert layers is not None and layers.gradients(x, y) is None
+
+
+def test_hooks_of_users_that_change_an_output_come_later() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    module[0].register_forward_hook(lambda layer, given, output: output.tanh())
+    module[1].register_forward_pre_hook(lambda layer, given: (given[0] * 2,))
+    check(network(module), *images(7, 6), by_layers=True)
+
+
+def test_layers_with_more_than_their_own_parameters_take_no_closed_form() -> None:
+    torch.manual_seed(0)
+    pruned = prune.random_unstructured(nn.Linear(6, 6), "weight", 0.5)
+    check(network(nn.Sequential(pruned, nn.Tanh(), nn.Linear(6, 5))), *images(7, 6), by_layers=False)
+
+
+def test_a_forward_of_the_object_takes_no_closed_form() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+    original = module[0].forward
+    module[0].forward = lambda x: original(x).tanh()
+    check(network(module), *images(7, 6), by_layers=False)
+
+
+def test_nothing_trained_has_no_closed_form_and_a_network_of_one_layer_has() -> None:
+    assert Layers.of(network(nn.Sequential(nn.Linear(6, 5)).requires_grad_(False))) is None
+    x, _ = images(7, 3, 2, 2)
+    loss = lambda outputs, y: outputs.flatten(1).square().sum()  # noqa: E731
+    check(network(nn.BatchNorm2d(3).eval(), loss), x, torch.zeros(7), by_layers=True)
+
+
+def test_channels_last_makes_no_difference() -> None:
+    torch.manual_seed(0)
+    x, y = images(6, 3, 8, 8)
+    module = ResNet18((3, 8, 8), 5).to(memory_format=torch.channels_last)
+    net = network(module, seen=1.5 * x.flip(3) + 0.3)
+    check(net, x.contiguous(memory_format=torch.channels_last), y, by_layers=True)
+
+
+def test_the_trial_is_made_once_for_a_module_and_what_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+    hold = Layers.hold
+    monkeypatch.setattr(Layers, "hold", lambda self, x, y: tries.append(len(x)) or hold(self, x, y))
+    torch.manual_seed(0)
+    net, (x, y) = network(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))), images(20, 6)
+    others = {name: value for name, value in net.params.items() if name != "2.weight"}
+    last = Network(net.module, {"2.weight": net.params["2.weight"]}, others, net.loss)
+    for _ in range(2):
+        assert closed_forms(net, x, y) and closed_forms(last, x, y)
+    assert tries == [8, 8]
 
 
 def test_a_layer_that_mixes_samples_sees_one_at_a_time() -> None:
@@ -228,9 +397,11 @@ def test_samples_in_flight_stay_within_the_memory(monkeypatch: pytest.MonkeyPatc
     torch.manual_seed(0)
     net = network(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 5)))
     x, y = images(50, 2, 4, 4)
-    squared_gradients(net, x, y, 20_000)
-    # a sample: twice the inputs of both layers, 32 and 12 numbers of eight bytes
-    assert sizes == [squaring._FIRST, 28, 14]
+    squared_gradients(net, x, y, 10_000)
+    # first as many as 122 parameters of eight bytes go into it, then as inputs and gradients of outputs do: 32 + 12 and
+    # 12 + 5 numbers; in the end what is left
+    assert sizes == [10, 20, 20]
+    assert max(sizes) <= squaring._MOST
 
 
 @pytest.mark.parametrize("bytes_at_once", [1, 1500, 1 << 20])

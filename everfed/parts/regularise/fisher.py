@@ -10,7 +10,7 @@ from everfed.parts.shared.per_sample import Network
 from everfed.parts.shared.squared_gradients import squared_gradients
 
 FISHER_KINDS = ("sample", "batch")
-_MEMORY = 1 << 30  # bytes of samples that are computed together
+_MEMORY = 256 << 20  # bytes of samples that are computed together
 _MEMORY_OF_A_GPU = 2 << 30  # launches cost more there; less of a small one, for ten clients may do it at once
 
 
@@ -41,8 +41,8 @@ def _of_samples(ctx: Context, model: Model, data: Data) -> Tensor:
         {**frozen, **dict(replica.module.named_buffers())},
         trainer.task_loss(ctx),
     )
-    inputs, labels = trainer.stream.inputs(data.x.to(trainer.device)), data.y.to(trainer.device)
-    squares = squared_gradients(network, inputs, labels, _memory(trainer.device))
+    x, y = data.x.to(trainer.device), data.y.to(trainer.device)
+    squares = squared_gradients(network, x, y, _memory(trainer.device), trainer.stream.inputs)
     return replica.layout.flatten_gradient(tuple(squares[entry.name] for entry in replica.layout.params))
 
 

@@ -7,7 +7,9 @@ its output:
     convolution                      g_n W_n, with W_n the windows of a_n, one for each position
     BatchNorm in evaluation mode     the sum over positions of g_n * normalised a_n
 
-A network with other trained layers, or one that uses a layer twice, takes one gradient for each sample (`torch.func`).
+They are for networks of such layers that use each of them once, one row a sample. What else a network does with its
+layers can be anything, so the closed forms of a network are tried on a few samples before they are used
+(`closed_forms`). Every other network takes the way of `torch.func` (`Network.gradients`).
 """
 
 from __future__ import annotations
@@ -17,18 +19,24 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """(outputs of a batch, targets of a batch) -> scalar; called with batches of one."""
 Named = dict[str, Tensor]
 """By parameter."""
 _AT_ONCE = 256 << 20  # bytes of one layer's gradients, or of its windows, that `Layers.squares` forms at once
+_TRIED = 8  # samples of the batch on which closed forms are tried
+# what may lie between them and `torch.func`, of the gradient and of a parameter's part: TF32 is ten times closer
+_NEAR, _NEAR_EACH = 0.02, 0.1
+_verdicts: WeakKeyDictionary[nn.Module, dict[frozenset[str], bool]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,18 @@ class Network:
         return found
 
 
+def closed_forms(network: Network, x: Tensor, y: Tensor) -> Layers | None:
+    """The closed forms of a network's gradients, if it has some; tried on the first of these samples when the module
+    comes for the first time."""
+    layers, names = Layers.of(network), frozenset(network.params)
+    if layers is None or len(x) == 0:
+        return layers
+    known = _verdicts.setdefault(network.module, {})
+    if names not in known:
+        known[names] = layers.hold(x[:_TRIED], y[:_TRIED])
+    return layers if known[names] else None
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer of the network and what its calls have left: the input, and where the gradient of the output appears."""
@@ -81,67 +101,83 @@ class Layers:
         """None when one of them has none, or when samples are mixed."""
         found = []
         for path, module in network.module.named_modules():
-            held = {own: f"{path}.{own}" if path else own for own, _ in module.named_parameters(recurse=False)}
+            held = {own: _join(path, own) for own, _ in module.named_parameters(recurse=False)}
             names = {own: name for own, name in held.items() if name in network.params}
-            if getattr(module, "mixes_samples", False) or (names and not _has_closed_form(module)):
+            if _mixes_samples(module) or (names and not _has_closed_form(module)):
                 return None
             if names:
                 found.append(Layer(path, module, names))
-        return Layers(network, found)
+        return Layers(network, found) if found else None
+
+    def hold(self, x: Tensor, y: Tensor) -> bool:
+        """Are they, of a batch, what `torch.func` finds for its first and its last sample?"""
+        found, ends = self.gradients(x, y), [0, len(x) - 1]
+        if found is None:
+            return False
+        expected = self.network.gradients(x[ends], y[ends])
+        sizes = torch.stack([value.norm() for value in expected.values()]).double()
+        apart = torch.stack([(found[name][ends] - value).norm() for name, value in expected.items()]).double()
+        near = apart.norm() <= _NEAR * sizes.norm()
+        return bool(near and (apart <= _NEAR_EACH * sizes + 1e-6 * sizes.norm()).all())
 
     def gradients(self, x: Tensor, y: Tensor) -> Named | None:
         """(n, ...) of every sample; None for a network that uses its layers in another way."""
-        return self._each(x, y, self._gradient)
+        found = self._each(x, y, self._gradient)
+        return found and found[0]
 
-    def squares(self, x: Tensor, y: Tensor) -> Named | None:
-        """The sum over samples of their squares; no more gradients are formed than fit into `_AT_ONCE`."""
+    def squares(self, x: Tensor, y: Tensor) -> tuple[Named, int] | None:
+        """(the sum over samples of their squares, bytes of what it kept of these samples); no more gradients are formed
+        than fit into `_AT_ONCE`. None as above."""
         return self._each(x, y, self._square)
 
-    @property
-    def bytes_kept(self) -> int:
-        """By the last pass, about: inputs of layers and gradients of their outputs."""
-        return 2 * sum(layer.inputs[0].nbytes for layer in self.layers)
-
-    def _each(self, x: Tensor, y: Tensor, value: Callable[[Layer, str, Tensor, Tensor], Tensor]) -> Named | None:
-        """By parameter: value(its layer, weight or bias, the layer's input, the gradient of its output)."""
+    def _each(
+        self, x: Tensor, y: Tensor, value: Callable[[Layer, str, Tensor, Tensor], Tensor]
+    ) -> tuple[Named, int] | None:
+        """By parameter: value(its layer, weight or bias, the layer's input, the gradient of its output); and the bytes
+        of these inputs and gradients."""
         leaves = {name: value.detach().requires_grad_() for name, value in self.network.params.items()}
         with torch.enable_grad(), self._watched():
             outputs = self.network.outputs(leaves, x)
-        if not (self._fit(len(x)) and len(outputs) == len(x) and _uses(outputs, leaves.values()) == len(leaves)):
-            return None
+            if not (_is_of(outputs, len(x)) and self._fit(len(x)) and _each_is_used_once(outputs, leaves.values())):
+                return None
+            inputs, edges = zip(*((layer.inputs[0], layer.outputs[0]) for layer in self.layers), strict=True)
         incoming = vmap(grad(self.network.sample_loss))(outputs.detach(), y)
-        gradients = torch.autograd.grad(outputs, [layer.outputs[0] for layer in self.layers], incoming)
-        return {
-            name: value(layer, own, layer.inputs[0], g)
-            for layer, g in zip(self.layers, gradients, strict=True)
+        gradients = torch.autograd.grad(outputs, edges, incoming)
+        if any(a.dtype != g.dtype for a, g in zip(inputs, gradients, strict=True)):  # of an autocast inside the network
+            return None
+        found = {
+            name: value(layer, own, a, g)
+            for layer, a, g in zip(self.layers, inputs, gradients, strict=True)
             for own, name in layer.names.items()
         }
+        return found, sum(tensor.nbytes for tensor in (*inputs, *gradients))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """While it lasts, calls of the layers are noted; what was noted before is forgotten."""
+        """While it lasts, calls of the layers are noted."""
 
         def watch(layer: Layer) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
             def called(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-                layer.inputs.extend(value.detach() for value in inputs)
-                layer.outputs.append(get_gradient_edge(output))  # now: later the output may be changed in place
+                if output.requires_grad:
+                    layer.inputs.extend(value.detach() for value in inputs)
+                    layer.outputs.append(get_gradient_edge(output))  # now: later the output may be changed in place
 
             return called
 
-        for layer in self.layers:
-            layer.inputs.clear()
-            layer.outputs.clear()
-        handles = [layer.module.register_forward_hook(watch(layer)) for layer in self.layers]
+        # before users' hooks, which may change the output
+        handles = [layer.module.register_forward_hook(watch(layer), prepend=True) for layer in self.layers]
         try:
             yield
         finally:
-            for handle in handles:
+            for handle, layer in zip(handles, self.layers, strict=True):
                 handle.remove()
+                layer.inputs.clear()
+                layer.outputs.clear()
 
     def _fit(self, samples: int) -> bool:
         """Was every layer called once, with one row for each sample?"""
         return all(
-            len(layer.outputs) == len(layer.inputs) == 1 and len(layer.inputs[0]) == samples for layer in self.layers
+            len(layer.outputs) == len(layer.inputs) == 1 and _is_of(layer.inputs[0], samples) for layer in self.layers
         )
 
     def _gradient(self, layer: Layer, own: str, a: Tensor, g: Tensor) -> Tensor:
@@ -151,7 +187,8 @@ class Layers:
         if isinstance(module, nn.Conv2d) and own == "weight":
             return _of_convolution(module, a, g)
         if own == "weight":
-            mean, variance = (self.network.constants[f"{layer.path}.running_{kind}"] for kind in ("mean", "var"))
+            names = (_join(layer.path, f"running_{kind}") for kind in ("mean", "var"))
+            mean, variance = (self.network.constants[name] for name in names)
             g = g * functional.batch_norm(a, mean, variance, eps=float(module.eps))  # type: ignore[arg-type]
         return g.flatten(2).sum(2)
 
@@ -164,27 +201,46 @@ class Layers:
         return functools.reduce(torch.add, (self._gradient(layer, own, *part).square_().sum(0) for part in parts))
 
 
+def _mixes_samples(module: nn.Module) -> bool:
+    """As it says itself, or because it normalises by the batch."""
+    by_batch = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    return by_batch or bool(getattr(module, "mixes_samples", False))
+
+
 def _has_closed_form(layer: nn.Module) -> bool:
-    """Of these very types: a class derived from one of them may compute something else."""
+    """Of these very types, as they come: a class derived from one of them may compute something else, and so may a
+    layer with a `forward` or with parameters of its own."""
+    if "forward" in vars(layer) or not layer._parameters.keys() <= {"weight", "bias"}:
+        return False
     if type(layer) is nn.Conv2d:
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    return type(layer) is nn.Linear or (type(layer) is nn.BatchNorm2d and bool(layer.track_running_stats))
+    return type(layer) in (nn.Linear, nn.BatchNorm2d)
 
 
-def _uses(outputs: Tensor, leaves: Iterable[Tensor]) -> int:
-    """How often all leaves together are used on the way to the outputs. Layers that are called once use each of theirs
-    once: what is above that is a use elsewhere, which closed forms would leave out."""
-    wanted, uses = set(map(id, leaves)), 0
+def _each_is_used_once(outputs: Tensor, leaves: Iterable[Tensor]) -> bool:
+    """On the way to the outputs. A layer that is called once uses its own once: what is above that is a use elsewhere,
+    which closed forms would leave out."""
+    uses = dict.fromkeys(map(id, leaves), 0)
     ahead = [] if outputs.grad_fn is None else [outputs.grad_fn]
     seen = set(ahead)
     while ahead:
         for node, _ in ahead.pop().next_functions:
-            if id(getattr(node, "variable", None)) in wanted:
-                uses += 1
+            leaf = id(getattr(node, "variable", None))
+            if leaf in uses:
+                uses[leaf] += 1
             elif node is not None and node not in seen:
                 seen.add(node)
                 ahead.append(node)
-    return uses
+    return all(count == 1 for count in uses.values())
+
+
+def _is_of(values: Tensor, samples: int) -> bool:
+    """Has it a row for each of so many samples?"""
+    return isinstance(values, Tensor) and values.dim() > 0 and len(values) == samples
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _rows(values: Tensor) -> Tensor:
@@ -201,7 +257,7 @@ def _of_convolution(layer: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
 
 
 def _windows(layer: nn.Conv2d, a: Tensor, positions: torch.Size) -> Tensor:
-    """(n, groups, *positions, *kernel, channels of a group): what each position of the output sees, without a copy.
+    """(n, groups, *positions, *kernel, channels of a group): a view of what each position of the output sees.
     Channels come last, as they do in memory on a GPU; `functional.unfold` there takes the samples one by one."""
     above, left = map(int, layer.padding)
     padded = functional.pad(a, (left, left, above, above))

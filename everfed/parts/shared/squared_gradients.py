@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from everfed.parts.shared.per_sample import Layers, Named, Network
+from everfed.parts.shared.per_sample import Named, Network, closed_forms
 
-_FIRST = 8  # samples of the first chunk, which shows how much memory one takes
+_MOST = 256  # samples of a chunk: more are no faster
 
 
-def squared_gradients(network: Network, x: Tensor, y: Tensor, memory: int) -> Named:
-    """By parameter. x: (n, ...) network inputs. memory: bytes that samples which are computed together may take, about.
-    The module is left in eval mode."""
+def squared_gradients(
+    network: Network, x: Tensor, y: Tensor, memory: int, inputs: Callable[[Tensor], Tensor] = lambda stored: stored
+) -> Named:
+    """By parameter. x: (n, ...) samples, from which `inputs` makes what the network is fed with. memory: bytes that
+    samples which are computed together may take, about. The module is left in eval mode."""
     network.module.eval()
     total = {name: torch.zeros_like(value) for name, value in network.params.items()}
-    layers, start, size = Layers.of(network), 0, _FIRST
+    few = max(1, min(_MOST, memory // sum(value.nbytes for value in total.values())))  # with the gradients of each
+    start, size = 0, few
+    layers = closed_forms(network, inputs(x[:few]), y[:few])
     while start < len(x):
-        part = x[start : start + size], y[start : start + size]
-        found = layers and layers.squares(*part)
-        if layers and found:
-            used = layers.bytes_kept
+        part = inputs(x[start : start + size]), y[start : start + size]
+        start += size
+        found = layers.squares(*part) if layers else None
+        if found:
+            squares, kept = found
+            size = max(1, min(_MOST, memory * len(part[0]) // kept))
         else:
-            each = network.gradients(*part)
-            layers, found = None, {name: value.square().sum(0) for name, value in each.items()}
-            used = sum(value.nbytes for value in each.values())
-        for name, value in found.items():
+            squares = {name: value.square().sum(0) for name, value in network.gradients(*part).items()}
+            layers, size = None, few
+        for name, value in squares.items():
             total[name] += value
-        start, size = start + size, max(1, memory * len(part[0]) // used)
     return total
