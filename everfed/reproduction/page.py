@@ -20,9 +20,10 @@ from everfed.reproduction import writing
 from everfed.reproduction.judging import NOT_JUDGED, Judged, Runs, judge
 from everfed.reproduction.matching import runs_of
 from everfed.reproduction.planning import plan
-from everfed.reproduction.records import Record, differences, flat
+from everfed.reproduction.records import Record, complete, differences
 from everfed.reproduction.tables import find
 
+PRECISION = "engine.precision"
 RECIPE = "recipe:"  # what a mark of a recipe begins with
 _SCORES = {"learning_accuracy": "learning accuracy", "acc": "final accuracy", "forgetting": "forgetting"}
 _MARKED = re.compile(r"(<!-- records: (?!end)(\S+) -->\n)(.*?)(<!-- records: end -->)", re.DOTALL)
@@ -74,9 +75,9 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
 
 
 def _differing(records: Sequence[Record]) -> list[str]:
-    """The settings in which records differ; options of methods only where records of one method do."""
+    """The settings, and the precision, in which records differ; options of methods only where those of one do."""
     first: dict[str, Record] = {}
-    found = set()
+    found = {PRECISION} if len({_setting(one, PRECISION) for one in records}) > 1 else set()
     for one in records:
         of_its_method = first.setdefault(one["method"], one)
         found |= {key for key in differences(records[0]["settings"], one["settings"]) if not key.startswith("method.")}
@@ -85,17 +86,18 @@ def _differing(records: Sequence[Record]) -> list[str]:
 
 
 def _setting(record: Record, key: str) -> str:
-    """Nothing for an option of another method."""
-    scope, part, *_ = key.split(".")
-    foreign = scope == "method" and part not in record["method"].split("+")
-    return str(flat(record["settings"]).get(key, "" if foreign else "default"))
+    """Nothing for an option that the record's method does not have."""
+    if key == PRECISION:
+        return str(record["environment"].get("precision", "fp32"))
+    return str(complete(record["settings"]).get(key, ""))
 
 
 def _over_seeds(records: Sequence[Record], score: str) -> str:
-    """Mean ± population deviation, and in brackets the value of each seed."""
-    values = [100 * one["metrics"][score] for one in records if one["metrics"].get(score) is not None]
-    each = " ".join(f"{value:.1f}" for value in values)
-    return each if len(values) < 2 else f"{fmean(values):.1f} ± {pstdev(values):.1f} ({each})"
+    """Mean ± population deviation, and in brackets the value of each seed, - where it has none."""
+    values = [one["metrics"].get(score) for one in records]
+    known = [100 * value for value in values if value is not None]
+    each = " ".join("-" if value is None else f"{100 * value:.1f}" for value in values)
+    return each if len(values) < 2 or not known else f"{fmean(known):.1f} ± {pstdev(known):.1f} ({each})"
 
 
 def _numbered(verdicts: Iterable[str]) -> dict[str, str]:

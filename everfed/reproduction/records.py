@@ -112,8 +112,13 @@ def read_all(root: Path) -> list[Record]:
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
     """The dotted keys in which two settings differ. What they leave out is as it is by default: a default that changes
     has to be written into the records that left it out (a test notices)."""
-    left, right = {**_defaults(), **flat(ours)}, {**_defaults(), **flat(theirs)}
+    left, right = complete(ours), complete(theirs)
     return tuple(sorted(key for key in {*left, *right} if left.get(key) != right.get(key)))
+
+
+def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """By dotted key, with the defaults of what is left out."""
+    return {**_defaults(), **flat(settings)}
 
 
 @functools.cache

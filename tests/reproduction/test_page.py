@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from everfed.cli import app
 from everfed.errors import UserError
+from everfed.recipe import Recipe
 from everfed.reproduction import records
 from everfed.reproduction.page import renewed
 from everfed.reproduction.records import FOLDER, Record
@@ -81,7 +82,28 @@ def test_every_choice_of_a_recipe_s_settings_is_a_line_with_those_that_differ() 
 def test_seeds_of_one_choice_are_one_line_with_their_mean() -> None:
     runs = [of_recipe("fedavg", seed, {}, acc=acc, forgetting=0.1) for seed, acc in ((1, 0.6), (0, 0.5), (2, 0.7))]
     _, row = rows_of(runs)
-    assert row == ["fedavg", "0, 1, 2", "", "60.0 ± 8.2 (50.0 60.0 70.0)", "10.0 ± 0.0 (10.0 10.0 10.0)"]
+    assert row == ["fedavg", "0, 1, 2", "- - -", "60.0 ± 8.2 (50.0 60.0 70.0)", "10.0 ± 0.0 (10.0 10.0 10.0)"]
+
+
+def test_a_seed_without_a_score_keeps_its_place() -> None:
+    runs = [of_recipe("fedavg", seed, {}, **({} if seed == 1 else {"acc": 0.5 + seed / 10})) for seed in range(3)]
+    _, row = rows_of(runs)
+    assert row[3] == "60.0 ± 10.0 (50.0 - 70.0)"
+
+
+def test_a_default_is_one_setting_whether_it_is_written_or_not() -> None:
+    default = Recipe.model_validate({"method": {"name": "fedavg"}}).train.optimizer.lr
+    rates: list[dict[str, Any]] = [{"train": {"optimizer": {"lr": lr}}} for lr in (9.0, default)]
+    head, *rows = rows_of([of_recipe("fedavg", seed, settings, acc=0.5) for seed, settings in enumerate([*rates, {}])])
+    assert head[1] == "train.optimizer.lr" and [row[1:3] for row in rows] == [[str(default), "1, 2"], ["9.0", "0"]]
+
+
+def test_precisions_are_not_averaged() -> None:
+    runs = [of_recipe("fedavg", 0, {}, acc=acc) for acc in (0.5, 0.6)]
+    for run, precision in zip(runs, ("bf16", "fp32"), strict=True):
+        run["environment"] = {**run["environment"], "precision": precision}
+    head, *rows = rows_of(runs)
+    assert head[1] == "engine.precision" and [row[1:3] for row in rows] == [["bf16", "0"], ["fp32", "0"]]
 
 
 def test_options_of_methods_are_shown_where_runs_of_one_method_differ() -> None:
