@@ -239,8 +239,12 @@ class ByName(Twice):
 
 @pytest.mark.parametrize("kind", [Twice, Behind, Tied, Penalised, Unbatched, ByName], ids=lambda kind: kind.__name__)
 def test_other_uses_of_a_layer_are_found_out(kind: type[nn.Module]) -> None:
+    """By what is seen of a pass, without a trial."""
     torch.manual_seed(0)
-    check(network(kind()), *images(7, 6), by_layers=False)
+    net, (x, y) = network(kind()), images(7, 6)
+    layers = Layers.of(net)
+    assert layers is not None and layers.gradients(x, y) is None
+    check(net, x, y, by_layers=False)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,9 @@ def test_other_uses_of_a_layer_are_found_out(kind: type[nn.Module]) -> None:
 )
 def test_other_layers_are_computed_sample_by_sample(layer: nn.Module) -> None:
     torch.manual_seed(0)
-    check(network(nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 5))), *images(7, 6), by_layers=False)
+    net = network(nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 5)))
+    assert Layers.of(net) is None
+    check(net, *images(7, 6), by_layers=False)
 
 
 @pytest.mark.parametrize(
