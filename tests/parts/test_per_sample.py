@@ -361,6 +361,15 @@ def test_the_trial_is_made_once_for_a_module_and_what_is_differentiated(monkeypa
     assert tries == [8, 8]
 
 
+def test_one_sample_and_gradients_of_zero_show_nothing() -> None:
+    torch.manual_seed(0)
+    net, (x, y) = network(Centred()), images(7, 6)
+    assert closed_forms(net, x[:1], y[:1]) is None and closed_forms(net, x, y) is None
+    silent = Network(net.module, net.params, net.constants, lambda outputs, y: 0.0 * outputs.sum())
+    del per_sample._verdicts[net.module]
+    assert closed_forms(silent, x, y) is None
+
+
 def test_a_layer_that_mixes_samples_sees_one_at_a_time() -> None:
     class Mixing(nn.Linear):
         mixes_samples = True

@@ -34,7 +34,7 @@ Named = dict[str, Tensor]
 """By parameter."""
 _AT_ONCE = 256 << 20  # bytes of one layer's gradients, or of its windows, that `Layers.squares` forms at once
 _TRIED = 8  # samples of the batch on which closed forms are tried
-# what may lie between them and `torch.func`, of the gradient and of a parameter's part: TF32 is ten times closer
+# how far they may be from `torch.func`, of the gradient and of a parameter's part: TF32 rounds, wrong forms are far off
 _NEAR, _NEAR_EACH = 0.02, 0.1
 _verdicts: WeakKeyDictionary[nn.Module, dict[frozenset[str], bool]] = WeakKeyDictionary()
 
@@ -68,10 +68,10 @@ class Network:
 
 def closed_forms(network: Network, x: Tensor, y: Tensor) -> Layers | None:
     """The closed forms of a network's gradients, if it has some; tried on the first of these samples when the module
-    comes for the first time."""
+    comes for the first time. One sample cannot show whether samples are mixed."""
     layers, names = Layers.of(network), frozenset(network.params)
-    if layers is None or len(x) == 0:
-        return layers
+    if layers is None or len(x) < 2:
+        return None
     known = _verdicts.setdefault(network.module, {})
     if names not in known:
         known[names] = layers.hold(x[:_TRIED], y[:_TRIED])
@@ -117,8 +117,8 @@ class Layers:
         expected = self.network.gradients(x[ends], y[ends])
         sizes = torch.stack([value.norm() for value in expected.values()]).double()
         apart = torch.stack([(found[name][ends] - value).norm() for name, value in expected.items()]).double()
-        near = apart.norm() <= _NEAR * sizes.norm()
-        return bool(near and (apart <= _NEAR_EACH * sizes + 1e-6 * sizes.norm()).all())
+        near = apart.norm() <= _NEAR * sizes.norm() and (apart <= _NEAR_EACH * sizes + 1e-6 * sizes.norm()).all()
+        return bool(near and sizes.norm() > 0)  # zeros show nothing
 
     def gradients(self, x: Tensor, y: Tensor) -> Named | None:
         """(n, ...) of every sample; None for a network that uses its layers in another way."""

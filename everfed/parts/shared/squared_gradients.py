@@ -21,7 +21,7 @@ def squared_gradients(
     total = {name: torch.zeros_like(value) for name, value in network.params.items()}
     few = max(1, min(_MOST, memory // sum(value.nbytes for value in total.values())))  # with the gradients of each
     start, size = 0, few
-    layers = closed_forms(network, inputs(x[:few]), y[:few])
+    layers = closed_forms(network, inputs(x[: few + 1]), y[: few + 1])
     while start < len(x):
         part = inputs(x[start : start + size]), y[start : start + size]
         start += size
