@@ -2,7 +2,7 @@
 
 ResNet-18 on CIFAR images; "samples" holds 256 MiB of gradients at once (five samples), "layers" MEMORY MiB of all.
 
-python -m benchmarks.fisher [--device cuda] [--samples 500] [--memory 4096] [--rounds 3] [--out FILE]
+python -m benchmarks.fisher [--device cuda] [--samples 500] [--memory 2048] [--rounds 3] [--out FILE]
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=500)
-    parser.add_argument("--memory", type=int, default=4096, help="MiB")
+    parser.add_argument("--memory", type=int, default=2048, help="MiB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

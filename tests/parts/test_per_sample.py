@@ -17,7 +17,7 @@ from everfed.models.cnn import SmallCNN
 from everfed.models.resnet import ResNet18
 from everfed.parts.shared import per_sample
 from everfed.parts.shared import squared_gradients as squaring
-from everfed.parts.shared.per_sample import Layers, Network, closed_forms
+from everfed.parts.shared.per_sample import Layers, Network, closed_forms, constants
 from everfed.parts.shared.squared_gradients import squared_gradients
 
 MEMORY = 1 << 28
@@ -32,8 +32,7 @@ def network(module: nn.Module, loss: Any = functional.cross_entropy, seen: Tenso
                 layer.momentum = 1.0
         module.train()(seen)
     params = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
-    return Network(module, params, {**frozen, **dict(module.named_buffers())}, loss)
+    return Network(module, params, constants(module), loss)
 
 
 def one_by_one(net: Network, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -350,8 +349,8 @@ def test_channels_last_makes_no_difference() -> None:
 
 def test_the_trial_is_made_once_for_a_module_and_what_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
-    hold = Layers.hold
-    monkeypatch.setattr(Layers, "hold", lambda self, x, y: tries.append(len(x)) or hold(self, x, y))
+    are_right = Layers.are_right
+    monkeypatch.setattr(Layers, "are_right", lambda self, x, y: tries.append(len(x)) or are_right(self, x, y))
     torch.manual_seed(0)
     net, (x, y) = network(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))), images(20, 6)
     others = {name: value for name, value in net.params.items() if name != "2.weight"}

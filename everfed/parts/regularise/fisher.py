@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from everfed import Context, Data, Model
-from everfed.parts.shared.per_sample import Network
+from everfed.parts.shared.per_sample import Network, constants
 from everfed.parts.shared.squared_gradients import squared_gradients
 
 FISHER_KINDS = ("sample", "batch")
@@ -34,13 +34,8 @@ def _of_samples(ctx: Context, model: Model, data: Data) -> Tensor:
     trainer = ctx.train
     replica = trainer.replica
     replica.load(model)
-    frozen = {name: p.detach() for name, p in replica.module.named_parameters() if not p.requires_grad}
-    network = Network(
-        replica.module,
-        replica.layout.named(replica.params),  # float32, whatever the module computes in
-        {**frozen, **dict(replica.module.named_buffers())},
-        trainer.task_loss(ctx),
-    )
+    params = replica.layout.named(replica.params)  # float32, whatever the module computes in
+    network = Network(replica.module, params, constants(replica.module), trainer.task_loss(ctx))
     x, y = data.x.to(trainer.device), data.y.to(trainer.device)
     squares = squared_gradients(network, x, y, _memory(trainer.device), trainer.stream.inputs)
     return replica.layout.flatten_gradient(tuple(squares[entry.name] for entry in replica.layout.params))

@@ -15,6 +15,7 @@ from everfed.naming import with_options
 from everfed.parts.selection.random_projection import RandomProjection
 from everfed.parts.selection.sample_gradients import last_layer, sample_gradient_norms, sample_gradients
 from everfed.parts.shared.checks import at_least, one_of, positive
+from everfed.parts.shared.per_sample import constants
 
 LAYERS = ("all", "last")
 
@@ -79,7 +80,7 @@ def gradients_here(ctx: Context, x: Tensor, y: Tensor, options: GradientOptions)
     return sample_gradients(
         trainer.replica.module,
         params,
-        _constants(ctx),
+        constants(trainer.replica.module),
         trainer.stream.inputs(x.to(trainer.device)),
         y.to(trainer.device),
         trainer.task_loss(ctx),
@@ -96,19 +97,12 @@ def norms_at(ctx: Context, model: Model, x: Tensor, y: Tensor, memory: int) -> T
     return sample_gradient_norms(
         trainer.replica.module,
         trainer.replica.layout.named(trainer.replica.params),
-        _constants(ctx),
+        constants(trainer.replica.module),
         trainer.stream.inputs(x.to(trainer.device)),
         y.to(trainer.device),
         trainer.task_loss(ctx),
         memory=memory,
     )
-
-
-def _constants(ctx: Context) -> dict[str, Tensor]:
-    """What of the module is not trained: buffers and frozen parameters."""
-    module = ctx.train.replica.module
-    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
-    return {**frozen, **dict(module.named_buffers())}
 
 
 def _names(ctx: Context, params: dict[str, Tensor], layers: str) -> Sequence[str] | None:

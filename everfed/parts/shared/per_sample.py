@@ -66,6 +66,12 @@ class Network:
         return found
 
 
+def constants(module: nn.Module) -> Named:
+    """What of a module is not trained: buffers and frozen parameters."""
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+    return {**frozen, **dict(module.named_buffers())}
+
+
 def closed_forms(network: Network, x: Tensor, y: Tensor) -> Layers | None:
     """The closed forms of a network's gradients, if it has some; tried on the first of these samples when the module
     comes for the first time. One sample cannot show whether samples are mixed."""
@@ -74,7 +80,7 @@ def closed_forms(network: Network, x: Tensor, y: Tensor) -> Layers | None:
         return None
     known = _verdicts.setdefault(network.module, {})
     if names not in known:
-        known[names] = layers.hold(x[:_TRIED], y[:_TRIED])
+        known[names] = layers.are_right(x[:_TRIED], y[:_TRIED])
     return layers if known[names] else None
 
 
@@ -109,7 +115,7 @@ class Layers:
                 found.append(Layer(path, module, names))
         return Layers(network, found) if found else None
 
-    def hold(self, x: Tensor, y: Tensor) -> bool:
+    def are_right(self, x: Tensor, y: Tensor) -> bool:
         """Are they, of a batch, what `torch.func` finds for its first and its last sample?"""
         found, ends = self.gradients(x, y), [0, len(x) - 1]
         if found is None:
@@ -131,14 +137,14 @@ class Layers:
         return self._each(x, y, self._square)
 
     def _each(
-        self, x: Tensor, y: Tensor, value: Callable[[Layer, str, Tensor, Tensor], Tensor]
+        self, x: Tensor, y: Tensor, compute: Callable[[Layer, str, Tensor, Tensor], Tensor]
     ) -> tuple[Named, int] | None:
-        """By parameter: value(its layer, weight or bias, the layer's input, the gradient of its output); and the bytes
-        of these inputs and gradients."""
+        """By parameter: compute(its layer, weight or bias, the layer's input, the gradient of its output); and the
+        bytes of these inputs and gradients."""
         leaves = {name: value.detach().requires_grad_() for name, value in self.network.params.items()}
         with torch.enable_grad(), self._watched():
             outputs = self.network.outputs(leaves, x)
-            if not (_is_of(outputs, len(x)) and self._fit(len(x)) and _each_is_used_once(outputs, leaves.values())):
+            if not (_has_rows(outputs, len(x)) and self._fit(len(x)) and _each_is_used_once(outputs, leaves.values())):
                 return None
             inputs, edges = zip(*((layer.inputs[0], layer.outputs[0]) for layer in self.layers), strict=True)
         incoming = vmap(grad(self.network.sample_loss))(outputs.detach(), y)
@@ -146,7 +152,7 @@ class Layers:
         if any(a.dtype != g.dtype for a, g in zip(inputs, gradients, strict=True)):  # of an autocast inside the network
             return None
         found = {
-            name: value(layer, own, a, g)
+            name: compute(layer, own, a, g)
             for layer, a, g in zip(self.layers, inputs, gradients, strict=True)
             for own, name in layer.names.items()
         }
@@ -176,9 +182,8 @@ class Layers:
 
     def _fit(self, samples: int) -> bool:
         """Was every layer called once, with one row for each sample?"""
-        return all(
-            len(layer.outputs) == len(layer.inputs) == 1 and _is_of(layer.inputs[0], samples) for layer in self.layers
-        )
+        called_once = all(len(layer.outputs) == len(layer.inputs) == 1 for layer in self.layers)
+        return called_once and all(_has_rows(layer.inputs[0], samples) for layer in self.layers)
 
     def _gradient(self, layer: Layer, own: str, a: Tensor, g: Tensor) -> Tensor:
         module = layer.module
@@ -234,7 +239,7 @@ def _each_is_used_once(outputs: Tensor, leaves: Iterable[Tensor]) -> bool:
     return all(count == 1 for count in uses.values())
 
 
-def _is_of(values: Tensor, samples: int) -> bool:
+def _has_rows(values: Tensor, samples: int) -> bool:
     """Has it a row for each of so many samples?"""
     return isinstance(values, Tensor) and values.dim() > 0 and len(values) == samples
 
