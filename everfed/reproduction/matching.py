@@ -13,13 +13,15 @@ from everfed.reproduction.planning import Experiment, experiments, plan
 from everfed.reproduction.records import Record, differences, settings_of
 from everfed.reproduction.tables import tables
 
+_EXACT_FIRST = ("fp32", "tf32", "bf16")
+
 
 def runs_of(records: Iterable[Record]) -> Runs:
-    """The records by experiment and seed. Of several for one place the one that differs least is taken, fp32 before
-    bf16; a record of a recipe and method that no table uses is left out."""
+    """The records by experiment and seed. Of several for one place the one that differs least is taken, of equal ones
+    that with the most exact arithmetic; a record of a recipe and method that no table uses is left out."""
     found: dict[Experiment, dict[int, Sample]] = {}
     wanted = _all_experiments()
-    for record in sorted(records, key=lambda one: str(one["environment"].get("precision")), reverse=True):
+    for record in sorted(records, key=lambda one: _EXACT_FIRST.index(one["environment"].get("precision", "fp32"))):
         candidates = [e for e in wanted if e.recipe == record["recipe"] and e.method in (record["method"], "")]
         if candidates:
             experiment, differs = _nearest(record["settings"], candidates)

@@ -164,6 +164,11 @@ def _perplexity_without_replay(sample: Sample) -> float | None:
 # costs -----------------------------------------------------------------------------------------------------------
 
 
+def _alone(measure: Measure) -> Measure:
+    """Of a time: none where other programs used the device."""
+    return lambda sample: None if sample.result.get("shared_device") else measure(sample)
+
+
 def _seconds(sample: Sample) -> float | None:
     return float(sample.result["cost"]["seconds"])
 
@@ -282,11 +287,12 @@ MEASURES: dict[str, Measure] = {
     "forgetting_factor_relative": _forgetting_factor_relative,
     "rcp_of_period": _rcp_of_period,
     "forgetting_of_period": _forgetting_of_period,
-    "seconds": _seconds,
-    "seconds_per_round": _seconds_per_round,
+    "seconds": _alone(_seconds),
+    "seconds_per_round": _alone(_seconds_per_round),
     "mebibytes_up": _mebibytes("bytes_up"),
     "mebibytes_down": _mebibytes("bytes_down"),
     "device_mebibytes": _device_mebibytes,
     "state_mebibytes": _state_mebibytes,
     **{name: _recorded(name) for name in FROM_EVENTS},
+    **{name: _alone(_recorded(name)) for name in FROM_EVENTS if name.startswith("train_seconds")},
 }

@@ -11,7 +11,8 @@ differ and the scores of its seeds.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import fmean, pstdev
 
 from everfed.errors import UserError
@@ -25,7 +26,7 @@ from everfed.reproduction.tables import find
 
 PRECISION = "engine.precision"
 RECIPE = "recipe:"  # what a mark of a recipe begins with
-_SCORES = {"learning_accuracy": "learning accuracy", "acc": "final accuracy", "forgetting": "forgetting"}
+Score = Callable[[Record], float | None]
 _MARKED = re.compile(r"(<!-- records: (?!end)(\S+) -->\n)(.*?)(<!-- records: end -->)", re.DOTALL)
 
 
@@ -63,15 +64,16 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
     lines: dict[tuple[str, ...], list[Record]] = {}
     for one in own:
         lines.setdefault((one["method"], *(_setting(one, key) for key in keys)), []).append(one)
+    scores = _scores(own)
     rows = [
-        [*line, ", ".join(str(one["seed"]) for one in group), *(_over_seeds(group, score) for score in _SCORES)]
+        [*line, ", ".join(str(one["seed"]) for one in group), *(_over_seeds(group, score) for score in scores.values())]
         for line, group in sorted(lines.items())
     ]
     ways: dict[str, list[Record]] = {}
     for one in own:
         ways.setdefault(_how(one), []).append(one)
     sources = [_line(recipe, how, group) for how, group in ways.items()]
-    return "\n\n".join([markdown_table(["method", *keys, "seeds", *_SCORES.values()], rows), *sources])
+    return "\n\n".join([markdown_table(["method", *keys, "seeds", *scores], rows), *sources])
 
 
 def _differing(records: Sequence[Record]) -> list[str]:
@@ -92,9 +94,29 @@ def _setting(record: Record, key: str) -> str:
     return str(complete(record["settings"]).get(key, ""))
 
 
-def _over_seeds(records: Sequence[Record], score: str) -> str:
+def _scores(records: Sequence[Record]) -> dict[str, Score]:
+    """The columns of scores. The accuracy when the task is known (task-IL) is one where it says something else than the
+    final accuracy."""
+    names = {"learning accuracy": "learning_accuracy", "final accuracy": "acc", "forgetting": "forgetting"}
+    found: dict[str, Score] = {title: partial(_metric, name=name) for title, name in names.items()}
+    if any(_task_il(one) not in (None, _metric(one, "acc")) for one in records):
+        found["final accuracy, task known"] = _task_il
+    return found
+
+
+def _metric(record: Record, name: str) -> float | None:
+    value: float | None = record["metrics"].get(name)
+    return value
+
+
+def _task_il(record: Record) -> float | None:
+    value: float | None = record.get("by_logits", {}).get("task", {}).get("metrics", {}).get("acc")
+    return value
+
+
+def _over_seeds(records: Sequence[Record], score: Score) -> str:
     """Mean ± population deviation, and in brackets the value of each seed, - where it has none."""
-    values = [one["metrics"].get(score) for one in records]
+    values = [score(one) for one in records]
     known = [100 * value for value in values if value is not None]
     each = " ".join("-" if value is None else f"{100 * value:.1f}" for value in values)
     return each if len(values) < 2 or not known else f"{fmean(known):.1f} ± {pstdev(known):.1f} ({each})"

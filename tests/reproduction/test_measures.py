@@ -84,6 +84,17 @@ def test_a_ratio_is_to_the_other_run() -> None:
     assert value("seconds", slow, "ratio") is None
 
 
+def test_times_of_a_shared_device_are_no_measure(tmp_path: Path) -> None:
+    """Nor are ratios to them; scores are."""
+    train = {"event": "phase", "phase": "train", "round": 0, "task": 0, "seconds": 2.0, "trained": 2}
+    write_events(tmp_path, train, {**train, "round": 1, "task": 1})
+    alone, beside = sample(folder=tmp_path), sample(folder=tmp_path, shared_device=True)
+    for name in ("seconds", "seconds_per_round", "train_seconds_first_task", "train_seconds_later_tasks"):
+        assert value(name, alone) is not None and value(name, Sample(alone.result, against=alone), "ratio") == 1.0
+        assert value(name, beside) is None and value(name, Sample(alone.result, against=beside), "ratio") is None
+    assert value("acc", beside) == value("acc", alone)
+
+
 def test_sizes_are_per_client_and_round() -> None:
     cost = {"seconds": 1.0, "rounds": 4, "bytes_up": 40 * MIB, "bytes_down": 60 * MIB, "client_state_bytes": 30 * MIB}
     run = sample(cost=cost)  # 5 of 10 clients per round

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,15 @@ def test_a_record_of_other_settings_is_taken_with_the_keys_that_differ() -> None
     assert one.verdict == "not judged: another recipe than the table's: train.optimizer.lr"
 
 
-def test_of_two_records_of_one_run_that_in_full_precision_is_taken() -> None:
-    full, half = made(accuracy=0.7), {**made(accuracy=0.6), "environment": {"precision": "bf16"}}
-    for order in ([full, half], [half, full]):
-        assert runs_of(order)[Experiment(RECIPE, "fedavg")][0].result["metrics"]["acc"] == 0.7
+def test_of_records_of_one_run_the_most_exact_is_taken() -> None:
+    """Whatever their names sort like: tf32 comes after fp32."""
+    made_in = {
+        precision: {**made(accuracy=accuracy), "environment": {"precision": precision}}
+        for precision, accuracy in (("fp32", 0.7), ("tf32", 0.6), ("bf16", 0.5))
+    }
+    for exact, other in itertools.combinations(made_in.values(), 2):
+        for order in ([exact, other], [other, exact]):
+            assert runs_of(order)[Experiment(RECIPE, "fedavg")][0].result["metrics"] == exact["metrics"]
 
 
 def test_a_record_of_a_setting_belongs_to_the_cell_with_that_setting() -> None:
