@@ -32,6 +32,7 @@ Event = dict[str, Any]
 Show = Callable[["Cell", Event], None]  # what is done with the events of a run
 POLL = 0.5  # seconds between two looks at cells that other processes hold
 DEATHS = 2  # a cell whose process died or lost the GPU so often is given up
+PATIENCE = 10.0  # seconds in which a run on a GPU may end by itself before its process is killed
 
 
 # workers -------------------------------------------------------------------------------------------------------
@@ -91,9 +92,16 @@ class Worker:
             with suppress(OSError):
                 self.pipe.send(limits)
 
-    def stop(self) -> None:
-        """End it at once: a run goes on from its last checkpoint."""
+    def close(self) -> None:
+        """Let its run end at the next event, when it finds the pipe closed."""
         self.pipe.close()
+
+    def stop(self) -> None:
+        """End it: a run goes on from its last checkpoint. A process that uses a GPU is killed only if it does not end
+        by itself: under CUDA MPS the runs beside a killed one end, too."""
+        self.close()
+        if self.share.cores is None:
+            self.process.join(PATIENCE)
         self.process.kill()
         self.process.join()
 
@@ -120,6 +128,8 @@ def run(queue: Queue, settings: Settings, choice: Choice, show: Show) -> None:
                     _receive(busy[pipe], queue, workers, settings, show, pace)
                 _enforce_limit(queue, workers, settings)
         except BaseException:
+            for worker in workers:
+                worker.close()  # all of them before the first is waited for
             for worker in workers:
                 worker.stop()
             raise

@@ -27,6 +27,7 @@ from everfed.recipe import Places, read
 from everfed.store.lock import locked
 from everfed.store.run import LOCK, RECIPE, RunFolder, SameRun
 from tests.support.child import KILLED, Child, events, state_of, until
+from tests.support.waiting import HANG
 
 TABLE = """
 [stream]
@@ -350,7 +351,7 @@ class Killed:
     def __init__(self, **_: Any) -> None:
         pass
 
-    def start(self) -> None:
+    def start(self, timeout: float | None = None) -> None:
         pass
 
     kill = join = start
@@ -441,6 +442,47 @@ def test_the_limit_is_of_one_cell_however_long_its_worker_has_been_there(
     now[0] = 118.5
     jobs._enforce_limit(queue, workers, limited)
     assert list(queue.outcomes.values()) == [Outcome(two, None, "took longer than the limit of 10 s for a run")]
+
+
+# the end of a worker, with real processes ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_work(work: Path, request: pytest.FixtureRequest) -> jobs.Worker:
+    """A worker in the middle of a long run. Its parameter: the cores of its share."""
+    sets = ["train.rounds_per_task=100000"]
+    cell = cells.new_cell("fedavg", str(work / "table.toml"), work / "long", method="fedavg", seed=0, sets=sets)
+    worker = jobs.Worker(settings(), jobs.Share(request.param))
+    worker.begin(cell, False)
+    while worker.pipe.recv()[1]["event"] != "phase":
+        pass
+    return worker
+
+
+@pytest.mark.parametrize("at_work", [None], indirect=True)
+def test_a_run_on_a_gpu_ends_by_itself(at_work: jobs.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, it would take the runs beside it along (CUDA MPS)."""
+    monkeypatch.setattr(jobs, "PATIENCE", HANG)
+    at_work.stop()
+    assert at_work.process.exitcode == 0
+
+
+@pytest.mark.parametrize("at_work", [None], indirect=True)
+def test_a_run_on_a_gpu_that_does_not_end_is_killed(at_work: jobs.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "PATIENCE", 0.1)
+    assert at_work.process.pid is not None
+    os.kill(at_work.process.pid, signal.SIGSTOP)
+    at_work.stop()
+    assert at_work.process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("at_work", [[0]], indirect=True)
+def test_a_run_on_cores_is_killed_at_once(at_work: jobs.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    join, waited = at_work.process.join, list[float | None]()
+    monkeypatch.setattr(at_work.process, "join", lambda timeout=None: waited.append(timeout))
+    at_work.stop()
+    join()
+    assert waited == [None]
 
 
 # how many at a time ----------------------------------------------------------------------------------------------

@@ -301,6 +301,9 @@ class Process:
             raise EOFError
         return self.answers.pop(0)
 
+    def close(self) -> None:
+        self.ended = "closed"
+
     def stop(self) -> None:
         self.ended = "stopped"
 
