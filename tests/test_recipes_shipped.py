@@ -194,6 +194,13 @@ def test_mfcl_on_tiny_imagenet_trains_on_images_like_the_generator_s() -> None:
     assert (mean, std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
+@pytest.mark.parametrize("name", ["target-cifar100", "family-cifar100-small", "synthetic-cifar100-small"])
+def test_the_distillation_of_target_moves_the_network_no_further_than_its_authors(name: str) -> None:
+    """25 at a rate of 0.01; 25 at 0.1 destroys it."""
+    recipe = compared(f"mfcl/{name}", "target")
+    assert recipe.train.optimizer.lr * recipe.method.model_extra["target"]["alpha_kd"] <= 25.0 * 0.01
+
+
 def test_recipes_of_target_and_lander_follow_the_released_code() -> None:
     target, lander = (read(f"mfcl/{name}-cifar100") for name in ("target", "lander"))
     for recipe in (target, lander):
