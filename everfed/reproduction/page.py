@@ -26,6 +26,7 @@ from everfed.reproduction.tables import find
 
 PRECISION = "engine.precision"
 RECIPE = "recipe:"  # what a mark of a recipe begins with
+OPTION = "method."  # what the key of a method's option begins with
 Score = Callable[[Record], float | None]
 _MARKED = re.compile(r"(<!-- records: (?!end)(\S+) -->\n)(.*?)(<!-- records: end -->)", re.DOTALL)
 
@@ -60,10 +61,13 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
     own = sorted((one for one in records if one["recipe"] == recipe), key=lambda one: (one["method"], one["seed"]))
     if not own:
         return "No records."
-    keys = _differing(own)
+    found = _differing(own)
+    options = [key for key in found if key.startswith(OPTION)]
+    titles, keys = ["options"] if options else [], [key for key in found if key not in options]
     lines: dict[tuple[str, ...], list[Record]] = {}
     for one in own:
-        lines.setdefault((one["method"], *(_setting(one, key) for key in keys)), []).append(one)
+        chosen = [_options(one, options)] if options else []
+        lines.setdefault((one["method"], *chosen, *(_setting(one, key) for key in keys)), []).append(one)
     scores = _scores(own)
     rows = [
         [*line, ", ".join(str(one["seed"]) for one in group), *(_over_seeds(group, score) for score in scores.values())]
@@ -73,7 +77,7 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
     for one in own:
         ways.setdefault(_how(one), []).append(one)
     sources = [_line(recipe, how, group) for how, group in ways.items()]
-    return "\n\n".join([markdown_table(["method", *keys, "seeds", *scores], rows), *sources])
+    return "\n\n".join([markdown_table(["method", *titles, *keys, "seeds", *scores], rows), *sources])
 
 
 def _differing(records: Sequence[Record]) -> list[str]:
@@ -82,9 +86,15 @@ def _differing(records: Sequence[Record]) -> list[str]:
     found = {PRECISION} if len({_setting(one, PRECISION) for one in records}) > 1 else set()
     for one in records:
         of_its_method = first.setdefault(one["method"], one)
-        found |= {key for key in differences(records[0]["settings"], one["settings"]) if not key.startswith("method.")}
+        found |= {key for key in differences(records[0]["settings"], one["settings"]) if not key.startswith(OPTION)}
         found |= set(differences(of_its_method["settings"], one["settings"]))
     return sorted(found)
+
+
+def _options(record: Record, keys: Sequence[str]) -> str:
+    """Those of the keys that the record's method has: together in one cell, since each is of few methods."""
+    chosen = {key.removeprefix(OPTION): _setting(record, key) for key in keys}
+    return ", ".join(f"{key} = {value}" for key, value in chosen.items() if value)
 
 
 def _setting(record: Record, key: str) -> str:

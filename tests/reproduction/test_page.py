@@ -123,5 +123,21 @@ def test_options_of_methods_are_shown_where_runs_of_one_method_differ() -> None:
         for kind in ("psm", "global")
     ]
     head, *rows = rows_of([of_recipe("ewc", 0, {"method": {"ewc": {"weight": 1.0}}}, acc=0.4), *kinds])
-    assert head[:3] == ["method", "method.fedssi.displacement", "seeds"]
-    assert [row[:2] for row in rows] == [["ewc", ""], ["fedssi", "global"], ["fedssi", "psm"]]
+    assert head[:3] == ["method", "options", "seeds"]
+    assert [row[:2] for row in rows] == [
+        ["ewc", ""],
+        ["fedssi", "fedssi.displacement = global"],
+        ["fedssi", "fedssi.displacement = psm"],
+    ]
+
+
+def test_options_of_several_methods_share_a_column() -> None:
+    weights = [of_recipe("ewc", 0, {"method": {"ewc": {"weight": w, "gamma": w}}}, acc=0.5) for w in (1.0, 2.0)]
+    rates = [of_recipe("si", 0, {"method": {"si": {"eps": eps}}}, acc=0.5) for eps in (0.1, 0.2)]
+    _, *rows = rows_of([*weights, *rates])
+    assert [row[1] for row in rows] == [
+        "ewc.gamma = 1.0, ewc.weight = 1.0",
+        "ewc.gamma = 2.0, ewc.weight = 2.0",
+        "si.eps = 0.1",
+        "si.eps = 0.2",
+    ]
