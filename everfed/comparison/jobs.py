@@ -98,7 +98,7 @@ class Worker:
 
     def stop(self) -> None:
         """End it: a run goes on from its last checkpoint. A process that uses a GPU is killed only if it does not end
-        by itself: under CUDA MPS the runs beside a killed one end, too."""
+        by itself: under CUDA MPS the runs beside a killed one may end, too."""
         self.close()
         if self.share.cores is None:
             self.process.join(PATIENCE)

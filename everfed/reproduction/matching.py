@@ -13,7 +13,7 @@ from everfed.reproduction.planning import Experiment, experiments, plan
 from everfed.reproduction.records import Record, differences, settings_of
 from everfed.reproduction.tables import tables
 
-_EXACT_FIRST = ("fp32", "tf32", "bf16")
+_EXACTNESS = {"fp32": 0, "tf32": 1, "bf16": 2}  # lowest first
 
 
 def runs_of(records: Iterable[Record]) -> Runs:
@@ -21,7 +21,7 @@ def runs_of(records: Iterable[Record]) -> Runs:
     that with the most exact arithmetic; a record of a recipe and method that no table uses is left out."""
     found: dict[Experiment, dict[int, Sample]] = {}
     wanted = _all_experiments()
-    for record in sorted(records, key=lambda one: _EXACT_FIRST.index(one["environment"].get("precision", "fp32"))):
+    for record in sorted(records, key=_exactness):
         candidates = [e for e in wanted if e.recipe == record["recipe"] and e.method in (record["method"], "")]
         if candidates:
             experiment, differs = _nearest(record["settings"], candidates)
@@ -29,6 +29,10 @@ def runs_of(records: Iterable[Record]) -> Runs:
             if record["seed"] not in taken or len(differs) < len(taken[record["seed"]].differs):
                 taken[record["seed"]] = Sample(record, differs=differs)
     return found
+
+
+def _exactness(record: Record) -> int:
+    return _EXACTNESS.get(record["environment"].get("precision", "fp32"), len(_EXACTNESS))
 
 
 def _nearest(settings: dict[str, Any], candidates: Sequence[Experiment]) -> tuple[Experiment, tuple[str, ...]]:

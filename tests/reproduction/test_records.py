@@ -142,7 +142,7 @@ def test_of_records_of_one_run_the_most_exact_is_taken() -> None:
     """Whatever their names sort like: tf32 comes after fp32."""
     made_in = {
         precision: {**made(accuracy=accuracy), "environment": {"precision": precision}}
-        for precision, accuracy in (("fp32", 0.7), ("tf32", 0.6), ("bf16", 0.5))
+        for precision, accuracy in (("fp32", 0.7), ("tf32", 0.6), ("bf16", 0.5), ("of a newer version", 0.4))
     }
     for exact, other in itertools.combinations(made_in.values(), 2):
         for order in ([exact, other], [other, exact]):
