@@ -11,8 +11,7 @@ differ and the scores of its seeds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
 
 from everfed.errors import UserError
@@ -27,7 +26,13 @@ from everfed.reproduction.tables import find
 PRECISION = "engine.precision"
 RECIPE = "recipe:"  # what a mark of a recipe begins with
 OPTION = "method."  # what the key of a method's option begins with
-Score = Callable[[Record], float | None]
+# titles of columns: which logits, "" for the recipe's own, and the metric
+_SCORES = {
+    "learning accuracy": ("", "learning_accuracy"),
+    "final accuracy": ("", "acc"),
+    "forgetting": ("", "forgetting"),
+}
+_TASK_IL = {"final accuracy, task-IL": ("task", "acc")}  # where it says something else than the final accuracy
 _MARKED = re.compile(r"(<!-- records: (?!end)(\S+) -->\n)(.*?)(<!-- records: end -->)", re.DOTALL)
 
 
@@ -61,23 +66,25 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
     own = sorted((one for one in records if one["recipe"] == recipe), key=lambda one: (one["method"], one["seed"]))
     if not own:
         return "No records."
-    found = _differing(own)
-    options = [key for key in found if key.startswith(OPTION)]
-    titles, keys = ["options"] if options else [], [key for key in found if key not in options]
+    differing = _differing(own)
+    options = [key for key in differing if key.startswith(OPTION)]
+    keys = [key for key in differing if key not in options]
     lines: dict[tuple[str, ...], list[Record]] = {}
     for one in own:
-        chosen = [_options(one, options)] if options else []
-        lines.setdefault((one["method"], *chosen, *(_setting(one, key) for key in keys)), []).append(one)
-    scores = _scores(own)
+        line = (one["method"], *_options(one, options), *(_setting(one, key) for key in keys))
+        lines.setdefault(line, []).append(one)
+    task_il = any(_score(one, "task", "acc") not in (None, _score(one, "", "acc")) for one in own)
+    scores = {**_SCORES, **(_TASK_IL if task_il else {})}
     rows = [
-        [*line, ", ".join(str(one["seed"]) for one in group), *(_over_seeds(group, score) for score in scores.values())]
+        [*line, ", ".join(str(one["seed"]) for one in group), *(_over_seeds(group, *of) for of in scores.values())]
         for line, group in sorted(lines.items())
     ]
+    columns = ["method", *(["options"] if options else []), *keys, "seeds", *scores]
     ways: dict[str, list[Record]] = {}
     for one in own:
         ways.setdefault(_how(one), []).append(one)
     sources = [_line(recipe, how, group) for how, group in ways.items()]
-    return "\n\n".join([markdown_table(["method", *titles, *keys, "seeds", *scores], rows), *sources])
+    return "\n\n".join([markdown_table(columns, rows), *sources])
 
 
 def _differing(records: Sequence[Record]) -> list[str]:
@@ -91,10 +98,10 @@ def _differing(records: Sequence[Record]) -> list[str]:
     return sorted(found)
 
 
-def _options(record: Record, keys: Sequence[str]) -> str:
-    """Those of the keys that the record's method has: together in one cell, since each is of few methods."""
+def _options(record: Record, keys: Sequence[str]) -> list[str]:
+    """One cell with those of the keys that the record's method has, since each is of few methods; none without keys."""
     chosen = {key.removeprefix(OPTION): _setting(record, key) for key in keys}
-    return ", ".join(f"{key} = {value}" for key, value in chosen.items() if value)
+    return [", ".join(f"{key} = {value}" for key, value in chosen.items() if value)] if keys else []
 
 
 def _setting(record: Record, key: str) -> str:
@@ -104,29 +111,16 @@ def _setting(record: Record, key: str) -> str:
     return str(complete(record["settings"]).get(key, ""))
 
 
-def _scores(records: Sequence[Record]) -> dict[str, Score]:
-    """The columns of scores. The accuracy when the task is known (task-IL) is one where it says something else than the
-    final accuracy."""
-    names = {"learning accuracy": "learning_accuracy", "final accuracy": "acc", "forgetting": "forgetting"}
-    found: dict[str, Score] = {title: partial(_metric, name=name) for title, name in names.items()}
-    if any(_task_il(one) not in (None, _metric(one, "acc")) for one in records):
-        found["final accuracy, task known"] = _task_il
-    return found
-
-
-def _metric(record: Record, name: str) -> float | None:
-    value: float | None = record["metrics"].get(name)
+def _score(record: Record, logits: str, metric: str) -> float | None:
+    """logits: "" for the recipe's own."""
+    scored = record.get("by_logits", {}).get(logits, {}) if logits else record
+    value: float | None = scored.get("metrics", {}).get(metric)
     return value
 
 
-def _task_il(record: Record) -> float | None:
-    value: float | None = record.get("by_logits", {}).get("task", {}).get("metrics", {}).get("acc")
-    return value
-
-
-def _over_seeds(records: Sequence[Record], score: Score) -> str:
+def _over_seeds(records: Sequence[Record], logits: str, metric: str) -> str:
     """Mean ± population deviation, and in brackets the value of each seed, - where it has none."""
-    values = [score(one) for one in records]
+    values = [_score(one, logits, metric) for one in records]
     known = [100 * value for value in values if value is not None]
     each = " ".join("-" if value is None else f"{100 * value:.1f}" for value in values)
     return each if len(values) < 2 or not known else f"{fmean(known):.1f} ± {pstdev(known):.1f} ({each})"

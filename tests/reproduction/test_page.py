@@ -85,12 +85,12 @@ def test_seeds_of_one_choice_are_one_line_with_their_mean() -> None:
     assert row == ["fedavg", "0, 1, 2", "- - -", "60.0 ± 8.2 (50.0 60.0 70.0)", "10.0 ± 0.0 (10.0 10.0 10.0)"]
 
 
-def test_accuracy_with_the_task_known_is_a_column_where_it_differs() -> None:
+def test_task_il_accuracy_is_a_column_where_it_differs() -> None:
     same, other = of_recipe("fedavg", 0, {}, acc=0.5), of_recipe("fedgp", 0, {}, acc=0.4)
     same["by_logits"] = {"task": {"metrics": {"acc": 0.5}}}
     other["by_logits"] = {"task": {"metrics": {"acc": 0.75}}}
     head, *rows = rows_of([same, other])
-    assert head[-1] == "final accuracy, task known" and [row[-1] for row in rows] == ["50.0", "75.0"]
+    assert head[-1] == "final accuracy, task-IL" and [row[-1] for row in rows] == ["50.0", "75.0"]
     (head, *_), (of_none, *_) = rows_of([same]), rows_of([of_recipe("fedavg", 0, {}, acc=0.5)])
     assert head[-1] == of_none[-1] == "forgetting"
 
