@@ -14,7 +14,7 @@ sends its update a second time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -70,8 +70,7 @@ class Angles(Part):
         if self.samples:
             data = data.take(ctx.rng(tag).permutation(len(data))[: self.samples])
         forward = ctx.train.forward_part  # the only other part that matters: it changes the forward pass
-        context = ctx.at(options=replace(ctx.options, drop_last=False))
-        args = (context, () if forward is None else (forward,), fitted.model, fitted.start["params"], client, message)
+        args = (ctx, () if forward is None else (forward,), fitted.model, fitted.start["params"], client, message)
         return ctx.train.fit(*args, data, moments=_moments(fitted), tag=tag).model["params"]
 
     def reducers(self) -> Mapping[str, Reducer]:

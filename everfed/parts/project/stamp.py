@@ -15,7 +15,7 @@ the phase that draws them sends nothing at all, so traffic is FedAvg's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -62,11 +62,13 @@ class STAMP(Part):
     clone_from: clones start "after_current" training (released code: the mean keeps the whole progress) or at
     "round_start" (the wording of Eq. 3: progress is divided by the number of tasks unless combine = "sum").
     combine: "mean" as matched, or "sum": times the number of updates. balance: rescale every update to their mean norm.
-    epochs: of a clone over its exemplars (None: as many as local training). moments: a clone's optimiser starts
-    "fresh" or from a copy of the client's. granularity: "round" matches what whole trainings moved; "step" matches the
-    gradients of every minibatch, one per stored task beside the current one. match_first: match in the first task, too,
-    where the only update is made longer (released code). solver_steps, solver_momentum: of the solver "softmax_sgd";
-    the released code has 25 and 0.1 on clients.
+    epochs: of a clone over its exemplars (None: as many as local training), in minibatches cut as those of local
+    training: where `train.drop_last` drops a partial last one, it does so here (the released code, too), but a pool
+    below one minibatch is one minibatch. moments: a clone's optimiser starts "fresh" or from a copy of the client's.
+    granularity: "round" matches what whole trainings moved; "step" matches the gradients of every minibatch, one per
+    stored task beside the current one. match_first: match in the first task, too, where the only update is made longer
+    (released code). solver_steps, solver_momentum: of the solver "softmax_sgd"; the released code has 25 and 0.1 on
+    clients.
     """
 
     exemplars: int = 13
@@ -145,11 +147,10 @@ class STAMP(Part):
             return model["params"]
         copied = fitted.moments if after else client[OWN].get("moments")
         exemplars = Data(kept["x"], kept["y"], np.arange(len(kept["y"]), dtype=np.int64))
-        context = ctx.at(options=replace(ctx.options, drop_last=False))  # a pool may be smaller than a minibatch
         moments = copied if self.moments == "copied" else None
         forward = ctx.train.forward_part  # the only other part that matters: it changes the forward pass
         parts = () if forward is None else (forward,)
-        args = (context, parts, model, fitted.start["params"], client, message, exemplars)
+        args = (ctx, parts, model, fitted.start["params"], client, message, exemplars)
         return ctx.train.fit(*args, epochs=epochs, moments=moments, tag=f"exemplars {task}").model["params"]
 
     def _matched(self, updates: list[Tensor]) -> Tensor:
