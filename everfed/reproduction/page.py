@@ -13,7 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pstdev
+from typing import Any
 
+from everfed import methods
 from everfed.errors import UserError
 from everfed.markdown import markdown_table
 from everfed.reproduction import writing
@@ -108,7 +110,17 @@ def _setting(record: Record, key: str) -> str:
     """Nothing for an option that the record's method does not have."""
     if key == PRECISION:
         return str(record["environment"].get("precision", "fp32"))
-    return str(complete(record["settings"]).get(key, ""))
+    settings = complete(record["settings"])
+    return str(settings[key] if key in settings else _default(record["method"], key))
+
+
+def _default(method: str, key: str) -> Any:
+    """The value of an option, `method.PART.OPTION`, that a recipe leaves to its part; of shipped methods."""
+    if method not in methods.names():
+        return ""
+    part, _, option = key.removeprefix(OPTION).partition(".")
+    parts = {one.name: one for one in methods.build(method).parts}
+    return getattr(parts.get(part), option, "")
 
 
 def _score(record: Record, logits: str, metric: str) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from everfed import methods
 from everfed.cli import app
 from everfed.errors import UserError
 from everfed.recipe import Recipe
@@ -141,3 +142,18 @@ def test_options_of_several_methods_share_a_column() -> None:
         "si.eps = 0.1",
         "si.eps = 0.2",
     ]
+
+
+def test_an_option_that_a_recipe_leaves_out_is_shown_with_the_value_that_the_run_had() -> None:
+    """Once written and once left out it is one setting; a method without the part has none, nor one of a user's own."""
+    default = methods.part_class("ewc")().weight  # type: ignore[attr-defined]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"method": {"ewc": {"weight": default}}},
+        {"method": {"ewc": {"weight": 7.0}}},
+    ]
+    runs = [of_recipe("ewc", seed, one, acc=0.5) for seed, one in enumerate(settings)]
+    _, *rows = rows_of([*(of_recipe(method, 0, {}, acc=0.4) for method in ("fedavg", "mine")), *runs])
+    ewc = [["ewc", f"ewc.weight = {default}", "0, 1"], ["ewc", "ewc.weight = 7.0", "2"]]
+    expected = [*ewc, ["fedavg", "", "0"], ["mine", "", "0"]]
+    assert sorted(row[:3] for row in rows) == sorted(expected)
