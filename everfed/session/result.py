@@ -70,16 +70,19 @@ def _facts(assembly: Assembly) -> dict[str, Any]:
 
 
 def at_chance(stream: Stream, summary: dict[str, Any]) -> str | None:
-    """A warning where the tasks just learned are scored about as well as by guessing one of their classes."""
-    learned = summary["metrics"].get("learning_accuracy")
-    if stream.score != "accuracy" or learned is None:
+    """A warning where the tasks just learned are scored about as well as by guessing one of their classes. Only these
+    may answer: a model that keeps all classes apart is below such a guess where it has to choose among them."""
+    if stream.score != "accuracy":
+        return None
+    learned = summary["by_logits"]["task"]["metrics"].get("learning_accuracy")
+    if learned is None:
         return None
     chance = sum(1 / max(1, len(stream.labels(task))) for task in range(stream.tasks)) / stream.tasks
     if learned > chance + 0.05:
         return None
     return (
-        f"the model has learned nothing: {100 * learned:.1f} % on the tasks right after they were trained, where "
-        f"guessing gives {100 * chance:.1f} %; try another train.optimizer.lr, more train.rounds_per_task, or another "
+        f"the model has learned nothing: {100 * learned:.1f} % among the classes of a task right after it was trained, "
+        f"where guessing gives {100 * chance:.1f} %; try another train.optimizer.lr, more train.rounds_per_task, or another "
         "model.kind"
     )
 

@@ -18,8 +18,9 @@ from tests.support.toy import Toy
 
 
 # at chance -----------------------------------------------------------------------------------------------------------
-def learned(accuracy: float | None) -> dict[str, Any]:
-    return {"metrics": {"learning_accuracy": accuracy}}
+def learned(task_il: float | None, class_il: float | None = None) -> dict[str, Any]:
+    both = {"metrics": {"learning_accuracy": class_il}}
+    return {**both, "by_logits": {"full": both, "task": {"metrics": {"learning_accuracy": task_il}}}}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,12 @@ def test_chance_is_that_of_a_task_s_own_classes() -> None:
     """Two classes in each of two tasks: 52 % is no more than guessing, though there are four classes."""
     warning = at_chance(ClassToy(), learned(0.52))
     assert warning is not None
-    assert "52.0 % on the tasks right after they were trained, where guessing gives 50.0 %" in warning
+    assert "52.0 % among the classes of a task right after it was trained, where guessing gives 50.0 %" in warning
+
+
+def test_a_model_that_keeps_all_classes_apart_has_learned() -> None:
+    """45 % of four classes, and 80 % where only the task's own two may answer: no warning, though 45 % is below 50 %."""
+    assert at_chance(ClassToy(), learned(0.8, class_il=0.45)) is None
 
 
 def test_other_scores_have_no_chance() -> None:
