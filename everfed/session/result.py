@@ -82,8 +82,8 @@ def at_chance(stream: Stream, summary: dict[str, Any]) -> str | None:
         return None
     return (
         f"the model has learned nothing: {100 * learned:.1f} % among the classes of a task right after it was trained, "
-        f"where guessing gives {100 * chance:.1f} %; try another train.optimizer.lr, more train.rounds_per_task, or another "
-        "model.kind"
+        f"where guessing gives {100 * chance:.1f} %; try another train.optimizer.lr, more train.rounds_per_task, or "
+        "another model.kind"
     )
 
 

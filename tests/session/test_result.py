@@ -39,7 +39,7 @@ def test_chance_is_that_of_a_task_s_own_classes() -> None:
 
 
 def test_a_model_that_keeps_all_classes_apart_has_learned() -> None:
-    """45 % of four classes, and 80 % where only the task's own two may answer: no warning, though 45 % is below 50 %."""
+    """45 % of four classes, and 80 % where only the task's own two may answer: no warning, though 45 is below 50."""
     assert at_chance(ClassToy(), learned(0.8, class_il=0.45)) is None
 
 
