@@ -47,6 +47,8 @@ class ProgressState:
     began: float = 0.0
     work: str = ""  # the current phase if it has several repeats, and the number of the repeat
     measured: str = ""  # the last measurements
+    scoring_since: float | None = None
+    scores_slowly: bool = False  # did the last scores take longer than a reader would wait for a line?
     several: Several | None = None  # the comparison that this run belongs to
 
     def update(self, event: Event) -> None:
@@ -64,7 +66,10 @@ class ProgressState:
         elif kind == "measure":
             values = {k: v for k, v in event.items() if isinstance(v, float) and k != "time"}
             self.measured = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+        elif kind == "scoring":
+            self.task, self.scoring_since = event["task"], self.clock()
         elif kind == "evaluation":
+            self._scored_after(self.scoring_since)
             self.task, self.acc, self.work = event["task"], event["acc"], ""
             self.score = event.get("score", "accuracy")
 
@@ -77,6 +82,10 @@ class ProgressState:
             self.done = event["round"] + 1
         repeats, now = event.get("repeats", 1), event.get("repeat", 0) + 1
         self.work = f"{event['phase']} {now}/{repeats}" if repeats > 1 else ""
+
+    def _scored_after(self, since: float | None) -> None:
+        self.scores_slowly = since is not None and self.clock() - since >= SECONDS_BETWEEN_LINES
+        self.scoring_since = None
 
     @property
     def elapsed(self) -> float:
@@ -136,7 +145,8 @@ class ProgressState:
         if not self.rounds:
             return "starting"
         place = f"task {self.task + 1}/{self.tasks}, round {self.done}/{self.rounds}"
-        return f"{place}, {self.work}" if self.work else place
+        work = self.work if self.scoring_since is None else "scoring"
+        return f"{place}, {work}" if work else place
 
     def line(self) -> str:
         return f"{self.title}: {self.place()}, {self.facts()}"
@@ -188,7 +198,7 @@ def message_for(event: Event, state: ProgressState) -> str | None:
         return f"{state.title}: {event['tasks']} tasks, {event['rounds']} rounds{clients}"
     if kind == "resume":
         return f"{state.title}: going on from round {event['round']}".removeprefix(": ")
-    if kind == "evaluation" and event["task_end"]:
+    if (kind == "evaluation" and event["task_end"]) or (kind == "scoring" and state.scores_slowly):
         return state.line()
     if kind == "client":
         client = f"client {event['client']}" if event["client"] >= 0 else "a client"

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 from rich.console import Console
@@ -127,6 +128,33 @@ def test_plain_lines_come_now_and_then_between_tasks() -> None:
         "round 15/100",
         "round 20/100",
     ]
+
+
+def scored(clock: Clock, seconds: float, round_index: int) -> Iterator[dict]:
+    yield {"event": "scoring", "round": round_index, "task": round_index // 2, "tasks": 1}
+    clock.now += seconds
+    yield evaluation(round_index, round_index // 2, 0.5)
+
+
+def test_scores_that_take_long_are_announced_from_the_second_time_on() -> None:
+    """Twenty clients that score ten networks each take minutes, in which a log would stand still."""
+    clock, lines = Clock(), []
+    watch = PlainLines(lines.append, ProgressState(clock=clock))
+    slow, quick, again = scored(clock, 60.0, 1), scored(clock, 1.0, 3), scored(clock, 1.0, 3)
+    for event in chain([START, phase(1, 0)], slow, [phase(3, 1)], quick, again):
+        watch(event)
+    assert [", scoring, " in line for line in lines] == [False, False, True, False, False]
+
+
+def test_a_bar_says_that_the_run_is_scoring() -> None:
+    clock = Clock()
+    state = ProgressState(clock=clock)
+    scores = scored(clock, 1.0, 1)
+    for event in (START, phase(1, 0, loss=0.5), next(scores)):
+        state.update(event)
+    assert "round 2/4, scoring" in state.fitted(200) and "loss 0.500" in state.fitted(200)
+    state.update(next(scores))
+    assert "scoring" not in state.fitted(200)
 
 
 def test_warnings_are_printed_and_faults_left_to_the_error_that_follows() -> None:

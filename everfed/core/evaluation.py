@@ -63,6 +63,7 @@ class Evaluation:
         """The tasks seen so far, and at a task's end a row of the matrix."""
         plan, tasks = moment.plan, self.setup.stream.tasks
         spec = self._spec(moment)
+        self.reporter.notify({"event": "scoring", **_place(moment), "tasks": len(spec.tasks)})
         counts = self._counts(phase, moment, spec).tolist()
         if plan.evaluate:
             self.state.rows[plan.task] = [*counts, *[None] * (tasks - len(spec.tasks))]
@@ -88,16 +89,19 @@ class Evaluation:
         """A point of the curves, and an event, by the rule that the recipe names."""
         plan, stream = moment.plan, self.setup.stream
         accuracies = [row_value(stream, row, self.options.logits) for row in counts]
-        place = {"round": moment.round, "task": plan.task}
-        self.state.curves.append({**place, "accuracy": accuracies})
+        self.state.curves.append({**_place(moment), "accuracy": accuracies})
         known = [a for a in accuracies[: plan.task + 1] if a is not None]
         self.reporter.notify(
             {
                 "event": "evaluation",
-                **place,
+                **_place(moment),
                 "task_end": plan.evaluate,
                 "score": stream.score,  # what the numbers under "accuracy" and "acc" are
                 "accuracy": accuracies,
                 "acc": sum(known) / len(known) if known else None,
             }
         )
+
+
+def _place(moment: Moment) -> dict[str, int]:
+    return {"round": moment.round, "task": moment.plan.task}

@@ -292,6 +292,7 @@ def _number(value: Any) -> float | None:
 _HANDLERS: dict[str, Callable[[Log, dict[str, Any]], None]] = {
     "start": Log._on_start,
     "phase": Log._on_phase,
+    "scoring": Log._ignore,
     "evaluation": Log._on_evaluation,
     "buffer": Log._on_buffer,
     "drift": Log._on_drift,

@@ -96,6 +96,12 @@ def test_the_mean_in_the_event_is_over_the_tasks_learned_so_far() -> None:
     assert [event["acc"] for event in events] == pytest.approx([first[0], sum(last) / 2])
 
 
+def test_scoring_is_announced_before_it_begins() -> None:
+    kinds = [event["event"] for event in Bench(stream=ClassToy()).run().events]
+    places = [i for i, kind in enumerate(kinds) if kind == "evaluation"]
+    assert places and all(kinds[i - 1] == "scoring" for i in places) and kinds.count("scoring") == len(places)
+
+
 def test_tasks_that_are_still_to_come_are_scored_at_task_ends_only() -> None:
     """zero_shot fills rows of the matrix; scores in between (`every`) are of the tasks begun."""
     bench = Bench(stream=ClassToy(tasks=3, classes=6), evaluation=EvalOptions(zero_shot=True, every=1))

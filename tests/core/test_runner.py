@@ -77,7 +77,8 @@ def counting(**options: Any) -> Bench:
 
 
 def phases(outcome: Outcome) -> list[tuple[int, str]]:
-    return [(e["round"], e["phase"] if e["event"] == "phase" else "evaluate") for e in outcome.events]
+    names = {"phase": lambda event: event["phase"], "evaluation": lambda event: "evaluate"}
+    return [(e["round"], names[e["event"]](e)) for e in outcome.events if e["event"] in names]
 
 
 # the phases of a round ------------------------------------------------------------------------------------------------
