@@ -114,7 +114,7 @@ class Log:
     bytes_down: int = 0
     loss: float | None = None
     score: str = ""  # what evaluations measure; empty before the first
-    slowest: float = 0.0  # seconds of the longest phase
+    slowest: float = 0.0  # seconds of the longest phase or scoring
     _half: bytes = b""
     _resumed: bool = False
     _cohorts: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
@@ -213,6 +213,9 @@ class Log:
         accuracy = tuple(_number(value) for value in event["accuracy"])
         index = int(event["round"])
         self.score = str(event.get("score", "accuracy"))
+        when = _number(event.get("time"))
+        if self.last_kind == "scoring" and self.last_time is not None and when is not None:
+            self.slowest = max(self.slowest, when - self.last_time)
         self.evaluations[index] = Evaluation(
             index, int(event["task"]), bool(event.get("task_end")), accuracy, _number(event.get("acc"))
         )
@@ -242,7 +245,7 @@ class Log:
         self._note(event["event"], event, str(event["message"]))
 
     def _ignore(self, event: dict[str, Any]) -> None:
-        """Checkpoints and the end add nothing."""
+        """Checkpoints, the beginning of scoring and the end add nothing."""
 
     def _on_other(self, event: dict[str, Any]) -> None:
         """An event that this version does not know is shown as it is."""

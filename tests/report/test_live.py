@@ -77,6 +77,17 @@ def test_silence_failure_and_interruption(index: Index, clock: Clock) -> None:
     assert index.runs["b"].summary["faults"] == 1 and index.runs["c"].summary["faults"] == 0
 
 
+def test_a_run_that_scores_for_long_is_not_silent_while_it_scores_again(index: Index, clock: Clock) -> None:
+    scoring = {"event": "scoring", "round": 1, "task": 0, "tasks": 1}
+    folder = create(index.guard.root / "a")
+    log(folder, [start(), phase(1), scoring], NOW)
+    log(folder, [evaluation(1, 0, [0.5]), phase(3, 1), scoring], NOW + 2 * QUIET_AFTER)
+    clock.now = NOW + 4 * QUIET_AFTER
+    assert statuses(index) == {"a": "running"}
+    clock.now = NOW + 20 * QUIET_AFTER
+    assert statuses(index) == {"a": "silent"}
+
+
 @pytest.mark.parametrize("file", ["recipe.toml", "result.json", "settings.json"])
 def test_a_damaged_run_is_reported_and_heals(index: Index, file: str) -> None:
     folder = finished(index.guard.root / "a")
