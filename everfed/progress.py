@@ -69,7 +69,7 @@ class ProgressState:
         elif kind == "scoring":
             self.task, self.scoring_since = event["task"], self.clock()
         elif kind == "evaluation":
-            self._scored_after(self.scoring_since)
+            self._end_scoring()
             self.task, self.acc, self.work = event["task"], event["acc"], ""
             self.score = event.get("score", "accuracy")
 
@@ -83,7 +83,8 @@ class ProgressState:
         repeats, now = event.get("repeats", 1), event.get("repeat", 0) + 1
         self.work = f"{event['phase']} {now}/{repeats}" if repeats > 1 else ""
 
-    def _scored_after(self, since: float | None) -> None:
+    def _end_scoring(self) -> None:
+        since = self.scoring_since
         self.scores_slowly = since is not None and self.clock() - since >= SECONDS_BETWEEN_LINES
         self.scoring_since = None
 
