@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from statistics import fmean, pstdev
 from typing import Any
 
 from everfed import methods
 from everfed.errors import UserError
 from everfed.markdown import markdown_table
+from everfed.recipe import parse_set, read
 from everfed.reproduction import writing
 from everfed.reproduction.judging import NOT_JUDGED, Judged, Runs, judge
 from everfed.reproduction.matching import runs_of
 from everfed.reproduction.planning import plan
-from everfed.reproduction.records import Record, complete, differences
+from everfed.reproduction.records import Record, complete, settings_of
 from everfed.reproduction.tables import find
 
 PRECISION = "engine.precision"
@@ -90,14 +92,30 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
 
 
 def _differing(records: Sequence[Record]) -> list[str]:
-    """The settings, and the precision, in which records differ; options of methods only where those of one do."""
-    first: dict[str, Record] = {}
-    found = {PRECISION} if len({_setting(one, PRECISION) for one in records}) > 1 else set()
+    """The settings, and the precision, in which records differ; options of methods only where those of one do. What the
+    recipe itself gives a method is no difference."""
+    values: dict[tuple[str, str], set[str]] = {}
+    known = sorted({key for one in records for key in complete(one["settings"])})
     for one in records:
-        of_its_method = first.setdefault(one["method"], one)
-        found |= {key for key in differences(records[0]["settings"], one["settings"]) if not key.startswith(OPTION)}
-        found |= set(differences(of_its_method["settings"], one["settings"]))
-    return sorted(found)
+        own = _prescribed(one["recipe"], one["method"])
+        for key in (PRECISION, *known):
+            value = _setting(one, key)
+            if own.get(key) != value:
+                values.setdefault((one["method"] if key.startswith(OPTION) else "", key), set()).add(value)
+    return sorted({key for (_, key), found in values.items() if len(found) > 1})
+
+
+@cache
+def _prescribed(recipe: str, method: str) -> dict[str, str]:
+    """Settings that a recipe's [compare.options] gives a method; none where the recipe is not a shipped one."""
+    try:
+        compare = read(recipe).compare
+    except UserError:
+        return {}
+    sets = compare.options.get(method, []) if compare else []
+    named = [parse_set(entry).key for entry in sets]
+    settings = complete(settings_of(read(recipe, method=method, sets=sets)))
+    return {k: _text(v) for k, v in settings.items() if any(tuple(k.split("."))[: len(key)] == key for key in named)}
 
 
 def _options(record: Record, keys: Sequence[str]) -> list[str]:
@@ -111,7 +129,12 @@ def _setting(record: Record, key: str) -> str:
     if key == PRECISION:
         return str(record["environment"].get("precision", "fp32"))
     settings = complete(record["settings"])
-    return str(settings[key] if key in settings else _default(record["method"], key))
+    return _text(settings[key] if key in settings else _default(record["method"], key))
+
+
+def _text(value: Any) -> str:
+    """10 and 10.0 are one value."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _default(method: str, key: str) -> Any:

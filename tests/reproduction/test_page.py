@@ -106,7 +106,7 @@ def test_a_default_is_one_setting_whether_it_is_written_or_not() -> None:
     default = Recipe.model_validate({"method": {"name": "fedavg"}}).train.optimizer.lr
     rates: list[dict[str, Any]] = [{"train": {"optimizer": {"lr": lr}}} for lr in (9.0, default)]
     head, *rows = rows_of([of_recipe("fedavg", seed, settings, acc=0.5) for seed, settings in enumerate([*rates, {}])])
-    assert head[1] == "train.optimizer.lr" and [row[1:3] for row in rows] == [[str(default), "1, 2"], ["9.0", "0"]]
+    assert head[1] == "train.optimizer.lr" and [row[1:3] for row in rows] == [[f"{default:g}", "1, 2"], ["9", "0"]]
 
 
 def test_precisions_are_not_averaged() -> None:
@@ -137,8 +137,8 @@ def test_options_of_several_methods_share_a_column() -> None:
     rates = [of_recipe("si", 0, {"method": {"si": {"eps": eps}}}, acc=0.5) for eps in (0.1, 0.2)]
     _, *rows = rows_of([*weights, *rates])
     assert [row[1] for row in rows] == [
-        "ewc.gamma = 1.0, ewc.weight = 1.0",
-        "ewc.gamma = 2.0, ewc.weight = 2.0",
+        "ewc.gamma = 1, ewc.weight = 1",
+        "ewc.gamma = 2, ewc.weight = 2",
         "si.eps = 0.1",
         "si.eps = 0.2",
     ]
@@ -154,6 +154,28 @@ def test_an_option_that_a_recipe_leaves_out_is_shown_with_the_value_that_the_run
     ]
     runs = [of_recipe("ewc", seed, one, acc=0.5) for seed, one in enumerate(settings)]
     _, *rows = rows_of([*(of_recipe(method, 0, {}, acc=0.4) for method in ("fedavg", "mine")), *runs])
-    ewc = [["ewc", f"ewc.weight = {default}", "0, 1"], ["ewc", "ewc.weight = 7.0", "2"]]
+    ewc = [["ewc", f"ewc.weight = {default:g}", "0, 1"], ["ewc", "ewc.weight = 7", "2"]]
     expected = [*ewc, ["fedavg", "", "0"], ["mine", "", "0"]]
     assert sorted(row[:3] for row in rows) == sorted(expected)
+
+
+def test_a_whole_number_is_one_setting_however_it_is_written() -> None:
+    runs = [of_recipe("ewc", seed, {"method": {"ewc": {"weight": w}}}, acc=0.5) for seed, w in enumerate((10, 10.0, 1))]
+    _, *rows = rows_of(runs)
+    assert [row[1:3] for row in rows] == [["ewc.weight = 1", "2"], ["ewc.weight = 10", "0, 1"]]
+
+
+def test_what_a_recipe_gives_one_method_is_no_difference() -> None:
+    """FedCIL has an optimiser of its own by the recipe; the same settings of another method are its run's choice."""
+    name, adam = "mfcl/table1-cifar100", {"kind": "adam", "lr": 2e-4, "beta1": 0.5, "state": "task"}
+    theirs = {"stream": {"normalise": "half"}, "train": {"optimizer": adam}}
+
+    def head(method: str) -> list[str]:
+        runs = [of_recipe("af-fcl", 0, {}, acc=0.5), of_recipe(method, 0, theirs, acc=0.4)]
+        text = renewed(
+            f"<!-- records: recipe:{name} -->\n<!-- records: end -->\n", [{**one, "recipe": name} for one in runs]
+        )
+        return [cell.strip() for cell in text.splitlines()[1].split("|")[1:-1]]
+
+    assert head("fedcil")[:2] == ["method", "seeds"]
+    assert {"stream.normalise", "train.optimizer.lr", "train.optimizer.kind"} <= set(head("fedavg"))
