@@ -148,3 +148,21 @@ def test_a_real_client_is_measured_and_nothing_is_kept(method: str) -> None:
     seconds, moved = calibration._measure(setup, bench.build_module)
     assert seconds > 0.0
     assert moved >= 4 * setup.facts.layout.shared, "the first client has no data, but another one trains"
+
+
+@pytest.mark.parametrize(("seconds", "trainings"), [(0.5, 2), (2.0, 1)])
+def test_a_long_training_is_not_repeated(monkeypatch: pytest.MonkeyPatch, seconds: float, trainings: int) -> None:
+    """On a CPU one client of a large network takes minutes, in which a user sees nothing."""
+    calls, clock = [], [0.0]
+
+    def slow(*given: object) -> object:
+        calls.append(given)
+        clock[0] += seconds
+        return real(*given)  # type: ignore[arg-type]
+
+    real = calibration.call
+    monkeypatch.setattr(calibration, "call", slow)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    bench = clients(2)
+    measured = calibration.one_client(bench.setup(), bench.build_module)
+    assert measured is not None and measured.seconds == seconds and len(calls) == trainings
