@@ -302,6 +302,26 @@ def test_consolidation_changes_the_model_and_is_deterministic() -> None:
     assert second["now"]["0"]["labels"].tolist() == [False, False, True, True]
 
 
+@pytest.mark.parametrize("options", [{"server_steps": 0}, {}], ids=["clients", "with the server"])
+def test_running_statistics_are_those_of_real_images(options: dict[str, Any]) -> None:
+    """The classifier is scored on real images. One minibatch from the same first weights: FedAvg has seen no others."""
+    stream = ClassToy(clients=1, tasks=1, rounds_per_task=1, sizes={(0, 0): 6})
+    found = bench(stream, **options).change(module=Norm).run().state.model
+    plain = Bench("fedavg", stream=stream, train=ADAM).change(module=Norm).run().state.model
+    assert plain["stats"].numel() and plain["counters"].tolist() == [1]
+    assert torch.equal(found["stats"], plain["stats"]) and torch.equal(found["counters"], plain["counters"])
+
+
+def test_replay_and_consistency_leave_the_running_statistics_alone() -> None:
+    """Later tasks and rounds: as often updated as with FedAvg."""
+    stream = ClassToy(clients=1, tasks=2, rounds_per_task=2)
+    counts = [
+        Bench(method, given, stream=stream, train=ADAM).change(module=Norm).run().state.model["counters"].tolist()
+        for method, given in (("fedcil", {"fedcil": SMALL["fedcil"]}), ("fedavg", {}))
+    ]
+    assert counts[0] == counts[1] and counts[0][0] > 4
+
+
 def test_the_labels_of_all_earlier_tasks_are_remembered() -> None:
     """Three tasks of two classes each: in the third, the classes of both earlier ones are replayed and mixed."""
     outcome = bench(ClassToy(clients=2, tasks=3, classes=6, rounds_per_task=1)).run()

@@ -47,6 +47,17 @@ class ACGAN:
         """The same without gradients: for steps in which the generator does not move."""
         return self.images(generator, labels)
 
+    def outputs(self, images: Tensor) -> Tensor:
+        """(n, C + 1) rows of generated images. BatchNorm's running statistics stay those of real ones, on which the
+        classifier is scored: early in training generated ones look like nothing else."""
+        replica = self.trainer.replica
+        statistics, counters = replica.stats.clone(), replica.counters.clone()
+        rows = self.trainer.forward_inputs(images)
+        # `data`: autograd would refuse a backward pass after a change, though in training it does not use them
+        replica.stats.data.copy_(statistics)
+        replica.counters.data.copy_(counters)
+        return rows
+
     def logits(self, rows: Tensor) -> Tensor:
         """(n, C) class logits; those of classes that do not compete are masked."""
         return among(rows[:, :-1], self.classes)
@@ -62,12 +73,12 @@ class ACGAN:
 
     def discriminated(self, real: Tensor, y: Tensor, generator: Mapping[str, Tensor] | Tensor, c: Tensor) -> Tensor:
         """A(x, y): real rows and labels against a fresh fake batch of labels c."""
-        fake = self.trainer.forward_inputs(self.fixed_images(generator, c))
+        fake = self.outputs(self.fixed_images(generator, c))
         return self.judged(real, y, True) + self.judged(fake, c, False)
 
     def generated(self, generator: Mapping[str, Tensor], c: Tensor) -> Tensor:
         """L_G: the loss of the generator's images when judged as real ones of their labels."""
-        return self.judged(self.trainer.forward_inputs(self.images(generator, c)), c, True)
+        return self.judged(self.outputs(self.images(generator, c)), c, True)
 
     def apart(self, rows: Tensor, target: Tensor) -> Tensor:
         """KL(p(.|target) || p(.|rows)), without a gradient to the target."""

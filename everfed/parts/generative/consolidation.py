@@ -146,7 +146,7 @@ class Consolidation:
         terms = []
         for group in groups:
             x = self.mixed(row[f"{group}/rows"], row[f"{group}/labels"], row[f"{group}/taken"])
-            outputs = self.gan.trainer.forward_inputs(x)
+            outputs = self.gan.outputs(x)
             terms.append(self.gan.discriminated(outputs, row[f"{group}/y"], self._live(), row[f"{group}/fake"]))
         return torch.stack(terms).mean()
 

@@ -187,7 +187,7 @@ class FedCIL(Part):
         loss = gan.discriminated(step.outputs, step.y, generator, rows["fake"])
         if "old" in rows:
             replayed = gan.fixed_images(step.state[self.name]["old"], rows["old"])
-            outputs = step.forward_inputs(replayed)
+            outputs = gan.outputs(replayed)
             loss = 0.5 * loss + 0.5 * gan.discriminated(outputs, rows["old"], generator, rows["fake_old"])
         return loss + self._consistent(step, gan) if "known" in rows else loss
 
@@ -196,9 +196,9 @@ class FedCIL(Part):
         known = step.rows[self.name]["known"]
         shared = step.received[self.generator_span(step.layout)]
         first, second, third = self._consistency
-        alike = step.forward_inputs(gan.fixed_images(shared, step.y))
-        ours = step.forward_inputs(gan.fixed_images(self._live(step), known))
-        theirs = step.forward_inputs(gan.fixed_images(shared, known))
+        alike = gan.outputs(gan.fixed_images(shared, step.y))
+        ours = gan.outputs(gan.fixed_images(self._live(step), known))
+        theirs = gan.outputs(gan.fixed_images(shared, known))
         same = first * gan.apart(step.outputs, alike) + second * gan.apart(ours, theirs)
         return same + third * gan.label_loss(theirs, known)
 
