@@ -49,7 +49,7 @@ class ACGAN:
 
     def outputs(self, images: Tensor) -> Tensor:
         """(n, C + 1) rows of generated images. BatchNorm's running statistics stay those of real ones, on which the
-        classifier is scored: early in training generated ones look like nothing else."""
+        classifier is scored: early in training generated ones look like none of them."""
         replica = self.trainer.replica
         statistics, counters = replica.stats.clone(), replica.counters.clone()
         rows = self.trainer.forward_inputs(images)
