@@ -134,7 +134,7 @@ def _setting(record: Record, key: str) -> str:
 
 def _text(value: Any) -> str:
     """10 and 10.0 are one value."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _default(method: str, key: str) -> Any:
