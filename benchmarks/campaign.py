@@ -49,7 +49,7 @@ from everfed.engines.eager import Eager
 from everfed.federation.certificates import CA, make_authority, make_client
 from everfed.federation.local import control_socket, socket_path
 from everfed.recipe import Recipe
-from everfed.session import assemble, handover
+from everfed.session import assemble, saved_model
 from everfed.store.clients import ClientStore
 from everfed.store.run import RunFolder
 from tests.federation.field import events
@@ -111,7 +111,7 @@ def simulated(recipe: Recipe, left_out: Missing, folder: Path) -> bytes:
         setup, LeftOut(inner, left_out, secure), assembly.first_model(), EvalOptions(**recipe.eval.model_dump())
     )
     folder.mkdir()
-    handover.save(RunFolder(folder), assembly, runner.run().model)
+    saved_model.save(RunFolder(folder), assembly, runner.run().model)
     return (folder / "model.safetensors").read_bytes()
 
 

@@ -27,15 +27,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from everfed import Tree, streams
-from everfed.comparison.cells import Cell, Outcome, Settings, new_cell
-from everfed.comparison.cells import run as run_cells
+from everfed import streams
 from everfed.data.tokenizer import PAD
-from everfed.markdown import markdown_table
+from everfed.experiments.cells import Cell, Outcome, Settings, new_cell
+from everfed.experiments.cells import run as run_cells
+from everfed.method import Tree
+from everfed.methods.replay.diversity import Candidates, select
+from everfed.methods.replay.policy import Policy, Pool
 from everfed.models.tinybert import TinyBERT
-from everfed.parts.memory.policy import Policy, Pool
-from everfed.parts.selection.diversity import Candidates, select
 from everfed.recipe import read
+from everfed.reports.markdown import markdown_table
 from everfed.streams.masking import mask_tokens, masked_loss
 
 RECIPE = Path(__file__).with_suffix(".toml")

@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional
 
 from benchmarks.measure import Contender, Work, interleave, machine, ratios, summary, write
+from everfed.methods.common.per_sample import Network
+from everfed.methods.common.squared_gradients import squared_gradients
 from everfed.models.resnet import ResNet18
-from everfed.parts.shared.per_sample import Network
-from everfed.parts.shared.squared_gradients import squared_gradients
 
 BEFORE = 256 << 20
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.entrants import Entrant, entrant, parser_of, take_turns
 from benchmarks.measure import machine, write
-from everfed import methods
+from everfed.methods import registry as methods
 from everfed.recipe import Recipe, parse_set, read, settled
 
 METHODS = ("fedavg", "fedprox", "fedlwf2t", "mfcl", "target", "lander", "fedcil", "glfc", "af-fcl")

@@ -166,8 +166,8 @@ def generator_training(device: str, toy: bool) -> Callable[[int], object]:
     from everfed.core.replica import initial_weights
     from everfed.engines.base import new_trainer
     from everfed.engines.loops import LoopingTrainer
+    from everfed.methods.generative.data_free import GeneratorTraining, Inversion
     from everfed.models.generators import GeneratorBlueprint
-    from everfed.parts.generative.data_free import GeneratorTraining, Inversion
 
     assembly = build({**CASES["resnet18-b128"], **(TOY if toy else {})}, "fedavg", 1)
     blueprint = GeneratorBlueprint((3, 32, 32), 16 if toy else 1000, toy)
@@ -314,7 +314,7 @@ def together(
     command: Command, methods: Sequence[str], images: int, window: Window, folder: Path, gpu: bool
 ) -> dict[str, Any]:
     """Every method alone, then all at once."""
-    from everfed.comparison import mps
+    from everfed.experiments import mps
 
     found: dict[str, Any] = {"images_a_round": images}
     alone: dict[str, float | None] = {}

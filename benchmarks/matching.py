@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from everfed.parts.project.matching import match_gradients, solve_gram
+from everfed.methods.project.matching import match_gradients, solve_gram
 
 RESNET18 = 11_220_132  # trainable parameters with 100 classes
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from everfed.parts.selection.capped_simplex import project_capped_simplex
-from everfed.parts.selection.coordination import coordinate
-from everfed.parts.selection.diversity import Candidates, convex_weights, objective, zero_diagonal_weights
-from everfed.parts.selection.near_optimality import brute_force, draw_gradients
-from everfed.parts.selection.random_projection import RandomProjection
-from everfed.parts.selection.sample_gradients import sample_gradients
+from everfed.methods.replay.capped_simplex import project_capped_simplex
+from everfed.methods.replay.coordination import coordinate
+from everfed.methods.replay.diversity import Candidates, convex_weights, objective, zero_diagonal_weights
+from everfed.methods.replay.near_optimality import brute_force, draw_gradients
+from everfed.methods.replay.random_projection import RandomProjection
+from everfed.methods.replay.sample_gradients import sample_gradients
 
 
 def seconds(work: Callable[[], object], repetitions: int = 3) -> float:

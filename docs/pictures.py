@@ -36,7 +36,7 @@ def served(runs: Path) -> Iterator[str]:
     """The dashboard of the runs; gives its address."""
     import uvicorn
 
-    from everfed.report.server import create_app
+    from everfed.reports.server import create_app
 
     app = create_app(runs, every=0.2)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none"))
@@ -82,7 +82,7 @@ def main(runs: Path | None) -> None:
     sys.path.insert(0, str(ROOT))
     from playwright.sync_api import sync_playwright
 
-    from everfed.report import write
+    from everfed.reports import write
 
     found = os.environ.get("EVERFED_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:

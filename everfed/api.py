@@ -24,7 +24,7 @@ from everfed.recipe import (
     settled,
     to_toml,
 )
-from everfed.results import Result
+from everfed.reports.result import Result
 from everfed.store.run import RunError, RunFolder
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from everfed.core.stream import Stream
-    from everfed.session.handover import Description
+    from everfed.session.saved_model import Description
 
 Observer = Callable[[dict[str, Any]], None]
 Observers = Sequence[Observer] | Callable[[Path], Sequence[Observer]]  # or a function from the run folder to them
@@ -43,7 +43,7 @@ IN_PYTHON = "python:"  # what stream.dataset or model.kind begins with where the
 @dataclass(frozen=True)
 class LoadedRun:
     """A finished run with its trained model, in eval mode. description: what the model's file says of its inputs and
-    classes (`everfed.session.handover.Description`)."""
+    classes (`everfed.session.saved_model.Description`)."""
 
     model: nn.Module
     result: dict[str, Any]
@@ -59,11 +59,11 @@ class LoadedRun:
         any usual layout, a list of images, features or tokens. They are resized and normalised as in the run."""
         import torch
 
-        from everfed.session import handover
+        from everfed.session import saved_model
 
-        held = handover.as_samples(self.description, samples)
+        held = saved_model.as_samples(self.description, samples)
         with torch.no_grad():
-            parts = [self.model(handover.normalised(self.description, part)) for part in held.split(batch_size)]
+            parts = [self.model(saved_model.normalised(self.description, part)) for part in held.split(batch_size)]
         return torch.cat(parts)
 
     def predict(self, samples: Any, batch_size: int = 256) -> np.ndarray:
@@ -225,7 +225,7 @@ def load(
     began with an object. client: the personal model of this client of a simulation instead; it needs the run's data,
     from data_dir where that is not the run's own.
     """
-    from everfed.session import handover
+    from everfed.session import saved_model
 
     opened = RunFolder.open(Path(folder))
     data = opened.read_result()
@@ -234,12 +234,12 @@ def load(
     recipe = read(opened.recipe)
     if stream is not None:
         _require_same_stream(opened, recipe, stream)
-    description = handover.read_description(opened.model)
+    description = saved_model.read_description(opened.model)
     if client is not None or description is None:  # None: of an earlier version
         assembly = reassemble(opened, stream, data_dir, on_cpu=True, model=model)
-        description = handover.describe(assembly, assembly.build_module())
-        return LoadedRun(handover.client_model(opened, assembly, client), data, recipe, description)
-    return LoadedRun(handover.load(opened.model, description, model), data, recipe, description)
+        description = saved_model.describe(assembly, assembly.build_module())
+        return LoadedRun(saved_model.client_model(opened, assembly, client), data, recipe, description)
+    return LoadedRun(saved_model.load(opened.model, description, model), data, recipe, description)
 
 
 def reassemble(
@@ -335,7 +335,7 @@ def _shown(progress: bool | None) -> Iterator[Sequence[Observer]]:
     if progress is False:
         yield ()
         return
-    from everfed.progress import shown
+    from everfed.reports.progress import shown
 
     with shown(progress) as found:
         yield found
@@ -345,7 +345,7 @@ def _observers(observers: Observers, track: Sequence[str], folder: Path, recipe:
     """All observers of a run. Raises UserError where the library of a tracker is missing."""
     found = list(observers(folder) if callable(observers) else observers)
     if track:
-        from everfed.report.trackers import tracker
+        from everfed.reports.trackers import tracker
 
         found += [tracker(str(kind), folder, settled(recipe), warnings.warn) for kind in track]
     return found

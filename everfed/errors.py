@@ -31,7 +31,7 @@ _OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # names client and
 _FAULTS = frozenset(
     {
         "everfed.core.events.Diverged",
-        "everfed.parts.aggregate.robust.TooFewReplies",
+        "everfed.methods.aggregate.robust.TooFewReplies",
         "everfed.privacy.differential.BudgetSpent",
         "everfed.privacy.secure_sum.TooFewClients",
     }

@@ -14,7 +14,7 @@ class Net(nn.Sequential):  # your model, built from (input_shape, classes)
 
 
 @dataclass(frozen=True)
-class Clip(everfed.Part):  # your part: no gradient is longer than `norm`
+class Clip(everfed.method.Part):  # your part: no gradient is longer than `norm`
     norm: float = 1.0
     name = "clip"
 

@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from everfed import methods, models, recipes, streams
+from everfed import models, streams
 from everfed.cli import app
 from everfed.commands.sweep import split_values
-from everfed.comparison.sweeping import folder_name
 from everfed.errors import RecipeError
-from everfed.markdown import markdown_table
+from everfed.experiments.sweeping import folder_name
+from everfed.methods import registry as methods
 from everfed.recipe import read
+from everfed.recipe import shipped as recipes
+from everfed.reports.markdown import markdown_table
 from tests.support.child import Child, Ended, until
 
 TINY = """\
@@ -55,7 +57,7 @@ PART = '''\
 from dataclasses import dataclass
 from typing import ClassVar
 
-from everfed import Part
+from everfed.method import Part
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def test_without_a_command_the_help_is_shown() -> None:
 
 
 def test_help_and_the_library_come_without_torch() -> None:
-    modules = "everfed, everfed.cli, everfed.api, everfed.recipe, everfed.comparison.cells"
+    modules = "everfed, everfed.cli, everfed.api, everfed.recipe, everfed.experiments.cells"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -243,7 +245,7 @@ import os, signal
 from dataclasses import dataclass
 from typing import ClassVar
 
-from everfed import Part
+from everfed.method import Part
 
 
 def ctrl_c():
@@ -620,9 +622,9 @@ def test_folder_names_hold_any_setting_and_stay_apart() -> None:
 
 @pytest.mark.usefixtures("one_core")
 def test_demo_prints_the_table_and_writes_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its figures; drawing them takes many seconds, and tests/report does."""
+    """With its figures; drawing them takes many seconds, and tests/reports does."""
     drawn: list[Path] = []
-    monkeypatch.setattr("everfed.report.paper.write", lambda groups, folder: drawn.append(folder))
+    monkeypatch.setattr("everfed.reports.paper.write", lambda groups, folder: drawn.append(folder))
     text = done("demo", "--scale", "0.01")
     assert drawn == ([Path("runs/demo/report/figures")] if find_spec("matplotlib") else [])
     assert "report: runs/demo/report.html" in text

@@ -13,8 +13,8 @@ import everfed
 from everfed import streams
 from everfed.models import build
 from everfed.recipe import from_table, scaled, share
-from everfed.report.groups import grouped
-from everfed.report.read import read_run
+from everfed.reports.groups import grouped
+from everfed.reports.read import read_run
 
 QUIET = {"engine": {"kind": "eager"}, "method": {"name": "fedavg"}}
 

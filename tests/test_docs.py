@@ -18,9 +18,10 @@ import typer.main
 from typer.testing import CliRunner
 
 import everfed
-from everfed import methods, recipes
 from everfed.cli import app
 from everfed.core.part import HOOKS
+from everfed.methods import registry as methods
+from everfed.recipe import shipped as recipes
 from tests.support.child import Child
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,7 +152,7 @@ def test_the_tutorial_works_as_it_is_written(tmp_path: Path, monkeypatch: pytest
     have tests of their own; that changes no command otherwise."""
     monkeypatch.chdir(tmp_path)
     if scale:
-        monkeypatch.setattr("everfed.report.paper.write", lambda groups, folder: [])
+        monkeypatch.setattr("everfed.reports.paper.write", lambda groups, folder: [])
     monkeypatch.syspath_prepend(str(tmp_path))
     for block in blocks((ROOT / "docs/tutorial.md").read_text()):
         if file_of(block):
@@ -190,7 +191,7 @@ def test_the_stream_of_the_streams_page_runs(tmp_path: Path) -> None:
     names: dict[str, Any] = {"__name__": "streams_page"}
     exec(compile(code, "streams", "exec"), names)
     x = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
-    data = [everfed.Data(part, part.argmax(1), np.arange(30)) for part in x.split(30)]
+    data = [everfed.method.Data(part, part.argmax(1), np.arange(30)) for part in x.split(30)]
     stream = names["InTurn"]([(data[0], data[1]), (data[2], data[3])], clients=3, rounds_per_task=2)
     recipe = {"model": {"kind": "mlp"}, "method": {"name": "fedgp+er"}, "eval": {"zero_shot": True}}
     result = everfed.run(recipe, tmp_path / "run", stream=stream)
@@ -297,4 +298,4 @@ def test_every_hook_is_in_the_contributors_table_with_a_file_that_defines_it() -
     rows = re.findall(r"^\| [\w-]* ?\| `(\w+)\(.*?\)` \| .* \| `(\w+/\w+\.py)` \|$", text, re.M)
     assert sorted(name for name, _ in rows) == sorted(HOOKS)
     for hook, file in rows:
-        assert re.search(rf"def {hook}\(", (ROOT / "everfed/parts" / file).read_text()), f"{file} has no {hook}"
+        assert re.search(rf"def {hook}\(", (ROOT / "everfed/methods" / file).read_text()), f"{file} has no {hook}"

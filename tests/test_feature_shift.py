@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import everfed
-from everfed import methods
 from everfed.core import tree
 from everfed.core.method import Method
 from everfed.errors import RecipeError
-from everfed.monitor import DriftMonitor, FeatureShift
-from everfed.monitor.features import Reference, last_layer, pooled
-from everfed.report.html import render
-from everfed.report.read import read_run
+from everfed.methods import registry as methods
+from everfed.methods.monitor import DriftMonitor, FeatureShift
+from everfed.methods.monitor.features import Reference, last_layer, pooled
+from everfed.reports.html import render
+from everfed.reports.read import read_run
 from tests.parity.test_processes import on_processes
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from everfed import api, methods
+from everfed import api
 from everfed.cli import app
 from everfed.commands.leaderboard import _kept_samples
-from everfed.comparison.cells import Outcome
 from everfed.errors import UserError, is_user_error
-from everfed.leaderboard import page, pareto, records, tuning
-from everfed.leaderboard.pareto import Point, front
+from everfed.experiments.cells import Outcome
+from everfed.experiments.leaderboard import page, pareto, records, tuning
+from everfed.experiments.leaderboard.pareto import Point, front
+from everfed.methods import registry as methods
 from everfed.recipe import read, settled, to_toml
 from everfed.store.lock import Locked, locked
 

@@ -12,9 +12,9 @@ import pytest
 
 import everfed
 from everfed.core import tree
-from everfed.monitor import DriftMonitor, PageHinkley, Track
-from everfed.report.html import render
-from everfed.report.read import read_run
+from everfed.methods.monitor import DriftMonitor, PageHinkley, Track
+from everfed.reports.html import render
+from everfed.reports.read import read_run
 
 
 @pytest.mark.parametrize("warmup", [1, 2, 4])

@@ -17,8 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 import everfed
-from everfed import methods, recipes
 from everfed.cli import app
+from everfed.methods import registry as methods
+from everfed.recipe import shipped as recipes
 from tests.support.waiting import HANG
 
 ROOT = Path(__file__).resolve().parent.parent

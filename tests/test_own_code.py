@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import everfed
-from everfed import Context, Stream, methods
 from everfed.cli import app
-from everfed.parts.aggregate.average import FedAvg
-from everfed.parts.memory.buffer import Memory
-from everfed.parts.memory.policies import Herding
-from everfed.parts.memory.policy import Policy, Pool
-from everfed.parts.memory.replay import Replay
-from everfed.parts.selection.gradient_rows import GradientOptions
+from everfed.method import Context, Stream, Tree
+from everfed.methods import registry as methods
+from everfed.methods.aggregate.fedavg import FedAvg
+from everfed.methods.replay.er import Replay
+from everfed.methods.replay.gradient_rows import GradientOptions
+from everfed.methods.replay.memory import Memory
+from everfed.methods.replay.policies import Herding
+from everfed.methods.replay.policy import Policy, Pool
 from everfed.recipe import from_table, read, to_toml
 from everfed.recipe.objects import named
 from everfed.streams import from_arrays
@@ -48,7 +49,7 @@ def net(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Frozen(everfed.Part):
+class Frozen(everfed.method.Part):
     """Steps are multiplied by `factor`: with 0 nothing is learned."""
 
     factor: float = 0.0
@@ -175,7 +176,7 @@ def test_classes_and_parts_become_names() -> None:
     assert table["model"] == {"kind": f"{here}:Net"}
     assert table["method"]["parts"] == [
         "memory",
-        {"part": "everfed.parts.aggregate.average:FedAvg"},
+        {"part": "everfed.methods.aggregate.fedavg:FedAvg"},
         f"{here}:Frozen",
         {"part": f"{here}:Frozen", "factor": 0.25, "tags": ("a",)},
     ]
@@ -208,7 +209,7 @@ def test_what_cannot_be_found_again_is_refused() -> None:
 
 
 # options of parts in a recipe -------------------------------------------------------------------------------------
-def written_and_read(parts: list[Any]) -> list[everfed.Part]:
+def written_and_read(parts: list[Any]) -> list[everfed.method.Part]:
     """The parts as a run folder holds them, built again."""
     made = from_table(named({"model": {"kind": "mlp"}, "method": {"parts": parts}}))
     again = from_table(tomllib.loads(to_toml(made)))
@@ -225,7 +226,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def other(cls: type[everfed.Part], name: str, default: Any) -> Any:
+def other(cls: type[everfed.method.Part], name: str, default: Any) -> Any:
     """A value of an option that is not its default: another number, another of the allowed words."""
     if name in OTHERS:
         return OTHERS[name]
@@ -238,7 +239,7 @@ def other(cls: type[everfed.Part], name: str, default: Any) -> Any:
     return default + 1 if isinstance(default, int) else default / 2 or 0.5
 
 
-def allowed_words(cls: type[everfed.Part], name: str) -> list[str]:
+def allowed_words(cls: type[everfed.method.Part], name: str) -> list[str]:
     """As its refusal names them; an option that refuses nothing takes any word."""
     try:
         cls(**{name: "?"})
@@ -249,7 +250,7 @@ def allowed_words(cls: type[everfed.Part], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("cls", methods.part_classes().values())
-def test_the_options_of_every_part_survive(cls: type[everfed.Part]) -> None:
+def test_the_options_of_every_part_survive(cls: type[everfed.method.Part]) -> None:
     beside = list(methods.build(PRESET_OF[cls]).parts)
     assert written_and_read(beside) == beside
     for option in fields(cls):
@@ -271,7 +272,7 @@ class Newest(Policy):
 
     share: float = 1.0
 
-    def choose(self, pool: Pool, size: int, host: everfed.Tree, message: everfed.Tree) -> tuple[np.ndarray, Any]:
+    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Any]:
         return np.arange(pool.new)[-int(self.share * size) :], host
 
 
@@ -279,7 +280,7 @@ class Newest(Policy):
     ("memory", "options"),
     [
         (Memory(size=50), {"size": 50}),
-        (Memory(policy=Herding), {"policy": "everfed.parts.memory.policies:Herding"}),
+        (Memory(policy=Herding), {"policy": "everfed.methods.replay.policies:Herding"}),
         (Memory(policy=Newest(0.5)), {"policy": {"kind": f"{__name__}:Newest", "share": 0.5}}),
         (
             Memory(policy={"kind": Newest}, gradients=GradientOptions("last")),
@@ -292,7 +293,7 @@ def test_a_run_with_a_memory_can_be_loaded_and_resumed(work: Path, memory: Memor
     table = recipe(method={"parts": ["fedavg", memory, Replay(mode="union")]})
     whole = everfed.run(table, "whole", stream=own_stream())
     loaded = everfed.load("whole", stream=own_stream())
-    assert loaded.recipe.method.parts[1] == {"part": "everfed.parts.memory.buffer:Memory", **options}
+    assert loaded.recipe.method.parts[1] == {"part": "everfed.methods.replay.memory:Memory", **options}
     assert methods.build(parts=loaded.recipe.method.parts).part("memory").chooser == memory.chooser
     with pytest.raises(KeyboardInterrupt):
         everfed.run(table, "mine", stream=own_stream(), observers=[stop], checkpoint_every=0.0)
@@ -312,7 +313,7 @@ def test_options_that_a_recipe_cannot_hold_are_refused() -> None:
         everfed.RecipeError, match="method.parts: tags: a recipe holds text, .* not an object of Tensor"
     ):
         named(recipe(method={"parts": [Frozen(tags=(torch.ones(1),))]}))  # type: ignore[arg-type]
-    table = named({"method": {"name": "er", "memory": {"policy": everfed.Optimizer()}}})
+    table = named({"method": {"name": "er", "memory": {"policy": everfed.method.Optimizer()}}})
     with pytest.raises(methods.MethodError, match=r"method.memory.policy.*everfed.core.optimizer:Optimizer"):
         methods.build("er", {"memory": table["method"]["memory"]})
 
@@ -368,7 +369,7 @@ def test_the_rate_moves_over_the_streams_own_rounds(work: Path) -> None:
     assert seen == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
-class _Rates(everfed.Part):
+class _Rates(everfed.method.Part):
     """Notes the learning rate of every round; a test may keep what it sees."""
 
     name = "rates"

@@ -199,8 +199,8 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
 
 
 def test_the_wheel_holds_the_recipes(wheel: zipfile.ZipFile) -> None:
-    recipes = {name for name in wheel.namelist() if name.startswith("everfed/recipes/") and name.endswith(".toml")}
-    assert "everfed/recipes/demo.toml" in recipes
+    recipes = {name for name in wheel.namelist() if re.match(r"everfed/recipe/shipped/.*\.toml$", name)}
+    assert "everfed/recipe/shipped/demo.toml" in recipes
     for name in recipes:
         tomllib.loads(wheel.read(name).decode())
 

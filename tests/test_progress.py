@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 from rich.console import Console
 
-from everfed.progress import JsonLines, PlainLines, ProgressState, Several, duration, size, watching
+from everfed.reports.progress import JsonLines, PlainLines, ProgressState, Several, duration, size, watching
 
 START = {"event": "start", "method": "fedgp+der", "seed": 3, "rounds": 4, "tasks": 2, "clients": 5, "round": 0}
 

@@ -11,18 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.report import folders
 from typer.testing import CliRunner
 
 import everfed
-from everfed import Part, api, progress, results, session, streams
+from everfed import api, session, streams
 from everfed.cli import app
-from everfed.comparison import summary
-from everfed.comparison.cells import Outcome, new_cell
-from everfed.comparison.result import Comparison
 from everfed.errors import SettingError
+from everfed.experiments import summary
+from everfed.experiments.cells import Outcome, new_cell
+from everfed.experiments.result import Comparison
+from everfed.method import Part
 from everfed.recipe import as_entries, to_toml
+from everfed.reports import progress
+from everfed.reports import result as results
 from everfed.store.run import RunFolder
-from tests.report import folders
 
 TINY = {
     "name": "tiny",
@@ -59,7 +62,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def arrays(seed: int = 0, **options: Any) -> everfed.Stream:
+def arrays(seed: int = 0, **options: Any) -> everfed.method.Stream:
     rng = np.random.default_rng(seed)
     y = np.arange(48) % 4
     x = (np.eye(4)[y] + 0.1 * rng.normal(size=(48, 4))).astype(np.float32)
@@ -131,7 +134,7 @@ def test_a_report_is_written_by_calling_the_package_however_it_was_imported() ->
     run = everfed.run(TINY)
     assert everfed.report(run.folder, "page.html", figures=False) == Path("page.html")
     assert run.report(figures=False) == run.folder / "report.html"
-    from everfed.report import write
+    from everfed.reports import write
 
     assert everfed.report([run.folder], figures=False) == write(run.folder, figures=False)
     with pytest.raises(everfed.UserError, match="there is no run to report"):

@@ -17,7 +17,7 @@ from everfed.core.evaluation import EvalOptions
 from everfed.core.optimizer import Optimizer
 from everfed.data.errors import DataError
 from everfed.errors import RecipeError, UserError, exit_code, is_user_error, sentence
-from everfed.methods import MethodError
+from everfed.methods.registry import MethodError
 from everfed.recipe import Places, Recipe, from_table, parse_value, placed, read, read_placed, scaled, settled, to_toml
 from everfed.recipe.places import split_key
 from everfed.recipe.schema import EvalSection, OptimizerSection, TrainSection

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from everfed import recipes
-from everfed.parts.project.fot import FOT
+from everfed.experiments.papers.planning import experiments, plan
+from everfed.experiments.papers.records import differences, settings_of
+from everfed.experiments.papers.tables import Table, tables
+from everfed.methods.project.fot import FOT
 from everfed.recipe import read, settled
-from everfed.reproduction.planning import experiments, plan
-from everfed.reproduction.records import differences, settings_of
-from everfed.reproduction.tables import Table, tables
+from everfed.recipe import shipped as recipes
 
 NAMES = [name for name in recipes.names() if name.startswith("fedssi/")]
 # tasks, batch, learning rate, Dirichlet alpha, clients, local epochs, selection ratio, rounds per task
@@ -87,7 +87,7 @@ def test_table_7(data: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fot_sketches_all_samples_with_five_columns_an_input(name: str) -> None:
-    """As its authors do for their ResNets; fewer columns hold less than the threshold (tests/parts/test_fot.py)."""
+    """As its authors do for their ResNets; fewer columns hold less than the threshold (tests/methods/test_fot.py)."""
     fot = FOT(**read(name).method.defaults["fot"])
     assert (fot.sketch_cols, fot.sketch_factor, fot.samples) == (0, 5, 0)
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from everfed import Optimizer, api, methods, recipes
+from everfed import api
 from everfed.data import available
 from everfed.data.domains import KNOWN
+from everfed.experiments.papers.tables import papers
+from everfed.method import Optimizer
+from everfed.methods import registry as methods
 from everfed.recipe import Recipe, read, read_placed, settled, to_toml
-from everfed.reproduction.tables import papers
+from everfed.recipe import shipped as recipes
 from everfed.streams.options import NORMALISATIONS
 
 NAMES = recipes.names()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from everfed import recipes
 from everfed.recipe import read
+from everfed.recipe import shipped as recipes
 
 METHODS = ["fedavg", "fedgp", "agem", "fedgp+agem", "der", "fedgp+der", "ideal"]
 

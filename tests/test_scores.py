@@ -7,22 +7,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.report.folders import create, evaluation, finished, log, phase, result, start
 
 import everfed
 from everfed.commands import output
-from everfed.comparison import summary
-from everfed.comparison.cells import Outcome
+from everfed.experiments import summary
+from everfed.experiments.cells import Outcome
 from everfed.metrics import by_task
+from everfed.metrics.scores import METRICS, SCORES, score_of
 from everfed.metrics.statistics import Spread
-from everfed.progress import ProgressState
-from everfed.report import tables
-from everfed.report.figures import curve, score
-from everfed.report.groups import grouped
-from everfed.report.live import Index
-from everfed.report.read import read_run, read_runs
-from everfed.report.trackers import scalars
-from everfed.scores import METRICS, SCORES, score_of
-from tests.report.folders import create, evaluation, finished, log, phase, result, start
+from everfed.reports import tables
+from everfed.reports.figures import curve, score
+from everfed.reports.groups import grouped
+from everfed.reports.live import Index
+from everfed.reports.progress import ProgressState
+from everfed.reports.read import read_run, read_runs
+from everfed.reports.trackers import scalars
 
 PERPLEXITY = {"perplexity": 31.5, "forgetting_factor": 2.25, "rcp": None, "forgetting_factor_relative": None}
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from everfed.cli import app
 from everfed.commands.tracking import Tracker
-from everfed.report.trackers import TRACKERS
+from everfed.reports.trackers import TRACKERS
 
 TINY = ("--set", "stream.tasks=2", "--set", "stream.clients=3", "--set", "stream.max_train=90")
 TINY = (*TINY, "--set", "stream.max_test=60", "--set", "model.hidden=[8]", "--set", "train.rounds_per_task=2")

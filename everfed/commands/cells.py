@@ -13,9 +13,9 @@ import typer
 
 from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
-from everfed.comparison.cells import MOST_NAMED, Cell, Observer, Output
-from everfed.progress import ProgressState, Several, duration, watching
-from everfed.scores import score_of
+from everfed.experiments.cells import MOST_NAMED, Cell, Observer, Output
+from everfed.metrics.scores import score_of
+from everfed.reports.progress import ProgressState, Several, duration, watching
 
 SECONDS_BETWEEN_LINES = 15.0  # about runs side by side
 ENDS = ("end", "fault")

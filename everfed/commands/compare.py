@@ -12,8 +12,8 @@ import typer
 from everfed.commands import options, tracking
 
 if TYPE_CHECKING:
-    from everfed.comparison import Comparison
-    from everfed.comparison.cells import Settings
+    from everfed.experiments import Comparison
+    from everfed.experiments.cells import Settings
 
 
 def compare(
@@ -48,7 +48,7 @@ def compare(
       everfed compare fedgp/table1-rotated-mnist --data ~/data
       everfed compare my.toml --methods fedavg,fedprox --set method.fedprox.mu=0.1
     """
-    from everfed.comparison.cells import Settings
+    from everfed.experiments.cells import Settings
 
     settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track, jobs)
     comparison = compared(recipe, methods, seeds, sets, out, settings)
@@ -67,8 +67,8 @@ def compared(
 ) -> Comparison:
     """Run the comparison and write its table."""
     from everfed.commands.cells import Terminal
-    from everfed.comparison.cells import parse_seeds
-    from everfed.comparison.comparing import plan
+    from everfed.experiments.cells import parse_seeds
+    from everfed.experiments.comparing import plan
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     return plan(recipe, methods, numbers, out, sets=sets).run(settings, Terminal(settings.as_json))
@@ -77,7 +77,7 @@ def compared(
 def print_comparison(comparison: Comparison, as_json: bool) -> None:
     """Print the table, and where it was written."""
     from everfed.commands.output import show_table
-    from everfed.comparison import summary
+    from everfed.experiments import summary
 
     folder, rows = comparison.folder, comparison.rows
     if as_json:

@@ -28,7 +28,7 @@ def demo(
     Example:
       everfed demo
     """
-    from everfed.comparison.cells import Settings
+    from everfed.experiments.cells import Settings
 
     found = compared("demo", None, None, [], out, Settings(None, scale, 5.0, as_json))
     print_comparison(found, as_json)

@@ -15,8 +15,8 @@ from everfed.errors import RecipeError
 from everfed.naming import split_names
 
 if TYPE_CHECKING:
-    from everfed.comparison.cells import Cell, Outcome
-    from everfed.leaderboard.records import Record
+    from everfed.experiments.cells import Cell, Outcome
+    from everfed.experiments.leaderboard.records import Record
 
 RECORDS = Path("results") / "leaderboard"
 TUNING_SEED = 100  # of the tries; tests have the seeds 0, 1, 2, ...
@@ -56,14 +56,14 @@ def leaderboard(
       everfed leaderboard --only-page --page docs/leaderboard.md --html leaderboard.html
     """
     from everfed.commands.cells import Terminal
-    from everfed.comparison import cells
-    from everfed.leaderboard import tuning
-    from everfed.leaderboard.records import forget_failures
+    from everfed.experiments import cells
+    from everfed.experiments.leaderboard import tuning
+    from everfed.experiments.leaderboard.records import forget_failures
 
     chosen = _named("--streams", streams, tuning.streams()), _named("--methods", methods, tuning.compared())
     board = Board(out, records, tries, range(seeds), device)
     if page is not None:
-        from everfed.leaderboard.page import marked
+        from everfed.experiments.leaderboard.page import marked
 
         marked(page)  # not after hours of runs
     if not only_page:
@@ -98,7 +98,7 @@ class Board:
 
     def then(self, outcome: Outcome) -> list[Cell]:
         """Keep a finished run; after the last try of a method come its tests."""
-        from everfed.leaderboard import records
+        from everfed.experiments.leaderboard import records
 
         stream, method, kind, number, *rest = outcome.cell.row.split(" ")
         known = self._hash(stream)
@@ -113,19 +113,19 @@ class Board:
         return list(self._tests(record)) if whole else []
 
     def _record(self, stream: str, method: str) -> Record:
-        from everfed.leaderboard import records
+        from everfed.experiments.leaderboard import records
 
         return records.opened(self.records, stream, method, self._hash(stream))
 
     def _hash(self, stream: str) -> str:
         """Of the stream's recipe, as it is without a method's settings."""
+        from everfed.experiments.papers.records import recipe_hash, settings_of
         from everfed.recipe import read
-        from everfed.reproduction.records import recipe_hash, settings_of
 
         return recipe_hash(settings_of(read(_recipe(stream))))[:16]
 
     def _sets(self, stream: str, method: str, number: int) -> tuple[str, ...]:
-        from everfed.leaderboard import tuning
+        from everfed.experiments.leaderboard import tuning
 
         return tuning.tries(method, stream, number + 1)[number]
 
@@ -135,7 +135,7 @@ class Board:
 
     def _tests(self, record: Record) -> Iterator[Cell]:
         """The tests that have no record, with the best of the tries; none where no try finished."""
-        from everfed.leaderboard.records import best_try, tests_of_best
+        from everfed.experiments.leaderboard.records import best_try, tests_of_best
 
         best = best_try(record)
         if best is None:
@@ -146,7 +146,7 @@ class Board:
                 yield self._cell(record["stream"], record["method"], name, seed, best["sets"])
 
     def _cell(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> Cell:
-        from everfed.comparison.cells import new_cell
+        from everfed.experiments.cells import new_cell
 
         kind = "eager" if self.device == "cpu" else "auto"  # on a CPU runs are side by side, not clients
         where = [f"engine.device={self.device}", f"engine.kind={kind}"] if self.device else []
@@ -156,7 +156,7 @@ class Board:
 
 
 def _recipe(stream: str) -> str:
-    from everfed.leaderboard.tuning import RECIPES
+    from everfed.experiments.leaderboard.tuning import RECIPES
 
     return f"{RECIPES}{stream}"
 
@@ -191,13 +191,13 @@ def _write_pages(records: Path, page: Path | None, html: Path | None) -> list[st
     """The files that were written."""
     if page is None and html is None:
         return []
-    from everfed.leaderboard import page as pages
+    from everfed.experiments.leaderboard import page as pages
 
     return [str(path) for path in pages.write(records, page, html)]
 
 
 def _print_summary(records: Path, written: Sequence[str], as_json: bool) -> None:
-    from everfed.leaderboard.records import finished_tests, problem, read_all
+    from everfed.experiments.leaderboard.records import finished_tests, problem, read_all
 
     found = read_all(records)
     tested = sum(bool(finished_tests(record)) for record in found)

@@ -48,7 +48,7 @@ def listing(
 
 
 def _methods(data: Path | None) -> Rows:
-    from everfed import methods
+    from everfed.methods import registry as methods
 
     return list(methods.names().items())
 
@@ -76,13 +76,13 @@ def _models(data: Path | None) -> Rows:
 
 
 def _recipes(data: Path | None) -> Rows:
-    from everfed import recipes
+    from everfed.recipe import shipped as recipes
 
     return [(name, recipes.about(name)) for name in recipes.names()]
 
 
 def _parts(data: Path | None) -> Rows:
-    from everfed import methods
+    from everfed.methods import registry as methods
 
     return [
         (name, "options: " + (", ".join(f"{field.name} = {field.default!r}" for field in fields(part)) or "none"))

@@ -17,7 +17,7 @@ from everfed.commands.output import show_table
 from everfed.errors import UserError
 
 if TYPE_CHECKING:
-    from everfed.parts.selection.near_optimality import Row
+    from everfed.methods.replay.near_optimality import Row
 
 
 def near_optimality(
@@ -47,7 +47,7 @@ def near_optimality(
       everfed near-optimality --repetitions 100
       everfed near-optimality --sizes 50 --reading per-vector
     """
-    from everfed.parts.selection.near_optimality import READINGS, near_optimality
+    from everfed.methods.replay.near_optimality import READINGS, near_optimality
 
     chosen = tuple(READINGS) if reading == "both" else (reading,)
     if reading not in (*READINGS, "both"):
@@ -73,7 +73,7 @@ def _whole(text: str) -> list[int]:
 
 def write(rows: Sequence[Row], folder: Path, facts: dict[str, int]) -> None:
     """near_optimality.csv with a line per choice, near_optimality.json with the mean ratios."""
-    from everfed.parts.selection.near_optimality import mean_ratios
+    from everfed.methods.replay.near_optimality import mean_ratios
 
     with open(folder / "near_optimality.csv", "w", newline="") as file:
         lines = csv.writer(file)
@@ -116,7 +116,7 @@ def _panel(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _report(rows: Sequence[Row], folder: Path, plot: bool, as_json: bool) -> None:
-    from everfed.parts.selection.near_optimality import mean_ratios
+    from everfed.methods.replay.near_optimality import mean_ratios
 
     means = mean_ratios(rows)
     if as_json:

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from everfed.markdown import markdown_table
-from everfed.results import headline, scale_note
+from everfed.reports.markdown import markdown_table
+from everfed.reports.result import headline, scale_note
 
 
 def stdout() -> Console:

@@ -38,8 +38,8 @@ def record(
       everfed record runs/mine-fedavg-0 --shared --remark "two runs on one GPU"
       everfed record --page REPRODUCIBILITY.md
     """
-    from everfed.reproduction import page as tables
-    from everfed.reproduction import records as kept
+    from everfed.experiments.papers import page as tables
+    from everfed.experiments.papers import records as kept
     from everfed.store.files import write_atomic
 
     if not runs and page is None:

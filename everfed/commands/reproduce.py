@@ -16,12 +16,12 @@ from everfed.errors import UserError
 from everfed.naming import split_names
 
 if TYPE_CHECKING:
-    from everfed.comparison.cells import Cell, Outcome, Settings
-    from everfed.reproduction.judging import Runs
-    from everfed.reproduction.planning import Cell as Place
-    from everfed.reproduction.planning import Experiment
-    from everfed.reproduction.tables import Table
-    from everfed.reproduction.writing import Found
+    from everfed.experiments.cells import Cell, Outcome, Settings
+    from everfed.experiments.papers.judging import Runs
+    from everfed.experiments.papers.planning import Cell as Place
+    from everfed.experiments.papers.planning import Experiment
+    from everfed.experiments.papers.tables import Table
+    from everfed.experiments.papers.writing import Found
 
 SMALL = 0.05  # `--scale small`: enough data for every recipe's division among clients
 
@@ -79,8 +79,8 @@ def reproduce(
       everfed reproduce fedgp/table1 --data ~/data --scale small --seeds 1
       everfed reproduce fedgp/table7 --methods der,fedgp+der --columns MNIST
     """
-    from everfed.comparison.cells import Settings
-    from everfed.reproduction.tables import find
+    from everfed.experiments.cells import Settings
+    from everfed.experiments.papers.tables import find
 
     factor = _scale(scale)
     selection = Selection(split_names(methods), split_names(columns), seeds, engine, out or _default_folder(factor))
@@ -135,9 +135,9 @@ def _default_folder(scale: float) -> Path:
 def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found:
     """Run what can be run and judge it."""
     from everfed.commands.cells import Terminal
-    from everfed.comparison import cells
-    from everfed.reproduction import judging, planning
-    from everfed.reproduction.writing import Found
+    from everfed.experiments import cells
+    from everfed.experiments.papers import judging, planning
+    from everfed.experiments.papers.writing import Found
 
     places = planning.plan(table, selection.methods, selection.columns)
     grid, refused = _grid(planning.experiments(places), selection, settings)
@@ -153,8 +153,8 @@ def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found
 
 
 def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome]) -> Runs:
-    from everfed.reproduction import records
-    from everfed.reproduction.measures import Sample
+    from everfed.experiments.papers import records
+    from everfed.experiments.papers.measures import Sample
 
     found: dict[Experiment, dict[int, Sample]] = {}
     for experiment, cells in wanted.items():
@@ -167,8 +167,8 @@ def _grid(
     wanted: Sequence[Experiment], selection: Selection, settings: Settings
 ) -> tuple[dict[Experiment, list[Cell]], dict[Experiment, str]]:
     """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
-    from everfed.comparison import cells
     from everfed.errors import is_user_error
+    from everfed.experiments import cells
 
     grid: dict[Experiment, list[Cell]] = {}
     refused: dict[Experiment, str] = {}
@@ -189,8 +189,8 @@ def _grid(
 
 
 def _cells(experiment: Experiment, selection: Selection) -> list[Cell]:
-    from everfed.comparison.cells import new_cell
-    from everfed.comparison.sweeping import folder_name
+    from everfed.experiments.cells import new_cell
+    from everfed.experiments.sweeping import folder_name
 
     sets = [*experiment.sets, *([f"engine.kind={selection.engine}"] if selection.engine else [])]
     base = experiment.recipe.replace("/", "-")
@@ -251,7 +251,7 @@ def _warning(scale: float) -> str:
 
 def _print_result(found: Found, out: Path, as_json: bool) -> None:
     from everfed.commands.output import show_table
-    from everfed.reproduction import writing
+    from everfed.experiments.papers import writing
 
     written = writing.write(out, found)
     if as_json:
@@ -274,8 +274,8 @@ def _print_result(found: Found, out: Path, as_json: bool) -> None:
 
 def _show_list(prefix: str, selection: Selection, settings: Settings) -> None:
     from everfed.commands.output import show_table
-    from everfed.reproduction.listing import COLUMNS, overview
-    from everfed.reproduction.tables import papers
+    from everfed.experiments.papers.listing import COLUMNS, overview
+    from everfed.experiments.papers.tables import papers
 
     rows = overview(prefix.lower(), lambda recipe: _seeds(recipe, selection.seeds), settings.scale)
     if not rows:
@@ -289,9 +289,9 @@ def _show_list(prefix: str, selection: Selection, settings: Settings) -> None:
 
 def _show_status(prefix: str, folder: Path, rate: float | None, seeds: int | None, as_json: bool) -> None:
     from everfed.commands.output import show_table
-    from everfed.reproduction import matching, records
-    from everfed.reproduction.status import COLUMNS, Rates, measured_rates, status
-    from everfed.reproduction.tables import papers
+    from everfed.experiments.papers import matching, records
+    from everfed.experiments.papers.status import COLUMNS, Rates, measured_rates, status
+    from everfed.experiments.papers.tables import papers
 
     kept = records.read_all(folder)
     rates = Rates(given=rate) if rate else measured_rates(kept)

@@ -30,8 +30,8 @@ def resume(
       everfed resume runs/demo-fedgp+der-0
     """
     from everfed import api
-    from everfed.progress import watching
     from everfed.recipe import read
+    from everfed.reports.progress import watching
     from everfed.store.run import RunFolder
 
     if RunFolder.open(run).read_result() is not None and not as_json:

@@ -56,8 +56,8 @@ def run(
       everfed run my.toml --out runs/job-17 --resume-or-run
     """
     from everfed import api
-    from everfed.progress import watching
     from everfed.recipe import read_placed
+    from everfed.reports.progress import watching
     from everfed.store.run import RunFolder
 
     reading = read_placed(recipe, method=method, seed=seed, sets=sets)
@@ -105,7 +105,7 @@ def _show_estimate(reading: Reading, data: Path | None, scale: float, as_json: b
 
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    from everfed.progress import duration, size
+    from everfed.reports.progress import duration, size
 
     seen = ", ".join(f"{', '.join(parts)} (phase {phase})" for phase, parts in found["reveals"].items())
     return [

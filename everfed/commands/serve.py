@@ -58,8 +58,8 @@ def serve(
     from everfed.federation.serving import Serving
     from everfed.federation.serving import serve as run_server
     from everfed.federation.superlink import Settings, running
-    from everfed.progress import watching
     from everfed.recipe import placed, read_placed
+    from everfed.reports.progress import watching
 
     say = _say(as_json)
     security = None if insecure else read_security(certificates, lambda text: say(stamped(text, logging.WARNING)))

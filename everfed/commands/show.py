@@ -46,8 +46,9 @@ def show(
 
 
 def _facts(name: str, data: Path | None) -> Facts:
-    from everfed import methods, recipes
     from everfed.data import available
+    from everfed.methods import registry as methods
+    from everfed.recipe import shipped as recipes
 
     chosen = methods.canonical(name)
     if chosen in methods.names():
@@ -64,7 +65,7 @@ def _facts(name: str, data: Path | None) -> Facts:
 
 
 def _method(name: str) -> Facts:
-    from everfed import methods
+    from everfed.methods import registry as methods
 
     method = methods.build(name)
     beside = [_exchange(phase) for phase in method.own_phases]
@@ -108,8 +109,8 @@ def _part(kind: type[Any], made: Any = None) -> Facts:
 
 
 def _recipe(name: str) -> Facts:
-    from everfed import recipes
     from everfed.recipe import read
+    from everfed.recipe import shipped as recipes
 
     recipe = read(name)
     text = recipes.text(name) if name in recipes.names() else Path(name).read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from everfed.commands import options
 from everfed.errors import RecipeError
 
 if TYPE_CHECKING:
-    from everfed.comparison import Comparison
+    from everfed.experiments import Comparison
 
 
 def sweep(
@@ -47,8 +47,8 @@ def sweep(
       everfed sweep demo --method fedprox --grid method.fedprox.mu=0.01,0.1
     """
     from everfed.commands.cells import Terminal
-    from everfed.comparison.cells import Settings, parse_seeds
-    from everfed.comparison.sweeping import plan
+    from everfed.experiments.cells import Settings, parse_seeds
+    from everfed.experiments.sweeping import plan
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     planned = plan(recipe, [axis(entry) for entry in grid], numbers, out, method=method, sets=sets)
@@ -77,7 +77,7 @@ def split_values(text: str) -> list[str]:
 
 def _print_result(found: Comparison, as_json: bool) -> None:
     from everfed.commands.output import show_table
-    from everfed.comparison import summary
+    from everfed.experiments import summary
 
     folder, best, rows = found.folder, found.best, found.rows
     if as_json:

@@ -32,7 +32,7 @@ def observers(kinds: Sequence[str], folder: Path, recipe: Recipe) -> list[Callab
     if not kinds:
         return []
     from everfed.recipe import settled
-    from everfed.report.trackers import tracker
+    from everfed.reports.trackers import tracker
 
     return [tracker(str(kind), folder, settled(recipe), _print_error) for kind in kinds]
 

@@ -33,7 +33,7 @@ def ui(
       everfed ui runs --port 0
       EVERFED_UI_TOKEN=secret everfed ui runs --host 0.0.0.0
     """
-    from everfed.report.server import serve
+    from everfed.reports.server import serve
 
     try:
         serve(runs_dir, host, port, token, lambda address: typer.echo(f"dashboard: {address} (ctrl-C ends it)"))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from everfed.core.data import Data, device_memory
 from everfed.core.loss import cross_entropy
-from everfed.scores import score_value
+from everfed.metrics.scores import score_value
 
 _TEST_SHARE = 0.1  # of the device memory that is free when the first test set is copied
 
@@ -83,7 +83,7 @@ class Stream(ABC):
     classes: int
     input_shape: tuple[int, ...]
     class_names: Sequence[str] = ()
-    score: str = "accuracy"  # or another of `everfed.scores`: then the stream defines `measure` or `measure_all`
+    score: str = "accuracy"  # or another of metrics.scores: then the stream defines `measure` or `measure_all`
     also: tuple[str, ...] = ()  # further scores, from the same sums (`value`)
     boundaries: bool = True  # may a method know when a task begins or ends?
     task_ids: bool = True  # may a method know which task it is in?

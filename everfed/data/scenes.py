@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from everfed.data.detection.boxes import clipped, from_corners
 from everfed.data.errors import DataError
 from everfed.data.pictures import SUFFIXES, open_resized
 from everfed.data.sources import VARIABLE, data_folder
-from everfed.detection.boxes import clipped, from_corners
 
 Size = tuple[int, int]  # height, width
 PARTS = ("train", "test")
@@ -29,7 +29,7 @@ ANCHORS = ((0.03, 0.05), (0.06, 0.10), (0.05, 0.22), (0.14, 0.17), (0.32, 0.35))
 
 @dataclass(frozen=True)
 class Scene:
-    """A drawn image (3, h, w) uint8 or the file of one, and its boxes (n, 5) as rows of `everfed.detection`."""
+    """A drawn image (3, h, w) uint8 or the file of one, and its boxes (n, 5) as rows of `everfed.data.detection`."""
 
     image: Path | np.ndarray
     boxes: np.ndarray

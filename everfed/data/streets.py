@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from everfed.core import random
+from everfed.data.detection.boxes import clipped, from_corners
 from everfed.data.errors import DataError
 from everfed.data.scenes import Scene, Scenes, Size
-from everfed.detection.boxes import clipped, from_corners
 
 NAME = "streets"
 CLASSES = ("vehicle", "bike", "motobike", "traffic_light", "traffic_sign")  # those of the CARLA images

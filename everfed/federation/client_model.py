@@ -13,7 +13,7 @@ from everfed.federation.journal import Journal
 from everfed.federation.payloads import PayloadCache
 from everfed.federation.runs import STEPS, Runs
 from everfed.federation.runtime import RuntimeBuilder
-from everfed.session.handover import Description, describe, personal_module
+from everfed.session.saved_model import Description, describe, personal_module
 
 VECTORS = ("params", "stats", "counters")
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from everfed.metrics.numbers import Entry, weighted_mean
-from everfed.scores import perplexity
+from everfed.metrics.scores import perplexity
 
 Perplexities = Sequence[Sequence[float]]
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from everfed.metrics.convergence import Curves, acc_last_rounds, learning_accuracy_best, rounds_to_best_sum
 from everfed.metrics.numbers import Entry, Matrix, Unbounded, accuracies, difference, maximum, mean, weighted_mean
-from everfed.scores import PERCENT, SCORES, Score
+from everfed.metrics.scores import PERCENT, SCORES, Score
 
 CHANGES = frozenset(  # metrics of how scores change; a positive one says the same whichever way the score is better
     {

@@ -19,7 +19,7 @@ class TinyYOLO(nn.Module):
     """Convolutions of 16, 32, 64, 128, 256, 512, 1024 and 512 channels, halved by five pools (four with stride 16, for
     small objects), and a 1x1 head: 11,039,682 parameters with 5 classes. widths: other numbers of channels.
 
-    Outputs (n, anchors, 5 + classes, rows, columns), as `everfed.detection` reads them.
+    Outputs (n, anchors, 5 + classes, rows, columns), as `everfed.data.detection` reads them.
     """
 
     def __init__(

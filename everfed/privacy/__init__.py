@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everfed import CompositionError, Method
 from everfed.core.context import Ledger, Setup
 from everfed.core.engine import Engine
 from everfed.core.run_state import RunState
+from everfed.method import CompositionError, Method
 
 if TYPE_CHECKING:
     from everfed.recipe import PrivacySection

@@ -24,7 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed import (
+from everfed.core.client import Reply, synchronises
+from everfed.core.context import Setup
+from everfed.core.part import Reduced, Weights, options_of
+from everfed.core.phase import EVALUATE, TRAIN
+from everfed.core.reduce import Total
+from everfed.method import (
     MODEL,
     CompositionError,
     Context,
@@ -38,11 +43,6 @@ from everfed import (
     State,
     Tree,
 )
-from everfed.core.client import Reply, synchronises
-from everfed.core.context import Setup
-from everfed.core.part import Reduced, Weights, options_of
-from everfed.core.phase import EVALUATE, TRAIN
-from everfed.core.reduce import Total
 from everfed.privacy import accountant
 from everfed.privacy.encoding import flat
 from everfed.privacy.noise import standard_normal, tree_digest

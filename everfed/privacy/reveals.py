@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from everfed import Method, methods
+from everfed.method import Method
+from everfed.methods import registry as methods
 
 BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"
 

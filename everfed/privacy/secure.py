@@ -27,7 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from everfed import (
+from everfed.core.client import Reply, synchronises
+from everfed.core.phase import EVALUATE, TRAIN
+from everfed.core.reduce import Total
+from everfed.method import (
     Collect,
     CompositionError,
     Context,
@@ -43,9 +46,6 @@ from everfed import (
     State,
     Tree,
 )
-from everfed.core.client import Reply, synchronises
-from everfed.core.phase import EVALUATE, TRAIN
-from everfed.core.reduce import Total
 from everfed.privacy import masking, shamir
 from everfed.privacy.bindings import (
     MASKS,

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everfed import Method, State
 from everfed.core.client import Reply
 from everfed.core.context import Place
 from everfed.core.run_state import RunState
+from everfed.method import Method, State
 from everfed.privacy import accountant
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy
 from everfed.store.appended import PRIVACY_LEDGER, AppendedFile

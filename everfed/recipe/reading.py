@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from everfed import recipes
 from everfed.errors import RecipeError
-from everfed.methods import canonical
+from everfed.methods.registry import canonical
+from everfed.recipe import shipped as recipes
 from everfed.recipe.objects import named
 from everfed.recipe.places import Key, Places, split_key
 from everfed.recipe.problems import refuse, suggestion

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from everfed.methods import canonical
+from everfed.methods.registry import canonical
 
 Logits = Literal["full", "seen", "task"]
 # Strict: 1 is not true and "32" is not 32. A value that TOML cannot hold, or that no run can use, is refused.

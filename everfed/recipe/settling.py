@@ -38,7 +38,7 @@ def settled(recipe: Recipe) -> Recipe:
     section = recipe.method
     if not section.defaults:
         return recipe
-    from everfed import methods
+    from everfed.methods import registry as methods
 
     own = [part.name for part in methods.build(section.name, parts=section.parts).parts]
     known = {*own, *methods.PARTS}

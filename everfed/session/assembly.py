@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everfed import engines, methods, models, monitor, privacy, streams
+from everfed import engines, models, privacy, streams
 from everfed.core.context import Context, Facts, Setup, TrainOptions
 from everfed.core.layout import Layout, attach
 from everfed.core.method import Method
@@ -20,6 +20,8 @@ from everfed.core.part import Model
 from everfed.core.stream import Stream, digest_of
 from everfed.data.sources import data_folder
 from everfed.errors import RecipeError, place_of
+from everfed.methods import monitor
+from everfed.methods import registry as methods
 from everfed.recipe import Recipe, share
 from everfed.store.files import digest
 
@@ -72,7 +74,7 @@ def assemble(
         table = recipe.stream.model_dump()
         stream = streams.build(table, recipe.seed, recipe.train.rounds_per_task, data_dir, share(scale))
     if not isinstance(stream, Stream):
-        raise RecipeError(f"a stream of your own derives from everfed.Stream; got a {type(stream).__name__}")
+        raise RecipeError(f"a stream of your own derives from everfed.method.Stream; got a {type(stream).__name__}")
     method.fit_stream(stream)
     if recipe.train.logits != "full":
         _check_masking(stream)

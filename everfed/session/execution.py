@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from everfed import engines, monitor, privacy
+from everfed import engines, privacy
 from everfed.core.context import Place
 from everfed.core.engine import Engine
 from everfed.core.phase import EVALUATE
@@ -17,7 +17,8 @@ from everfed.core.tree import on_device
 from everfed.data.errors import DataError
 from everfed.engines.group import Group
 from everfed.engines.rank_checkpoints import RankCheckpoints
-from everfed.session import handover
+from everfed.methods import monitor
+from everfed.session import saved_model
 from everfed.session.assembly import Assembly, fingerprint
 from everfed.session.pictures import save_pictures
 from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_end, report_fault
@@ -125,7 +126,7 @@ def _save_results(
     folder: RunFolder, assembly: Assembly, engine: Engine, final: RunState, summary: dict[str, Any]
 ) -> None:
     """result.json comes last: a folder that has it is finished, and has the rest."""
-    handover.save(folder, assembly, final.model)
+    saved_model.save(folder, assembly, final.model)
     save_pictures(folder, assembly.stream, engine, final)
     folder.write_result(summary)
 

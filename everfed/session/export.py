@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from everfed.core.layout import head_name
 from everfed.models import lora
 from everfed.models.pretrained import HuggingFace
-from everfed.session.handover import Description, HandoverError, check_shared, normalised
+from everfed.session.saved_model import Description, HandoverError, check_shared, normalised
 
 SAMPLES = 4  # that the exported network is compared on
 TOLERANCE = 1e-4  # of the largest output: other runtimes add up in another order

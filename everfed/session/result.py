@@ -16,7 +16,7 @@ from everfed.core.scoring import RULES, row_value
 from everfed.core.stream import Stream
 from everfed.metrics import convergence, language
 from everfed.metrics import matrix as accuracy_matrix
-from everfed.scores import score_of
+from everfed.metrics.scores import score_of
 from everfed.session.assembly import Assembly
 
 

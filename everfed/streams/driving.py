@@ -17,12 +17,12 @@ from torch import Tensor
 
 from everfed.core.data import Data
 from everfed.core.stream import RoundPlan
+from everfed.data.detection import YoloLoss, padded
+from everfed.data.detection.picturing import pictures
+from everfed.data.detection.scoring import precision
 from everfed.data.errors import DataError
 from everfed.data.scenes import PARTS, Scene, Scenes, load_scenes, pixels
 from everfed.data.split import held_out
-from everfed.detection import YoloLoss, padded
-from everfed.detection.picturing import pictures
-from everfed.detection.scoring import precision
 from everfed.streams.draws import generator
 from everfed.streams.options import OptionError, Options, refuse_unused, require_whole
 from everfed.streams.planned import PlannedStream

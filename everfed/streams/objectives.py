@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from everfed.core.loss import cross_entropy
 from everfed.data.targets import MULTI_LABEL, REGRESSION
-from everfed.scores import score_value
+from everfed.metrics.scores import score_value
 
 
 class Objective(Protocol):
-    """score, also: names in `everfed.scores`."""
+    """score, also: names in `everfed.metrics.scores`."""
 
     @property
     def score(self) -> str: ...

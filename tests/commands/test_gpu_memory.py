@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from everfed import engines
-from everfed.comparison import jobs
-from everfed.comparison.cells import Outcome, Queue, Settings
-from everfed.comparison.choice import Choice
 from everfed.core.data import device_memory
 from everfed.engines import captured
 from everfed.engines.device_data import DeviceData
 from everfed.engines.slots import Tuner
+from everfed.experiments import jobs
+from everfed.experiments.cells import Outcome, Queue, Settings
+from everfed.experiments.choice import Choice
 from everfed.recipe import EngineSection
 
 GIB = 1 << 30

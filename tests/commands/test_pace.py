@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from everfed.comparison import pace as pace_module
-from everfed.comparison.pace import GRACE, ROUNDS, TRIES, WARM, Pace, Timed
+from everfed.experiments import pace as pace_module
+from everfed.experiments.pace import GRACE, ROUNDS, TRIES, WARM, Pace, Timed
 
 
 class Bench:

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from everfed.commands.cells import Beside, Terminal
-from everfed.comparison import cells, choice, jobs
-from everfed.comparison.cells import Cell, Outcome, Queue, Settings
-from everfed.comparison.choice import Choice, choose
-from everfed.comparison.grid import Shown
 from everfed.engines.calibration import CALL_SECONDS, OneClient
 from everfed.errors import UserError
-from everfed.progress import Several
+from everfed.experiments import cells, choice, jobs
+from everfed.experiments.cells import Cell, Outcome, Queue, Settings
+from everfed.experiments.choice import Choice, choose
+from everfed.experiments.grid import Shown
 from everfed.recipe import Places, read
+from everfed.reports.progress import Several
 from everfed.store.lock import locked
 from everfed.store.run import LOCK, RECIPE, RunFolder, SameRun
 from tests.support.child import KILLED, Child, events, state_of, until
@@ -280,7 +280,7 @@ def test_the_time_left_in_all_is_of_the_runs_that_are_not_finished(cell: Any, mo
         known.append(several.left(0.5) is not None)
         return nullcontext(())
 
-    monkeypatch.setattr("everfed.comparison.grid.shown", shown)
+    monkeypatch.setattr("everfed.experiments.grid.shown", shown)
     before, one, two = cell("before"), cell("one"), cell("two")
     before.folder.mkdir()
     RunFolder(before.folder).result.write_text("{}")

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from everfed import engines
-from everfed.comparison import cells, choice, jobs, mps, pace
-from everfed.comparison.cells import Cell, Outcome, Queue, Settings
-from everfed.comparison.choice import Choice, choose
-from everfed.comparison.jobs import Limits, Share
-from everfed.comparison.pace import Pace, Timed
+from everfed.experiments import cells, choice, jobs, mps, pace
+from everfed.experiments.cells import Cell, Outcome, Queue, Settings
+from everfed.experiments.choice import Choice, choose
+from everfed.experiments.jobs import Limits, Share
+from everfed.experiments.pace import Pace, Timed
 from everfed.recipe import Places, read
 from tests.support.waiting import HANG
 

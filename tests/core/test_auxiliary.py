@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from everfed import Batch, Method, Part, Step, compose
 from everfed.core.layout import Layout
 from everfed.core.replica import Replica, frozen_forward, initial_weights
 from everfed.core.tree import clone, equal
-from everfed.parts.aggregate.average import FedAvg
+from everfed.method import Batch, Method, Part, Step, compose
+from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.toy import Bench, Norm
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everfed import Part, Step, compose
 from everfed.core import replica as replicas
 from everfed.core import rows
 from everfed.core.context import TrainOptions
@@ -25,8 +24,9 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import State
 from everfed.core.replica import Cut, Replica
 from everfed.core.step import train_step
-from everfed.parts.memory import der
-from everfed.parts.project.fedgp import FedGP
+from everfed.method import Part, Step, compose
+from everfed.methods.project.fedgp import FedGP
+from everfed.methods.replay import der
 from tests.support.toy import Bench, Norm, Toy
 
 interpreted = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from everfed.core.part import Part, State
 from everfed.core.phase import END, EVALUATE, Cohort, Phase
 from everfed.core.scoring import EvalSpec
 from everfed.core.tree import Tree
-from everfed.parts.aggregate.average import FedAvg
+from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Toy
 

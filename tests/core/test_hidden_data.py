@@ -18,7 +18,7 @@ from everfed.core.part import HELD_OUT, Model, Part, State
 from everfed.core.step import Step
 from everfed.core.stream import _VISIBLE, HeldOut
 from everfed.core.tree import Tree
-from everfed.parts.aggregate.average import FedAvg
+from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.streams import build
 from tests.support.toy import Bench, Toy
 

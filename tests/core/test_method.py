@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import methods
 from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.method import Method, compose
@@ -20,15 +19,16 @@ from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, Positio
 from everfed.core.reduce import Collect, Mean, Reducer
 from everfed.core.step import Step
 from everfed.core.tree import Tree
-from everfed.parts.aggregate.average import FedAvg
-from everfed.parts.memory.buffer import Memory
-from everfed.parts.memory.der import DER, DERPlusPlus
-from everfed.parts.memory.ideal import Ideal
-from everfed.parts.memory.replay import Replay
-from everfed.parts.project.agem import AGEM
-from everfed.parts.project.fedgp import FedGP
-from everfed.parts.regularise.curvature import FedCurv
-from everfed.parts.regularise.proximal import FedProx
+from everfed.methods import registry as methods
+from everfed.methods.aggregate.fedavg import FedAvg
+from everfed.methods.project.agem import AGEM
+from everfed.methods.project.fedgp import FedGP
+from everfed.methods.regularise.fedcurv import FedCurv
+from everfed.methods.regularise.fedprox import FedProx
+from everfed.methods.replay.der import DER, DERPlusPlus
+from everfed.methods.replay.er import Replay
+from everfed.methods.replay.ideal import Ideal
+from everfed.methods.replay.memory import Memory
 from tests.support.toy import Toy
 
 

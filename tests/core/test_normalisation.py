@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed import Part, compose
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.method import Method
 from everfed.core.normalisation import minibatch_sizes, normalised_apart
 from everfed.core.optimizer import Optimizer
 from everfed.core.replica import Replica
+from everfed.method import Part, compose
+from everfed.methods.aggregate.fedavg import FedAvg
+from everfed.methods.replay.der import DER
+from everfed.methods.replay.memory import Memory
 from everfed.models.fused import batch_norm_act
-from everfed.parts.aggregate.average import FedAvg
-from everfed.parts.memory.buffer import Memory
-from everfed.parts.memory.der import DER
 from tests.support.toy import Bench, Normed, Toy
 
 passes: list[int] = []  # samples of every forward pass in training

@@ -20,7 +20,7 @@ from everfed.core.phase import BEGIN, END, Cohort, Phase, Position
 from everfed.core.reduce import Reducer, Sum
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, tensor_bytes
-from everfed.parts.aggregate.average import FedAvg
+from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.toy import Bench, Toy
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed import MODEL, Context, Layout, Message, Method, Model, Part, State, Step, Tree, compose
 from everfed.core.message import Once, payload_bytes, unwrap, versions
 from everfed.core.pieces import (
     PIECES,
@@ -30,8 +29,9 @@ from everfed.core.pieces import (
     to_text,
     trained_spans,
 )
-from everfed.parts.aggregate.average import FedAvg
-from everfed.parts.aggregate.server_optimizer import FedAvgM
+from everfed.method import MODEL, Context, Layout, Message, Method, Model, Part, State, Step, Tree, compose
+from everfed.methods.aggregate.fedavg import FedAvg
+from everfed.methods.aggregate.server_optimizer import FedAvgM
 from tests.support.toy import Bench, Toy
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from everfed import MODEL, Context, Data, Method, Part, Phase, Position, Protection, State, Tree, compose
 from everfed.core.client import Reply
 from everfed.core.part import Reduced, Weights
 from everfed.core.tree import map_tensors
-from everfed.parts.aggregate.average import FedAvg
-from everfed.parts.memory.buffer import Memory
-from everfed.parts.project.fedgp import FedGP
+from everfed.method import MODEL, Context, Data, Method, Part, Phase, Position, Protection, State, Tree, compose
+from everfed.methods.aggregate.fedavg import FedAvg
+from everfed.methods.project.fedgp import FedGP
+from everfed.methods.replay.memory import Memory
 from tests.support.toy import Bench
 
 

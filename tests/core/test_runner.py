@@ -28,7 +28,7 @@ from everfed.core.step import Step
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.eager import Eager
-from everfed.parts.aggregate.average import FedAvg
+from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.store.clients import ClientStore
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable

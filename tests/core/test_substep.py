@@ -15,7 +15,7 @@ from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
 from everfed.core.step import Step, Substep, Substeps
-from everfed.parts.aggregate.average import FedAvg
+from everfed.methods.aggregate.fedavg import FedAvg
 from tests.parity.test_wire import assert_same
 from tests.support.rehearsal_free import one_parameter
 from tests.support.toy import Bench, Linear, Toy

@@ -17,7 +17,7 @@ from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
 from everfed.core.step import Step
-from everfed.parts.aggregate.average import FedAvg
+from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.rehearsal_free import one_parameter
 from tests.support.toy import Bench, Linear, Toy
 

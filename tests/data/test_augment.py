@@ -125,7 +125,7 @@ def test_what_makes_no_sense_is_refused(augment: Any, message: str) -> None:
 
 
 # in runs --------------------------------------------------------------------------------------------------------------
-def stream(augment: Any) -> everfed.Stream:
+def stream(augment: Any) -> everfed.method.Stream:
     rng = np.random.default_rng(0)
     y = np.arange(48) % 4
     x = rng.integers(0, 256, (48, 8, 8, 3)).astype(np.uint8)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from everfed import methods
 from everfed.core.context import TrainOptions
 from everfed.engines import calibration
 from everfed.engines.calibration import BYTES_PER_SECOND, CALL_SECONDS, processes_pay
+from everfed.methods import registry as methods
 from tests.support.toy import Bench, Toy
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from everfed.comparison import jobs
 from everfed.engines.queues import choose_queues
+from everfed.experiments import jobs
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everfed import methods
 from everfed.core.client import Reply
 from everfed.core.context import Moment, TrainOptions
 from everfed.core.optimizer import Optimizer
@@ -21,6 +20,7 @@ from everfed.core.tree import TreeError, from_bytes, to_bytes
 from everfed.federation.checking import Expected, Limits, Reason, Spec, check_reply, expected_reply
 from everfed.federation.cross_checks import find_other_forms
 from everfed.federation.engine import _sent_model
+from everfed.methods import registry as methods
 from tests.support.toy import Bench, Norm
 from tests.support.wire import Wire
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from everfed import methods
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
@@ -26,7 +25,8 @@ from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import Answer, Request
 from everfed.federation.site import ClientRuntime, Identity, Site
 from everfed.federation.transport import Failure
-from everfed.monitor import FeatureShift
+from everfed.methods import registry as methods
+from everfed.methods.monitor import FeatureShift
 from tests.federation.loop import Loop, federated, loop_of, site, states
 from tests.support.toy import Bench, Norm, Outcome, Paused, Toy, comparable
 from tests.support.wire import crossed

@@ -19,7 +19,7 @@ from everfed.federation.codec import reply_to_tree, to_reply
 from everfed.federation.cross_checks import SampleClaims, find_outliers
 from everfed.federation.packet import Packet
 from everfed.federation.roster import Roster
-from everfed.parts.aggregate.average import FedAvg
+from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.streams.own import Own
 from tests.federation.loop import Loop, federated, loop_of
 from tests.support.toy import Bench, Outcome, Toy

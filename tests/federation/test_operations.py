@@ -19,7 +19,7 @@ from everfed.federation import request as ask
 from everfed.federation.logs import stamped, stamped_event
 from everfed.federation.packet import PROTOCOL, Packet
 from everfed.federation.request import Answer
-from everfed.progress import PlainLines, ProgressState
+from everfed.reports.progress import PlainLines, ProgressState
 from tests.federation.loop import site
 from tests.support.toy import Bench
 

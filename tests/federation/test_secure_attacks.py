@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from everfed import Mean, Method, Part, methods
 from everfed.core.engine import ClientError
 from everfed.core.message import Message
 from everfed.core.runner import Runner
@@ -28,6 +27,8 @@ from everfed.federation.journal import Journal
 from everfed.federation.packet import Packet, digest
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import RECIPE, REPLY, Answer, Request, Step
+from everfed.method import Mean, Method, Part
+from everfed.methods import registry as methods
 from everfed.privacy.secure import MASK, NAME, SHARE, UNMASK, secured
 from everfed.privacy.secure_engine import Secured, TooFewClients
 from tests.federation.loop import Loop, loop_of, site

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from everfed import api
-from everfed.detection import YoloLoss
+from everfed.data.detection import YoloLoss
 from tests.streams.test_driving import recipe
 
 pytestmark = [

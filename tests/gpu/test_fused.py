@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed import Optimizer, TrainOptions, models
+from everfed import models
 from everfed.core import loss
 from everfed.core import replica as replicas
 from everfed.core import rows as rows_of
@@ -21,8 +21,9 @@ from everfed.engines import captured
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.kernels import load_kernels
+from everfed.method import Optimizer, TrainOptions
+from everfed.methods.project.projection import squared_norm
 from everfed.models import convolution, fused
-from everfed.parts.project.projection import squared_norm
 from everfed.store.clients import ClientStore
 from tests.support.kernels import error
 from tests.support.toy import Bench, Norm, Normed, Toy

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everfed import Model, State, Trainer
 from everfed.core.context import Setup
 from everfed.core.replica import initial_weights
 from everfed.engines.base import new_trainer
 from everfed.engines.loops import LoopingTrainer
+from everfed.method import Model, State, Trainer
+from everfed.methods.generative.data_free import Inversion, training_on
 from everfed.models.generators import GeneratorBlueprint
-from everfed.parts.generative.data_free import Inversion, training_on
 from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Outcome

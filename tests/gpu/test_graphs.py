@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from everfed import Method, Optimizer, TrainOptions
 from everfed.core.context import Setup
 from everfed.engines.eager import Eager
-from everfed.monitor import FeatureShift
+from everfed.method import Method, Optimizer, TrainOptions
+from everfed.methods.monitor import FeatureShift
 from everfed.store.clients import ClientStore
 from tests.streams.test_targets import of_images
 from tests.support.presets import each_preset

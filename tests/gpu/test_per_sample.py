@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from everfed.methods.common.per_sample import Layers, Network, closed_forms
+from everfed.methods.common.squared_gradients import squared_gradients
+from everfed.methods.replay import sample_gradients as selection
 from everfed.models.resnet import ResNet18
-from everfed.parts.selection import sample_gradients as selection
-from everfed.parts.shared.per_sample import Layers, Network, closed_forms
-from everfed.parts.shared.squared_gradients import squared_gradients
 
 pytestmark = [
     pytest.mark.gpu,

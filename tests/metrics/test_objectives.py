@@ -13,7 +13,7 @@ from sklearn.metrics import f1_score, mean_squared_error, r2_score
 
 from everfed.metrics import forgetting, over_time, summary
 from everfed.metrics.matrix import oriented
-from everfed.scores import METRICS, SCORES, plain_text
+from everfed.metrics.scores import METRICS, SCORES, plain_text
 from everfed.streams.objectives import MultiLabel, Regression
 
 LOGITS = torch.tensor([[2.0, -1.0], [1.0, 3.0], [-1.0, 0.0]])

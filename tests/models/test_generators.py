@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from everfed.methods.generative.inversion import batch_statistics
 from everfed.models.generators import Generator, GeneratorBlueprint, doubled
-from everfed.parts.generative.inversion import batch_statistics
 
 
 def parameters(module: nn.Module) -> int:

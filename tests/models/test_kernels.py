@@ -21,8 +21,8 @@ from everfed.core.normalisation import normalised_apart
 from everfed.core.optimizer import Optimizer
 from everfed.core.replica import Dropout, adopt_dropout
 from everfed.data import transforms
+from everfed.methods.generative.inversion import batch_statistics
 from everfed.models import convolution, fused
-from everfed.parts.generative.inversion import batch_statistics
 from tests.support.kernels import error, maps
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")

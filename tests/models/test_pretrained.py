@@ -50,7 +50,7 @@ def images(count: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return (rng.integers(0, 100, (count, *SHAPE)) + 35 * y[:, None, None, None]).astype(np.uint8), y
 
 
-def stream(**options: Any) -> everfed.Stream:
+def stream(**options: Any) -> everfed.method.Stream:
     x, y = images()
     settings = {"scenario": "class-incremental", "tasks": 2, "clients": 2, "rounds_per_task": 2, **options}
     return from_arrays(x[:40], y[:40], x[40:], y[40:], **settings)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from everfed import models, recipes
+from everfed import models
 from everfed.models.resnet import BasicBlock
 from everfed.recipe import read
+from everfed.recipe import shipped as recipes
 
 
 def work(kind: str, side: int) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed import models
+from everfed.methods.common.features import head, through_head
 from everfed.models.vit import Attention, Prompts, ViT, own_names, resized_positions
-from everfed.parts.shared.features import head, through_head
 
 NANO = {"patch": 2, "width": 64, "depth": 3, "heads": 4}
 TINY = {"patch": 4, "width": 24, "depth": 2, "heads": 3}

@@ -22,7 +22,7 @@ from everfed.core.runner import EvalOptions
 from everfed.core.step import Step
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, TreeError
-from everfed.parts.aggregate.average import FedAvg
+from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.presets import each_kind
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable
 from tests.support.wire import crossed, run_over_wire

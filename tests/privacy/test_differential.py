@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from everfed import methods
 from everfed.core.client import Reply
 from everfed.core.context import Context, Setup
 from everfed.core.engine import Engine
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
 from everfed.core.phase import Phase
+from everfed.methods import registry as methods
 from everfed.privacy.accountant import epsilon
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, check_setup, clip_norm, private
 from everfed.privacy.secure import secured

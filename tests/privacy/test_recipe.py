@@ -13,8 +13,8 @@ import everfed.api as api
 from everfed.core.part import CompositionError
 from everfed.errors import RecipeError
 from everfed.recipe import from_table
-from everfed.report.html import render
-from everfed.report.read import read_run
+from everfed.reports.html import render
+from everfed.reports.read import read_run
 from everfed.session import build_method
 
 

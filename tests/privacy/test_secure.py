@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed import CompositionError, Each, Phase, methods
 from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
@@ -24,6 +23,8 @@ from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.events import Diverged
 from everfed.core.message import Message
 from everfed.engines.processes import Processes
+from everfed.method import CompositionError, Each, Phase
+from everfed.methods import registry as methods
 from everfed.privacy.members import needed
 from everfed.privacy.secure import (
     AGREE,

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from everfed import Context, Data, Mean, Message, Method, Part, Phase, State, Tree, methods
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
+from everfed.method import Context, Data, Mean, Message, Method, Part, Phase, State, Tree
+from everfed.methods import registry as methods
 from everfed.privacy import secure, shamir
 from everfed.privacy.members import Members
 from everfed.privacy.secure import AGREE, MASK, NAME, RECOVER, SHARE

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import everfed
-from everfed.parts.project.stamp import STAMP
-from everfed.report import figures
-from everfed.report.read import read_run
+from everfed.methods.project.stamp import STAMP
+from everfed.reports import figures
+from everfed.reports.read import read_run
 from everfed.session import buffers
 from everfed.store.clients import ClientStore
 from everfed.streams import build

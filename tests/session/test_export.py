@@ -16,7 +16,7 @@ import everfed
 from everfed import models
 from everfed.cli import app
 from everfed.session.export import export
-from tests.session.test_handover import ADAPTERS, CLASSES, NAMES, SHAPE, TINY_VIT, Net, recipe, write_data
+from tests.session.test_saved_model import ADAPTERS, CLASSES, NAMES, SHAPE, TINY_VIT, Net, recipe, write_data
 from tests.support.toy import small_memory
 
 IMAGES = np.random.default_rng(5).integers(0, 256, (3, *SHAPE)).astype(np.uint8)

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed import methods
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import TOGETHER, CompositionError
+from everfed.methods import registry as methods
 from everfed.streams import clocks
 from everfed.streams.options import OptionError
 from tests.parity.test_processes import on_processes

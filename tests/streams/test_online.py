@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from everfed import methods
 from everfed.api import check
 from everfed.core import tree
 from everfed.core.context import Context, Hidden, TrainOptions
@@ -21,6 +20,7 @@ from everfed.core.part import CompositionError, Part, overrides
 from everfed.core.runner import EvalOptions
 from everfed.core.step import Step
 from everfed.errors import RecipeError
+from everfed.methods import registry as methods
 from everfed.recipe import from_table
 from everfed.streams.options import OptionError
 from tests.parity.test_processes import on_processes

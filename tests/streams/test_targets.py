@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from typer.testing import CliRunner
 
 import everfed
-from everfed import methods, streams
+from everfed import streams
 from everfed.cli import app
 from everfed.core import tree
 from everfed.core.context import Setup, TrainOptions
@@ -24,10 +24,11 @@ from everfed.data.sources import load
 from everfed.data.targets import strata
 from everfed.engines.processes import Processes
 from everfed.errors import CompositionError
-from everfed.report import tables
-from everfed.report.groups import grouped
-from everfed.report.read import read_runs
-from everfed.report.series import forgetting_by_task
+from everfed.methods import registry as methods
+from everfed.reports import tables
+from everfed.reports.groups import grouped
+from everfed.reports.read import read_runs
+from everfed.reports.series import forgetting_by_task
 from everfed.store.clients import ClientStore
 from everfed.streams.options import OptionError
 from tests.federation.loop import federated, loop_of

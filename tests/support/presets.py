@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from everfed import methods
+from everfed.methods import registry as methods
 
 FAMILY = ("fedavg", "fedprox", "fedcurv", "er", "der", "der++", "agem")  # what the FedGP paper composes with
 KINDS = (

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everfed import methods, models
+from everfed import models
 from everfed.core.client import new_state
 from everfed.core.context import Context, Facts, Moment, Setup, TrainOptions
 from everfed.core.data import Data
@@ -30,10 +30,11 @@ from everfed.core.runner import EvalOptions, Event, Runner, RunState
 from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
+from everfed.methods import registry as methods
+from everfed.methods.pretrained.piecewise import Piecewise
+from everfed.methods.pretrained.prompts import PromptL2P
 from everfed.models.fused import batch_norm_act
 from everfed.models.vit import ViT
-from everfed.parts.pretrained.piecewise import Piecewise
-from everfed.parts.pretrained.prompts import PromptL2P
 from everfed.store.clients import ClientStore
 
 Options = Mapping[str, Mapping[str, Any]]

@@ -1,0 +1,353 @@
+"""The leaderboard's pages, from the records alone: a table and two pictures for every stream, as Markdown between the
+marks of a page and as one HTML file whose tables can be sorted.
+
+<!-- leaderboard: rotated-digits -->
+...
+<!-- leaderboard: end -->
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from everfed.core.part import BOUNDARIES, Part
+from everfed.errors import UserError
+from everfed.experiments.leaderboard import pareto, records, tuning
+from everfed.experiments.leaderboard.records import Record
+from everfed.methods import registry as methods
+from everfed.recipe import read, settled
+from everfed.reports.colours import variables
+from everfed.reports.html import POLICY, asset
+from everfed.reports.markdown import markdown_table
+from everfed.reports.markup import Html, tag
+from everfed.reports.progress import size
+from everfed.store.files import make_folder, write_atomic
+
+_MARKED = re.compile(r"(<!-- leaderboard: (?!end)(\S+) -->\n)(.*?)(<!-- leaderboard: end -->)", re.DOTALL)
+PERSONAL = "†"
+NOTE = (
+    "Mean ± population deviation over the seeds of the test; accuracy, forgetting and learning accuracy in per cent. "
+    "Bytes of a whole run, all clients together; kept: by one client at the end. Time: seconds of a run over those of "
+    "fedavg, with runs side by side on one machine, so that small differences mean nothing; -: on another kind of "
+    "device than fedavg's. "
+    f"{PERSONAL}: every client is scored with a model of its own."
+)
+TUNING = (
+    "A try is a learning rate with a value of the method's main weight, scored on validation data; the best of them, "
+    "in the last column, was tested on other seeds."
+)
+SORTING = "A click on a heading sorts the table by it, a second click turns the order round."
+COLUMNS = (
+    "method", "accuracy", "forgetting", "learning accuracy", "bytes up", "bytes down", "time", "kept by a client",
+    "stored samples", "the server sees", "secure aggregation", "boundaries", "chosen",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """text: as it is shown. value: what the column is sorted by."""
+
+    text: str
+    value: float | str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a method needs and shows, whatever the numbers. sees: what the server sees of single clients."""
+
+    sees: str
+    boundaries: bool
+    keeps_all: bool
+
+    @property
+    def secure(self) -> bool:
+        return not self.sees
+
+
+def write(root: Path, page: Path | None, html: Path | None) -> list[Path]:
+    """Write the pages that are named and the pictures of the Markdown one; returns the files."""
+    found = records.read_all(root)
+    written: list[Path] = []
+    if page is not None:
+        text = renewed(marked(page), found, page.stem)
+        for name, drawing in _pictures(found).items():
+            written.append(_save(page.parent / page.stem / f"{name}.svg", drawing))
+        written.append(_save(page, text))
+    if html is not None:
+        written.append(_save(html, report(found)))
+    return written
+
+
+def marked(page: Path) -> str:
+    """The text of a Markdown page. Raises UserError where it cannot be read or no place in it is marked."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--page {page} cannot be read: {error.strerror or error}") from error
+    if not _MARKED.search(text):
+        raise UserError(
+            f"--page {page} has no place for the leaderboard; mark it with <!-- leaderboard: STREAM --> and "
+            f"<!-- leaderboard: end -->. Streams: {', '.join(tuning.streams())}"
+        )
+    return text
+
+
+def renewed(text: str, found: Sequence[Record], pictures: str) -> str:
+    """A Markdown page with every marked part written anew. pictures: the folder of the pictures beside the page."""
+    return _MARKED.sub(lambda mark: f"{mark[1]}{_section(mark[2], found, pictures)}\n{mark[4]}", text)
+
+
+def report(found: Sequence[Record]) -> str:
+    """The whole HTML page."""
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", "everfed leaderboard"),
+        tag("style", Html(variables() + asset("page.css") + _file("leaderboard.css"))),
+    )
+    shown = [stream for stream in tuning.streams() if _of(found, stream)]
+    body = tag(
+        "body",
+        tag("header", tag("h1", "everfed leaderboard"), *(tag("p", line) for line in (TUNING, NOTE, SORTING))),
+        tag("main", *(_html_section(stream, _of(found, stream)) for stream in shown)),
+        tag("script", Html(_file("sort.js"))),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+# tables ----------------------------------------------------------------------------------------------------------
+
+
+def rows(found: Sequence[Record]) -> list[list[Cell]]:
+    """A row for every method of one stream that has test numbers, the most accurate first."""
+    tested = [record for record in found if records.finished_tests(record)]
+    fedavg = next((record for record in tested if record["method"] == "fedavg"), None)
+    lines = [_row(record, fedavg) for record in tested]
+    return sorted(lines, key=lambda line: line[1].value, reverse=True)
+
+
+def _row(record: Record, fedavg: Record | None) -> list[Cell]:
+    facts = facts_of(record["stream"], record["method"])
+    kept = records.mean(record, "kept_bytes") or 0.0
+    samples = stored_samples(record)
+    return [
+        Cell(_named(record), record["method"]),
+        *(_percent(record, key) for key in records.SCORES),
+        *(_bytes(records.mean(record, key) or 0.0) for key in ("bytes_up", "bytes_down")),
+        _time(record, fedavg),
+        Cell("all data", float("inf")) if facts.keeps_all else _bytes(kept),
+        Cell("all", float("inf")) if facts.keeps_all else Cell(f"{samples:.0f}", samples),
+        Cell(facts.sees or "sums only", facts.sees),
+        Cell("yes" if facts.secure else "no", "yes" if facts.secure else "no"),
+        Cell("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
+        Cell(chosen := chosen_settings(record), chosen),
+    ]
+
+
+def _time(record: Record, fedavg: Record | None) -> Cell:
+    """Seconds over FedAvg's; none where the tests ran on another kind of device than FedAvg's."""
+    if fedavg is None or _devices(record) != _devices(fedavg):
+        return Cell("-", float("inf"))
+    seconds, base = records.mean(record, "seconds"), records.mean(fedavg, "seconds")
+    ratio = seconds / base if seconds and base else float("inf")
+    return Cell(f"{ratio:.2f}" if math.isfinite(ratio) else "-", ratio)
+
+
+def _devices(record: Record) -> set[str]:
+    return {_device(test["environment"]) for test in records.finished_tests(record)}
+
+
+def _named(record: Record) -> str:
+    """The method's name, marked where every client is scored with a model of its own."""
+    personal = records.finished_tests(record)[0]["evaluated"] == "personalised"
+    return f"{record['method']} {PERSONAL}" if personal else str(record["method"])
+
+
+def facts_of(stream: str, method: str) -> Facts:
+    """From the method itself, with the options that the stream's recipe sets."""
+    section = settled(read(f"{tuning.RECIPES}{stream}", method=method)).method
+    built = methods.build(section.name, section.model_extra)
+    single = [
+        f"{part}/{key}"
+        for phase in built.scheduled_phases()
+        for part, keys in built.reducers(phase).items()
+        for key, reducer in keys.items()
+        if not reducer.secure
+    ]
+    sees = f"every client's {', '.join(dict.fromkeys(single))}" if single else ""
+    return Facts(sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs for part in built.parts))
+
+
+def stored_samples(record: Record) -> float:
+    """Samples that a client keeps; 0 for methods without a buffer."""
+    return records.mean(record, "kept_samples") or 0.0
+
+
+def chosen_settings(record: Record) -> str:
+    """The settings of the best try: "lr 0.2, er.batch 16"; of a policy's table only what is not its kind."""
+    best = records.best_try(record)
+    pairs = [entry.split("=", 1) for entry in best["sets"]] if best else []
+    return ", ".join(f"{_short_key(key)} {value}" if "{" not in value else _option(value) for key, value in pairs)
+
+
+def _short_key(key: str) -> str:
+    return key.removeprefix("train.optimizer.").removeprefix("method.").replace('"', "")
+
+
+def _option(table: str) -> str:
+    """'{kind = "re-fed", informative = 0.5}' -> "informative 0.5"."""
+    return table.strip("{}").partition(", ")[2].replace(" =", "")
+
+
+def not_run(found: Sequence[Record]) -> list[str]:
+    """The methods of the leaderboard that have no record among those of one stream."""
+    recorded = {record["method"] for record in found}
+    return [method for method in tuning.compared() if method not in recorded]
+
+
+def failures(found: Sequence[Record]) -> list[tuple[str, str]]:
+    """(method, reason) of methods without a number on a stream."""
+    return [(record["method"], reason) for record in found if (reason := records.problem(record))]
+
+
+def _needs_boundaries(part: Part) -> bool:
+    return BOUNDARIES in part.needs or any(phase.needs_boundaries for phase in part.phases())
+
+
+def _percent(record: Record, key: str) -> Cell:
+    value = records.mean(record, key)
+    if value is None:
+        return Cell("-", float("-inf"))
+    deviation = records.deviation(record, key)
+    count = len(records.finished_tests(record))
+    return Cell(f"{100 * value:.1f}" + (f" ± {100 * deviation:.1f}" if count > 1 else ""), value)
+
+
+def _bytes(count: float) -> Cell:
+    return Cell(size(round(count)), count)
+
+
+# Markdown --------------------------------------------------------------------------------------------------------
+
+
+def _section(stream: str, found: Sequence[Record], pictures: str) -> str:
+    own = _of(found, stream)
+    if not any(map(records.finished_tests, own)):
+        return "No records."
+    table = markdown_table(COLUMNS, [[cell.text for cell in row] for row in rows(own)])
+    failed = [f"* `{method}`: {reason}" for method, reason in failures(own)]
+    missing = not_run(own)
+    images = [f"![{about}]({pictures}/{stream}-{kind}.svg)" for kind, about in pareto.KINDS.items()]
+    listed = ["Methods without a number here:", "\n".join(failed)] if failed else []
+    listed += [f"Not run on this stream: {', '.join(f'`{name}`' for name in missing)}."] if missing else []
+    return "\n\n".join([table, f"{_conditions(own)} {NOTE}", *listed, *images])
+
+
+def _conditions(own: Sequence[Record]) -> str:
+    """How the numbers were made: tries, seeds, machine."""
+    tries = {len(record["tries"]) for record in own if record["tests"]}
+    seeds = {len(record["tests"]) for record in own if record["tests"]}
+    machines = {_machine(test["environment"]) for record in own for test in records.finished_tests(record)}
+    several = [f"{', '.join(map(str, sorted(counts)))} {word}" for counts, word in ((tries, "tries"), (seeds, "seeds"))]
+    lost = f"{_lost(own, 'tries')}{_lost(own, 'tests')}"
+    return f"{' and '.join(several)} for every method in the table; {'; '.join(sorted(machines))}.{lost}"
+
+
+REASONS = {"not finite": "diverged", "out of memory": "out of memory", "longer than the limit": "over the time limit"}
+
+
+def _lost(own: Iterable[Record], kind: str) -> str:
+    """Tries or tests without a number, of methods that have one: these were tuned with fewer tries than the others, or
+    their rows are of fewer seeds."""
+    lost = Counter(
+        (next((short for words, short in REASONS.items() if words in entry["problem"]), "failed"), record["method"])
+        for record in own
+        if records.finished_tests(record)
+        for entry in record[kind]
+        if entry["problem"]
+    )
+    kinds = [
+        f"{reason}: " + ", ".join(f"{method} {count}" for (why, method), count in sorted(lost.items()) if why == reason)
+        for reason in sorted({reason for reason, _ in lost})
+    ]
+    return f" {kind.capitalize()} that ended without a number: {'; '.join(kinds)}." if kinds else ""
+
+
+def _device(environment: dict[str, object]) -> str:
+    return str(environment.get("device_name") or f"{environment.get('machine')} CPU, a core for every run")
+
+
+def _machine(environment: dict[str, object]) -> str:
+    device = _device(environment)
+    precision = environment.get("precision", "fp32")
+    return f"{device}, {environment.get('engine')}, {precision}, torch {environment.get('torch')}"
+
+
+# HTML and pictures -----------------------------------------------------------------------------------------------
+
+
+def _html_section(stream: str, own: Sequence[Record]) -> Html:
+    head = tag("tr", *(tag("th", tag("button", name, type="button"), scope="col") for name in COLUMNS))
+    body = [tag("tr", *(tag("td", cell.text, data_value=str(cell.value)) for cell in row)) for row in rows(own)]
+    failed = [tag("li", tag("b", method), f": {reason}") for method, reason in failures(own)]
+    missing = not_run(own)
+    drawings = [
+        tag("div", Html(pareto.drawing(points(own, kind), about)), class_="wide")
+        for kind, about in pareto.KINDS.items()
+    ]
+    return tag(
+        "section",
+        tag("h2", stream),
+        tag("p", _conditions(own)),
+        tag("div", tag("table", tag("thead", head), tag("tbody", *body), class_="sortable"), class_="wide"),
+        tag("h3", "Methods without a number") if failed else None,
+        tag("ul", *failed) if failed else None,
+        tag("p", f"Not run on this stream: {', '.join(missing)}.") if missing else None,
+        *drawings,
+    )
+
+
+def points(own: Iterable[Record], kind: str) -> list[pareto.Point]:
+    """Accuracy of every tested method against its bytes, or against the samples that a client keeps."""
+    found = []
+    for record in own:
+        accuracy = records.mean(record, "acc")
+        unbounded = kind == pareto.SAMPLES and facts_of(record["stream"], record["method"]).keeps_all
+        if accuracy is None or unbounded:
+            continue
+        traffic = sum(records.mean(record, key) or 0.0 for key in ("bytes_up", "bytes_down"))
+        cost = traffic if kind == pareto.BYTES else stored_samples(record)
+        found.append(pareto.Point(_named(record), cost, accuracy))
+    return found
+
+
+def _pictures(found: Sequence[Record]) -> dict[str, str]:
+    """{file name: SVG} of all streams with test numbers."""
+    return {
+        f"{stream}-{kind}": pareto.drawing(points(own, kind), about, alone=True)
+        for stream in tuning.streams()
+        if any(map(records.finished_tests, own := _of(found, stream)))
+        for kind, about in pareto.KINDS.items()
+    }
+
+
+def _of(found: Sequence[Record], stream: str) -> list[Record]:
+    return [record for record in found if record["stream"] == stream]
+
+
+def _file(name: str) -> str:
+    return resources.files("everfed.experiments.leaderboard").joinpath(name).read_text(encoding="utf-8")
+
+
+def _save(path: Path, text: str) -> Path:
+    make_folder(path.parent)
+    write_atomic(path, text.encode(), shared=True)
+    return path

@@ -1,0 +1,214 @@
+"""Every cell of a table: the runs that give its number, or the reason why there are none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from everfed.errors import UserError
+from everfed.experiments.papers import targets
+from everfed.experiments.papers.tables import Block, Metric, Stated, Table
+from everfed.experiments.papers.targets import Target
+from everfed.metrics.acceptance import never_compared
+from everfed.recipe import shipped as recipes
+from everfed.recipe.problems import suggestion
+from everfed.recipe.schema import Logits
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One recipe with one method, run over seeds. method: everfed's name, empty where `sets` lists the parts."""
+
+    recipe: str
+    method: str
+    sets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell in the paper's words, and how to get its number.
+
+    target: what the paper prints, if it does. experiment: the run that gives it; against: the other one it needs.
+    missing: why it cannot be run, empty when it can. not_judged: why its number is not held against the paper's.
+    stated: what the paper states about the experiment. seeds: how many the paper's number is a mean over. baseline: the
+    paper's method that this one is compared with, "" for the baseline itself. claimed: the printed difference to it.
+    """
+
+    dataset: str
+    setting: str
+    method: str
+    metric: str
+    measured: Metric
+    logits: Logits | None
+    target: Target | None
+    experiment: Experiment
+    against: Experiment | None
+    missing: str
+    not_judged: str
+    stated: Stated | None = None
+    seeds: int = 0
+    baseline: str = ""
+    claimed: float | None = None
+
+    @property
+    def task(self) -> int | None:
+        """The task or period, from 1, that it is about; None where it is about all."""
+        found = re.search(r"(?:after task |period=)(\d+)$", self.setting)
+        return int(found[1]) if found else None
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Equal for cells that can be compared with each other."""
+        return self.dataset, self.setting, self.metric
+
+
+def plan(table: Table, methods: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Cell]:
+    """Every cell of `table`, in the file's order; only those of `methods` (everfed's names or the paper's) and of the
+    columns whose name contains one of `columns`, where any are given. Raises UserError for a name that fits nothing."""
+    known = _Known(names(), frozenset(recipes.names()))
+    found = [_cell(table, block, setting, method, metric, target, known)
+             for block, setting, method, metric, target in _places(table)]  # fmt: skip
+    found = _with_claims(table, found)
+    wanted = _wanted_methods(table, methods)
+    chosen = [cell for cell in found if cell.method in wanted and _in(cell.dataset, columns)]
+    if found and not chosen:
+        listed = ", ".join(dict.fromkeys(cell.dataset for cell in found))
+        raise UserError(f"no cell of {table.name} is left; its columns are: {listed}")
+    return chosen
+
+
+def names() -> frozenset[str]:
+    """The methods there are."""
+    from everfed.methods import registry as methods
+
+    return frozenset(methods.names())
+
+
+def experiments(cells: Iterable[Cell]) -> list[Experiment]:
+    """The experiments of the cells that can be run, each once, in order."""
+    needed = [run for cell in cells if not cell.missing for run in (cell.experiment, cell.against) if run]
+    return list(dict.fromkeys(needed))
+
+
+@dataclass(frozen=True)
+class _Known:
+    methods: Collection[str]
+    recipes: Collection[str]
+
+
+_Place = tuple[Block, str, str, str, Target | None]
+
+
+def _places(table: Table) -> Iterator[_Place]:
+    """(block, setting, method, metric, target) of every cell: those the paper prints, then those it does not."""
+    item = table.item
+    printed = [t for t in targets.read() if (t.paper, t.table) == (table.paper.name, item.table)]
+    taken = set()
+    for block in item.blocks:
+        for target in printed:
+            key = (target.dataset, target.setting, target.method, target.metric)
+            if key not in taken and _fits(block, target):
+                taken.add(key)
+                yield block, target.setting, target.method, target.metric, target
+        for setting, method, metric in _declared(table, block):
+            if (block.dataset, setting, method, metric) not in taken:
+                yield block, setting, method, metric, None
+
+
+def _fits(block: Block, target: Target) -> bool:
+    return (
+        block.dataset == target.dataset
+        and block.setting in (None, target.setting)
+        and (block.methods is None or target.method in block.methods)
+    )
+
+
+def _declared(table: Table, block: Block) -> Iterator[tuple[str, str, str]]:
+    methods = table.paper.methods if block.methods is None else block.methods
+    for setting in block.declared():
+        for metric in block.metrics:
+            yield from ((setting, method, metric) for method in methods)
+
+
+def _cell(
+    table: Table, block: Block, setting: str, method: str, metric: str, target: Target | None, known: _Known
+) -> Cell:
+    measured = table.paper.metrics[metric]
+    own = _experiment(table, block, method, block.sets_of(setting))
+    against = _experiment(table, block, measured.against, tuple(block.sets)) if measured.against else None
+    return Cell(
+        block.dataset,
+        setting,
+        method,
+        metric,
+        measured,
+        block.logits,
+        target,
+        own,
+        against,
+        measured.missing or _why_missing(own, known) or (_why_missing(against, known) if against else ""),
+        _why_not_judged(table, measured, target),
+        table.stated(block.dataset),
+        table.paper.seeds,
+    )
+
+
+def _with_claims(table: Table, cells: Sequence[Cell]) -> list[Cell]:
+    """The cells with the methods that they are compared with, and by how much these differ in the paper."""
+    printed = {(cell.place, cell.method): cell.target.value for cell in cells if cell.target}
+    found = []
+    for cell in cells:
+        baseline = table.baseline_of(cell.method)
+        ours, theirs = (printed.get((cell.place, method)) for method in (cell.method, baseline))
+        claimed = None if ours is None or theirs is None or cell.method == baseline else ours - theirs
+        found.append(replace(cell, baseline="" if cell.method == baseline else baseline, claimed=claimed))
+    return found
+
+
+def _experiment(table: Table, block: Block, method: str, sets: tuple[str, ...]) -> Experiment:
+    sets = (*sets, *block.sets_of_method.get(method, ()))
+    parts_named = any(entry.startswith("method.parts=") for entry in sets)
+    options = tuple(table.paper.options.get(method, ()))
+    return Experiment(block.recipe, "" if parts_named else table.methods[method], (*sets, *options))
+
+
+def _why_missing(experiment: Experiment, known: _Known) -> str:
+    if experiment.recipe not in known.recipes:
+        return f"recipe {experiment.recipe} is not shipped"
+    if experiment.method and experiment.method not in known.methods:
+        return f"method {experiment.method} is not in everfed"
+    return ""
+
+
+def _why_not_judged(table: Table, measured: Metric, target: Target | None) -> str:
+    if target is None:
+        return table.item.no_target
+    if target.value is None:
+        return f"printed as {target.text!r}"
+    if table.item.unusable:
+        return table.item.unusable
+    if measured.unit == "ratio":
+        return "a ratio on one machine; the rule is for points"
+    never = never_compared(table.paper.name, table.item.table, target.metric)
+    return never or ("" if measured.unit == "points" else f"in {measured.unit}; the rule is for points")
+
+
+def _wanted_methods(table: Table, chosen: Sequence[str]) -> set[str]:
+    """The paper's names of the chosen methods."""
+    mapping = table.methods
+    if not chosen:
+        return set(mapping)
+    wanted = set()
+    for name in chosen:
+        fitting = {theirs for theirs, ours in mapping.items() if name.lower() in (theirs.lower(), ours)}
+        if not fitting:
+            allowed = [*mapping.values(), *mapping]
+            listed = ", ".join(dict.fromkeys(mapping.values()))
+            raise UserError(f"--methods {name}: not in {table.name}.{suggestion(name, allowed)} Allowed: {listed}")
+        wanted |= fitting
+    return wanted
+
+
+def _in(dataset: str, columns: Sequence[str]) -> bool:
+    return not columns or any(column.lower() in dataset.lower() for column in columns)

@@ -1,0 +1,146 @@
+"""Records of finished runs, small enough for the repository: all that a table or a verdict needs of a run.
+
+A record is `result.json` without its long lists, with the recipe's settings and their hash, and with the means that
+are computed from the run's events. It lies in RECIPE/METHOD-SEED-PRECISION-HASH.json below the folder of all records.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from everfed.errors import UserError
+from everfed.experiments.papers.measures import from_events
+from everfed.recipe import Recipe, settled
+from everfed.recipe import read as read_recipe
+from everfed.store.files import digest, make_folder, write_atomic
+from everfed.store.run import RunFolder
+
+Record = dict[str, Any]
+FOLDER = Path("results")
+LEADERBOARD = "leaderboard"  # a folder in it with records of another form (`everfed.experiments.leaderboard.records`)
+_HOW = {
+    "name",
+    "seed",
+    "engine",
+    "federation",
+    "compare",
+    "monitor",
+}  # of a recipe: does not decide the numbers' meaning
+_LONG = {"labels", "who_got_what", "users", "origins"}  # of a stream's facts
+_NEEDED = ("recipe", "recipe_hash", "settings", "method", "seed", "metrics", "accuracy_matrix", "cost", "environment")
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """The keys of a recipe that decide its numbers, apart from the seed, as far as they differ from the defaults."""
+    return settled(recipe).model_dump(mode="json", exclude=_HOW, exclude_defaults=True)
+
+
+def recipe_hash(settings: Mapping[str, Any]) -> str:
+    """Identifies settings."""
+    return digest(json.dumps(settings, sort_keys=True).encode())
+
+
+def of_run(folder: Path, *, shared: bool = False, remark: str = "") -> Record:
+    """The record of a finished run folder. shared: other programs used the device, so that its seconds are no
+    measurement of speed. Raises UserError."""
+    run = RunFolder.open(folder)
+    result = run.read_result()
+    if result is None:
+        raise UserError(f"{folder} has no result.json: the run is not finished; `everfed resume {folder}` finishes it")
+    events = from_events(folder) if run.events.exists() else {}
+    return make(result, settings_of(read_recipe(str(run.recipe))), events, shared=shared, remark=remark)
+
+
+def make(
+    result: Mapping[str, Any],
+    settings: dict[str, Any],
+    events: Mapping[str, float],
+    *,
+    shared: bool = False,
+    remark: str = "",
+) -> Record:
+    """A record from a result, the settings of its recipe, and the means over its events."""
+    stream = result.get("stream", {})
+    facts = {key: value for key, value in stream.items() if key not in _LONG}
+    if "origin" in facts:
+        facts["origin"] = Path(facts["origin"]).name  # where it lay is one machine's business
+    divisions = [one["hash"] for one in stream.get("who_got_what", []) if "hash" in one]
+    return {
+        **{key: value for key, value in result.items() if key not in ("stream", "parts")},
+        "stream": {**facts, **({"divisions": divisions} if divisions else {})},
+        "settings": settings,
+        "recipe_hash": recipe_hash(settings),
+        "from_events": dict(events),
+        **({"shared_device": True} if shared else {}),
+        **({"remark": remark} if remark else {}),
+    }
+
+
+def write(record: Record, root: Path) -> Path:
+    """Write a record to its place below `root`: one line per key."""
+    path = root / _place(record)
+    lines = ",\n".join(f'  "{key}": {json.dumps(record[key])}' for key in sorted(record))
+    make_folder(path.parent)
+    write_atomic(path, f"{{\n{lines}\n}}\n".encode())
+    return path
+
+
+def read(path: Path) -> Record:
+    """One record. Raises UserError for a file that is none."""
+    try:
+        record: Record = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is no record: {error}") from error
+    missing = [key for key in _NEEDED if not isinstance(record, dict) or key not in record]
+    if missing:
+        raise UserError(f"{path} is no record: it has no {', '.join(missing)}; `everfed record RUN` writes records")
+    if record["recipe_hash"] != recipe_hash(record["settings"]):
+        raise UserError(f"{path}: recipe_hash does not belong to settings; write the record anew")
+    return record
+
+
+def read_all(root: Path) -> list[Record]:
+    """Every record below `root`, in the order of their paths; those of the leaderboard are no records of runs. Raises
+    UserError for a file that is no record."""
+    return [read(path) for path in sorted(root.rglob("*.json")) if LEADERBOARD not in path.relative_to(root).parts]
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The dotted keys in which two settings differ. What they leave out is as it is by default: a default that changes
+    has to be written into the records that left it out (a test notices)."""
+    left, right = complete(ours), complete(theirs)
+    return tuple(sorted(key for key in {*left, *right} if left.get(key) != right.get(key)))
+
+
+def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """By dotted key, with the defaults of what is left out."""
+    return {**_defaults(), **flat(settings)}
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    any_method = Recipe.model_validate({"method": {"name": "fedavg"}})
+    return flat(any_method.model_dump(mode="json", exclude={**dict.fromkeys(_HOW, True), "method": {"name", "parts"}}))
+
+
+def _place(record: Record) -> Path:
+    precision = record["environment"].get("precision", "fp32")
+    name = f"{record['method']}-{record['seed']}-{precision}-{record['recipe_hash'][:8]}.json"
+    return Path(record["recipe"].replace("/", "-")) / name
+
+
+def flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    return dict(_flat(table))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

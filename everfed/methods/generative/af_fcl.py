@@ -1,0 +1,341 @@
+"""AF-FCL: accurate forgetting with a normalising flow over features (Wuerkaixi et al., ICLR 2024).
+
+The classifier is an extractor h_a and a head h_b. A class-conditional flow g over features a = h_a(x) is trained and
+averaged with it. Every minibatch has three steps:
+
+    F  L_flow = - mean log q(a | y) - k_lf mean log q(a' | c'),  a' from the flow at the previous task's end
+    R  L_R    = k_f ( ((1 - theta) p + theta) mean_j pi_j CE(h_b(a_j), c_j) + k_out k_last KD(h_b(a_j), last h_b(a_j)) )
+    C  L_C    = CE(x, y) + k_feat k_last mean (a - a_last)^2 + k_out k_last KD(outputs, last outputs)
+
+where a_j come from the flow, p = mean_i q(a_i | y_i)^(1/D), and the credibility pi_j is the likelihood of a_j under the
+client's own data: memories that disagree with it are forgotten. KD is soft cross-entropy at temperature 2. "last" is
+the aggregate after the previous task's last round, as this client received it. c_j are drawn from the classes that any
+client has had so far, c' from those of earlier tasks. Features are taken in eval mode in step F, in train mode in R.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from everfed.core import random
+from everfed.core.layout import EXTRAS, Extras, registered
+from everfed.core.replica import frozen_forward, in_eval_mode, initial_weights
+from everfed.method import (
+    BOUNDARIES,
+    CLASSES,
+    END,
+    MODEL,
+    Cohort,
+    Context,
+    Data,
+    Entry,
+    Fitted,
+    Layout,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Phase,
+    Schedule,
+    Slots,
+    State,
+    Step,
+    Substep,
+    Table,
+    Tables,
+    Tree,
+)
+from everfed.methods.common.checks import at_least, one_of
+from everfed.methods.common.features import head_inputs, network, span
+from everfed.methods.common.layers import in_precision
+from everfed.methods.common.teacher import classes_of, soft_cross_entropy, tasks_before
+from everfed.methods.replay.transition import competing
+from everfed.models.flow import FlowBlueprint, log_normal, permutations
+
+CHOICES = {"credibility_space": ("latent", "feature"), "replay_layers": ("head", "middle")}
+TEMPERATURE = 2.0
+_HEAD = "head."
+
+
+@dataclass(frozen=True)
+class AFFCL(Part):
+    """k_loss_flow: k_f; 0 switches the flow off. k_flow_lastflow: k_lf. flow_explore_theta: theta. flow_lr: of Adam on
+    the flow. replay_lr: of a separate Adam for step R in runs by SGD, which outliers among the features of a young flow
+    would make diverge; 0: the run's optimiser. k_kd_last_cls: k_last; k_kd_global_cls: the same towards the received
+    model. k_kd_feature, k_kd_output: k_feat and k_out. hidden: width of the flow's networks.
+
+    credibility_space: where the Gaussian of a class's latents is evaluated, at the sample's own "latent" or at the
+    "feature" (released code). replay_layers: replay trains the whole "head", or its "middle" layer only (released
+    code). variance_floor: least variance of a class's latents.
+    """
+
+    k_loss_flow: float = 0.5
+    k_flow_lastflow: float = 0.1
+    flow_explore_theta: float = 0.1
+    flow_lr: float = 5e-3
+    replay_lr: float = 0.0
+    k_kd_last_cls: float = 0.2
+    k_kd_global_cls: float = 0.0
+    k_kd_feature: float = 0.5
+    k_kd_output: float = 0.1
+    hidden: int = 512
+    credibility_space: str = "latent"
+    replay_layers: str = "head"
+    variance_floor: float = 1e-4
+
+    name = "af-fcl"
+    needs = frozenset({BOUNDARIES, CLASSES})
+
+    def __post_init__(self) -> None:
+        one_of(self, **CHOICES)
+        at_least(self, 0, "k_loss_flow", "k_flow_lastflow", "flow_lr", "replay_lr")
+        at_least(self, 0, "k_kd_last_cls", "k_kd_global_cls", "k_kd_feature")
+        if not 0 <= self.flow_explore_theta <= 1:
+            raise ValueError(f"flow_explore_theta must lie between 0 and 1; got {self.flow_explore_theta}")
+        if not (self.variance_floor > 0 and self.hidden >= 1):
+            raise ValueError(f"variance_floor and hidden must be above 0; got {self.variance_floor}, {self.hidden}")
+
+    # the networks --------------------------------------------------------------------------------------------------
+    def blueprint(self, ctx: Context) -> FlowBlueprint:
+        return FlowBlueprint(feature_width(ctx.facts.layout), ctx.facts.classes, self.hidden)
+
+    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
+        if not self.k_loss_flow:
+            return {}
+        blueprint = self.blueprint(ctx)
+        first = initial_weights(blueprint, random.key(ctx.seed, self.name, "flow"))["params"]
+        with torch.device("meta"):
+            named = Layout.of(blueprint.build()).named(first)
+        return {f"flow.{name}": value for name, value in named.items()}
+
+    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
+        """Class logits; in training the features beside them."""
+        if not module.training:
+            outputs: Tensor = module(x)
+            return outputs
+        with head_inputs(module, layer=head_of(module)) as seen:
+            outputs = module(x)
+        return torch.cat([outputs, seen[0]], dim=1)
+
+    def substeps(self, layout: Layout) -> tuple[Substep, ...]:
+        if not self.k_loss_flow:
+            return ()
+        flow = registered(self.name, "flow.", personal=False)
+        chosen = replayed_layers(layout, self.replay_layers)
+        optimizer = Optimizer("adam", lr=self.flow_lr)
+        own = replace(optimizer, lr=self.replay_lr) if self.replay_lr else None
+        return (
+            Substep("flow", lambda name: name.startswith(flow), self._flow_loss, optimizer, alone=True),
+            Substep("replay", lambda name: name in chosen, self._replay_loss, own),
+        )
+
+    # before training -----------------------------------------------------------------------------------------------
+    def phases(self) -> tuple[Phase, ...]:
+        """After a task's last round its clients receive the aggregate: the `last` of their next task."""
+        needed = self.k_kd_last_cls or (self.k_loss_flow and self.k_flow_lastflow)
+        return (Phase("last", Cohort.BOUNDARY, END, in_last_round=False, run=self._keep_last),) if needed else ()
+
+    def _keep_last(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        return {**client.get(self.name, {}), "last": dict(message[MODEL])}, {}
+
+    def plan(
+        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
+    ) -> tuple[Slots, Tables]:
+        """The labels of every batch of sampled features: of all clients' classes so far, and of earlier tasks."""
+        if not self.k_loss_flow:
+            return None, {}
+        own, rng = dict(client.get(self.name, {})), ctx.rng(self.name)
+
+        def labels(among: Tensor) -> Table:
+            return Table.of([rng.choice(among.numpy(), count) for count in schedule.rows.lengths])
+
+        tables = {"sampled": labels(competing(ctx))}
+        if "last" in own and self.k_flow_lastflow:
+            tables["past"] = labels(classes_of(ctx, tasks_before(ctx), everyone=True))
+        mask = ctx.train.label_mask(ctx)
+        own["mask"] = torch.zeros(ctx.facts.classes) if mask is None else mask
+        own["orders"] = permutations(self.blueprint(ctx).features, random.key(ctx.seed, self.name, "permutations"))
+        return own, tables
+
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+        """Nothing but the last model outlives a local training."""
+        own = client.get(self.name, {})
+        return {"last": own["last"]} if "last" in own else {}, {}
+
+    # step C: the classifier ----------------------------------------------------------------------------------------
+    def objective(self, step: Step) -> Tensor:
+        classes = step.ctx.facts.classes
+        loss = step.task_loss(step.all_outputs[:, :classes], step.all_y)
+        teachers = (
+            (self.k_kd_last_cls, step.state.get(self.name, {}).get("last")),
+            (self.k_kd_global_cls, {**step.message.get(MODEL, {}), "params": step.received}),
+        )
+        for weight, teacher in teachers:
+            if weight and teacher is not None:
+                loss = loss + weight * self._distilled(step, teacher)
+        return loss
+
+    def _distilled(self, step: Step, teacher: Model) -> Tensor:
+        """k_feat mean (a - a_t)^2 + k_out KD(outputs, outputs_t)."""
+        classes = step.ctx.facts.classes
+        outputs, features = step.outputs[:, :classes], step.outputs[:, classes:]
+        target_outputs, target_features = self._frozen(step, teacher)
+        loss = self.k_kd_output * soft_cross_entropy(outputs, target_outputs, TEMPERATURE)
+        return loss + self.k_kd_feature * (features - target_features).square().mean()
+
+    def _frozen(self, step: Step, model: Model) -> tuple[Tensor, Tensor]:
+        """(outputs, features) of a model on the batch: eval mode, no gradients."""
+        module = step.replica.module
+        with in_precision(step.ctx.train), head_inputs(module, layer=head_of(module)) as seen:
+            outputs: Tensor = frozen_forward(step.replica, model, step.inputs(step.x))
+        return outputs.float(), seen[0].float()
+
+    # steps F and R: the flow, and the head on features of the flow ---------------------------------------------------
+    def _flow_loss(self, step: Step) -> Tensor:
+        """L_flow."""
+        with in_eval_mode(step.replica.module):
+            features = self._features(step)
+        loss = -self._log_density(step, features, step.y)[1].mean()
+        past = step.rows[self.name].get("past")
+        if past is None:
+            return loss
+        with torch.no_grad():
+            sampled, _ = self._sampled(step, past, self._last_flow(step))
+        return loss - self.k_flow_lastflow * self._log_density(step, sampled, past)[1].mean()
+
+    def _replay_loss(self, step: Step) -> Tensor:
+        """L_R."""
+        labels, own = step.rows[self.name]["sampled"], step.state[self.name]
+        with torch.no_grad():
+            latents, density = self._log_density(step, self._features(step), step.y)
+            usual = (density / latents.shape[1]).exp().mean()
+            features, noise = self._sampled(step, labels, self._live(step))
+            where = noise if self.credibility_space == "latent" else features
+            credible = credibility(latents, step.y, where, labels, usual, len(own["mask"]), self.variance_floor)
+        outputs = self._head(step, features)
+        masked = outputs + own["mask"].expand_as(outputs).scatter(1, labels.unsqueeze(1), 0.0)
+        errors = functional.cross_entropy(masked, labels, reduction="none")
+        loss = replay_factor(usual, self.flow_explore_theta) * (credible * errors).mean()
+        if "last" in own and self.k_kd_output * self.k_kd_last_cls:
+            target = self._head(step, features, own["last"])
+            loss = loss + self.k_kd_output * self.k_kd_last_cls * soft_cross_entropy(outputs, target, TEMPERATURE)
+        return self.k_loss_flow * loss
+
+    @torch.no_grad()
+    def _features(self, step: Step) -> Tensor:
+        """(n, D) of the batch, in the mode that the network is in; in train mode BatchNorm's statistics move."""
+        module = step.replica.module
+        with in_precision(step.ctx.train), head_inputs(module, layer=head_of(module)) as seen:
+            module(step.inputs(step.x))
+        return seen[0].float()
+
+    def _head(self, step: Step, features: Tensor, model: Model | None = None) -> Tensor:
+        """(n, C) the head's outputs on features; without gradients for another model's head."""
+        layer = head_of(step.replica.module)
+        with in_precision(step.ctx.train):
+            if model is None:
+                return cast(Tensor, layer(features)).float()
+            with torch.no_grad(), in_eval_mode(layer):
+                tensors = head_tensors(step.layout, model["params"])
+                return cast(Tensor, functional_call(layer, tensors, (features,))).float()
+
+    def _log_density(self, step: Step, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(latents u, log q(a | y) (n,))."""
+        latents, size = self._flow(step, self._live(step), features, labels)
+        return latents, log_normal(latents) + size
+
+    def _sampled(self, step: Step, labels: Tensor, flow: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(features that a flow draws for labels, the noise they come from)."""
+        width = step.state[self.name]["orders"].shape[1]
+        noise = torch.randn((len(labels), width), generator=step.replica.generator, device=labels.device)
+        return self._flow(step, flow, noise, labels, inverse=True)[0], noise
+
+    def _flow(
+        self, step: Step, tensors: dict[str, Tensor], x: Tensor, labels: Tensor, inverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        own = step.state[self.name]
+        module = step.ctx.train.auxiliary(self.blueprint(step.ctx)).module
+        context = functional.one_hot(labels, len(own["mask"])).to(x.dtype)
+        found: Any = functional_call(module, tensors, (x, context, own["orders"]), {"inverse": inverse})
+        return found[0], found[1]
+
+    def _last_flow(self, step: Step) -> dict[str, Tensor]:
+        prefix = registered(self.name, "flow.", personal=False)
+        where = span(entry for entry in step.layout.params if entry.name.startswith(prefix))
+        layout = step.ctx.train.auxiliary(self.blueprint(step.ctx)).layout
+        return layout.named(step.state[self.name]["last"]["params"][where])
+
+    def _live(self, step: Step) -> dict[str, Tensor]:
+        extras = cast(Extras, step.replica.module.extras)[self.name]
+        return {name.removeprefix("flow."): value for name, value in extras.items()}
+
+
+def credibility(
+    latents: Tensor, y: Tensor, where: Tensor, labels: Tensor, usual: Tensor, classes: int, floor: float
+) -> Tensor:
+    """(m,) pi_j: the mean over dimensions of N(where_j; mean, variance of its class's latents in the batch); `usual`
+    for a class that the batch does not have. latents: (n, D) of samples labelled y; where: (m, D)."""
+    own = functional.one_hot(y, classes).to(latents.dtype)
+    count = own.sum(0)
+    share = own.T / count.clamp(min=1).unsqueeze(1)
+    mean = share @ latents
+    variance = (share @ (latents - mean[y]).square()).clamp(min=floor)
+    spread = variance[labels]
+    density = torch.exp(-0.5 * (where - mean[labels]).square() / spread) / (2 * math.pi * spread).sqrt()
+    return torch.where(count[labels] > 0, density.mean(1), usual)
+
+
+def replay_factor(usual: Tensor, theta: float) -> Tensor:
+    """(1 - theta) p + theta: the weight of replay, by how well the flow fits this client's data."""
+    return (1.0 - theta) * usual + theta
+
+
+def head_prefix(named: Iterable[tuple[str, int]]) -> str:
+    """The prefix of the names of h_b's parameters: the network's `head`, of any number of layers, or else its last
+    linear layer. named: (name, dimensions) of the network's own parameters, in order."""
+    listed = list(named)
+    if any(name.startswith(_HEAD) for name, _ in listed):
+        return _HEAD
+    matrices = [name for name, dimensions in listed if dimensions == 2]
+    if not matrices:
+        raise ValueError("af-fcl needs a network with a linear layer: that layer's inputs are the features")
+    return matrices[-1].removesuffix("weight")
+
+
+def head_of(module: nn.Module) -> nn.Module:
+    """h_b."""
+    own = ((name, p.dim()) for name, p in module.named_parameters() if not name.startswith(EXTRAS))
+    return module.get_submodule(head_prefix(own).removesuffix("."))
+
+
+def head_entries(layout: Layout) -> list[Entry]:
+    """The parameters of h_b."""
+    prefix = head_prefix((entry.name, len(entry.shape)) for entry in network(layout))
+    return [entry for entry in network(layout) if entry.name.startswith(prefix)]
+
+
+def feature_width(layout: Layout) -> int:
+    """D: the length of the head's input."""
+    return next(entry.shape[1] for entry in head_entries(layout) if len(entry.shape) == 2)
+
+
+def replayed_layers(layout: Layout, which: str) -> list[str]:
+    """What replay trains: the whole head, or the last but one of its linear layers."""
+    names = [entry.name for entry in head_entries(layout)]
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    return names if which == "head" else [name for name in names if name.rpartition(".")[0] in layers[-2:-1]]
+
+
+def head_tensors(layout: Layout, params: Tensor) -> dict[str, Tensor]:
+    """The head of a model, by the names of the head itself."""
+    entries = head_entries(layout)
+    prefix = head_prefix((entry.name, len(entry.shape)) for entry in network(layout))
+    return {entry.name.removeprefix(prefix): entry.view(params) for entry in entries}

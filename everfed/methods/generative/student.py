@@ -1,0 +1,164 @@
+"""A student with the shared model's architecture, distilled from it on synthetic images; synthesis's adversary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from everfed.core.replica import tensors
+from everfed.core.tree import clone
+from everfed.method import Context, Model, Optimizer, Trainer, Tree
+from everfed.methods.common.features import head_inputs
+from everfed.methods.common.layers import in_precision
+from everfed.methods.common.teacher import among
+from everfed.methods.generative.adversary import divergences
+from everfed.methods.generative.image_pool import Augmentation, cycled
+
+GAIN_SPREAD = 0.02  # of the first BatchNorm weights about 1
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map of the features, held in the model under these names. weight: of its error in a lesson."""
+
+    matrix: str
+    bias: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The student's training in a round: `steps` steps of SGD on batches of the pool, T^2 KL at `temperature`.
+    keep: does momentum carry over from round to round? projection: distilled too, where there is one."""
+
+    steps: int
+    batch: int
+    temperature: float
+    optimizer: Optimizer
+    keep: bool
+    projection: Projection | None = None
+
+
+class Student:
+    """The student's vectors, at fixed addresses, and a loop that trains them. The teacher is the model loaded in the
+    trainer's replica, whose module computes for both."""
+
+    def __init__(self, trainer: Trainer, lesson: Lesson, shape: tuple[int, ...], capacity: int) -> None:
+        self.trainer, self.lesson, self.device = trainer, lesson, trainer.device
+        self.layout = trainer.replica.layout
+        self.model: Model = trainer.replica.model()
+        self.tensors = tensors(self.layout, self.model)
+        self.leaves = [self.tensors[entry.name].detach().requires_grad_() for entry in self.layout.params]
+        self.tensors |= {entry.name: leaf for entry, leaf in zip(self.layout.params, self.leaves, strict=True)}
+        self.moments = lesson.optimizer.init(self.model["params"])
+        self.rate = torch.zeros((), device=self.device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.rows = torch.zeros((lesson.steps, lesson.batch), dtype=torch.int64, device=self.device)
+        self.pool = torch.zeros((capacity, *shape), dtype=torch.uint8, device=self.device)
+        self.classes = torch.zeros(trainer.stream.classes, dtype=torch.bool, device=self.device)
+        self.augmentation = Augmentation(trainer.stream, lesson.steps, lesson.batch, self.device)
+        changed = [*self.model.values(), *self.moments.values(), self.step]
+        self.loop = trainer.loop(self._step, changed, trainer.replica.generator)
+
+    # its state between rounds --------------------------------------------------------------------------------------
+    def first(self, model: Model) -> Tree:
+        """The state before the first round."""
+        moments = self.lesson.optimizer.init(model["params"])
+        return {**model, **({"moments": moments} if self.lesson.keep else {})}
+
+    def load(self, own: Tree) -> None:
+        """Load the state that `read` gave."""
+        for name, place in self.model.items():
+            place.copy_(own[name])
+        for name, place in self.moments.items():
+            place.copy_(own["moments"][name]) if self.lesson.keep else place.zero_()
+
+    def read(self) -> Tree:
+        """A copy of the state after a round."""
+        return clone({**self.model, **({"moments": self.moments} if self.lesson.keep else {})})
+
+    # a round -------------------------------------------------------------------------------------------------------
+    def answers(self, inputs: Tensor) -> Tensor:
+        """(n, C) logits in eval mode; gradients flow to the inputs."""
+        with in_precision(self.trainer):
+            outputs: Tensor = functional_call(self.trainer.replica.module, self.tensors, (inputs,))
+        return outputs.float()
+
+    def learn(self, pool: Tensor, classes: Tensor, rate: float, ctx: Context) -> None:
+        """One lesson on the images of the pool, about the classes of a mask."""
+        lesson = self.lesson
+        rows = cycled(len(pool), lesson.steps, lesson.batch, ctx.rng("lesson"))
+        self.pool[: len(pool)].copy_(pool)
+        self.rows.copy_(torch.from_numpy(rows))
+        self.augmentation.draw(ctx.rng("lesson/augment"))
+        self.classes.copy_(classes)
+        self.rate.fill_(rate)
+        self.step.zero_()
+        self.trainer.replica.generator.manual_seed(ctx.key("lesson/dropout"))
+        self.loop(lesson.steps)
+
+    def _step(self) -> None:
+        images = self.pool.index_select(0, self.rows.index_select(0, self.step)[0])
+        inputs = self.trainer.stream.inputs(self.augmentation(images, self.step))
+        gradients = torch.autograd.grad(self.loss(inputs), self.leaves, materialize_grads=True)
+        with torch.no_grad():
+            gradient = self.layout.flatten_gradient(gradients)
+            self.lesson.optimizer.apply(self.model["params"], gradient, self.moments, self.rate)
+            self.step.add_(1)
+
+    def loss(self, inputs: Tensor) -> Tensor:
+        """T^2 KL(teacher || student), and the error of the projection where there is one."""
+        module, lesson = self.trainer.replica.module, self.lesson
+        with in_precision(self.trainer), head_inputs(module) as features:
+            with torch.no_grad():
+                teacher: Tensor = module(inputs)
+            module.train()
+            student: Tensor = functional_call(module, self.tensors, (inputs,))
+            module.eval()
+        answer, wanted = (among(outputs.float(), self.classes) for outputs in (student, teacher))
+        loss = divergences(answer, wanted, lesson.temperature).mean()
+        if lesson.projection is None:
+            return loss
+        theirs, ours = (rows.float() for rows in features)
+        return loss + lesson.projection.weight * self._projection_error(lesson.projection, ours, theirs)
+
+    def _projection_error(self, projection: Projection, ours: Tensor, theirs: Tensor) -> Tensor:
+        named = self.layout.named(self.trainer.replica.params)
+        target = functional.linear(theirs, named[projection.matrix], named[projection.bias])
+        own = functional.linear(ours, self.tensors[projection.matrix], self.tensors[projection.bias])
+        return functional.mse_loss(own, target)
+
+
+def fresh_student(trainer: Trainer, teacher: Model, rng: np.random.Generator) -> Model:
+    """The teacher's architecture with new weights: matrices and kernels by Xavier, biases N(0, 1), BatchNorm weights
+    N(1, 0.02) and biases 0, other layers' weights 1 and biases 0. Statistics are the teacher's until it is trained."""
+    layout, owners = trainer.replica.layout, dict(trainer.replica.module.named_modules())
+    params = torch.zeros_like(teacher["params"], device="cpu")
+    for entry in layout.params:
+        owner, _, leaf = entry.name.rpartition(".")
+        values = _first_values(owners.get(owner), leaf, entry.shape, rng)
+        entry.view(params).copy_(torch.from_numpy(values))
+    return {name: params if name == "params" else vector.clone() for name, vector in teacher.items()}
+
+
+def _first_values(owner: nn.Module | None, leaf: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    if len(shape) >= 2:
+        return rng.normal(0.0, _xavier(shape), shape)
+    weight = leaf.endswith("weight")
+    if isinstance(owner, _BatchNorm):
+        return rng.normal(1.0, GAIN_SPREAD, shape) if weight else np.zeros(shape)
+    if isinstance(owner, nn.Linear | nn.Conv2d) or leaf.endswith("/bias"):
+        return rng.normal(0.0, 1.0, shape)
+    return np.ones(shape) if weight else np.zeros(shape)
+
+
+def _xavier(shape: tuple[int, ...]) -> float:
+    """sqrt(2 / (inputs + outputs)) of a matrix (outputs, inputs) or of kernels (outputs, inputs, ...)."""
+    field = int(np.prod(shape[2:]))
+    return float(np.sqrt(2.0 / ((shape[0] + shape[1]) * field)))

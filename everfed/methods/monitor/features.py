@@ -1,0 +1,132 @@
+"""Feature shift: how far a client's data has moved, as a fixed network sees it; one number per client and round.
+
+The network is the run's own with its first weights, which every client has from the recipe: while the shared model is
+trained its features move with every round, and no less than they do when the data changes. Of up to `samples` samples
+of the round it makes features, what its last layer is given. With their mean m and their total variance s2 (the
+variances of all features, added up), a client remembers a running mean r, a running total variance v, and the error
+that sampling alone leaves in r, as a share q of the variance:
+
+    shift = |m - r| / sqrt((s2 + v) / 2  (1/n + q))                 before they are updated by
+    r <- (1 - a) r + a m      v <- (1 - a) v + a s2      q <- (1 - a)^2 q + a^2 / n      a = 1 / min(rounds, window)
+
+For samples of one distribution the mean of shift^2 is 1, whatever n, the window or the number of features; a mean that
+has moved by d, in units of the root of the total variance, adds d^2 / (1/n + q). So 1 is what chance makes, and after
+a shift of more than 3 the reference begins anew.
+
+The reference stays on the client. What leaves it is the shift alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from everfed.core.client import synchronises
+from everfed.method import Collect, Context, Data, Fitted, Message, Model, Part, Reducer, State, Trainer, Tree
+from everfed.methods.common.features import head_inputs
+from everfed.methods.common.layers import in_precision
+
+SIGNAL = "features"
+SMALLEST = 1e-12  # features that never vary have no scale
+BEYOND_CHANCE = 3.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a client remembers, as tensors on one device: rounds, v and q are 0-d, r is (features,)."""
+
+    rounds: Tensor
+    mean: Tensor
+    variance: Tensor
+    error: Tensor
+
+    @staticmethod
+    def first(features: Tensor) -> Reference:
+        """After a first round with features (n, F)."""
+        mean, variance = features.mean(0), features.var(0).sum()
+        return Reference(torch.ones_like(variance), mean, variance, torch.full_like(variance, 1 / len(features)))
+
+    def moved(self, features: Tensor) -> Tensor:
+        """0-d: the shift of features (n, F) against this reference."""
+        scale = (features.var(0).sum() + self.variance) / 2 * (1 / len(features) + self.error)
+        return (features.mean(0) - self.mean).norm() / scale.clamp(min=SMALLEST).sqrt()
+
+    def updated(self, features: Tensor, window: int) -> Reference:
+        """With one more round in it, or with that round alone after a shift beyond chance."""
+        new = Reference.first(features)
+        rounds = (self.rounds + 1).clamp(max=window)
+        a = torch.where(self.moved(features) > BEYOND_CHANCE, 1.0, 1 / rounds)  # no branch: that would wait for the GPU
+        error = (1 - a) ** 2 * self.error + a**2 * new.error
+        mean, variance = self.mean.lerp(new.mean, a), self.variance.lerp(new.variance, a)
+        return Reference(torch.where(a == 1, new.rounds, rounds), mean, variance, error)
+
+
+@dataclass(frozen=True)
+class FeatureShift(Part):
+    """samples: drawn in every round. window: rounds that a client's reference remembers."""
+
+    samples: int = 64
+    window: int = 5
+
+    name = "monitor"
+
+    def reducers(self) -> Mapping[str, Reducer]:
+        return {"shift": Collect()}
+
+    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
+        return self._compare(client.get(self.name, {}), data, ctx), model
+
+    def _compare(self, own: Tree, data: Data, ctx: Context) -> Tree:
+        """Reference and shift after this round's samples; one alone has no variance, and an unsent shift no use."""
+        if len(data) < 2 or not synchronises(ctx):
+            return {key: value for key, value in own.items() if key != "shift"}
+        rows = np.sort(ctx.rng("monitor").permutation(len(data))[: self.samples])
+        features = first_features(ctx.train, data.x[torch.from_numpy(rows).to(data.x.device)])
+        if not own:
+            return vars(Reference.first(features))
+        known = Reference(*(own[key].to(features.device) for key in Reference.__dataclass_fields__))
+        return {**vars(known.updated(features, self.window)), "shift": known.moved(features)}
+
+    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
+        own = client.get(self.name, {})
+        return None, {"shift": own["shift"]} if "shift" in own and synchronises(ctx) else {}
+
+    def signals(self, reduced: Tree) -> dict[str, dict[int, float]]:
+        shifts = reduced.get("shift") or {}
+        return {SIGNAL: {client: float(value) for client, value in shifts.items()}} if shifts else {}
+
+    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+        shifts = self.signals(reduced).get(SIGNAL, {}).values()
+        return {"mean shift": sum(shifts) / len(shifts), "largest shift": max(shifts)} if shifts else {}
+
+
+def first_features(trainer: Trainer, x: Tensor) -> Tensor:
+    """(n, F) of samples in storage form, by the network with its first weights: what its last layer is given, averaged
+    over positions; the outputs of a network without `head` and without a linear layer. Eval mode, no gradients."""
+    trainer.replica.load(trainer.made("monitor", "first model", trainer.first_model))
+    module = trainer.replica.module.eval()
+    last = last_layer(module)
+    noted: AbstractContextManager[list[Tensor]] = head_inputs(module, layer=last) if last else nullcontext([])
+    with torch.no_grad(), in_precision(trainer), noted as seen:
+        outputs = module(trainer.stream.inputs(x.to(trainer.device)))
+    return pooled((seen[0] if seen else outputs).float())
+
+
+def last_layer(module: nn.Module) -> nn.Module | None:
+    """The layer called `head`, or the last linear one."""
+    if isinstance(head := getattr(module, "head", None), nn.Module):
+        return head
+    linear = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return linear[-1] if linear else None
+
+
+def pooled(features: Tensor) -> Tensor:
+    """(n, F) of (n, F), of maps (n, F, height, width) or of sequences (n, length, F); of anything else, flattened."""
+    if features.dim() == 4:
+        return features.mean((2, 3))
+    return features.mean(1) if features.dim() == 3 else features.flatten(1)

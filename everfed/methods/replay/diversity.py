@@ -1,0 +1,172 @@
+"""Choosing replay samples whose gradients point in different directions, by a relaxed quadratic programme.
+
+"Coordinated Replay Sample Selection for Continual Federated Learning", objectives (3) to (5): of n' candidates keep
+the N whose unit gradients have the shortest sum, ||sum_R g_i / ||g_i|| ||. The choice is relaxed to weights x in
+[0, 1] that sum to N, and the N largest weights win.
+
+    convex          min x'Qx, Q the matrix of cosines (Eq. 5)
+    zero-diagonal   min x'(Q - I)x: the same integer minima, but indefinite, so its solutions are almost integral
+
+With a `target` h the sum is drawn to h instead of to zero (the client step of Algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from everfed.methods.replay.capped_simplex import (
+    accelerated_projected_gradient,
+    largest,
+    largest_eigenvalue,
+    noisy_uniform,
+    pairwise_descent,
+    project_capped_simplex,
+    refine_by_swaps,
+)
+from everfed.methods.replay.directions import NO_DIRECTION, as_rows, column_blocks, row_norms
+
+__all__ = [
+    "RELAXATIONS",
+    "Candidates",
+    "convex_weights",
+    "objective",
+    "project_capped_simplex",
+    "select",
+    "zero_diagonal_weights",
+]
+
+RELAXATIONS = ("zero-diagonal", "convex")
+Seed = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The samples a client chooses from, seen through their unit gradients G (columns g_i / ||g_i||).
+
+    gradients: (n', d) as given; never copied. norms: (n',) float64.
+    directed: positions of the k samples whose gradient has a direction; only they take part in the programme.
+    gram: (k, k) float64 Q = G'G, the cosines.
+    """
+
+    gradients: Tensor
+    norms: np.ndarray
+    directed: np.ndarray
+    gram: np.ndarray
+
+    @classmethod
+    def of(cls, gradients: Tensor | np.ndarray) -> Candidates:
+        rows = as_rows(gradients)
+        norms = row_norms(rows).cpu().numpy()
+        directed = np.flatnonzero(norms > NO_DIRECTION)
+        products = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+        for block in column_blocks(rows):
+            products += block @ block.T
+        lengths = norms[directed]
+        gram = products.cpu().numpy()[np.ix_(directed, directed)] / lengths[:, None] / lengths
+        np.fill_diagonal(gram, 1.0)
+        return cls(rows, norms, directed, gram)
+
+    @cached_property
+    def curvature(self) -> float:
+        """The largest eigenvalue of Q."""
+        return largest_eigenvalue(self.gram)
+
+    def weighted_sum(self, weights: np.ndarray) -> Tensor:
+        """(d,) float64 y = G x, for x of shape (k,)."""
+        scale = np.zeros(len(self.norms))
+        scale[self.directed] = weights / self.norms[self.directed]
+        factors = torch.from_numpy(scale).to(self.gradients.device)
+        parts = [factors @ block for block in column_blocks(self.gradients)]
+        return torch.cat(parts) if parts else factors.new_zeros(0)
+
+    def along(self, target: Tensor | np.ndarray | None) -> np.ndarray:
+        """(k,) c = G' h; zeros without a target."""
+        if target is None:
+            return np.zeros(len(self.directed))
+        h = torch.as_tensor(target, device=self.gradients.device).detach().double()
+        if h.shape != self.gradients.shape[1:]:
+            raise ValueError(f"target must have shape {tuple(self.gradients.shape[1:])}, got {tuple(h.shape)}")
+        products, first = torch.zeros(len(self.norms), dtype=torch.float64, device=h.device), 0
+        for block in column_blocks(self.gradients):
+            products += block @ h[first : first + block.shape[1]]
+            first += block.shape[1]
+        return products.cpu().numpy()[self.directed] / self.norms[self.directed]
+
+    def pick(self, chosen: np.ndarray, n: int, seed: Seed) -> np.ndarray:
+        """`chosen` (positions among the directed) as positions among all, filled up to n by samples without direction.
+
+        The fill is drawn at random: nothing distinguishes these samples. Ascending.
+        """
+        missing = min(n, len(self.norms)) - len(chosen)
+        aimless = np.setdiff1d(np.arange(len(self.norms)), self.directed)
+        fill = np.random.default_rng(seed).choice(aimless, size=missing, replace=False) if missing > 0 else aimless[:0]
+        return np.sort(np.concatenate([self.directed[chosen], fill]))
+
+
+def select(
+    gradients: Tensor | np.ndarray,
+    n: int,
+    relaxation: str = "zero-diagonal",
+    target: Tensor | np.ndarray | None = None,
+    seed: Seed = 0,
+    *,
+    swap_refine: bool = False,
+) -> np.ndarray:
+    """The positions of the `n` samples to keep: unique, ascending, int64; all of them when there are n or fewer.
+
+    gradients: (n', d), one row per sample, any length (only directions count); array or tensor on any device.
+    relaxation: "zero-diagonal" or "convex". With n = 1 both mean the convex one: without its diagonal the programme
+        then ties all samples, and follows a target too eagerly.
+    target: (d,) what the sum of the chosen unit gradients should come near; None means zero.
+    seed: fixes the start of the zero-diagonal descent and the draw among samples without direction.
+    swap_refine: improve the choice by single exchanges (not in the paper).
+
+    Samples with a zero gradient are taken only when fewer than n others exist. A gradient that is not finite is an
+    error. The same arguments give the same positions.
+    """
+    if relaxation not in RELAXATIONS:
+        raise ValueError(f"relaxation must be one of {', '.join(RELAXATIONS)}, got {relaxation!r}")
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
+    candidates = Candidates.of(gradients)
+    linear = candidates.along(target)
+    weights = (
+        convex_weights(candidates, n, linear)
+        if relaxation == "convex"
+        else zero_diagonal_weights(candidates, n, linear, seed)
+    )
+    chosen = largest(weights, n)
+    return candidates.pick(refine_by_swaps(candidates.gram, linear, chosen) if swap_refine else chosen, n, seed)
+
+
+def convex_weights(
+    candidates: Candidates, n: int, linear: np.ndarray, start: np.ndarray | None = None, delta: float = 0.0
+) -> np.ndarray:
+    """(k,) x minimising x'(Q - delta I)x - 2c'x, from `start` or the uniform point; ones when k <= n."""
+    count = len(candidates.directed)
+    if count <= n or n == 0:
+        return np.full(count, float(n > 0))
+    start = np.full(count, n / count) if start is None else start
+    gram = candidates.gram - delta * np.eye(count) if delta else candidates.gram
+    return accelerated_projected_gradient(gram, linear, n, start, candidates.curvature)
+
+
+def zero_diagonal_weights(candidates: Candidates, n: int, linear: np.ndarray, seed: Seed) -> np.ndarray:
+    """(k,) a local minimiser of x'(Q - I)x - 2c'x, from a seeded start; the convex weights for n = 1."""
+    count = len(candidates.directed)
+    if count <= n or n <= 1:
+        return convex_weights(candidates, n, linear)
+    start = noisy_uniform(count, n, np.random.default_rng(seed))
+    return pairwise_descent(candidates.gram - np.eye(count), linear, start)
+
+
+def objective(gradients: Tensor | np.ndarray, chosen: np.ndarray) -> float:
+    """Eq. 3: the sum of all cosines within `chosen`, equal to the squared length of the sum of unit gradients."""
+    candidates = Candidates.of(as_rows(gradients)[torch.as_tensor(chosen)])
+    return float((candidates.weighted_sum(np.ones(len(candidates.directed))) ** 2).sum())

@@ -1,0 +1,124 @@
+"""Exemplars kept when a client detects by itself that its task has changed (GLFC, Dong et al., 2022).
+
+In every round every client, whether it trains or not, passes its data through the model that the round begins with.
+Its mean prediction entropy
+
+    H = - mean_i sum_c p_ic log(p_ic + 1e-5)
+
+jumps when the data is new to the model: by more than a threshold, and the classes of the data before count as learned.
+Their data is gone by then, so exemplars of the current data are set aside in every round; a jump makes them part of the
+memory, and otherwise they are replaced. Of a task whose end is not detected nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from everfed.method import Cohort, Context, Phase, Position, Tree
+from everfed.methods.common.checks import at_least, one_of
+from everfed.methods.common.features import outputs_and_features
+from everfed.methods.common.teacher import classes_of
+from everfed.methods.replay.herding import herd, quota
+from everfed.methods.replay.policy import REMEMBER, Policy, Pool
+
+if TYPE_CHECKING:
+    from everfed.methods.replay.memory import Memory
+
+DETECT = ("entropy", "boundary")
+
+
+@dataclass(frozen=True)
+class OnTransition(Policy):
+    """threshold: by how much the entropy must rise. detect: by "entropy", or at the stream's task "boundary".
+
+    Every learned class and every current one has the same share of the buffer, chosen by iCaRL's herding. Rows of the
+    buffer: exemplars of learned classes, each class in herding order, then `host/staged` of the current data.
+    """
+
+    threshold: float = 1.2
+    detect: str = "entropy"
+
+    kind = "on-transition"
+    about = "GLFC's exemplars: herding, when a client's entropy shows that its task has changed"
+    needs_classes = True
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "threshold")
+        one_of(self, detect=DETECT)
+
+    def host(self, size: int) -> Tree:
+        """entropy: H in the last round. signal: did it jump then? task: the last one known. learned: classes with
+        exemplars. staged: how many of the stored rows, the last ones, are of current data."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return {"entropy": 0.0, "signal": False, "task": -1, "learned": none, "staged": 0}
+
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+        """Before training, in every round, on every client: a change that only participants could detect would be
+        lost on all others."""
+        return (Phase(REMEMBER, Cohort.ALL, position=Position.BEFORE, run=memory.choose),)
+
+    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+        if pool.new == 0:  # no entropy to compare
+            return np.arange(pool.stored), {**host, "signal": False}
+        outputs, features = outputs_and_features(pool.ctx.train, pool.weights, pool.x)
+        now = entropy(outputs[: pool.new].index_select(1, competing(pool.ctx).to(outputs.device)))
+        signal = self.fires(now, host, pool.ctx)
+        labels, border = pool.y.numpy(force=True), len(pool) - int(host["staged"])
+        old = _committed(pool, border, signal)
+        m = quota(size, len(np.unique(labels[old])) + len(np.unique(labels[: pool.new])))
+
+        def herded(rows: np.ndarray) -> np.ndarray:
+            return rows[herd(features[torch.from_numpy(rows)], m)]
+
+        def cut(rows: np.ndarray) -> np.ndarray:
+            """A class in one herding order is cut; one that came back is herded anew."""
+            return rows[:m] if (rows < border).all() or (rows >= border).all() else herded(rows)
+
+        kept, staged = _by_class(old, labels, cut), _by_class(np.arange(pool.new), labels, herded)
+        task = -1 if pool.ctx.current_task is None else pool.ctx.current_task
+        learned = torch.from_numpy(np.unique(labels[kept]))
+        seen = {"entropy": now, "signal": signal, "task": task, "learned": learned, "staged": len(staged)}
+        return np.concatenate([kept, staged]), {**host, **seen}
+
+    def fires(self, now: float, host: Tree, ctx: Context) -> bool:
+        """Has the task changed? The first data a client ever has is a change too, if it is new to the model."""
+        if self.detect == "entropy":
+            return bool(now - float(host["entropy"]) > self.threshold)
+        if ctx.current_task is None:
+            raise ValueError("memory.policy.detect = 'boundary' needs a stream that tells when a task begins or ends")
+        return bool(host["task"] != ctx.current_task)
+
+
+def entropy(outputs: Tensor) -> float:
+    """Mean over samples of the entropy of softmax(outputs), in nats, with GLFC's 1e-5 inside the logarithm."""
+    p = functional.softmax(outputs, dim=1)
+    return float(-(p * torch.log(p + 1e-5)).sum(1).mean())
+
+
+def competing(ctx: Context) -> Tensor:
+    """The outputs that the shared head, grown class by class, would have now: of all tasks so far, with the classes of
+    every client; all, when tasks are hidden."""
+    if ctx.current_task is None:
+        return torch.arange(ctx.facts.classes)
+    return classes_of(ctx, range(ctx.current_task + 1), everyone=True)
+
+
+def _committed(pool: Pool, border: int, signal: bool) -> np.ndarray:
+    """Positions in the pool of what is kept for good: exemplars of learned classes and, on a signal, what was set aside
+    (from `border` on) of data that is no longer there."""
+    settled, aside = np.arange(pool.new, border), np.arange(border, len(pool))
+    gone = aside[~np.isin(pool.ids[aside], pool.ids[: pool.new])]
+    return np.concatenate([settled, gone]) if signal else settled
+
+
+def _by_class(positions: np.ndarray, labels: np.ndarray, choose: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """What `choose` takes of the positions of every class, one class after the other."""
+    chosen = [choose(positions[labels[positions] == label]) for label in np.unique(labels[positions])]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *chosen])

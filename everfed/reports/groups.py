@@ -1,0 +1,301 @@
+"""Groups runs that differ only in their seed, and gives groups labels and colours."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tomllib
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from everfed.errors import UserError
+from everfed.recipe import Recipe, settled
+from everfed.reports.read import Result, Run
+
+# keys in which the seeds of one experiment may differ
+_NOT_THE_EXPERIMENT = ("seed", "name", "engine", "compare", "stream.seed")
+MOST_KEYS = 3  # that a label spells out
+# sections in the order in which a label names what differs; stream.dataset comes before all
+_SECTIONS = ("stream", "scale", "method", "train", "model", "privacy", "monitor", "federation", "eval")
+
+
+@dataclass(frozen=True)
+class Group:
+    """label: the method, with what distinguishes groups of the same method. runs: one per seed."""
+
+    label: str
+    colour: int
+    runs: tuple[Run, ...]
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.result is not None)
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """Those of `finished`, in the same order."""
+        return tuple(run.result for run in self.runs if run.result is not None)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """groups: in the order in which their first runs were named; notes: caveats for the reader."""
+
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+
+
+def grouped(runs: Sequence[Run], colours: Colours | None = None) -> Grouping:
+    """Runs by experiment. A seed that was run twice counts once, with a note."""
+    by_key: dict[str, list[Run]] = {}
+    for run in runs:
+        by_key.setdefault(experiment(run), []).append(run)
+    notes: list[str] = []
+    members = [_one_per_seed(found, notes) for found in by_key.values()]
+    firsts = [found[0] for found in members]
+    chosen = colours or Colours()
+    chosen.assign(map(variant, runs))
+    numbers = _distinct([chosen.of(*variant(run)) for run in firsts])
+    groups = (
+        Group(label, number, tuple(found))
+        for label, number, found in zip(_labels(firsts), numbers, members, strict=True)
+    )
+    return Grouping(tuple(groups), (*notes, *_scale_notes(firsts), *_stream_notes(firsts)))
+
+
+@dataclass(frozen=True)
+class StreamRuns:
+    """Runs whose scores compare. name: the data set, with what distinguishes streams of the same data."""
+
+    name: str
+    runs: tuple[Run, ...]
+    grouping: Grouping
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.grouping.groups
+
+
+def by_stream(runs: Sequence[Run]) -> list[StreamRuns]:
+    """Runs by the stream they are on, in the order in which the first of each was named. Methods keep their colours
+    from stream to stream."""
+    colours = Colours()
+    colours.assign(map(variant, runs))
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(stream_of(run), []).append(run)
+    firsts = [own[0] for own in found.values()]
+    names = [_stream_name(first, firsts) for first in firsts]
+    return [
+        StreamRuns(_unique(name, names[:i]), tuple(own), grouped(own, colours))
+        for i, (name, own) in enumerate(zip(names, found.values(), strict=True))
+    ]
+
+
+def _stream_name(run: Run, firsts: Sequence[Run]) -> str:
+    own, alike = facts(run), [other for other in firsts if dataset(other) == dataset(run)]
+    keys = [key for key in differing(alike) if _of_stream(key) and own.get(key) is not None]
+    spelled = [f"{key.removeprefix('stream.')}={short(own[key])}" for key in keys[:MOST_KEYS]]
+    return f"{dataset(run)} ({', '.join(spelled)})" if spelled else dataset(run)
+
+
+def _distinct(numbers: Sequence[int]) -> list[int]:
+    """Colours and dashes of which a later one takes the next dash where an earlier one has the same."""
+    found: list[int] = []
+    for number in numbers:
+        while number in found:
+            number += COLOURS
+        found.append(number)
+    return found
+
+
+# what distinguishes runs -------------------------------------------------------------------------------------------
+def experiment(run: Run) -> str:
+    """What two runs must share to be seeds of one experiment."""
+    return json.dumps([run.method, sorted(facts(run).items())], default=str)
+
+
+def variant(run: Run) -> tuple[str, str, str]:
+    """(method, stream, experiment): what a colour and a dash stand for."""
+    return run.method, stream_of(run), experiment(run)
+
+
+def stream_of(run: Run) -> str:
+    """What two runs must share for their scores to compare: the stream and the scale."""
+    return json.dumps(sorted((key, value) for key, value in facts(run).items() if _of_stream(key)), default=str)
+
+
+def _of_stream(key: str) -> bool:
+    return key == "scale" or key.startswith("stream.")
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """The options that take effect, and the scale, as dotted keys, without those in which seeds may differ."""
+    options = flat({**_in_effect(run.recipe_text), "scale": run.settings.get("scale", 1.0)})
+    return {key: value for key, value in options.items() if not _left_out(key)}
+
+
+def _left_out(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in _NOT_THE_EXPERIMENT)
+
+
+@lru_cache(maxsize=4096)
+def _in_effect(text: str) -> dict[str, Any]:
+    """A recipe without options that do nothing in it: of parts that its method lacks, of what is switched off.
+
+    Options that an older version did not write get their defaults. A recipe that cannot be read stays as it is.
+    """
+    table = tomllib.loads(text)
+    try:
+        found = settled(Recipe.model_validate(table)).model_dump(mode="json", exclude_none=True)
+    except (ValueError, UserError, ImportError, AttributeError):
+        return table
+    found["method"].pop("defaults", None)
+    optimizer, privacy = found["train"]["optimizer"], found["privacy"]
+    for key in ("beta1", "beta2", "eps") if optimizer["kind"] == "sgd" else ("momentum",):
+        optimizer.pop(key, None)
+    if optimizer["schedule"] in ("constant", "table"):
+        optimizer.pop("lr_end", None)
+    if not privacy["secure_aggregation"]:
+        found["privacy"] = {key: value for key, value in privacy.items() if key in ("secure_aggregation", "dp")}
+    if found["monitor"]["kind"] == "none":
+        found["monitor"] = {"kind": "none"}
+    return found
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The keys in which the runs differ: the data set first, then the stream, the method, training, the network."""
+    tables = [facts(run) for run in runs]
+    keys = {key for table in tables for key in table}
+    return sorted((key for key in keys if any(table.get(key) != tables[0].get(key) for table in tables)), key=_order)
+
+
+def _order(key: str) -> tuple[int, int, str]:
+    section = key.partition(".")[0]
+    place = _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS)
+    return (0 if key == "stream.dataset" else 1, place, key)
+
+
+def _one_per_seed(runs: Sequence[Run], notes: list[str]) -> list[Run]:
+    """Of runs with the same seeds the finished one that was named first, or the first."""
+    by_seed: dict[Any, list[Run]] = {}
+    for run in runs:
+        stream = run.recipe.get("stream")
+        own = stream.get("seed") if isinstance(stream, dict) else None
+        by_seed.setdefault((run.seed, own), []).append(run)
+    kept = []
+    for found in by_seed.values():
+        best = next((run for run in found if run.result is not None), found[0])
+        kept.append(best)
+        if len(found) > 1:
+            others = ", ".join(run.name for run in found if run is not best)
+            notes.append(f"{best.name} and {others} are the same experiment with the same seed; only the first counts.")
+    return kept
+
+
+# labels ------------------------------------------------------------------------------------------------------------
+def _labels(firsts: Sequence[Run]) -> list[str]:
+    several = len({dataset(run) for run in firsts}) > 1
+    labels = [_label(run, firsts, several) for run in firsts]
+    return [_unique(label, labels[:i]) for i, label in enumerate(labels)]
+
+
+def _label(run: Run, firsts: Sequence[Run], name_data: bool) -> str:
+    """The method; the data set where there are several; what distinguishes it from the same method on this data."""
+    own = facts(run)
+    alike = [other for other in firsts if other.method == run.method and dataset(other) == dataset(run)]
+    keys = [key for key in differing(alike) if own.get(key) is not None]
+    spelled = [dataset(run)] if name_data else []
+    spelled += [f"{short_key(key)}={short(own[key])}" for key in keys[:MOST_KEYS]]
+    spelled += ["…"] if len(keys) > MOST_KEYS else []
+    return f"{run.method} ({', '.join(spelled)})" if spelled else run.method
+
+
+def dataset(run: Run) -> str:
+    """The name of the data set."""
+    return str(facts(run).get("stream.dataset", "")) or "unknown data"
+
+
+def short_key(key: str) -> str:
+    """A key as a label names it: "memory.size" for "method.memory.size"."""
+    return key.removeprefix("method.").removeprefix("train.optimizer.")
+
+
+def short(value: Any) -> str:
+    """A value as a label shows it."""
+    text = "unset" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 24 else f"{text[:23]}…"
+
+
+def _unique(label: str, before: Sequence[str]) -> str:
+    return f"{label} #{before.count(label) + 1}" if label in before else label
+
+
+def _scale_notes(firsts: Sequence[Run]) -> list[str]:
+    """Scores of a scaled run do not compare with those of a full one."""
+    scales = sorted({float(run.settings.get("scale", 1.0)) for run in firsts} - {1.0})
+    if not scales:
+        return []
+    listed = ", ".join(f"{scale:g}" for scale in scales)
+    return [f"Some of these runs were made at --scale {listed} of their recipe's work: fewer rounds and less data. "
+            "They do not compare with full runs."]  # fmt: skip
+
+
+def _stream_notes(firsts: Sequence[Run]) -> list[str]:
+    """Scores on different streams do not compare."""
+    found = [key for key in differing(firsts) if key.startswith("stream.")]
+    if not found:
+        return []
+    return [f"These runs are not all on the same stream ({', '.join(found)} differ): their scores do not compare."]
+
+
+# colours -----------------------------------------------------------------------------------------------------------
+COLOURS = 10
+FIRST_COLOURS = 6  # the most distinct ones; the others are used when these are taken
+
+
+class Colours:
+    """The colour of each method, and the dash of each of its variants on a stream. Both stay once assigned, and a
+    method prefers the same colour in every report."""
+
+    def __init__(self) -> None:
+        self._methods: dict[str, int] = {}
+        self._variants: dict[tuple[str, str, str], int] = {}
+
+    def assign(self, named: Iterable[tuple[str, str, str]]) -> None:
+        """Of (method, stream, experiment)s, in an order that does not depend on theirs."""
+        fresh = sorted(set(named) - set(self._variants))
+        for method, _, _ in fresh:
+            if method not in self._methods:
+                self._methods[method] = self._free(zlib.crc32(method.encode()) % FIRST_COLOURS)
+        for method, stream, which in fresh:
+            self._variants[method, stream, which] = self._dashed(self._methods[method], stream)
+
+    def of(self, method: str, stream: str = "", which: str = "") -> int:
+        """0, 1, ...: the colour is the rest of a division by COLOURS, the dash the quotient."""
+        self.assign([(method, stream, which)])
+        return self._variants[method, stream, which]
+
+    def _dashed(self, colour: int, stream: str) -> int:
+        """The colour with the first dash that it does not have on this stream yet."""
+        taken = {number for (_, own, _), number in self._variants.items() if own == stream}
+        return next(number for number in itertools.count(colour, COLOURS) if number not in taken)
+
+    def _free(self, wish: int) -> int:
+        """The wished colour, or the next of those that the fewest methods have."""
+        uses = Counter(self._methods.values())
+        wishes = [(wish + i) % FIRST_COLOURS for i in range(FIRST_COLOURS)]
+        return min([*wishes, *range(FIRST_COLOURS, COLOURS)], key=lambda colour: uses[colour])

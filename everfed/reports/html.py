@@ -1,0 +1,269 @@
+"""The report: one HTML file with everything in it. Its content security policy forbids the browser to load more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any
+
+from everfed import __version__
+from everfed.metrics.scores import score_of
+from everfed.reports import attendance, figures, numbers, rerun, tables
+from everfed.reports.charts import Pieces
+from everfed.reports.colours import variables
+from everfed.reports.groups import Group, StreamRuns, by_stream
+from everfed.reports.markup import Html, join, tag
+from everfed.reports.read import Run
+from everfed.reports.tables import Table
+
+# Nothing may be fetched; scripts and styles are those of this file.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+def asset(name: str) -> str:
+    """A file of everfed/reports/static."""
+    return resources.files("everfed.reports").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def render(runs: Sequence[Run], title: str = "") -> str:
+    """The whole page. title: of the user's choice."""
+    streams = by_stream(runs)
+    title = title or _subject(streams)
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("style", Html(variables() + asset("page.css"))),
+    )
+    parts = _parts(runs, streams)
+    body = tag(
+        "body",
+        tag("a", "Skip to the report", href="#main", class_="skip"),
+        _header(title, runs, streams),
+        _contents(parts),
+        tag("main", *(part.html(str(i)) for i, part in enumerate(parts, start=1)), id="main"),
+        tag("script", Html(asset("charts.js"))),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def the_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
+    """All tables about the runs of one stream, in their order."""
+    several = [tables.comparison(groups), tables.cost(groups), tables.bytes_by_part(groups)]
+    return [*several, tables.accuracy_matrices(groups), tables.runs(runs)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the page with its sections."""
+
+    title: str
+    body: Sequence[Html] = ()
+    parts: Sequence[Part] = ()
+
+    def html(self, number: str, level: int = 2) -> Html:
+        """number: of its anchor, "2" or "2-1"."""
+        inner = (part.html(f"{number}-{i}", level + 1) for i, part in enumerate(self.parts, start=1))
+        return tag("section", tag(f"h{level}", self.title, id=f"part-{number}"), *self.body, *inner)
+
+    def entry(self, number: str) -> Html:
+        """Its line in the contents."""
+        link = tag("a", self.title, href=f"#part-{number}")
+        inner = [part.entry(f"{number}-{i}") for i, part in enumerate(self.parts, start=1)]
+        return tag("li", link, tag("ol", *inner) if inner else None)
+
+
+def _contents(parts: Sequence[Part]) -> Html:
+    entries = [part.entry(str(i)) for i, part in enumerate(parts, start=1)]
+    return tag("nav", tag("ol", *entries), class_="contents", aria_label="Contents")
+
+
+def _subject(streams: Sequence[StreamRuns]) -> str:
+    """As "der and fedavg on digits"."""
+    methods = list(dict.fromkeys(run.method for stream in streams for run in stream.runs))
+    return f"{numbers.listed(methods)} on {numbers.listed([stream.name for stream in streams])}"
+
+
+def _header(title: str, runs: Sequence[Run], streams: Sequence[StreamRuns]) -> Html:
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    unfinished = sum(run.result is None for run in runs)
+    count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
+    known = (
+        f"{count}{f', {unfinished} of them unfinished' if unfinished else ''} · made {made} by everfed {__version__}"
+    )
+    button = tag("button", "Light or dark", type="button", id="theme", class_="theme")
+    notes = [tag("p", note, class_="warning") for stream in streams for note in stream.grouping.notes]
+    if len(streams) > 1:
+        notes.append(
+            tag("p", "Scores on different streams do not compare: each has a chapter of its own.", class_="note")
+        )
+    overview = tables.to_html(tables.overview(streams))
+    lead = tag("p", tables.sentence(streams), class_="lead")
+    return tag("header", button, tag("h1", title), lead, tag("p", known, class_="note"), overview, *notes)
+
+
+def _parts(runs: Sequence[Run], streams: Sequence[StreamRuns]) -> list[Part]:
+    """The chapters: of one stream its sections, of several one chapter each; then all runs one by one."""
+    pieces = Pieces()
+    chapters = [(stream.name, _stream_parts(stream, pieces)) for stream in streams]
+    single = len(chapters) == 1
+    parts = chapters[0][1] if single else [Part(name, parts=inner) for name, inner in chapters]
+    return [*parts, Part("Runs", [tables.to_html(tables.runs(runs), titled=False), *_run_details(runs)])]
+
+
+def _stream_parts(stream: StreamRuns, pieces: Pieces) -> list[Part]:
+    groups = stream.groups
+    comparison, cost, by_part, *_ = the_tables(stream.runs, groups)
+    # a plot by round would repeat the plot by task where scores were measured at the ends of tasks alone
+    by_round = [] if figures.only_task_ends(groups) else [figures.curve("acc", groups)]
+    measured = figures.measured(groups)
+    costs = [figures.traffic(groups, pieces), figures.time(groups, pieces), figures.memory(groups, pieces)]
+    return [
+        Part(
+            "Results",
+            [
+                tables.to_html(comparison, titled=False),
+                _two(figures.curve("acc_t", groups), figures.curve("forgetting", groups)),
+            ],
+        ),
+        Part("Learning", [_two(*by_round, figures.curve("loss", groups))]),
+        Part("Scores by task", [_two(*(figures.accuracy_matrix(group) for group in groups))]),
+        *([Part("What parts measured", [_two(*measured)])] if measured else []),
+        Part(
+            "Cost",
+            [
+                tables.to_html(cost, titled=False),
+                _two(*costs),
+                _folded("Bytes by part as a table", tables.to_html(by_part, titled=False)),
+            ],
+        ),
+    ]
+
+
+def _two(*figures: Html) -> Html:
+    return tag("div", *figures, class_="two")
+
+
+def _folded(title: str, *children: Html, opened: bool = False) -> Html:
+    return tag("details", tag("summary", title), *children, open=opened)
+
+
+def _run_details(runs: Sequence[Run]) -> list[Html]:
+    """Runs one by one. A figure that an earlier run already has (methods share their streams) is not repeated."""
+    seen: dict[str, str] = {}
+    return [_folded(run.name, *run_sections(run, seen), opened=len(runs) == 1) for run in runs]
+
+
+def run_sections(run: Run, seen: dict[str, str] | None = None) -> list[Html]:
+    """The sections about one run."""
+    seen = {} if seen is None else seen
+    drawn = [figures.who_saw_what(run), figures.suspected_shifts(run), figures.class_mix(run), figures.buffers(run)]
+    once = [_once(figure, run.name, seen) for figure in drawn]
+    return [
+        facts(run),
+        happenings(run),
+        figures.pictures(run),
+        attendance.who_took_part(run),
+        attendance.suspected_shifts(run),
+        *once,
+        recipe(run),
+    ]
+
+
+def _once(figure: Html, run: str, seen: dict[str, str]) -> Html:
+    """The figure, or a reference to the run that has the same one."""
+    first = seen.setdefault(figure, run)
+    if first == run or len(figure) < 2000:
+        return figure
+    title = figure.partition("<h3>")[2].partition("</h3>")[0]
+    return tag("p", Html(title), f": the same as in {first}.", class_="note")
+
+
+def facts(run: Run, left: float | None = None) -> Html:
+    """State, place and environment. left: seconds until a run that goes on is finished."""
+    result = run.result
+    going_on = f"running, round {run.rounds_done:,} of {run.rounds:,}"
+    known: dict[str, str] = {"state": tables.state(run) if left is None else going_on}
+    if result is None:
+        known |= _now(run, left)
+    known["folder"] = str(run.folder)
+    if run.log.first_time is not None and run.log.last_time is not None:
+        known["from"], known["to"] = numbers.moment(run.log.first_time), numbers.moment(run.log.last_time)
+    known |= {"took": numbers.duration(run.seconds)} if result is not None and run.seconds else {}
+    if result is not None:
+        known |= {"scored": f"{result.evaluated} model, {result.split} split, logits {result.logits}"}
+        known |= {name: _summary(facts) for name, facts in result.parts.items()}
+        known |= {"everfed": result.everfed, **{key: str(value) for key, value in result.environment.items()}}
+    pairs = [tag("div", tag("dt", key), tag("dd", value)) for key, value in known.items()]
+    return tag("dl", *pairs, class_="facts")
+
+
+def _now(run: Run, left: float | None) -> dict[str, str]:
+    """What is known of a run that is not finished."""
+    log, found = run.log, {}
+    if log.phases:
+        task = max(line.task for line in log.phases.values()) + 1
+        found["task"] = f"{task} of {log.start.tasks}" if log.start else f"{task}"
+    latest = max(log.evaluations, default=None)
+    if latest is not None and (value := log.evaluations[latest].score) is not None:
+        found["score now"] = f"{score_of(run.score).text(value)} (round {latest + 1})"
+    if log.loss is not None:
+        found["loss now"] = numbers.plain(log.loss)
+    if run.seconds is not None:
+        found["so far"] = numbers.duration(run.seconds)
+    if left is not None:
+        found["time left"] = f"about {numbers.duration(left)}"
+    return found
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    """A part's facts about the run, such as the privacy budget spent."""
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in facts.items()
+    )
+
+
+def problem(message: str) -> Html:
+    """A warning in place of a run that cannot be read."""
+    return tag("p", f"This run cannot be read: {message}", class_="warning")
+
+
+MOST_NOTES = 200
+
+
+def happenings(run: Run) -> Html:
+    """Faults, warnings and resumes in the order in which they happened, and clients that did not train."""
+    log = run.log
+    items = [_note(note.kind, note.time, note.round, note.message) for note in log.notes[-MOST_NOTES:]]
+    if len(log.notes) > MOST_NOTES:
+        items.insert(0, tag("li", f"{len(log.notes) - MOST_NOTES} earlier ones are in events.jsonl."))
+    if log.skipped:
+        rounds = sum(line.skipped > 0 for line in log.phases.values())
+        items.append(tag("li", f"{log.skipped:,} times a participant did not train, in {rounds:,} rounds."))
+    if log.unreadable:
+        items.append(tag("li", f"{log.unreadable:,} of {log.lines:,} lines of events.jsonl could not be read."))
+    if not items:
+        return tag("p", "No fault, no warning, no client skipped.", class_="note")
+    return tag("ul", *items, class_="happenings")
+
+
+def _note(kind: str, when: float | None, done: int, message: str) -> Html:
+    place = f"round {done}" + (f", {numbers.moment(when)}" if when is not None else "")
+    return tag("li", tag("b", kind), f" {message} ", tag("small", f"({place})"), class_=f"kind-{kind}")
+
+
+def recipe(run: Run) -> Html:
+    """The resolved recipe, and the command that repeats the run."""
+    if rerun.own_stream(run):
+        again = tag("p", "This run got its stream from Python; to run it again, run that program.")
+    else:
+        again = join(tag("p", "To run it again:"), tag("pre", rerun.command(run), class_="command", tabindex=0))
+    text = tag("pre", run.recipe_text, class_="recipe", tabindex=0)
+    return join(again, _folded("Recipe, with every default", text))

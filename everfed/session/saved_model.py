@@ -1,0 +1,272 @@
+"""model.safetensors: the trained network with what is needed to use it elsewhere: how it is built, what its inputs look
+like, how they are normalised, the names of its classes, and which recipe it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from everfed import models
+from everfed.core.client import new_state, personal_model
+from everfed.core.context import Context, Facts, Moment, TrainOptions
+from everfed.core.data import Data
+from everfed.core.layout import EXTRAS, AdaptsNetwork, Extras, Layout
+from everfed.core.message import MODEL
+from everfed.core.part import Model, State, options_of
+from everfed.core.phase import EVALUATE
+from everfed.data import transforms
+from everfed.data.source import one_sample, storage_form
+from everfed.engines.base import new_trainer
+from everfed.errors import UserError
+from everfed.methods import registry as methods
+from everfed.models.pretrained import Rebuilds
+from everfed.session.assembly import FROZEN, IDENTITY, Assembly, fingerprint
+from everfed.store.checkpoint import latest
+from everfed.store.clients import ClientStore
+from everfed.store.run import RunFolder
+
+KEY = "everfed"  # of the file's metadata
+IN_PYTHON = "python:"
+
+
+class HandoverError(UserError):
+    """A model file that cannot be used in this way."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the metadata of model.safetensors holds, as JSON under the key "everfed".
+
+    kind, options, rebuilding: of `models.build`. input_shape: of one network input. dtype: of samples before they are
+    normalised: uint8 images 0..255, float32, or int64 tokens. mean, std: subtracted and divided by, per channel, after
+    uint8 is scaled to [0, 1]; both empty where nothing is, mean None where the stream has its own way. score: what
+    outputs are scored by; with "accuracy" they are logits of the classes. recipe: digest of what decides
+    the run's numbers (`assembly.fingerprint`). adapted: the parts that changed the network, {part: "module:Name",
+    option: value}, in order. tasks: of the run, for which such parts keep adapters or prompts. personal: how many
+    parameters every client has of its own, which in the file are as at the beginning.
+    """
+
+    kind: str
+    input_shape: tuple[int, ...]
+    classes: int
+    dtype: str = "float32"
+    mean: tuple[float, ...] | None = ()
+    std: tuple[float, ...] = ()
+    class_names: tuple[str, ...] = ()
+    score: str = "accuracy"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    rebuilding: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str = ""
+    adapted: Sequence[Mapping[str, Any]] = ()
+    tasks: int = 1
+    personal: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True, default=list)
+
+    @staticmethod
+    def from_json(text: str) -> Description:
+        table = json.loads(text)
+        for key in ("input_shape", "std", "class_names", "mean"):
+            table[key] = None if table[key] is None else tuple(table[key])
+        return Description(**table)
+
+
+def describe(assembly: Assembly, module: nn.Module) -> Description:
+    """Of an assembly's network."""
+    stream, model = assembly.stream, assembly.recipe.model
+    form = stream.normalisation()
+    blank: Tensor = assembly.setup.facts.blank.x
+    left_out = {"weights", FROZEN, IDENTITY}  # the file's own tensors are used instead
+    return Description(
+        model.kind,
+        tuple(stream.input_shape),
+        stream.classes,
+        str(blank.dtype).removeprefix("torch."),
+        None if form is None else form[0],
+        () if form is None else form[1],
+        tuple(map(str, stream.class_names)),
+        stream.score,
+        {key: value for key, value in (model.model_extra or {}).items() if key not in left_out},
+        module.rebuilding() if isinstance(module, Rebuilds) else {},
+        fingerprint(assembly),
+        [
+            {"part": f"{type(part).__module__}:{type(part).__qualname__}", **options_of(part)}
+            for part in assembly.setup.method.parts
+            if isinstance(part, AdaptsNetwork)
+        ],
+        assembly.setup.facts.tasks,
+    )
+
+
+def save(folder: RunFolder, assembly: Assembly, model: Model) -> None:
+    """Write model.safetensors: parameters by name, as any PyTorch user expects them, frozen ones too; personal ones as
+    at the beginning."""
+    module, personal = assembly.build_module(), assembly.setup.facts.personal
+    whole = {**model, "params": torch.cat([model["params"].cpu(), personal])}
+    description = replace(describe(assembly, module), personal=len(personal))
+    folder.write_model(to_bytes(with_vectors(assembly, module, whole), description))
+
+
+def with_vectors(assembly: Assembly, module: nn.Module, model: Model) -> nn.Module:
+    """The module, holding the tensors of a whole model."""
+    layout = assembly.setup.facts.layout
+    layout.bind(module, *(model[key].cpu() for key in ("params", "stats", "counters")))
+    return module
+
+
+def to_bytes(module: nn.Module, description: Description) -> bytes:
+    """The content of a model file."""
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in module.state_dict().items()}
+    # a single key: safetensors writes several in no fixed order, and equal models should be equal files
+    return safetensors.torch.save(tensors, metadata={KEY: description.to_json()})
+
+
+def read_description(file: Path) -> Description | None:
+    """None for a file without one, of an earlier version of everfed."""
+    with safe_open(file, "pt") as opened:
+        text = (opened.metadata() or {}).get(KEY)
+    return None if text is None else Description.from_json(text)
+
+
+def load(file: Path, description: Description, model: nn.Module | None = None) -> nn.Module:
+    """The network of a model file in eval mode, without the data it was trained on. model: a network of the same
+    class, where the run began with an object."""
+    kind: str | nn.Module = description.kind
+    if description.kind.startswith(IN_PYTHON):
+        if model is None:
+            raise HandoverError(
+                f"{file}: the run began with a network made in Python ({description.kind.removeprefix(IN_PYTHON)}); "
+                "pass one of the same class: model=..."
+            )
+        kind = model
+    options = dict(description.options)
+    module = models.build(
+        kind, description.input_shape, description.classes, 0, options, rebuilding=description.rebuilding
+    )
+    adapt(module, description)
+    tensors = safetensors.torch.load_file(file)
+    attach_extras(module, tensors)
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise HandoverError(f"{file} does not fit the network {description.kind!r}: {error}") from error
+    return module.eval()
+
+
+def adapt(module: nn.Module, description: Description) -> None:
+    """Change the network as the run's method did: adapters, prompts. Their values come from the file."""
+    if not description.adapted:
+        return
+    nothing = Data(torch.zeros(0), torch.zeros(0), np.zeros(0, dtype=np.int64))
+    shape, layout = description.input_shape, Layout.of(module)
+    facts = Facts(description.classes, shape, 1, description.tasks, 1, 1, layout, nothing, torch.zeros(0))
+    parts = [
+        methods.part_class(one["part"])(**{key: value for key, value in one.items() if key != "part"})
+        for one in description.adapted
+    ]
+    for part in parts:
+        assert isinstance(part, AdaptsNetwork)
+        part.adapt_network(module, Context(0, facts, TrainOptions()))
+
+
+def attach_extras(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Register what a method's parts added to the network, by the names in the file."""
+    extras = Extras()
+    for name, value in tensors.items():
+        if name.startswith(EXTRAS):
+            scope, part, own = name.removeprefix(EXTRAS).split("/", 2)
+            extras.add(part, own, nn.Parameter(torch.zeros_like(value)), scope == "personal")
+    if next(extras.parameters(), None) is not None:
+        module.extras = extras
+
+
+def check_shared(description: Description) -> None:
+    """Raises HandoverError where the shared network alone is none that was trained."""
+    if description.personal:
+        raise HandoverError(
+            f"every client has {description.personal:,} parameters of its own, which the shared network lacks; name a "
+            "client: everfed.load(folder, client=0), everfed export --client 0"
+        )
+
+
+# prediction -----------------------------------------------------------------------------------------------------------
+def as_samples(description: Description, x: np.ndarray | Tensor | Sequence[Any]) -> Tensor:
+    """Images, features or tokens in the form that the run's samples had, before they are normalised."""
+    check_shared(description)
+    if isinstance(x, Sequence):
+        if len(x) == 0:
+            return torch.zeros((0, *description.input_shape), dtype=getattr(torch, description.dtype))
+        return torch.cat([_as_samples(description, one_sample(one, "predict")) for one in x])
+    return _as_samples(description, x)
+
+
+def _as_samples(description: Description, x: np.ndarray | Tensor) -> Tensor:
+    samples = storage_form(x, "predict")
+    if str(samples.dtype) != f"torch.{description.dtype}":
+        raise HandoverError(
+            f"predict needs samples of type {description.dtype}, as in training (uint8 images hold 0 to 255); got "
+            f"{samples.dtype}. Network inputs can be given to `.model` itself"
+        )
+    shape = description.input_shape
+    if len(shape) == 3 and samples.dim() == 4 and samples.dtype == torch.uint8 and shape[1] == shape[2]:
+        try:
+            samples = transforms.to_format(samples, shape[0], shape[1])
+        except ValueError as problem:
+            raise HandoverError(f"predict: {problem}") from problem
+    if tuple(samples.shape[1:]) != shape:
+        raise HandoverError(f"predict needs samples of shape {shape}; got {tuple(samples.shape[1:])}")
+    return samples
+
+
+def normalised(description: Description, samples: Tensor) -> Tensor:
+    """Samples as network inputs, as in training."""
+    if description.mean is None:
+        raise HandoverError(
+            "the stream of this run makes network inputs in a way of its own; make them yourself and call `.model`"
+        )
+    if samples.dtype == torch.int64:
+        return samples
+    return transforms.scale(samples, description.mean, description.std)
+
+
+# personal models ------------------------------------------------------------------------------------------------------
+def client_model(folder: RunFolder, assembly: Assembly, client: int | None) -> nn.Module:
+    """The network that a client of a simulation was scored with at the end, in eval mode; None: the shared one."""
+    if client is None:
+        module = assembly.build_module()
+        module.load_state_dict(safetensors.torch.load_file(folder.model))
+        return module.eval()
+    if not 0 <= client < assembly.stream.clients:
+        raise HandoverError(f"--client {client}: the run has the clients 0 to {assembly.stream.clients - 1}")
+    store = ClientStore(folder.clients)
+    state = latest(folder.checkpoint, store, fingerprint(assembly))
+    if state is None:
+        raise HandoverError(f"{folder.path} has no checkpoint with its clients' states")
+    return personal_module(assembly, client, store.peek(client), state.model)
+
+
+def personal_module(assembly: Assembly, client: int, own: State | None, shared: Model) -> nn.Module:
+    """own: the client's state, None where it never took part. Raises HandoverError where the method's forward pass is
+    no network alone."""
+    setup = assembly.setup
+    if setup.method.owner("forward") is not None:
+        raise HandoverError(
+            f"method {setup.method.name!r} changes the forward pass by each client's state: its personal models are no "
+            "networks alone and cannot be exported"
+        )
+    index = setup.stream.rounds - 1
+    moment, phase = Moment(index, setup.stream.round(index)), setup.method.phases_by_name()[EVALUATE]
+    trainer = new_trainer(setup, assembly.build_module)
+    ctx = setup.client(client, phase, moment, trainer)
+    whole = personal_model(setup.method, own or new_state(setup.method, ctx), {MODEL: dict(shared)}, ctx)
+    return with_vectors(assembly, assembly.build_module(), whole).eval()
