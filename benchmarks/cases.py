@@ -10,7 +10,8 @@ from benchmarks import synthetic
 from benchmarks.bare_loop import BareFedAvg
 from everfed import models
 from everfed.core.engine import Engine
-from everfed.core.runner import EvalOptions, Runner
+from everfed.core.evaluate import EvalOptions
+from everfed.core.server import Runner
 from everfed.engines.eager import Eager
 from everfed.engines.processes import Processes
 from everfed.recipe import Recipe

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks import measure
-from everfed.core.runner import EvalOptions, Runner
+from everfed.core.evaluate import EvalOptions
+from everfed.core.server import Runner
 from everfed.engines.eager import Eager
 from everfed.recipe import Recipe, to_toml
 from everfed.session import assemble

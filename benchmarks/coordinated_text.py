@@ -31,7 +31,7 @@ from everfed import streams
 from everfed.data.tokenizer import PAD
 from everfed.experiments.cells import Cell, Outcome, Settings, new_cell
 from everfed.experiments.cells import run as run_cells
-from everfed.method import Tree
+from everfed.core.legacy import Tree
 from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.policy import Policy, Pool
 from everfed.models.tinybert import TinyBERT

@@ -14,7 +14,9 @@ import torch
 
 from everfed import engines, session
 from everfed.core.engine import Engine
-from everfed.core.runner import EvalOptions, Event, Runner
+from everfed.core.evaluate import EvalOptions
+from everfed.core.events import Event
+from everfed.core.server import Runner
 from everfed.core.stream import Stream
 from everfed.core.tree import on_device, tensor_bytes
 from everfed.recipe import Recipe

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from benchmarks import federation_trace as trace
-from everfed.core.runner import EvalOptions, Runner
+from everfed.core.evaluate import EvalOptions
+from everfed.core.server import Runner
 from everfed.engines.processes import Processes
 from everfed.federation.engine import Federated, RunIdentity
 from everfed.federation.joining import Joining, children

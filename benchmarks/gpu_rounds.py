@@ -22,7 +22,8 @@ import torch
 from benchmarks import synthetic
 from benchmarks.bare_loop import BareFedAvg
 from everfed import engines, models
-from everfed.core.runner import EvalOptions, Runner
+from everfed.core.evaluate import EvalOptions
+from everfed.core.server import Runner
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.recipe import Recipe

@@ -68,7 +68,8 @@ class Inside:
         import torch
 
         from benchmarks import synthetic
-        from everfed.core.runner import EvalOptions, Runner
+        from everfed.core.evaluate import EvalOptions
+        from everfed.core.server import Runner
         from everfed.engines.eager import Eager
         from everfed.recipe import Recipe
         from everfed.session import assemble

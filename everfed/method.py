@@ -1,87 +1,95 @@
-"""Everything that the author of a method or a stream writes against: `from everfed.method import Part, Step`."""
+"""Everything that the author of a method or a stream writes against: `from everfed.method import Part, Client, Step`."""
 
 from __future__ import annotations
 
-from everfed.core.context import Context, Facts, TrainOptions
-from everfed.core.data import Data
+from everfed.core.context import Facts, TrainOptions
+from everfed.core.data import Data, Schedule, Table
+from everfed.core.gradient import Gradient
+from everfed.core.handle import Client, Server
 from everfed.core.layout import Entry, Layout
-from everfed.core.message import MODEL, Each, Message, Once
+from everfed.core.message import MODEL, Cached, Model, PerClient, State, Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
+from everfed.core.option import option
 from everfed.core.part import (
     BOUNDARIES,
     CLASSES,
+    EAGER,
     HELD_OUT,
     HISTORY,
     TASK_ID,
     TOGETHER,
+    AddsParameters,
+    Aggregator,
     Part,
+    Personal,
     Protection,
     Tables,
-    options_of,
     overrides,
     refuse_personal,
 )
-from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Model, Phase, Position, Slots, State, every
+from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, When, every
 from everfed.core.reduce import Collect, Mean, Reducer, Sum
-from everfed.core.schedule import Schedule, Table
 from everfed.core.step import Batch, Step, Substep
 from everfed.core.stream import RoundPlan, Stream
-from everfed.core.trainer import Fitted, Trainer
-from everfed.core.tree import Tree, on_device
+from everfed.core.trainer import Fitted
+from everfed.core.tree import Tree
 from everfed.errors import CompositionError
 
 __all__ = [
     "ALWAYS",
+    "AddsParameters",
+    "Aggregator",
     "BEGIN",
     "BOUNDARIES",
-    "CLASSES",
-    "END",
-    "FIRST",
-    "HELD_OUT",
-    "HISTORY",
-    "MODEL",
-    "TASK_ID",
-    "TOGETHER",
     "Batch",
+    "CLASSES",
+    "Cached",
+    "Client",
     "Cohort",
     "Collect",
     "CompositionError",
-    "Context",
     "Data",
-    "Each",
+    "EAGER",
+    "END",
     "Entry",
+    "FIRST",
     "Facts",
     "Fitted",
+    "Gradient",
+    "HELD_OUT",
+    "HISTORY",
     "Layout",
+    "MODEL",
     "Mean",
-    "Message",
     "Method",
     "Model",
-    "Once",
     "Optimizer",
     "Part",
+    "PerClient",
+    "Personal",
     "Phase",
-    "Position",
     "Protection",
     "Reducer",
     "RoundPlan",
     "Schedule",
-    "Slots",
+    "Server",
     "State",
     "Step",
     "Stream",
     "Substep",
     "Sum",
+    "TASK_ID",
+    "TOGETHER",
     "Table",
     "Tables",
     "TrainOptions",
-    "Trainer",
     "Tree",
+    "Values",
+    "When",
     "compose",
     "every",
-    "on_device",
-    "options_of",
+    "option",
     "overrides",
     "refuse_personal",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from everfed.method import MODEL, Context, Model, Part, State, Step, Tree
+from everfed.core.legacy import MODEL, Context, Model, Part, State, Step, Tree
 
 
 class Net(nn.Sequential):

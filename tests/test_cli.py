@@ -57,7 +57,7 @@ PART = '''\
 from dataclasses import dataclass
 from typing import ClassVar
 
-from everfed.method import Part
+from everfed.core.legacy import Part
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ import os, signal
 from dataclasses import dataclass
 from typing import ClassVar
 
-from everfed.method import Part
+from everfed.core.legacy import Part
 
 
 def ctrl_c():

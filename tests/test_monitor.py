@@ -62,7 +62,7 @@ def test_clients_are_followed_one_by_one_and_a_loss_of_zero_is_no_error() -> Non
     monitor, memory, emitted = DriftMonitor(), {}, []
     for index in range(8):
         losses = {0: 0.1, 1: 0.1 if index < 5 else 2.0, 2: 0.0}
-        memory, events = monitor.observe(memory, index, {"loss": losses, "features": {0: 9.0**index}})
+        events = monitor.observe(memory, index, {"loss": losses, "features": {0: 9.0**index}})
         emitted += [(index, event["clients"], event["values"]) for event in events]
     assert emitted == [(5, [1], {"loss": [2.0]})]
     assert memory["suspected"] == [{"round": 5, "clients": [1], "by": {"loss": [1]}}]
@@ -75,7 +75,7 @@ def test_signals_are_followed_one_by_one() -> None:
     for index in range(6):
         jumps = 4.0 if index == 5 else 1.0
         signals = {"loss": {0: jumps, 1: 1.0, 2: jumps}, "features": {0: 0.2, 1: jumps, 2: jumps}}
-        memory, events = monitor.observe(memory, index, signals)
+        events = monitor.observe(memory, index, signals)
         emitted += events
     by = {"loss": [0, 2], "features": [1, 2]}
     assert emitted == [

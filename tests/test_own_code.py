@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import everfed
 from everfed.cli import app
-from everfed.method import Context, Stream, Tree
+from everfed.core.legacy import Context, Stream, Tree
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.er import Replay

@@ -21,7 +21,7 @@ from everfed.errors import SettingError
 from everfed.experiments import summary
 from everfed.experiments.cells import Outcome, new_cell
 from everfed.experiments.result import Comparison
-from everfed.method import Part
+from everfed.core.legacy import Part
 from everfed.recipe import as_entries, to_toml
 from everfed.reports import progress
 from everfed.reports import result as results

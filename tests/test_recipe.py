@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
-from everfed.core.evaluation import EvalOptions
+from everfed.core.evaluate import EvalOptions
 from everfed.core.optimizer import Optimizer
 from everfed.data.errors import DataError
 from everfed.errors import RecipeError, UserError, exit_code, is_user_error, sentence
@@ -333,7 +333,7 @@ def test_bugs_and_users_own_errors_pass_untouched() -> None:
 
 
 def test_exit_codes() -> None:
-    from everfed.core.runner import Diverged
+    from everfed.core.events import Diverged
 
     assert exit_code(RecipeError("x")) == exit_code(MethodError("x")) == exit_code(DataError("x")) == 2
     assert exit_code(Diverged("x")) == 1

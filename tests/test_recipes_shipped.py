@@ -12,7 +12,7 @@ from everfed import api
 from everfed.data import available
 from everfed.data.domains import KNOWN
 from everfed.experiments.papers.tables import papers
-from everfed.method import Optimizer
+from everfed.core.legacy import Optimizer
 from everfed.methods import registry as methods
 from everfed.recipe import Recipe, read, read_placed, settled, to_toml
 from everfed.recipe import shipped as recipes

@@ -20,7 +20,7 @@ from everfed.naming import split_names
 
 if TYPE_CHECKING:
     from everfed.core.engine import Engine
-    from everfed.core.runner import Runner
+    from everfed.core.server import Runner
     from everfed.recipe import EngineSection
     from everfed.session import Assembly
 
@@ -200,7 +200,8 @@ class _Lane:
 
     def __init__(self, name: str, assembly: Assembly, stack: ExitStack) -> None:
         from everfed import engines
-        from everfed.core.runner import EvalOptions, Runner
+        from everfed.core.evaluate import EvalOptions
+        from everfed.core.server import Runner
         from everfed.core.tree import on_device
         from everfed.store.clients import ClientStore
 

@@ -69,7 +69,7 @@ def _method(name: str) -> Facts:
 
     method = methods.build(name)
     beside = [_exchange(phase) for phase in method.own_phases]
-    needs = sorted({need for part in method.parts for need in part.needs} - {part.name for part in method.parts})
+    needs = sorted({need for part in method.parts for need in part.needs()} - {part.name for part in method.parts})
     seen = [f"{', '.join(parts)} in phase {phase}" for phase, parts in method.reveals().items()]
     return {
         "method": name,

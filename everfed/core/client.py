@@ -1,26 +1,27 @@
 """run_client: the one function that every engine calls, in this process or at the other end of a network.
 
-A pure function: same arguments, same bits. What a client remembers between calls is its state {part: slots}; the slots
-under "client" are the protocol's own (own weights between synchronisations, local statistics, kept moments).
+A pure function: same arguments, same bits. What a client remembers between calls is its state {part: state}; what is
+kept under "client" is the protocol's own (own weights between synchronisations, local statistics, kept moments).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.data import Data
-from everfed.core.message import MODEL, Message
+from everfed.core.evaluate import EvalSpec, score_tasks
+from everfed.core.handle import Client
+from everfed.core.message import MODEL, Message, Model, State
 from everfed.core.method import Method
-from everfed.core.part import HELD_OUT, Model, State, with_slots
-from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
+from everfed.core.part import HELD_OUT, Personal, overrides
+from everfed.core.phase import EVALUATE, TRAIN, Phase, When
 from everfed.core.pieces import TrainsPieces, assembled, shortened
-from everfed.core.scoring import EvalSpec, score_tasks
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree
 
@@ -37,39 +38,36 @@ class Reply:
     loss: Tensor | float | None = None
 
 
-@runtime_checkable
-class UsesTaskId(Protocol):
-    """A part with personalised models that answers differently when a sample's task is known."""
-
-    def slots_for_task(self, own: Tree, task: int) -> Tree:
-        """Its client slots for scoring samples of `task` (the `task` logits)."""
-
-
-def new_state(method: Method, ctx: Context) -> State:
+def new_state(method: Method, context: Context) -> State:
     """The state of a client that was never called."""
-    slots = {part.name: part.client_slots(ctx) for part in method.parts}
-    return {OWN: {}, **{name: tree for name, tree in slots.items() if tree}}
+    state: State = {OWN: {}}
+    for part in method.defining("init"):
+        client = Client(part.name, state, context, {}, None, context.facts.blank)
+        part.init(client)
+        state = client.states
+    return state
 
 
 def run_client(
-    method: Method, phase: Phase, state: State, message: Message | None, data: Data, ctx: Context
+    method: Method, phase: Phase, state: State, message: Message | None, data: Data, context: Context
 ) -> tuple[State, Reply]:
     """One phase on one client.
 
     message: None in a round in which nothing is sent; the client then goes on from its own weights and the last message
     it got. A client without data does not train and sends nothing.
     """
-    state, reply = _answer(method, phase, state, message, data, ctx)
-    if phase.position is Position.INSIDE:  # a step of a protection: its replies are sent as they are
+    state, reply = _answer(method, phase, state, message, data, context)
+    if phase.when is When.INSIDE:  # a step of a protection: its replies are sent as they are
         return state, Reply(reply.values)
     for part in method.protections:
-        own, reply = part.seal(state, phase, message or {}, reply, ctx)
-        state = with_slots(state, part.name, own)
+        client = Client(part.name, state, context, message or {}, None, data)
+        reply = part.seal(client, phase, reply)
+        state = client.states
     return state, reply
 
 
 def _answer(
-    method: Method, phase: Phase, state: State, message: Message | None, data: Data, ctx: Context
+    method: Method, phase: Phase, state: State, message: Message | None, data: Data, context: Context
 ) -> tuple[State, Reply]:
     """Run the phase; the reply is not protected yet."""
     message = None if message is None else assembled(message)
@@ -79,124 +77,133 @@ def _answer(
         message = state[OWN]["message"]
         model: Model = state[OWN][MODEL]
     elif MODEL not in message:
-        return _run(phase, state, message, data, ctx)
+        return _run(phase, state, message, None, data, context)
     else:  # what was kept for a round without a message is out of date
         state = {**state, OWN: {k: v for k, v in state[OWN].items() if k not in (MODEL, "message")}}
-        model = _whole(message[MODEL], state, ctx)
+        model = _whole(message[MODEL], state, context)
     if phase.name == TRAIN:
-        return _train(method, state, message, model, data, ctx)
+        return _train(method, state, message, model, data, context)
     if phase.name == EVALUATE:
-        return state, _evaluate(method, state, message, model, ctx)
-    return _run(phase, state, {**message, MODEL: model}, data, ctx)
+        return state, _evaluate(method, state, message, model, context)
+    return _run(phase, state, {**message, MODEL: model}, model, data, context)
 
 
-def _run(phase: Phase, state: State, message: Message, data: Data, ctx: Context) -> tuple[State, Reply]:
+def _run(
+    phase: Phase, state: State, message: Message, model: Model | None, data: Data, context: Context
+) -> tuple[State, Reply]:
     """A phase of a part."""
     assert phase.run is not None  # compose() refuses a phase without it
-    own, values = phase.run(state, message, data, ctx)
-    return with_slots(state, phase.owner, own), Reply({phase.owner: values} if values else {}, len(data))
+    client = Client(phase.owner, state, context, message, model, data)
+    values = dict(phase.run(client))
+    return client.states, Reply({phase.owner: values} if values else {}, len(data))
 
 
 def _train(
-    method: Method, state: State, message: Message, model: Model, data: Data, ctx: Context
+    method: Method, state: State, message: Message, model: Model, data: Data, context: Context
 ) -> tuple[State, Reply]:
-    received, own_data = _whole(message[MODEL], state, ctx)["params"], data
-    for part in method.parts:
-        own, model = part.receive(state, message, model, own_data, ctx)
-        state = with_slots(state, part.name, own)
-        data = part.dataset(state, data, ctx)
+    received, own_data = _whole(message[MODEL], state, context)["params"], data
+    for part in method.defining("receive"):
+        client = Client(part.name, state, context, message, model, data, own_data=own_data)
+        part.receive(client)
+        state, model, data = client.states, client.model, client.data
     if len(data) == 0:
         return state, Reply({})
-    for part in method.parts:
-        own, model = part.start(state, message, model, data, ctx)
-        state = with_slots(state, part.name, own)
-    moments = state[OWN].get("moments") if state[OWN].get("moments_of", ctx.current_task) == ctx.current_task else None
-    fitted = ctx.train.fit(ctx, method.parts, model, received, state, message, data, moments=moments)
-    return _reply(method, fitted, message, data, ctx)
+    for part in method.defining("start"):
+        client = Client(part.name, state, context, message, model, data, own_data=own_data)
+        part.start(client)
+        state, model = client.states, client.model
+    own = state[OWN]
+    moments = own.get("moments") if own.get("moments_of", context.current_task) == context.current_task else None
+    fitted = context.train.fit(context, method.parts, model, received, state, message, data, moments=moments)
+    return _reply(method, fitted, message, data, own_data, context)
 
 
-def _reply(method: Method, fitted: Fitted, message: Message, data: Data, ctx: Context) -> tuple[State, Reply]:
-    state, values = fitted.state, {}
+def _reply(
+    method: Method, fitted: Fitted, message: Message, data: Data, own_data: Data, context: Context
+) -> tuple[State, Reply]:
+    state, values = fitted.state, dict[str, dict[str, Any]]()
     for part in method.parts:
-        own, extra = part.reply(state, message, fitted, data, ctx)
-        state = with_slots(state, part.name, own)
-        if MODEL in extra:
-            fitted = replace(fitted, model=extra[MODEL])
-        values[part.name] = {key: value for key, value in extra.items() if key != MODEL}
+        client = Client(part.name, state, context, message, fitted.model, data, own_data=own_data, fitted=fitted)
+        values[part.name] = dict(part.reply(client))
+        state, fitted = client.states, replace(fitted, model=client.model)
     name = method.aggregator.name
-    values[name] = {**_upload(method, _shared(fitted.model, ctx), message, ctx), **values[name]}
-    state = {**state, OWN: _remember(fitted, message, ctx)}
-    sent = {part: tree for part, tree in values.items() if tree} if synchronises(ctx) else {}
+    values[name] = {**_upload(method, _shared(fitted.model, context), state, message, context), **values[name]}
+    state = {**state, OWN: _remember(fitted, message, context)}
+    sent = {part: tree for part, tree in values.items() if tree} if synchronises(context) else {}
     return state, Reply(sent, fitted.samples, fitted.steps, fitted.loss)
 
 
-def _upload(method: Method, model: Model, message: Message, ctx: Context) -> Tree:
+def _upload(method: Method, model: Model, state: State, message: Message, context: Context) -> dict[str, Any]:
     """What is sent of the trained model; of one in pieces, what was trained, unless its owner itself aggregates."""
-    if not isinstance(method.aggregator, TrainsPieces):
+    aggregator = method.aggregator
+    if not isinstance(aggregator, TrainsPieces):
         model, message = shortened(model, message), {**message, MODEL: shortened(message[MODEL], message)}
-    return method.aggregator.upload(model, message, ctx)
+    client = Client(aggregator.name, state, context, message, model, context.facts.blank, read_only=True)
+    return dict(aggregator.upload(client))
 
 
-def synchronises(ctx: Context) -> bool:
+def synchronises(context: Context) -> bool:
     """Is the model sent to the server after this round?"""
-    return (ctx.round + 1) % ctx.options.sync_every == 0
+    return (context.round + 1) % context.options.sync_every == 0
 
 
-def _remember(fitted: Fitted, message: Message, ctx: Context) -> Tree:
-    """The protocol's own slots after training."""
+def _remember(fitted: Fitted, message: Message, context: Context) -> Tree:
+    """The protocol's own state after training."""
     own: Tree = {}
-    if not synchronises(ctx):
+    if not synchronises(context):
         own[MODEL] = dict(fitted.model)
         own["message"] = message
-    if ctx.facts.layout.shared < ctx.facts.layout.size:
-        own["personal"] = fitted.model["params"][ctx.facts.layout.shared :].clone()
-    if ctx.options.batchnorm == "local":
+    if context.facts.layout.shared < context.facts.layout.size:
+        own["personal"] = fitted.model["params"][context.facts.layout.shared :].clone()
+    if context.options.batchnorm == "local":
         own["stats"] = fitted.model["stats"]
         own["counters"] = fitted.model["counters"]
-    if ctx.options.optimizer.state in ("kept", "task"):
+    if context.options.optimizer.state in ("kept", "task"):
         own["moments"] = fitted.moments
-    if ctx.options.optimizer.state == "task":
-        own["moments_of"] = ctx.current_task
+    if context.options.optimizer.state == "task":
+        own["moments_of"] = context.current_task
     return own
 
 
-def _whole(model: Model, state: State, ctx: Context) -> Model:
+def _whole(model: Model, state: State, context: Context) -> Model:
     """The received model with what is the client's own: personal parameters, local statistics."""
-    own, layout = state[OWN], ctx.facts.layout
+    own, layout = state[OWN], context.facts.layout
     if layout.shared < layout.size:
-        personal = own.get("personal", ctx.facts.personal).to(model["params"].device)
+        personal = own.get("personal", context.facts.personal).to(model["params"].device)
         model = {**model, "params": torch.cat([model["params"], personal])}
-    if ctx.options.batchnorm == "local" and "stats" in own:
+    if context.options.batchnorm == "local" and "stats" in own:
         model = {**model, "stats": own["stats"], "counters": own["counters"]}
     return model
 
 
-def _shared(model: Model, ctx: Context) -> Model:
+def _shared(model: Model, context: Context) -> Model:
     """What of a client's model may be sent."""
-    layout = ctx.facts.layout
+    layout = context.facts.layout
     return {**model, "params": model["params"][: layout.shared]} if layout.shared < layout.size else model
 
 
-def personal_model(method: Method, state: State, message: Message, ctx: Context) -> Model:
+def personal_model(method: Method, state: State, message: Message, context: Context) -> Model:
     """The model that this client is scored with: the shared one in `message`, with what is the client's own."""
-    return _personalised(method, state, message, _whole(message[MODEL], state, ctx), ctx)
+    return _personalised(method, state, message, _whole(message[MODEL], state, context), context)
 
 
-def _personalised(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Model:
-    hooks = ctx if method.needs(HELD_OUT) else ctx.at(tests=None)
+def _personalised(method: Method, state: State, message: Message, model: Model, context: Context) -> Model:
+    seen = context if method.needs(HELD_OUT) else context.at(tests=None)
     for part in method.parts:
-        model = part.personalise(state, message, model, hooks)
+        if isinstance(part, Personal):
+            client = Client(part.name, state, seen, message, model, context.facts.blank, read_only=True)
+            model = part.personalise(client)
     return model
 
 
-def _evaluate(method: Method, state: State, message: Message, model: Model, ctx: Context) -> Reply:
+def _evaluate(method: Method, state: State, message: Message, model: Model, context: Context) -> Reply:
     """Score this client's personalised model on the tasks the server asks for."""
-    model = _personalised(method, state, message, model, ctx)
+    model = _personalised(method, state, message, model, context)
     spec = EvalSpec.from_tree(message[EVALUATE])
-    score = partial(score_tasks, ctx.train, ctx.held_out, model)
-    counts = score(spec, state, message, ctx.client)
-    knowing = [part for part in method.parts if isinstance(part, UsesTaskId)]
+    score = partial(score_tasks, context.train, context.held_out, model)
+    counts = score(spec, state, message, context.client)
+    knowing = [part for part in method.parts if isinstance(part, Personal) and overrides(part, "state_for_task")]
     for row, task in enumerate(spec.tasks if knowing else ()):
-        known = {part.name: part.slots_for_task(state.get(part.name, {}), task) for part in knowing}
-        counts[row, -1] = score(replace(spec, tasks=(task,)), {**state, **known}, message, ctx.client)[0, -1]
+        known = {part.name: part.state_for_task(state.get(part.name, {}), task) for part in knowing}
+        counts[row, -1] = score(replace(spec, tasks=(task,)), {**state, **known}, message, context.client)[0, -1]
     return Reply({EVALUATE: {"counts": counts}})

@@ -6,19 +6,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from everfed.core.client import Reply
 from everfed.core.context import Moment
-from everfed.core.message import Message, Traffic
-from everfed.core.part import Model
+from everfed.core.message import Message, Model, Traffic
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducer, Reduction
-from everfed.core.scoring import EvalSpec
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
+
+if TYPE_CHECKING:
+    from everfed.core.client import Reply
+    from everfed.core.evaluate import EvalSpec
 
 
 class ClientError(RuntimeError):

@@ -14,13 +14,11 @@ from everfed.core.context import Moment
 from everfed.core.engine import Replies, Trained
 from everfed.core.part import Part
 from everfed.core.phase import EVALUATE, TRAIN, Phase
-from everfed.core.run_state import RunState
 from everfed.core.spans import NAMED, repeats, spans
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
 
 Event = dict[str, Any]
-Memory = dict[str, Any]
 LOSS = "loss"
 Signals = Mapping[str, Mapping[int, float]]  # signal -> client -> value; "loss": its mean step loss; others: from parts
 
@@ -32,18 +30,19 @@ class Diverged(RuntimeError):
 class Monitor(Protocol):
     """An observer: reads what clients report of their training, emits events, and changes nothing.
 
-    Its memory is JSON-ready and saved with the run's state, so that a resumed run emits the same events. A method
-    cannot read a monitor; a run with one has the same numbers as without.
+    Its state is JSON-ready and saved with the run's, so that a resumed run emits the same events. A method cannot read a
+    monitor; a run with one has the same numbers as without.
     """
 
     name: str
 
-    def observe(self, memory: Memory, index: int, signals: Signals) -> tuple[Memory, list[Event]]:
-        """After the training of round `index`: (memory afterwards, events); `memory` is empty at first."""
+    def observe(self, state: dict[str, Any], index: int, signals: Signals) -> list[Event]:
+        """After the training of round `index`: the events to emit. `state` is the monitor's own, empty at first; it is
+        changed in place."""
 
 
 @runtime_checkable
-class HasSignals(Protocol):
+class Reports(Protocol):
     """A part with numbers by client for monitors."""
 
     def signals(self, reduced: Tree) -> dict[str, dict[int, float]]:
@@ -51,13 +50,18 @@ class HasSignals(Protocol):
 
 
 class Reporter:
-    """Emits the events of phases, and runs the monitors on losses and on the parts' signals."""
+    """Emits the events of phases, and runs the monitors on losses and on the parts' signals. watched: the monitors' own
+    state, by name."""
 
     def __init__(
-        self, notify: Callable[[Event], None], monitors: Sequence[Monitor], parts: Sequence[Part], state: RunState
+        self,
+        notify: Callable[[Event], None],
+        monitors: Sequence[Monitor],
+        parts: Sequence[Part],
+        watched: dict[str, dict[str, Any]],
     ) -> None:
-        self.notify, self.monitors, self.state = notify, tuple(monitors), state
-        self._signalling = [part for part in parts if isinstance(part, HasSignals)]
+        self.notify, self.monitors, self.watched = notify, tuple(monitors), watched
+        self._reporting = [part for part in parts if isinstance(part, Reports)]
 
     def phase(self, phase: Phase, moment: Moment, replies: Replies, down: int, started: float) -> None:
         """Emit that one repeat of a phase is done. Raises Diverged instead, when a client's loss is not finite."""
@@ -81,8 +85,8 @@ class Reporter:
             by_client = {one.client: loss for one, loss in zip(replies.trained, losses.tolist(), strict=True)}
             self._observe(moment, {LOSS: by_client, **self._signals(replies)})
 
-    def measured(self, moment: Moment, phase: str, part: str, values: dict[str, float]) -> None:
-        """Emit what a part measured."""
+    def measured(self, moment: Moment, phase: str, part: str, values: Mapping[str, float]) -> None:
+        """Emit what a part reported."""
         self.notify({"event": "measure", **_where(moment, phase), "part": part, **values})
 
     def not_scored(self, moment: Moment, replies: Replies) -> None:
@@ -91,14 +95,12 @@ class Reporter:
             self.notify({"event": "absent", "round": moment.round, "phase": EVALUATE, **_absences(replies)})
 
     def _signals(self, replies: Replies) -> Signals:
-        found = [part.signals(replies.reduction.result_of(part.name)) for part in self._signalling]
+        found = [part.signals(replies.reduction.result_of(part.name)) for part in self._reporting]
         return {signal: values for own in found for signal, values in own.items()}
 
     def _observe(self, moment: Moment, signals: Signals) -> None:
         for monitor in self.monitors:
-            memory = self.state.watched.get(monitor.name, {})
-            self.state.watched[monitor.name], events = monitor.observe(memory, moment.round, signals)
-            for event in events:
+            for event in monitor.observe(self.watched.setdefault(monitor.name, {}), moment.round, signals):
                 self.notify({"round": moment.round, "task": moment.plan.task, **event})
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from everfed.core.context import Context
+    from everfed.core.handle import Server
 
 EXTRAS = "extras."  # what the names of all parameters that parts add begin with
 
@@ -151,28 +151,26 @@ def _gather(entries: tuple[Entry, ...], tensors: dict[str, Tensor], dtype: torch
 
 
 # what parts add to a model --------------------------------------------------------------------------------------------
-@runtime_checkable
-class KeepsParameters(Protocol):
-    """A part that adds trainable tensors which each client keeps for itself."""
+class AddsParameters:
+    """A part that changes which parameters there are: tensors of its own, layers of the network, what stays personal."""
 
-    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        """The tensors with their first values; they are never sent."""
+    def adapt(self, module: nn.Module, server: Server) -> None:
+        """Change the network in place before the run, the same way in every process: further layers, frozen weights.
+        `server.layout` is the network's before it."""
 
-
-@runtime_checkable
-class KeepsLayers(Protocol):
-    """A part whose clients keep some of the network's own parameters (a head, say) for themselves."""
+    def parameters(self, server: Server) -> dict[str, Tensor]:
+        """Trainable tensors beside the network's, with their first values: `module.extras[part][name]`."""
+        return {}
 
     def is_personal(self, parameter: str) -> bool:
-        """Does this parameter of the network stay on the client?"""
+        """Does this parameter stay on the client? Asked of the network's parameters by their names, and of the part's
+        own as "extras.NAME"."""
+        return False
 
 
-@runtime_checkable
-class AdaptsNetwork(Protocol):
-    """A part that changes the network before the run: layers with further parameters, frozen weights."""
-
-    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
-        """Change `module` in place, the same way in every process; ctx.facts.layout is the network's before it."""
+def keeps_some(part: object) -> bool:
+    """May some parameters stay on the clients, because of this part?"""
+    return isinstance(part, AddsParameters) and type(part).is_personal is not AddsParameters.is_personal
 
 
 def head_name(module: nn.Module) -> str:
@@ -193,7 +191,7 @@ def is_personal(parts: Iterable[object], parameter: str) -> bool:
     """Does this parameter stay on the client, in a method of these parts?"""
     if parameter.startswith(f"{EXTRAS}{_scope(True)}/"):
         return True
-    return any(part.is_personal(parameter) for part in parts if isinstance(part, KeepsLayers))
+    return any(part.is_personal(parameter) for part in parts if isinstance(part, AddsParameters))
 
 
 class Extras(nn.Module):
@@ -215,19 +213,16 @@ class Extras(nn.Module):
         return self._parts[part]
 
 
-def attach(module: nn.Module, parts: Iterable[Any], ctx: Context) -> nn.Module:
-    """Let `parts` adapt `module` and register their extra parameters on it; a module whose method does neither is
-    returned as it is."""
-    parts = list(parts)
-    for part in parts:
-        if isinstance(part, AdaptsNetwork):
-            part.adapt_network(module, ctx)
+def attach(module: nn.Module, parts: Iterable[Any], server: Callable[[str], Server]) -> nn.Module:
+    """Let `parts` adapt `module` and register their parameters on it; a module whose method does neither is returned
+    as it is. server: the handle of a part, by its name."""
+    adding = [part for part in parts if isinstance(part, AddsParameters)]
+    for part in adding:
+        part.adapt(module, server(part.name))  # type: ignore[attr-defined]
     extras = Extras()
-    for part in parts:
-        personal = part.personal_parameters(ctx) if isinstance(part, KeepsParameters) else {}
-        for kept, values in ((False, part.extra_parameters(ctx)), (True, personal)):
-            for name, value in values.items():
-                extras.add(part.name, name, nn.Parameter(value.clone()), kept)
+    for part in adding:
+        for name, value in part.parameters(server(part.name)).items():  # type: ignore[attr-defined]
+            extras.add(part.name, name, nn.Parameter(value.clone()), part.is_personal(EXTRAS + name))  # type: ignore[attr-defined]
     if next(extras.parameters(), None) is not None:
         module.extras = extras
     return module

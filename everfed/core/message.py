@@ -1,6 +1,6 @@
 """What crosses between server and client, and what it costs.
 
-A message is {part: tree}. A value wrapped in `Once` is sent to a client only while the client does not hold that
+A message is {part: tree}. A value wrapped in `Cached` is sent to a client only while the client does not hold that
 version already: a frozen generator, a knowledge base, the model itself when an earlier phase brought it.
 """
 
@@ -19,7 +19,7 @@ MODEL = "model"
 
 
 @dataclass(frozen=True)
-class Once:
+class Cached:
     """A payload with a version; each client receives each version at most once."""
 
     version: int | str
@@ -27,22 +27,25 @@ class Once:
 
 
 @dataclass(frozen=True)
-class Each:
+class PerClient:
     """A payload of its own for each client; nobody receives another's, and a client that is not named receives none."""
 
     values: Mapping[int, Tree | Tensor]
 
 
-Message = dict[str, dict[str, Any]]  # part -> {key: leaf, tree, Once or Each}
+Message = dict[str, dict[str, Any]]  # part -> {key: leaf, tree, Cached or PerClient}
+State = dict[str, Tree]  # part -> its state
+Model = dict[str, Tensor]  # params, stats, counters
+Values = Mapping[str, Any]  # what a hook returns to be sent: {key: leaf or tree}
 
 
 def addressed(message: Message, client: int) -> Message:
-    """What of `message` goes to `client`: its own payload in place of every `Each`."""
+    """What of `message` goes to `client`: its own payload in place of every `PerClient`."""
     return {
         part: {
-            key: value.values[client] if isinstance(value, Each) else value
+            key: value.values[client] if isinstance(value, PerClient) else value
             for key, value in values.items()
-            if not isinstance(value, Each) or client in value.values
+            if not isinstance(value, PerClient) or client in value.values
         }
         for part, values in message.items()
     }
@@ -50,13 +53,13 @@ def addressed(message: Message, client: int) -> Message:
 
 def common(message: Message) -> Message:
     """What of `message` goes to every client."""
-    return {part: {k: v for k, v in tree.items() if not isinstance(v, Each)} for part, tree in message.items()}
+    return {part: {k: v for k, v in tree.items() if not isinstance(v, PerClient)} for part, tree in message.items()}
 
 
 def own(message: Message, client: int) -> Message:
     """What of `message` goes to `client` alone."""
     found = addressed(message, client)
-    only = {part: {k: found[part][k] for k, v in tree.items() if isinstance(v, Each) and k in found[part]}
+    only = {part: {k: found[part][k] for k, v in tree.items() if isinstance(v, PerClient) and k in found[part]}
             for part, tree in message.items()}  # fmt: skip
     return {part: tree for part, tree in only.items() if tree}
 
@@ -67,8 +70,8 @@ def with_own(message: Message, alone: Message) -> Message:
 
 
 def unwrap(message: Message) -> dict[str, Tree]:
-    """The message as a part reads it: every `Once` replaced by its payload."""
-    return {part: {k: v.value if isinstance(v, Once) else v for k, v in tree.items()} for part, tree in message.items()}
+    """The message as a part reads it: every `Cached` replaced by its payload."""
+    return {part: {k: v.value if isinstance(v, Cached) else v for k, v in tree.items()} for part, tree in message.items()}
 
 
 def payload_bytes(message: Message, held: dict[str, int | str]) -> dict[str, int]:
@@ -85,12 +88,12 @@ def versions(message: Message) -> dict[str, int | str]:
         f"{part}/{name}": value.version
         for part, tree in message.items()
         for name, value in tree.items()
-        if isinstance(value, Once)
+        if isinstance(value, Cached)
     }
 
 
 def _value_bytes(value: Any, version: int | str | None) -> int:
-    if isinstance(value, Once):
+    if isinstance(value, Cached):
         return 0 if value.version == version else tensor_bytes({"": value.value})
     return tensor_bytes({"": value})
 

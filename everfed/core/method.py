@@ -13,24 +13,27 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import (
     BOUNDARIES,
     CLASSES,
+    EAGER,
     HELD_OUT,
     HISTORY,
     HOOKS,
     TASK_ID,
     TOGETHER,
+    Aggregator,
     CompositionError,
     Part,
+    Personal,
     Protection,
     overrides,
 )
-from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Position
+from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, When
 from everfed.core.pieces import TrainsPieces
 from everfed.core.reduce import Reducer
 from everfed.core.stream import Stream
 
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()
-_STREAM_NEEDS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER, CLASSES})
+_NO_PARTS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER, CLASSES, EAGER})
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Method:
     warnings: tuple[str, ...] = ()
 
     @property
-    def aggregator(self) -> Part:
-        return next(part for part in self.parts if overrides(part, "aggregate"))
+    def aggregator(self) -> Aggregator:
+        return next(part for part in self.parts if isinstance(part, Aggregator))
 
     @property
     def protections(self) -> tuple[Protection, ...]:
@@ -52,8 +55,11 @@ class Method:
     @property
     def personal(self) -> bool:
         """Are models scored on the clients?"""
-        own = layout.KeepsParameters | layout.KeepsLayers
-        return any(overrides(part, "personalise") or isinstance(part, own) for part in self.parts)
+        return any(isinstance(part, Personal) or layout.keeps_some(part) for part in self.parts)
+
+    def defining(self, hook: str) -> list[Part]:
+        """The parts that define `hook`, in part order."""
+        return [part for part in self.parts if overrides(part, hook)]
 
     def owner(self, hook: str) -> Part | None:
         """The one part that defines `hook`, for hooks that at most one part may define."""
@@ -67,16 +73,16 @@ class Method:
         return next(part for part in self.parts if part.name == name)
 
     def needs(self, what: str) -> bool:
-        return any(what in part.needs for part in self.parts)
+        return any(what in part.needs() for part in self.parts)
 
     @cached_property
     def own_phases(self) -> tuple[Phase, ...]:
         """The parts' own phases, in part order, each with its owner."""
         return tuple(replace(phase, owner=part.name) for part in self.parts for phase in part.phases())
 
-    def phases(self, position: Position) -> tuple[Phase, ...]:
-        """The parts' own phases at `position`, in part order."""
-        return tuple(phase for phase in self.own_phases if phase.position is position)
+    def phases(self, when: When) -> tuple[Phase, ...]:
+        """The parts' own phases before or after aggregation, in part order."""
+        return tuple(phase for phase in self.own_phases if phase.when is when)
 
     def phases_by_name(self) -> dict[str, Phase]:
         """Everything a client may be asked to do."""
@@ -85,7 +91,7 @@ class Method:
 
     def scheduled_phases(self) -> tuple[Phase, ...]:
         """`train` and the parts' own phases, without the steps that an engine runs inside them."""
-        return (self.train_phase(), *self.phases(Position.BEFORE), *self.phases(Position.AFTER))
+        return (self.train_phase(), *self.phases(When.BEFORE), *self.phases(When.AFTER))
 
     def train_phase(self) -> Phase:
         return Phase(TRAIN, owner=self.aggregator.name)
@@ -110,23 +116,23 @@ class Method:
         for part in self.parts:
             hidden = []
             if not stream.boundaries and (
-                BOUNDARIES in part.needs or any(phase.needs_boundaries for phase in part.phases())
+                BOUNDARIES in part.needs() or any(phase.needs_boundaries for phase in part.phases())
             ):
                 hidden.append("when a task begins or ends")
-            if not stream.task_ids and TASK_ID in part.needs:
+            if not stream.task_ids and TASK_ID in part.needs():
                 hidden.append("which task a client is in")
             if hidden:
                 raise CompositionError(
                     f"method {self.name!r}: part {part.name!r} must know {' and '.join(hidden)}, "
                     f"but stream {stream.name!r} does not tell; choose another method or a stream with boundaries"
                 )
-            if stream.asynchronous and TOGETHER in part.needs:
+            if stream.asynchronous and TOGETHER in part.needs():
                 raise CompositionError(
                     f"method {self.name!r}: part {part.name!r} needs all clients to end a task in the same round, but "
                     f"on stream {stream.name!r} each does by its own clock; choose another method, or leave out "
                     "stream.asynchronous"
                 )
-            if stream.score != "accuracy" and CLASSES in part.needs:
+            if stream.score != "accuracy" and CLASSES in part.needs():
                 raise CompositionError(
                     f"method {self.name!r}: part {part.name!r} needs one class for every sample, but stream "
                     f"{stream.name!r}, scored by {stream.score}, has other targets; choose a method that works with "
@@ -137,7 +143,7 @@ class Method:
 def compose(*parts: Part, name: str = "", optimizer: Optimizer = SGD) -> Method:
     """A method from parts, in the order in which their hooks run. Raises CompositionError when they do not fit."""
     _check_names(parts)
-    aggregators = [part.name for part in parts if overrides(part, "aggregate")]
+    aggregators = [part.name for part in parts if isinstance(part, Aggregator)]
     if len(aggregators) != 1:
         raise CompositionError(f"exactly one part must own aggregation (such as FedAvg); got {aggregators or 'none'}")
     for hook in _ONE_OWNER:
@@ -168,7 +174,7 @@ def _check_names(parts: tuple[Part, ...]) -> None:
 def _check_needs(part: Part, parts: tuple[Part, ...]) -> None:
     present = {other.name for other in parts}
     before = {other.name for other in parts[: parts.index(part)]}
-    for need in part.needs - _STREAM_NEEDS:
+    for need in frozenset(part.needs()) - _NO_PARTS:
         if need in present - before:
             raise CompositionError(f"part {part.name!r} needs part {need!r} before it")
         if need not in present:

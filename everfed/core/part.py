@@ -1,12 +1,9 @@
-"""A part: one idea of a method, as hyper-parameters and hooks. A method is a composition of parts.
+"""A part: one idea of a method, as options and hooks. A method is a composition of parts.
 
-A part is a frozen dataclass without state. Its state lives in named slots (trees) that the engine keeps, pages to disk,
-checkpoints and sends; hooks receive it and return it. Every hook is optional. The hooks of `Part` belong to the phase
-`train`; a phase of a part's own (`Phase`) names the functions that carry it out.
-
-Hooks outside the training step are pure functions. `client` is the whole client state {part: slots} and `server` the
-whole server state {part: slots, "model": vectors}, to read. The slots that a hook returns replace the part's own: None
-leaves them as they are, {} removes them.
+A part is a frozen dataclass without state. Its state is a dict of tensors and plain values, kept by the engine for the
+server and for each client, paged to disk, checkpointed and sent. A hook outside the training step takes one handle
+(`Client` or `Server`), reads and writes its own state through it, and returns its result. Every hook is optional. The
+hooks of `Part` belong to the phase `train`; a phase of a part's own (`Phase`) names the functions that carry it out.
 
 Hooks inside the training step may be captured and replayed on a GPU: static shapes, no host synchronisation, no branch
 on data. Discrete draws are made ahead, in `plan`, and arrive as integer rows.
@@ -15,26 +12,28 @@ on data. Discrete draws are made ahead, in `plan`, and arrive as integer rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from everfed.core.data import Data
-from everfed.core.layout import KeepsLayers, KeepsParameters
-from everfed.core.message import Message
+from everfed.core.data import Table
+from everfed.core.layout import AddsParameters, keeps_some
+from everfed.core.message import Model, State, Values
 from everfed.core.optimizer import Optimizer
-from everfed.core.phase import Model, Phase, Slots, State
+from everfed.core.option import Options
+from everfed.core.phase import Phase
 from everfed.core.reduce import Reducer
-from everfed.core.schedule import Schedule, Table
 from everfed.core.tree import Tree
 from everfed.errors import CompositionError
 
 if TYPE_CHECKING:
     from everfed.core.client import Reply
-    from everfed.core.context import Context
+    from everfed.core.data import Schedule
+    from everfed.core.gradient import Gradient
+    from everfed.core.handle import Client, Server
     from everfed.core.step import Batch, Step
-    from everfed.core.trainer import Fitted
 
 Tables = dict[str, Table]
 Reduced = dict[str, dict[str, Any]]  # part -> reply key -> reduced value
@@ -47,46 +46,35 @@ HISTORY = "history"  # reads the data of earlier tasks (an upper bound, not a me
 HELD_OUT = "held_out"  # measures on test sets (in a simulation, not a method for real clients)
 TOGETHER = "together"  # all clients must change tasks in the same round
 CLASSES = "classes"  # every sample must have one class: neither several labels, nor numbers, tokens or boxes
+EAGER = "eager"  # its steps cannot be captured in a CUDA graph: they run as they come
 
 
 @dataclass(frozen=True)
-class Part:
-    """Base of all parts. `name` is the namespace of its slots, its messages and its options."""
+class Part(Options):
+    """Base of all parts. `name` is the namespace of its state, its messages and its options."""
 
     name: ClassVar[str] = ""
-    needs: ClassVar[frozenset[str]] = frozenset()
-    capturable: ClassVar[bool] = True  # may its step hooks be captured in a CUDA graph?
-    changes: ClassVar[frozenset[str] | None] = None  # of its slots, those that steps change in place; None: all of them
+    changes: ClassVar[frozenset[str] | None] = None  # of its state, what steps change in place; None: all of it
 
     # set-up -----------------------------------------------------------------------------------------------------
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         """Refuse a composition by raising CompositionError; return warnings about a doubtful one."""
         return ()
 
-    def phases(self) -> tuple[Phase, ...]:
+    def needs(self) -> AbstractSet[str]:
+        """Names of parts that must come before it, and what it must know or have (BOUNDARIES, CLASSES, ...)."""
+        return frozenset()
+
+    def phases(self) -> Sequence[Phase]:
         """Phases this part adds to a round."""
         return ()
 
-    def server_slots(self, ctx: Context) -> Tree:
-        """The server's slots before the first round."""
-        return {}
-
-    def client_slots(self, ctx: Context) -> Tree:
-        """A client's slots before it is first called."""
-        return {}
-
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        """Trainable tensors beside the model's own, with their first values; shared like the model."""
-        return {}
-
-    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
-        """A changed forward pass, in training and when scored; x are network inputs, `own` the part's client slots.
-        The part's extra parameters are `module.extras[part][name]`. At most one part of a method changes it."""
-        outputs: Tensor = module(x)
-        return outputs
+    def init(self, side: Client | Server) -> None:
+        """Write the first state: of the server before the first round, of a client before it is first called. May
+        refuse what cannot work by raising CompositionError."""
 
     # on the server ----------------------------------------------------------------------------------------------
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: Server) -> Values:
         """What clients receive before training, beside the model."""
         return {}
 
@@ -94,60 +82,34 @@ class Part:
         """How the values this part adds to the `train` reply are reduced."""
         return {}
 
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        """Numbers to report, before the server uses the replies; they change nothing."""
-        return {}
-
-    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        """The new shared model. Exactly one part of a method defines it."""
-        raise CompositionError(f"part {self.name!r} does not aggregate")
-
-    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
-        """(server slots, shared model) after aggregation, in part order: server momentum, projections of the update.
-        `server` still holds the model before it."""
-        return None, model
-
-    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        """The part's server slots after training; `server` holds the new model, `reduced` the part's reply values."""
-        return None
+    def update(self, server: Server) -> None:
+        """After aggregation, in part order: read `server.reduced`, write state, change the new model, report."""
 
     # on the client, around training ------------------------------------------------------------------------------
-    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
-        """(slots, model to start from) when a round begins. data: the client's own samples, before any part adds to
-        them; there may be none."""
-        return None, model
+    def receive(self, client: Client) -> None:
+        """When a round begins: change the model to start from, add to the data. There may be no samples."""
 
-    def dataset(self, client: State, data: Data, ctx: Context) -> Data:
-        """The samples to train on."""
-        return data
+    def start(self, client: Client) -> None:
+        """Right before training on the samples of all parts; there are some. The model may be changed."""
 
-    def start(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
-        """(slots, model to start from) right before training on `data`, the samples of all parts; there are some."""
-        return None, model
+    def plan(self, client: Client, schedule: Schedule) -> Tables:
+        """On the host, before the first step: integer rows for every step. `client.plans`: of the parts before it."""
+        return {}
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
-        """After training: (slots, values added to the `train` reply). A value under "model" is not sent: it replaces
-        what training ended with."""
-        return None, {}
-
-    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
-        """What a client sends of its trained model (the aggregating part only)."""
-        raise CompositionError(f"part {self.name!r} does not aggregate")
-
-    def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
-        """The model this client is scored with. A method with such a part is scored on its clients."""
-        return model
+    def reply(self, client: Client) -> Values:
+        """After training: values added to the `train` reply. A changed model replaces what training ended with."""
+        return {}
 
     # on the client, inside a training step -----------------------------------------------------------------------
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Slots, Tables]:
-        """On the host, before the first step: (slots, integer rows for every step). `plans`: of the parts before it."""
-        return None, {}
-
     def batches(self, step: Step) -> dict[str, Batch]:
         """Replayed or generated samples: joined (one forward with the real batch) or separate (their own forward)."""
         return {}
+
+    def forward(self, module: nn.Module, x: Tensor, state: Tree, message: Tree) -> Tensor:
+        """A changed forward pass, in training and when scored; x are network inputs, `state` and `message` the part's
+        own on the client. Its added parameters are `module.extras[part][name]`. At most one part changes it."""
+        outputs: Tensor = module(x)
+        return outputs
 
     def objective(self, step: Step) -> Tensor:
         """The base objective, instead of the stream's task loss on the real and joined samples; at most one part."""
@@ -157,13 +119,44 @@ class Part:
         """A term added to the objective."""
         return None
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        """A rule on the flat gradient (P,)."""
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient | Tensor:
+        """A rule on the flat gradient; `gradient.vector` is (P,)."""
         return gradient
 
     def after(self, step: Step) -> None:
-        """After the optimiser: update own slots in place, those named in `changes` (and `step.params`, for a rule on
-        the update itself)."""
+        """After the optimiser: update own state in place, what `changes` names (and `step.params`, for a rule on the
+        update itself)."""
+
+
+@dataclass(frozen=True)
+class Aggregator(Part):
+    """A part that makes the new shared model; exactly one part of a method does. The defaults are FedAvg's."""
+
+    def aggregate(self, server: Server) -> Model:
+        """The new shared model: what arrived in place of the old one, which stays where no client sent anything."""
+        return {name: value if server.reduced.get(name) is None else server.reduced[name]
+                for name, value in server.model.items()}  # fmt: skip
+
+    def upload(self, client: Client) -> Values:
+        """What a client sends of its trained model: all but the statistics that stay with it."""
+        if client.options.batchnorm == "local":
+            return {"params": client.model["params"]}
+        return dict(client.model)
+
+
+@dataclass(frozen=True)
+class Personal(Part):
+    """A part whose clients have models of their own. A method with such a part is scored on its clients."""
+
+    def personalise(self, client: Client) -> Model:
+        """The model that this client is scored with; by default the one it keeps under params, stats and counters, if
+        it has one."""
+        model, own = client.model, client.state
+        return {key: own[key].to(value.device) for key, value in model.items()} if "params" in own else model
+
+    def state_for_task(self, state: Tree, task: int) -> Tree:
+        """Its state on a client for scoring samples that are known to be of `task` (the `task` logits)."""
+        return state
 
 
 @dataclass(frozen=True)
@@ -173,64 +166,66 @@ class Protection(Part):
     adds: ClassVar[frozenset[str]] = frozenset()  # keys that `seal` may add to any reply
     per_epoch: ClassVar[bool] = False  # must a restarted server get a newly sealed reply, never a stored one?
 
-    def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[Slots, Reply]:
-        """The last hook before a reply leaves the client, in part order: (slots, the reply as it is sent). `message`
-        is empty in a round in which nothing was sent."""
-        return None, reply
+    def seal(self, client: Client, phase: Phase, reply: Reply) -> Reply:
+        """The last hook before a reply leaves the client, in part order: the reply as it is sent. `client.messages` is
+        empty in a round in which nothing was sent."""
+        return reply
 
-    def release(
-        self, server: State, phase: Phase, reduced: Reduced, weights: Weights, ctx: Context
-    ) -> tuple[Slots, Reduced]:
-        """The first hook after a phase's replies were reduced: (slots, what all parts read of them).
-        weights: the divisor of each value that is a mean."""
-        return None, reduced
+    def release(self, server: Server, phase: Phase, reduced: Reduced, weights: Weights) -> Reduced:
+        """The first hook after a phase's replies were reduced: what all parts read of them. weights: the divisor of
+        each value that is a mean."""
+        return reduced
 
 
-HOOKS = frozenset(name for name, value in vars(Part).items() if callable(value) and not name.startswith("_"))
-
-
-def with_slots(state: State, part: str, slots: Tree | None) -> State:
-    """`state` with the slots of `part` replaced: None leaves them as they are, {} removes them."""
-    if slots is None:
-        return state
-    return {**state, part: slots} if slots else {name: tree for name, tree in state.items() if name != part}
+_DEFAULTS = {
+    name: value
+    for kind in (AddsParameters, Protection, Personal, Aggregator, Part)
+    for name, value in vars(kind).items()
+    if callable(value) and not name.startswith("_")
+}
+HOOKS = frozenset(_DEFAULTS)
 
 
 def overrides(part: Part, hook: str) -> bool:
     """Does the part define `hook` itself?"""
-    return getattr(type(part), hook) is not getattr(Part, hook)
+    default = _DEFAULTS[hook]
+    return getattr(type(part), hook, default) is not default
 
 
 def refuse_personal(part: Part, parts: Sequence[Part]) -> None:
     """For parts that send vectors over all parameters, in a composition where some of them never leave a client."""
     for other in parts:
-        if isinstance(other, KeepsParameters | KeepsLayers):
+        if keeps_some(other):
             raise CompositionError(f"part {part.name!r} sends all parameters, but {other.name!r} keeps some personal")
 
 
 def options_of(part: Part) -> dict[str, Any]:
-    """Hyper-parameters by name."""
+    """Options by name."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
 __all__ = [
     "BOUNDARIES",
     "CLASSES",
+    "EAGER",
     "HELD_OUT",
     "HISTORY",
     "HOOKS",
     "TASK_ID",
     "TOGETHER",
+    "AddsParameters",
+    "Aggregator",
     "CompositionError",
     "Model",
     "Part",
+    "Personal",
     "Protection",
     "Reduced",
     "State",
     "Tables",
+    "Values",
     "Weights",
     "options_of",
     "overrides",
     "refuse_personal",
-    "with_slots",
 ]

@@ -9,25 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from everfed.core.data import Data
-from everfed.core.message import Message
+from everfed.core.message import Values
 from everfed.core.reduce import Reducer
 from everfed.core.stream import RoundPlan
-from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
-    from everfed.core.context import Context
+    from everfed.core.handle import Client, Server
 
 TRAIN = "train"
 EVALUATE = "evaluate"
 
-State = dict[str, Tree]  # part -> slots
-Slots = Tree | None  # what a hook returns for its part's slots: None leaves them as they are, {} removes them
-Model = dict[str, Tensor]  # params, stats, counters
 
 
 class Cohort(Enum):
@@ -39,7 +32,7 @@ class Cohort(Enum):
     SERVER = "server"  # no client
 
 
-class Position(Enum):
+class When(Enum):
     """Before or after this round's aggregation, or inside another phase (the steps of secure aggregation, which an
     engine runs itself)."""
 
@@ -49,7 +42,7 @@ class Position(Enum):
 
 
 @dataclass(frozen=True)
-class When:
+class Rounds:
     """In which rounds a phase runs."""
 
     kind: str
@@ -61,17 +54,17 @@ class When:
         return self.kind in ("begin", "end")
 
 
-ALWAYS = When("every")
-FIRST = When("first")
-BEGIN = When("begin")
-END = When("end")
+ALWAYS = Rounds("every")
+FIRST = Rounds("first")
+BEGIN = Rounds("begin")
+END = Rounds("end")
 
 
-def every(rounds: int, offset: int = 0) -> When:
+def every(rounds: int, offset: int = 0) -> Rounds:
     """Every `rounds`-th round, starting with round `offset`."""
     if rounds < 1 or not 0 <= offset < rounds:
         raise ValueError(f"every(k, offset) needs k >= 1 and 0 <= offset < k; got {rounds}, {offset}")
-    return When("every", rounds, offset)
+    return Rounds("every", rounds, offset)
 
 
 @dataclass(frozen=True)
@@ -82,52 +75,45 @@ class Phase:
     in_last_round: False leaves it out of the run's last round (what prepares the next task is useless there).
     sends: False sends clients no message at all; they use what they hold.
 
-    Functions of the owning part, all optional. Slots that they return replace the part's own: None leaves them as they
-    are, {} removes them. In order of execution:
-    broadcast(server, ctx): what clients receive beside the model.
-    run(client, message, data, ctx): on each client; (slots, reply).
-    measure(server, reduced, ctx): numbers to report; before `update`, or after it in a phase of the server alone.
-    update(server, reduced, ctx): the part's server slots.
-    update_model(server, model, ctx): (server slots, shared model), to train or to replace the shared model.
-    done(server, ctx): ends a repeated phase before its last repeat.
+    Functions of the owning part, all optional, in order of execution:
+    broadcast(server): what clients receive beside the model.
+    run(client): on each client; its reply.
+    update(server): reads `server.reduced`, writes state, may change the model; True ends a repeated phase before its
+    last repeat.
 
     owner: the part's name; composition fills it in.
     """
 
     name: str
     cohort: Cohort = Cohort.SAMPLED
-    when: When = ALWAYS
-    position: Position = Position.AFTER
+    rounds: Rounds = ALWAYS
+    when: When = When.AFTER
     reduce: Mapping[str, Reducer] = field(default_factory=dict)
     repeat: int = 1
     in_last_round: bool = True
     sends: bool = True
-    broadcast: Callable[[State, Context], dict[str, Any]] | None = field(default=None, compare=False)
-    run: Callable[[State, Message, Data, Context], tuple[Slots, Tree]] | None = field(default=None, compare=False)
-    measure: Callable[[State, Tree, Context], dict[str, float]] | None = field(default=None, compare=False)
-    update: Callable[[State, Tree, Context], Slots] | None = field(default=None, compare=False)
-    update_model: Callable[[State, Model, Context], tuple[Slots, Model]] | None = field(default=None, compare=False)
-    done: Callable[[State, Context], bool] | None = field(default=None, compare=False)
+    broadcast: Callable[[Server], Values] | None = field(default=None, compare=False)
+    run: Callable[[Client], Values] | None = field(default=None, compare=False)
+    update: Callable[[Server], bool | None] | None = field(default=None, compare=False)
     owner: str = ""
 
     @property
     def needs_boundaries(self) -> bool:
         """Does running it reveal when a task begins or ends?"""
-        return self.when.needs_boundaries or self.cohort is Cohort.BOUNDARY
+        return self.rounds.needs_boundaries or self.cohort is Cohort.BOUNDARY
 
     def due(self, index: int, plan: RoundPlan, rounds: int) -> bool:
         """Does it run in round `index` of `rounds`? Tasks begin and end for the clients concerned (BOUNDARY), or for
         the server."""
-        when = self.when
         if index + 1 == rounds and not self.in_last_round:
             return False
-        if when.kind == "first":
+        if self.rounds.kind == "first":
             return index == 0
-        if when.kind == "begin":
+        if self.rounds.kind == "begin":
             return bool(plan.begins) if self.cohort is Cohort.BOUNDARY else plan.task_opens
-        if when.kind == "end":
+        if self.rounds.kind == "end":
             return bool(plan.ends) if self.cohort is Cohort.BOUNDARY else plan.task_closes
-        return index % when.every == when.offset
+        return index % self.rounds.every == self.rounds.offset
 
     def clients(self, plan: RoundPlan) -> tuple[int, ...]:
         if self.cohort is Cohort.SERVER:
@@ -136,5 +122,5 @@ class Phase:
             return plan.participants
         if self.cohort is Cohort.ALL:
             return tuple(sorted(plan.tasks))
-        moving = plan.begins if self.when.kind == "begin" else plan.ends
+        moving = plan.begins if self.rounds.kind == "begin" else plan.ends
         return tuple(sorted(moving))

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from everfed.core.layout import Layout
-from everfed.core.message import MODEL, Message, Once
-from everfed.core.phase import Model, State
+from everfed.core.message import MODEL, Cached, Message, Model, State
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
     from everfed.core.context import Context
+    from everfed.core.handle import Server
 
 PIECES = "pieces"  # in a message: the pieces that are not trained, and where the trained ones lie
 TRAINED = "trained"
@@ -33,10 +33,13 @@ Spans = tuple[slice, ...]
 class TrainsPieces(Protocol):
     """A part that chooses which pieces of the shared vector a round trains."""
 
+    @property
+    def name(self) -> str: ...
+
     def pieces(self, layout: Layout, labels: Sequence[tuple[int, ...]]) -> Mapping[str, Spans]:
         """Disjoint pieces by name; what none covers is trained in every round. labels: the classes of every task."""
 
-    def trained(self, piece: str, server: State, ctx: Context) -> bool:
+    def trained(self, piece: str, server: Server) -> bool:
         """Does this round train the piece of that name?"""
 
 
@@ -99,24 +102,24 @@ class Pieces:
         named = {name: joined(spans) for name, spans in owner.pieces(layout, labels).items()}
         return Pieces(owner, {name: spans for name, spans in named.items() if spans}, layout.shared)
 
-    def moving(self, server: State, ctx: Context) -> Spans:
-        """Where this round trains."""
-        return rest((span for spans in self.resting(server, ctx).values() for span in spans), self.size)
+    def moving(self, server: Server) -> Spans:
+        """Where this round trains. server: the handle of the part that names the pieces."""
+        return rest((span for spans in self.resting(server).values() for span in spans), self.size)
 
-    def resting(self, server: State, ctx: Context) -> dict[str, Spans]:
+    def resting(self, server: Server) -> dict[str, Spans]:
         """The other pieces."""
-        return {name: spans for name, spans in self.spans.items() if not self.owner.trained(name, server, ctx)}
+        return {name: spans for name, spans in self.spans.items() if not self.owner.trained(name, server)}
 
-    def split(self, message: Message, versions: Mapping[str, int], server: State, ctx: Context) -> Message:
+    def split(self, message: Message, versions: Mapping[str, int], server: Server) -> Message:
         """The message with the trained pieces under "model" and the others by version."""
-        whole: Once = message[MODEL]["params"]
-        moving = self.moving(server, ctx)
+        whole: Cached = message[MODEL]["params"]
+        moving = self.moving(server)
         others = {
-            name: Once(versions.get(name, 0), {"at": to_text(spans), "values": cut(_tensor(whole.value), spans)})
-            for name, spans in self.resting(server, ctx).items()
+            name: Cached(versions.get(name, 0), {"at": to_text(spans), "values": cut(_tensor(whole.value), spans)})
+            for name, spans in self.resting(server).items()
         }
         # the spans are part of the version: another choice of pieces is another vector
-        short = Once(f"{whole.version}/{to_text(moving)}", cut(_tensor(whole.value), moving))
+        short = Cached(f"{whole.version}/{to_text(moving)}", cut(_tensor(whole.value), moving))
         model = {**message[MODEL], "params": short}
         return {**message, MODEL: model, PIECES: {TRAINED: to_text(moving), **others}}
 

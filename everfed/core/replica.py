@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from everfed.core.layout import Entry, Layout
-from everfed.core.phase import Model
+from everfed.core.message import Model
 from everfed.kernels import load_kernels
 
 sgd_kernel = load_kernels("everfed.kernels.sgd")
@@ -53,7 +53,7 @@ class Replica:
 
     mixes_samples: does a sample's output depend on the others in its forward pass, as with BatchNorm? A layer of your
     own that does so says it with an attribute of this name. normalises_apart: may several minibatches go through the
-    network in one forward pass all the same, because its BatchNorm layers keep them apart (core/normalisation.py)? On
+    network in one forward pass all the same, because its BatchNorm layers keep them apart (core/ops.py)? On
     a GPU only: on a CPU it is no faster, and would change the last bits of results.
     """
 

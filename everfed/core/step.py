@@ -2,26 +2,31 @@
 generator after its discriminator, a flow before a classifier.
 
 `train_step` is the only place where losses are added, gradients taken and rules applied. It uses tensors of shapes
-known from the schedule, and never waits for the device.
+known from the plans, and never waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from everfed.core.context import Context
+from everfed.core.context import Context, Facts
+from everfed.core.gradient import Gradient
 from everfed.core.layout import Entry, Layout
-from everfed.core.normalisation import normalised_apart
+from everfed.core.message import State
+from everfed.core.ops import normalised_apart
 from everfed.core.optimizer import Optimizer, Scales
-from everfed.core.part import Part, State, overrides
+from everfed.core.part import Part, overrides
 from everfed.core.replica import Cut, Gradients, Replica
 from everfed.core.tree import Tree
+
+if TYPE_CHECKING:
+    from everfed.core.trainer import Trainer
 
 Moments = dict[str, Tensor]
 
@@ -42,20 +47,21 @@ class Batch:
     only_outputs: bool = False
 
 
-class Step:
-    """The state of local training at one step. Built once per local training; `begin` moves it to the next step."""
+class Training:
+    """A local training at one step. Built once per local training; `begin` moves it to the next step. Parts see it
+    through a `Step` each."""
 
     def __init__(
         self,
-        ctx: Context,
+        context: Context,
         replica: Replica,
         forward: Callable[[Tensor], Tensor],
         task_loss: Callable[[Tensor, Tensor], Tensor],
         state: State,
-        message: dict[str, Tree],
+        message: Mapping[str, Tree],
         received: Tensor,
     ) -> None:
-        self.ctx = ctx
+        self.context = context
         self.replica = replica
         self.forward = forward
         self.task_loss = task_loss
@@ -68,57 +74,164 @@ class Step:
         self.outputs: Tensor = received  # of the real batch
         self.all_outputs: Tensor = received  # of the real batch and the joined ones
         self.all_y: Tensor = received
-        self.batches: dict[str, Batch] = {}
+        self.batches: dict[str, dict[str, Batch]] = {}
+        self.handed: dict[str, dict[str, Tensor]] = {}
         self.cuts: list[Cut] = []  # between losses and the outputs of separate batches
-        self.handed: dict[str, Tensor] = {}  # what a part's substeps hand on to what follows in the same step
+        self._steps: dict[str, Step] = {}
         self._substeps: Substeps | None = None
         self._scales: tuple[Optimizer, Scales | None] | None = None
+
+    def of(self, part: str) -> Step:
+        """The step as this part sees it."""
+        if part not in self._steps:
+            self._steps[part] = Step(part, self)
+        return self._steps[part]
+
+    def begin(self, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
+        """Take the next minibatch and the parts' planned rows."""
+        self.x, self.y, self.rows = x, y, rows
+        self.batches, self.handed, self.cuts = {}, {}, []
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Samples in storage form as network inputs."""
+        inputs: Tensor = self.context.train.stream.inputs(x)
+        return inputs
+
+    def forward_inputs(self, inputs: Tensor) -> Tensor:
+        """Outputs for network inputs, as `forward` gives them for samples in storage form."""
+        return self.context.train.forward_inputs(inputs, self.state, self.message)
+
+    def gradients(self, loss: Tensor) -> list[Gradients]:
+        """The gradients of `loss` by parameters, one tuple for each backward pass."""
+        return self.replica.gradients(loss, self.cuts)
 
     def scales(self, optimizer: Optimizer) -> Scales | None:
         """The optimiser's own rates and decays for every parameter, made in the first step."""
         # equal ones share the tensors: a captured step reads them where they lie
         if self._scales is None or self._scales[0] != optimizer:
-            self._scales = (optimizer, optimizer.scales(self.layout, self.params.device))
+            self._scales = (optimizer, optimizer.scales(self.replica.layout, self.replica.params.device))
         return self._scales[1]
 
     def substeps(self, parts: Sequence[Part]) -> Substeps:
         """Which parameters each substep and the step itself move; the same in all steps of a local training."""
         if self._substeps is None:
-            self._substeps = Substeps.of(parts, self.layout)
+            self._substeps = Substeps.of(parts, self.replica.layout)
         return self._substeps
 
+
+class Step:
+    """A training step, as one part sees it.
+
+    state, message: the part's own on the client; tensors of `state` that `after` changes are changed in place. rows:
+    its planned rows, by table. batches: those that it brought. handed: what its substeps hand on within the step.
+    x, y: the minibatch in storage form. outputs: of the minibatch; all_outputs, all_y: with the joined batches.
+    """
+
+    def __init__(self, part: str, training: Training) -> None:
+        self.name, self.training = part, training
+        self.state: Tree = training.state.get(part, {})
+        self.message: Mapping[str, Any] = training.message.get(part, {})
+
+    def of(self, part: str) -> Step:
+        """The same step as another part sees it, to read."""
+        return self.training.of(part)
+
+    # the part's own ------------------------------------------------------------------------------------------------
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        return self.training.rows.get(self.name, {})
+
+    @property
+    def batches(self) -> dict[str, Batch]:
+        return self.training.batches.get(self.name, {})
+
+    @property
+    def handed(self) -> dict[str, Tensor]:
+        return self.training.handed.setdefault(self.name, {})
+
+    # the minibatch -------------------------------------------------------------------------------------------------
+    @property
+    def x(self) -> Tensor:
+        return self.training.x
+
+    @property
+    def y(self) -> Tensor:
+        return self.training.y
+
+    @property
+    def outputs(self) -> Tensor:
+        return self.training.outputs
+
+    @property
+    def all_outputs(self) -> Tensor:
+        return self.training.all_outputs
+
+    @property
+    def all_y(self) -> Tensor:
+        return self.training.all_y
+
+    # the model -----------------------------------------------------------------------------------------------------
     @property
     def params(self) -> Tensor:
         """(P,) the live parameter vector; autograd does not see it, the module's parameters are views of it."""
-        return self.replica.params
+        return self.training.replica.params
+
+    @property
+    def received(self) -> Tensor:
+        """(P,) the parameters that the server sent last."""
+        return self.training.received
+
+    @property
+    def module(self) -> nn.Module:
+        """The network in training."""
+        return self.training.replica.module
+
+    @property
+    def replica(self) -> Replica:
+        """The network, its vectors and its generator."""
+        return self.training.replica
 
     @property
     def layout(self) -> Layout:
-        return self.replica.layout
+        return self.training.replica.layout
 
-    def begin(self, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
-        """Take the next minibatch and the parts' planned rows."""
-        self.x, self.y, self.rows = x, y, rows
-        self.batches = {}
-        self.cuts = []
-        self.handed = {}
+    @property
+    def generator(self) -> torch.Generator:
+        """For random numbers inside the step."""
+        return self.training.replica.generator
 
+    @property
+    def facts(self) -> Facts:
+        return self.training.context.facts
+
+    @property
+    def context(self) -> Context:
+        return self.training.context
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.training.context.train
+
+    # work ----------------------------------------------------------------------------------------------------------
     def inputs(self, x: Tensor) -> Tensor:
         """Samples in storage form as network inputs."""
-        inputs: Tensor = self.ctx.train.stream.inputs(x)
-        return inputs
+        return self.training.inputs(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Network outputs for samples in storage form."""
+        return self.training.forward(x)
 
     def forward_inputs(self, inputs: Tensor) -> Tensor:
         """Outputs for network inputs, as `forward` gives them for samples in storage form."""
-        return self.ctx.train.forward_inputs(inputs, self.state, self.message)
+        return self.training.forward_inputs(inputs)
+
+    def task_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The stream's loss, on the logits that `train.logits` allows."""
+        return self.training.task_loss(outputs, y)
 
     def grad(self, loss: Tensor) -> Tensor:
         """(P,) gradient of `loss` with respect to the trainable parameters; zeros where it does not depend on them."""
-        return self.replica.flatten(self.gradients(loss))
-
-    def gradients(self, loss: Tensor) -> list[Gradients]:
-        """The same by parameters, one tuple for each backward pass."""
-        return self.replica.gradients(loss, self.cuts)
+        return self.replica.flatten(self.training.gradients(loss))
 
     def task_gradient(self, x: Tensor, y: Tensor) -> Tensor:
         """(P,) gradient of the task loss on other samples at the current parameters (A-GEM's second gradient)."""
@@ -127,103 +240,95 @@ class Step:
 
 
 def train_step(
-    step: Step, parts: Sequence[Part], optimizer: Optimizer, moments: dict[str, Tensor], rate: Tensor
+    training: Training, parts: Sequence[Part], optimizer: Optimizer, moments: Moments, rate: Tensor
 ) -> Tensor:
     """Forward, loss terms, backward, gradient rules, optimiser, the parts' own updates; substeps before and after.
     Returns the loss of the step itself, detached."""
-    substeps = step.substeps(parts)
+    substeps = training.substeps(parts)
     for move in substeps.before:
-        _substep(step, move, optimizer, moments, rate)
-    for part in parts:
-        step.batches.update(part.batches(step))
-    _forward(step, parts)
-    loss = _objective(step, parts)
-    for part in parts:
-        term = part.loss(step)
+        _substep(training, move, optimizer, moments, rate)
+    for part in defining(parts, "batches"):
+        training.batches[part.name] = part.batches(training.of(part.name))
+    _forward(training, parts)
+    loss = _objective(training, parts)
+    for part in defining(parts, "loss"):
+        term = part.loss(training.of(part.name))
         loss = loss if term is None else loss + term
-    gradients = step.gradients(loss)
+    passes = training.gradients(loss)
     with torch.no_grad():
-        _descend(step, parts, gradients, optimizer, moments, rate)
+        _descend(training, parts, passes, optimizer, moments, rate)
     for move in substeps.after:
-        _substep(step, move, optimizer, moments, rate)
+        _substep(training, move, optimizer, moments, rate)
     return loss.detach()
 
 
+def defining(parts: Sequence[Part], hook: str) -> list[Part]:
+    """The parts that define this hook."""
+    return [part for part in parts if overrides(part, hook)]
+
+
 def _descend(
-    step: Step, parts: Sequence[Part], gradients: list[Gradients], optimizer: Optimizer, moments: Moments, rate: Tensor
+    training: Training,
+    parts: Sequence[Part],
+    passes: Sequence[Gradients],
+    optimizer: Optimizer,
+    moments: Moments,
+    rate: Tensor,
 ) -> None:
     """Gradient rules, optimiser, the parts' own updates."""
-    rules = [part for part in parts if overrides(part, "gradient")]
-    plain = _plain_sgd(step, parts, rules, optimizer)
-    if plain:
-        conflict = next((part.conflicts_with(step) for part in rules if isinstance(part, RemovesConflict)), None)
-        how = (rate, optimizer.weight_decay, optimizer.momentum, moments.get("momentum"))
-        step.replica.descend(gradients, *how, conflict)
+    replica = training.replica
+    gradient = Gradient(replica, passes)
+    for part in defining(parts, "gradient"):
+        changed = part.gradient(training.of(part.name), gradient)
+        gradient = changed if isinstance(changed, Gradient) else Gradient.of(replica, changed)
+    kernel = gradient.lazy and _has_kernel(replica, parts, optimizer)
+    if kernel:
+        velocity = moments.get("momentum")
+        replica.descend(
+            gradient.passes, rate, optimizer.weight_decay, optimizer.momentum, velocity, gradient.conflict
+        )
     else:
-        main, scales = step.substeps(parts).main, step.scales(optimizer)
-        gradient = step.replica.flatten(gradients)
-        for part in rules:
-            gradient = part.gradient(step, gradient)
+        main, scales = training.substeps(parts).main, training.scales(optimizer)
         own = None if scales is None else scales.within(main)
-        optimizer.apply(step.params[main], gradient[main], moments, rate, own)
-    before = step.params._version
-    for part in parts:
-        part.after(step)
-    if not plain or step.params._version != before:  # a part changed the parameters
-        step.replica.refresh()
+        optimizer.apply(replica.params[main], gradient.vector[main], moments, rate, own)
+    before = replica.params._version
+    for part in defining(parts, "after"):
+        part.after(training.of(part.name))
+    if not kernel or replica.params._version != before:  # a part changed the parameters
+        replica.refresh()
 
 
-@runtime_checkable
-class RemovesConflict(Protocol):
-    """A part whose `gradient` does this and nothing else: g - <g, r> / |r|^2 r where <g, r> < 0, for a reference r. On
-    a GPU a kernel does it together with the step of SGD."""
-
-    def conflicts_with(self, step: Step) -> tuple[Tensor, Tensor] | None:
-        """(r, |r|^2): (P,) float32 and 0-d, infinite where nothing is to be removed. None: no reference."""
+def _has_kernel(replica: Replica, parts: Sequence[Part], optimizer: Optimizer) -> bool:
+    """Is there one kernel for SGD's update and all that comes before it?"""
+    plain = optimizer.kind == "sgd" and not (optimizer.clip or optimizer.groups)
+    return replica.can_descend and plain and not any(isinstance(part, HasSubsteps) for part in parts)
 
 
-def _only_removes_conflict(part: Part) -> bool:
-    """Does `conflicts_with` say all that `gradient` does? Not in a subclass that changes `gradient` alone."""
-    owners = {hook: owner for owner in reversed(type(part).__mro__) for hook in vars(owner)}
-    return isinstance(part, RemovesConflict) and issubclass(owners["conflicts_with"], owners["gradient"])
-
-
-def _plain_sgd(step: Step, parts: Sequence[Part], rules: Sequence[Part], optimizer: Optimizer) -> bool:
-    """Is there nothing between the gradients and SGD's update but one projection, and a kernel for all of it?
-
-    rules: the parts that change the gradient."""
-    return (
-        step.replica.can_descend
-        and optimizer.kind == "sgd"
-        and not (optimizer.clip or optimizer.groups)
-        and not any(isinstance(part, HasSubsteps) for part in parts)
-        and len(rules) <= 1
-        and all(_only_removes_conflict(part) for part in rules)
-    )
-
-
-def _substep(step: Step, move: Move, optimizer: Optimizer, moments: dict[str, Tensor], rate: Tensor) -> None:
-    gradient = step.replica.gradient(move.substep.loss(step), move.span)
+def _substep(training: Training, move: Move, optimizer: Optimizer, moments: Moments, rate: Tensor) -> None:
+    replica = training.replica
+    gradient = replica.gradient(move.substep.loss(training.of(move.part.name)), move.span)
     with torch.no_grad():
-        move.apply(step.params, gradient, moments, optimizer, rate, step.scales(optimizer))
-        step.replica.refresh()
+        move.apply(replica.params, gradient, moments, optimizer, rate, training.scales(optimizer))
+        replica.refresh()
 
 
-def _forward(step: Step, parts: Sequence[Part]) -> None:
+def _forward(training: Training, parts: Sequence[Part]) -> None:
     """One forward for the real batch and the joined ones together, one for each separate batch.
 
     A network that treats every sample by itself gives separate batches the same outputs in one forward with the rest,
     so one is enough; as it is for a network whose BatchNorm layers can keep them apart.
     """
-    joined = [batch for batch in step.batches.values() if batch.joined]
-    apart = [batch for batch in step.batches.values() if not batch.joined]
+    step, replica = training, training.replica
+    brought = [batch for batches in step.batches.values() for batch in batches.values()]
+    joined = [batch for batch in brought if batch.joined]
+    apart = [batch for batch in brought if not batch.joined]
     own_forward = any(overrides(part, "forward") for part in parts)
-    one_pass = not step.replica.mixes_samples or (step.replica.normalises_apart and not own_forward)
+    one_pass = not replica.mixes_samples or (replica.normalises_apart and not own_forward)
     together = [*joined, *apart] if one_pass else joined
     step.all_y = step.y
     if together:
         counted = len(step.x) + sum(len(batch.x) for batch in joined)
-        mixed = apart and one_pass and step.replica.mixes_samples
+        mixed = apart and one_pass and replica.mixes_samples
         with normalised_apart([counted, *(len(batch.x) for batch in apart)]) if mixed else nullcontext():
             outputs = _together(step, together)
         step.outputs, *rest = outputs.split([len(step.x), *(len(batch.x) for batch in together)])
@@ -241,7 +346,7 @@ def _forward(step: Step, parts: Sequence[Part]) -> None:
             batch.outputs = step.cuts[-1].leaf
 
 
-def _together(step: Step, batches: Sequence[Batch]) -> Tensor:
+def _together(step: Training, batches: Sequence[Batch]) -> Tensor:
     """The outputs of the real batch and the others, in one forward pass."""
     if not any(batch.ready for batch in batches):
         return step.forward(torch.cat([step.x, *(batch.x for batch in batches)]))
@@ -249,11 +354,10 @@ def _together(step: Step, batches: Sequence[Batch]) -> Tensor:
     return step.forward_inputs(torch.cat([step.inputs(step.x), *ready]))
 
 
-def _objective(step: Step, parts: Sequence[Part]) -> Tensor:
-    for part in parts:
-        if overrides(part, "objective"):
-            return part.objective(step)
-    return step.task_loss(step.all_outputs, step.all_y)
+def _objective(training: Training, parts: Sequence[Part]) -> Tensor:
+    for part in defining(parts, "objective"):
+        return part.objective(training.of(part.name))
+    return training.task_loss(training.all_outputs, training.all_y)
 
 
 # substeps -------------------------------------------------------------------------------------------------------------
@@ -262,7 +366,7 @@ class Substep:
     """A step with a loss, parameters and an optimiser of its own, inside one training step, so that a captured step
     holds it too. Its moments travel with those of the run's optimiser, under "part/substep/...".
 
-    parameters: which ones it moves, by name; they must lie together in the vector. loss: of the step as it is then.
+    parameters: which ones it moves, by name; they must lie together in the vector. loss: of the step as it is then, as its part sees it.
     optimizer: its own, or None for the run's, with the round's rate. alone: nothing else moves these parameters, not
     even the training step itself. after: it comes after the training step; otherwise before."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data, device_memory
-from everfed.core.loss import cross_entropy
+from everfed.core.ops import cross_entropy
 from everfed.metrics.scores import score_value
 
 _TEST_SHARE = 0.1  # of the device memory that is free when the first test set is copied

@@ -1,4 +1,4 @@
-"""Local training as a function: a model, data and parts in, a model and the parts' slots out.
+"""Local training as a function: a model, data and parts in, a model and the parts' state out.
 
 `Trainer` is what an engine gives to its clients. This one runs every step as it comes and is the reference; an engine
 may run the same steps in another way (captured, say) by overriding `_steps` and `gradient`.
@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core import schedule as scheduling
 from everfed.core.context import Context
-from everfed.core.data import Data
+from everfed.core.data import Data, Schedule, Table, minibatches
+from everfed.core.handle import Client
 from everfed.core.layout import Layout
+from everfed.core.message import Model, State
+from everfed.core.ops import take_rows
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, Part, State, Tables, overrides, with_slots
+from everfed.core.part import Part, Tables, overrides
 from everfed.core.replica import Blueprint, Replica, global_generators, seed_global
-from everfed.core.rows import take_rows
-from everfed.core.schedule import Schedule
-from everfed.core.step import Step, Substeps, train_step
+from everfed.core.step import Substeps, Training, train_step
 from everfed.core.stream import Stream, StreamView
 from everfed.core.tree import Tree, clone, on_device
 
@@ -49,12 +49,12 @@ class Fitted:
 class Job:
     """One local training, fully decided: everything the steps need."""
 
-    ctx: Context
+    context: Context
     parts: Sequence[Part]
     model: Model
     received: Tensor
     state: State
-    message: dict[str, Tree]
+    message: Mapping[str, Tree]
     data: Data
     schedule: Schedule
     plans: dict[str, Tables]
@@ -89,12 +89,12 @@ class Trainer:
     # what parts and clients call ---------------------------------------------------------------------------------
     def fit(
         self,
-        ctx: Context,
+        context: Context,
         parts: Sequence[Part],
         model: Model,
         received: Tensor,
         state: State,
-        message: dict[str, Tree],
+        message: Mapping[str, Tree],
         data: Data,
         *,
         epochs: int | None = None,
@@ -108,21 +108,21 @@ class Trainer:
 
         rate: the learning rate; by default those of the round, by the run's own optimiser, whatever `optimizer` says.
         """
-        options = ctx.options
-        schedule = scheduling.minibatches(
+        options = context.options
+        schedule = minibatches(
             data.ids,
             options.local_epochs if epochs is None else epochs,
             batch_size or options.batch_size,
-            ctx.rng(f"{tag}/order"),
+            context.rng(f"{tag}/order"),
             options.drop_last,
         )
-        state, plans = self._plan(ctx, parts, state, schedule, tag)
+        state, plans = self._plan(context, parts, model, state, message, data, schedule, tag)
         optimizer = optimizer or options.optimizer
         if not moments:
             substeps = Substeps.of(parts, self.replica.layout)
             moments = substeps.first_moments(optimizer, model["params"].to(self.device))
         job = Job(
-            ctx,
+            context,
             parts,
             model,
             received,
@@ -133,20 +133,20 @@ class Trainer:
             plans,
             optimizer,
             moments,
-            self._rates(ctx, schedule.steps, rate),
-            ctx.key(f"{tag}/dropout"),
+            self._rates(context, schedule.steps, rate),
+            context.key(f"{tag}/dropout"),
         )
         return self._steps(job)
 
-    def gradient(self, ctx: Context, model: Model, x: Tensor, y: Tensor, *, mode: str = "train", tag: str) -> Tensor:
+    def gradient(self, context: Context, model: Model, x: Tensor, y: Tensor, *, mode: str = "train", tag: str) -> Tensor:
         """(P,) gradient of the mean task loss on (x, y), samples in storage form, at `model`; nothing is changed."""
-        seed = ctx.key(f"{tag}/dropout")
+        seed = context.key(f"{tag}/dropout")
         self.replica.load(model)
         self.replica.generator.manual_seed(seed)
         self.replica.module.train(mode == "train")
         with global_generators(self.device):
             seed_global(self.device, seed)
-            loss = self.task_loss(ctx)(self.forward(x.to(self.device)), y.to(self.device))
+            loss = self.task_loss(context)(self.forward(x.to(self.device)), y.to(self.device))
             return self.replica.gradient(loss)
 
     def outputs(
@@ -154,7 +154,7 @@ class Trainer:
         model: Model,
         x: Tensor,
         state: State | None = None,
-        message: dict[str, Tree] | None = None,
+        message: Mapping[str, Tree] | None = None,
         batch_size: int = 1000,
     ) -> Tensor:
         """(n, ...) network outputs in eval mode, float32, without gradients."""
@@ -165,12 +165,12 @@ class Trainer:
             chunks = [self.forward(part.to(self.device), state, message).float() for part in x.split(batch_size)]
         return torch.cat(chunks) if chunks else torch.zeros((0, self.stream.classes), device=self.device)
 
-    def forward(self, x: Tensor, state: State | None = None, message: dict[str, Tree] | None = None) -> Tensor:
+    def forward(self, x: Tensor, state: State | None = None, message: Mapping[str, Tree] | None = None) -> Tensor:
         """Storage form -> network outputs, in the replica's mode and the engine's precision."""
         return self.forward_inputs(self.stream.inputs(x), state, message)
 
     def forward_inputs(
-        self, inputs: Tensor, state: State | None = None, message: dict[str, Tree] | None = None
+        self, inputs: Tensor, state: State | None = None, message: Mapping[str, Tree] | None = None
     ) -> Tensor:
         """Network inputs -> network outputs: `forward` for samples that were never in storage form."""
         if self.precision == "bf16":
@@ -178,25 +178,25 @@ class Trainer:
                 return self._network(inputs, state or {}, message or {}).float()
         return self._network(inputs, state or {}, message or {})
 
-    def _network(self, inputs: Tensor, state: State, message: dict[str, Tree]) -> Tensor:
+    def _network(self, inputs: Tensor, state: State, message: Mapping[str, Tree]) -> Tensor:
         part = self.forward_part
         if part is None:
             return self.network(inputs)
         return part.forward(self.replica.module, inputs, state.get(part.name, {}), message.get(part.name, {}))
 
-    def task_loss(self, ctx: Context) -> Callable[[Tensor, Tensor], Tensor]:
+    def task_loss(self, context: Context) -> Callable[[Tensor, Tensor], Tensor]:
         """The stream's loss, restricted to the logits that `train.logits` allows.
 
         A sample's own label is always among them: a replayed one may come from another task.
         """
-        return self.masked_loss(self.label_mask(ctx))
+        return self.masked_loss(self.label_mask(context))
 
-    def label_mask(self, ctx: Context) -> Tensor | None:
+    def label_mask(self, context: Context) -> Tensor | None:
         """(classes,) 0 where a logit takes part in the task loss, minus infinity elsewhere; None when all do."""
-        if ctx.allowed_labels is None:
+        if context.allowed_labels is None:
             return None
         mask = torch.full((self.stream.classes,), -torch.inf)
-        mask[list(ctx.allowed_labels)] = 0.0
+        mask[list(context.allowed_labels)] = 0.0
         return mask.to(self.device)
 
     def masked_loss(self, mask: Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -246,33 +246,42 @@ class Trainer:
 
     # how it is done ----------------------------------------------------------------------------------------------
     def _plan(
-        self, ctx: Context, parts: Sequence[Part], state: State, schedule: Schedule, tag: str
+        self,
+        context: Context,
+        parts: Sequence[Part],
+        model: Model,
+        state: State,
+        message: Mapping[str, Tree],
+        data: Data,
+        schedule: Schedule,
+        tag: str,
     ) -> tuple[State, dict[str, Tables]]:
         """Every discrete draw of the parts, on the host, in part order."""
         plans: dict[str, Tables] = {_CORE: {"rows": schedule.rows}}
         count = int(schedule.rows.lengths.sum())
-        draws = self.stream.draw_augmentation(ctx.rng(f"{tag}/augment"), count)
+        draws = self.stream.draw_augmentation(context.rng(f"{tag}/augment"), count)
         if draws is not None:
             cuts = np.cumsum(schedule.rows.lengths)[:-1]
-            plans[_CORE]["augment"] = scheduling.Table.of(np.split(draws, cuts))
+            plans[_CORE]["augment"] = Table.of(np.split(draws, cuts))
         for part in parts:
-            slots, plans[part.name] = part.plan(state, schedule, plans, ctx)
-            state = with_slots(state, part.name, slots)
+            client = Client(part.name, state, context, message, model, data, plans=plans)
+            plans[part.name] = part.plan(client, schedule)
+            state = client.states
         return state, plans
 
-    def _rates(self, ctx: Context, steps: int, rate: float | None) -> np.ndarray:
-        if rate is None and ctx.options.optimizer.by == "step":
-            return ctx.options.optimizer.rates(*ctx.progress, steps)
-        return np.full(steps, ctx.rate if rate is None else rate)
+    def _rates(self, context: Context, steps: int, rate: float | None) -> np.ndarray:
+        if rate is None and context.options.optimizer.by == "step":
+            return context.options.optimizer.rates(*context.progress, steps)
+        return np.full(steps, context.rate if rate is None else rate)
 
     def _steps(self, job: Job) -> Fitted:
-        # steps change slots and moments in place: on copies, so that training changes nothing it was given
+        # steps change state and moments in place: on copies, so that training changes nothing it was given
         job = replace(job, state=private(job.parts, job.state), moments=clone(job.moments))
         replica = self.replica
         replica.load(job.model)
         replica.generator.manual_seed(job.seed)
         replica.module.train()
-        step = self.new_step(job)
+        training = self.new_training(job)
         tables = upload(job.plans, self.device)
         x, y = job.data.x.to(self.device), job.data.y.to(self.device)
         rates = torch.from_numpy(job.rates).to(self.device, torch.float32)
@@ -284,24 +293,24 @@ class Trainer:
                     for part, own in tables.items()
                 }
                 seed_global(self.device, job.seed, index)
-                self.load_batch(step, x, y, rows)
-                total += train_step(step, job.parts, job.optimizer, job.moments, rates[index])
+                self.load_batch(training, x, y, rows)
+                total += train_step(training, job.parts, job.optimizer, job.moments, rates[index])
         return Fitted(job.model, replica.model(), job.state, job.moments, total, len(job.data), job.schedule.steps)
 
-    def new_step(self, job: Job) -> Step:
+    def new_training(self, job: Job) -> Training:
         def forward(x: Tensor) -> Tensor:
             return self.forward(x, job.state, job.message)
 
         received = job.received.to(self.device)
-        return Step(job.ctx, self.replica, forward, self.task_loss(job.ctx), job.state, job.message, received)
+        return Training(job.context, self.replica, forward, self.task_loss(job.context), job.state, job.message, received)
 
-    def load_batch(self, step: Step, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
+    def load_batch(self, training: Training, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
         """Gather a minibatch from the client's data and augment it, on the device."""
         core = rows[_CORE]
         batch, targets = take_rows([x, y], core["rows"])
         if "augment" in core:
             batch, targets = self.stream.augment_samples(batch, targets, core["augment"])
-        step.begin(batch, targets, rows)
+        training.begin(batch, targets, rows)
 
 
 def upload(plans: Mapping[str, Tables], device: torch.device) -> dict[str, dict[str, Tensor]]:
@@ -313,14 +322,14 @@ def upload(plans: Mapping[str, Tables], device: torch.device) -> dict[str, dict[
 
 
 def private(parts: Sequence[Part], state: State) -> State:
-    """The state with copies of the slots that steps change in place; the others, which may be large, are shared."""
-    return {**state, **{name: {**state[name], **clone(slots)} for name, slots in changing(parts, state).items()}}
+    """The state with copies of what steps change in place; the rest, which may be large, is shared."""
+    return {**state, **{name: {**state[name], **clone(own)} for name, own in changing(parts, state).items()}}
 
 
 def changing(parts: Sequence[Part], state: State) -> State:
-    """Of the state, the slots that a training step changes in place."""
+    """Of the state, what a training step changes in place."""
     found = {part.name: part.changes for part in parts if part.name in state and overrides(part, "after")}
     return {
-        name: {key: slot for key, slot in state[name].items() if changes is None or key in changes}
+        name: {key: value for key, value in state[name].items() if changes is None or key in changes}
         for name, changes in found.items()
     }

@@ -12,9 +12,9 @@ from everfed.core.context import Moment, Setup
 from everfed.core.data import Data
 from everfed.core.engine import ClientError, Engine
 from everfed.core.message import Message, addressed, unwrap
-from everfed.core.part import Model, State
+from everfed.core.message import Model, State
 from everfed.core.phase import Phase
-from everfed.core.scoring import EvalSpec, score_tasks
+from everfed.core.evaluate import EvalSpec, score_tasks
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.store.clients import ClientStore

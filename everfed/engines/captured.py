@@ -24,9 +24,10 @@ from torch import Tensor
 
 from everfed.core.context import Context
 from everfed.core.data import device_memory
-from everfed.core.part import Model, Part, Tables
+from everfed.core.message import Model
+from everfed.core.part import EAGER, Part, Tables
 from everfed.core.replica import global_generators, seed_global
-from everfed.core.step import Step, train_step
+from everfed.core.step import Training, train_step
 from everfed.core.trainer import Fitted, Job, Trainer, changing
 from everfed.core.tree import Tree, leaves, map_tensors
 from everfed.engines.capturing import Capturing
@@ -75,7 +76,7 @@ class CapturedTrainer(Trainer):
         if not self.stream.capturable:
             return super()._steps(job)
         for part in job.parts:
-            if not part.capturable:
+            if EAGER in part.needs():
                 self._on_eager(part)
                 return super()._steps(job)
         workspace = self._workspace(job)
@@ -160,7 +161,7 @@ class Workspace:
         self.rounds: int = _room(job.schedule.steps * larger, smaller.rounds if smaller else 0)
         self.x = torch.zeros((self.capacity, *job.data.x.shape[1:]), dtype=job.data.x.dtype, device=device)
         self.y = torch.zeros((self.capacity, *job.data.y.shape[1:]), dtype=job.data.y.dtype, device=device)
-        least = job.ctx.options.batch_size + 1  # a last sample joins the minibatch before
+        least = job.context.options.batch_size + 1  # a last sample joins the minibatch before
         self.width: int = max(least, _width(job), smaller.width if smaller else 0)
         self.columns = self._columns(job.plans)
         self.table = torch.zeros((self.rounds, self._total), dtype=torch.int64, device=device)
@@ -168,10 +169,10 @@ class Workspace:
         self.message = {name: _places(slots) for name, slots in job.message.items()}
         self.received = torch.empty_like(job.received, device=device)
         self.moments = {name: torch.empty_like(tensor, device=device) for name, tensor in job.moments.items()}
-        self.mask = trainer.label_mask(job.ctx)
+        self.mask = trainer.label_mask(job.context)
         self.total = torch.zeros((), device=device)
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
-        self.step: Step | None = None
+        self.training: Training | None = None
         self.graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self.several: dict[Hashable, torch.cuda.CUDAGraph] = {}  # of the same, SEVERAL steps
         self.short: set[Hashable] = set()
@@ -198,7 +199,7 @@ class Workspace:
         """Let go of the graphs and their memory: the step refers back to this object, so it would stay for a while."""
         self.graphs.clear()
         self.several.clear()
-        self.step = None
+        self.training = None
 
     def load(self, job: Job) -> None:
         """Copy a client in; all copies are queued on the slot's stream."""
@@ -214,7 +215,7 @@ class Workspace:
         for name, slots in self.message.items():
             _fill(slots, job.message[name])
         self.received.copy_(job.received, non_blocking=True)
-        mask = self.trainer.label_mask(job.ctx)
+        mask = self.trainer.label_mask(job.context)
         if self.mask is not None and mask is not None:
             self.mask.copy_(mask)
         self.reset()
@@ -277,27 +278,27 @@ class Workspace:
         return graph
 
     def _body(self, lengths: dict[str, dict[str, int]]) -> None:
-        if self.step is None:
-            self.step = self._new_step()
+        if self.training is None:
+            self.training = self._new_training()
         row = self.table.index_select(0, self.index)[0]
         rows = {
             part: {name: columns.read(row, lengths[part][name]) for name, columns in own.items()}
             for part, own in self.columns.items()
         }
-        self.trainer.load_batch(self.step, self.x, self.y, rows)
+        self.trainer.load_batch(self.training, self.x, self.y, rows)
         rate = row[:1].view(torch.float32)[0]
-        loss = train_step(self.step, self.job.parts, self.job.optimizer, self.moments, rate)
+        loss = train_step(self.training, self.job.parts, self.job.optimizer, self.moments, rate)
         self.total.add_(loss)
         self.index.add_(1)
 
-    def _new_step(self) -> Step:
+    def _new_training(self) -> Training:
         trainer = self.trainer
 
         def forward(x: Tensor) -> Tensor:
             return trainer.forward(x, self.state, self.message)
 
         loss = trainer.masked_loss(self.mask)
-        return Step(self.job.ctx, trainer.replica, forward, loss, self.state, self.message, self.received)
+        return Training(self.job.context, trainer.replica, forward, loss, self.state, self.message, self.received)
 
     def _changed(self) -> list[Tensor]:
         replica = self.trainer.replica
@@ -427,7 +428,7 @@ def signature(job: Job) -> Hashable:
     return (
         tuple(job.parts),
         job.optimizer,
-        job.ctx.allowed_labels is None,  # which labels are allowed is loaded like data
+        job.context.allowed_labels is None,  # which labels are allowed is loaded like data
         (job.data.x.shape[1:], job.data.x.dtype, job.data.y.shape[1:], job.data.y.dtype),
         tuple((name, _shape(slots)) for name, slots in job.state.items() if name in _names(job)),
         tuple((name, _shape(slots)) for name, slots in job.message.items()),

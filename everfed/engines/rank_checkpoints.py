@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from everfed.core.run_state import RunState
+from everfed.core.server import RunState
 from everfed.engines.group import Group
 from everfed.store.checkpoint import Checkpoints
 

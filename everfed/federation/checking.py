@@ -20,8 +20,8 @@ from everfed.core import tree
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Moment, Setup
 from everfed.core.message import MODEL
-from everfed.core.part import Model
-from everfed.core.phase import EVALUATE, TRAIN, Phase, Position
+from everfed.core.message import Model
+from everfed.core.phase import EVALUATE, Phase, When, TRAIN
 from everfed.core.reduce import Collect
 from everfed.core.tree import Tree
 
@@ -91,7 +91,7 @@ def expected_reply(setup: Setup, phase: Phase, moment: Moment, model: Model) -> 
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else setup.method.reducers(phase)
     silent = phase.name == TRAIN and not synchronises(setup.server(TRAIN, moment))
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
-    outer = phase.position is not Position.INSIDE
+    outer = phase.when is not When.INSIDE
     added = {part.name: part.adds for part in setup.method.protections if part.adds and outer}
     return Expected(
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **added},

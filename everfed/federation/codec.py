@@ -1,6 +1,6 @@
 """Messages and replies as bytes.
 
-The values of a message are sent as one tree. A `Once` payload is a piece of its own, named by the digest of its
+The values of a message are sent as one tree. A `Cached` payload is a piece of its own, named by the digest of its
 content: a client reports which ones it holds and receives the others. Its version number, which a resumed server may
 use again, does not matter here.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.message import Each, Message, Once, addressed
+from everfed.core.message import Message, Cached, PerClient, addressed
 from everfed.core.tree import Tree, TreeError, from_bytes, to_bytes
 from everfed.federation.packet import PacketError, digest
 
@@ -24,7 +24,7 @@ Named = tuple[str, str, str]  # part, key, name of the content
 
 @dataclass(frozen=True)
 class EncodedMessage:
-    """A message to one client in bytes. body: the tree without `Once` payloads, None in a round in which nothing is
+    """A message to one client in bytes. body: the tree without `Cached` payloads, None in a round in which nothing is
     sent; name: digest of the body; once: (part, key, name) of its payloads; payloads: their bytes by name."""
 
     body: bytes | None
@@ -34,7 +34,7 @@ class EncodedMessage:
 
 
 class MessageEncoder:
-    """Encodes one message for each client. Content that is the same for all clients, and every `Once` payload, is
+    """Encodes one message for each client. Content that is the same for all clients, and every `Cached` payload, is
     encoded only once."""
 
     def __init__(self, message: Message | None) -> None:
@@ -45,10 +45,10 @@ class MessageEncoder:
         self.once = tuple(self._pack(part, key, value) for part, key, value in _once(message or {}))
 
     def encode(self, client: int) -> EncodedMessage:
-        """The message to `client`. A `Once` becomes None in the tree, so that keys keep their order."""
+        """The message to `client`. A `Cached` becomes None in the tree, so that keys keep their order."""
         encoded = self._common or self._encode(client)
         self._names[client] = encoded.name
-        if not any(isinstance(value, Each) for tree in (self.message or {}).values() for value in tree.values()):
+        if not any(isinstance(value, PerClient) for tree in (self.message or {}).values() for value in tree.values()):
             self._common = encoded
         return encoded
 
@@ -60,26 +60,26 @@ class MessageEncoder:
         if self.message is None:
             return EncodedMessage(None)
         own = addressed(self.message, client)
-        rest = {part: {k: None if isinstance(v, Once) else v for k, v in tree.items()} for part, tree in own.items()}
+        rest = {part: {k: None if isinstance(v, Cached) else v for k, v in tree.items()} for part, tree in own.items()}
         body = to_bytes(rest)
         return EncodedMessage(body, digest(body), self.once, self._payloads)
 
-    def _pack(self, part: str, key: str, value: Once) -> Named:
+    def _pack(self, part: str, key: str, value: Cached) -> Named:
         data = to_bytes({"value": value.value})
         name = digest(data)
         self._payloads[name] = data
         return part, key, name
 
 
-def _once(message: Message) -> Iterator[tuple[str, str, Once]]:
+def _once(message: Message) -> Iterator[tuple[str, str, Cached]]:
     for part, tree in message.items():
         for key, value in tree.items():
-            if isinstance(value, Once):
+            if isinstance(value, Cached):
                 yield part, key, value
 
 
 def to_message(body: bytes, once: tuple[Named, ...], payload: Callable[[str], Any]) -> Message:
-    """The decoded message; `payload` gives a `Once` value by its name. Raises PacketError."""
+    """The decoded message; `payload` gives a `Cached` value by its name. Raises PacketError."""
     try:
         message: Message = from_bytes(body)
         for part, key, name in once:
@@ -90,7 +90,7 @@ def to_message(body: bytes, once: tuple[Named, ...], payload: Callable[[str], An
 
 
 def payload_value(data: bytes) -> Any:
-    """The value of a `Once` payload. Raises PacketError."""
+    """The value of a `Cached` payload. Raises PacketError."""
     try:
         return from_bytes(data)["value"]
     except (TreeError, KeyError) as error:

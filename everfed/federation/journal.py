@@ -16,7 +16,7 @@ from pathlib import Path
 
 from everfed.core import tree
 from everfed.core.context import Place
-from everfed.core.part import State
+from everfed.core.message import State
 from everfed.core.tree import Tree
 from everfed.store.files import make_folder, remove_temporaries, write_atomic
 

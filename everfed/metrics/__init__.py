@@ -1,4 +1,4 @@
-"""Metrics: pure functions on plain numbers. What turns logits into counts is `everfed.core.scoring`.
+"""Metrics: pure functions on plain numbers. What turns logits into counts is `everfed.core.evaluate`.
 
 Glossary. a[t,i] is the accuracy on task i after task t, a fraction in [0, 1]; T tasks were learned. docs/metrics.md
 has the formulas, and which paper uses which. What cannot be computed is None, never NaN.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from everfed.core.normalisation import minibatch_sizes
+from everfed.core.ops import minibatch_sizes
 from everfed.core.replica import Dropout
 from everfed.kernels import load_kernels
 from everfed.models import direct

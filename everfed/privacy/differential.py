@@ -26,10 +26,10 @@ from torch import Tensor
 
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Setup
-from everfed.core.part import Reduced, Weights, options_of
+from everfed.core.legacy import Reduced, Weights, options_of
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
-from everfed.method import (
+from everfed.core.legacy import (
     MODEL,
     CompositionError,
     Context,

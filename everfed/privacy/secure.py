@@ -30,7 +30,7 @@ import torch
 from everfed.core.client import Reply, synchronises
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
-from everfed.method import (
+from everfed.core.legacy import (
     Collect,
     CompositionError,
     Context,

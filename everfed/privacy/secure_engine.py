@@ -17,8 +17,8 @@ from everfed.core.context import Ledger, Moment, Setup
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.message import Message, Traffic, addressed, payload_bytes
 from everfed.core.reduce import Total
-from everfed.core.scoring import EvalSpec
-from everfed.method import Model, Phase, Position, Trainer, Tree
+from everfed.core.evaluate import EvalSpec
+from everfed.core.legacy import Model, Phase, Position, Trainer, Tree
 from everfed.privacy.encoding import Sums
 from everfed.privacy.members import set_text
 from everfed.privacy.secure import NAME, SecureAggregation

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import Each, Tree
+from everfed.core.legacy import Each, Tree
 from everfed.privacy import masking, shamir
 from everfed.privacy.encoding import EncodingError, Sums, common_form, decode, sizes
 from everfed.privacy.members import Members, by_client, client_list, needed, set_text, sized, to_tensor

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from everfed import engines, models, privacy, streams
 from everfed.core.context import Context, Facts, Setup, TrainOptions
+from everfed.core.handle import Server
 from everfed.core.layout import Layout, attach
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model
+from everfed.core.message import Model
 from everfed.core.stream import Stream, digest_of
 from everfed.data.sources import data_folder
 from everfed.errors import RecipeError, place_of
@@ -90,14 +91,18 @@ def assemble(
     module = bare_module()
     facts, options = _facts(recipe, stream, module), _train_options(recipe)
     ctx = Context(recipe.seed, facts, options, phase="init")
-    layout = Layout.of(attach(module, method.parts, ctx), method.is_personal)
+
+    def handle(part: str) -> Server:
+        return Server(part, {}, ctx)
+
+    layout = Layout.of(attach(module, method.parts, handle), method.is_personal)
     frozen = _checked_frozen(module, expected)  # parts may have frozen some
     first = layout.read(module)
     facts = replace(facts, layout=layout, personal=first["params"][layout.shared :].clone())
     _check_groups(options.optimizer, layout)
     setup = Setup(method, stream, facts, options, recipe.seed)
     privacy.check(setup)
-    return Assembly(recipe, setup, lambda: attach(bare_module(), method.parts, ctx), first, scale, frozen)
+    return Assembly(recipe, setup, lambda: attach(bare_module(), method.parts, handle), first, scale, frozen)
 
 
 def _check_groups(optimizer: Optimizer, layout: Layout) -> None:

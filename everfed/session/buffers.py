@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from everfed.core.context import Setup
-from everfed.core.part import State
+from everfed.core.message import State
 from everfed.core.stream import Stream
 from everfed.core.tree import Tree
 

@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 
 from everfed.core.engine import Engine
-from everfed.core.run_state import RunState
+from everfed.core.server import RunState
 from everfed.core.stream import Stream
 from everfed.store.run import RunFolder
 

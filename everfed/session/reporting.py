@@ -9,7 +9,7 @@ from typing import Any
 
 from everfed.core.context import Setup
 from everfed.core.events import Event
-from everfed.core.run_state import RunState
+from everfed.core.server import RunState
 from everfed.engines.group import Group
 from everfed.errors import UserError
 from everfed.session import buffers

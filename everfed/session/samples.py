@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.context import Context, Moment
-from everfed.core.part import State
+from everfed.core.message import State
 from everfed.engines.base import new_trainer
 from everfed.errors import UserError
 from everfed.session import Assembly

@@ -19,9 +19,11 @@ from everfed import models
 from everfed.core.client import new_state, personal_model
 from everfed.core.context import Context, Facts, Moment, TrainOptions
 from everfed.core.data import Data
-from everfed.core.layout import EXTRAS, AdaptsNetwork, Extras, Layout
+from everfed.core.handle import Server
+from everfed.core.layout import EXTRAS, AddsParameters, Extras, Layout
 from everfed.core.message import MODEL
-from everfed.core.part import Model, State, options_of
+from everfed.core.message import Model, State
+from everfed.core.part import options_of, overrides
 from everfed.core.phase import EVALUATE
 from everfed.data import transforms
 from everfed.data.source import one_sample, storage_form
@@ -102,7 +104,7 @@ def describe(assembly: Assembly, module: nn.Module) -> Description:
         [
             {"part": f"{type(part).__module__}:{type(part).__qualname__}", **options_of(part)}
             for part in assembly.setup.method.parts
-            if isinstance(part, AdaptsNetwork)
+            if overrides(part, "adapt")
         ],
         assembly.setup.facts.tasks,
     )
@@ -175,8 +177,8 @@ def adapt(module: nn.Module, description: Description) -> None:
         for one in description.adapted
     ]
     for part in parts:
-        assert isinstance(part, AdaptsNetwork)
-        part.adapt_network(module, Context(0, facts, TrainOptions()))
+        assert isinstance(part, AddsParameters)
+        part.adapt(module, Server(part.name, {}, Context(0, facts, TrainOptions())))
 
 
 def attach_extras(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

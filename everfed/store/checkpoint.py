@@ -21,7 +21,7 @@ from pathlib import Path
 
 from everfed.core import tree
 from everfed.core.context import Place
-from everfed.core.run_state import RunState
+from everfed.core.server import RunState
 from everfed.core.tree import Tree
 from everfed.errors import UserError
 from everfed.store.clients import ClientStore

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from everfed.core import tree
-from everfed.core.part import State
+from everfed.core.message import State
 from everfed.store.files import FOLDER_MODE, private, sync_folder
 
 DEFAULT_BUDGET = 2 << 30

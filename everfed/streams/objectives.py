@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.loss import cross_entropy
+from everfed.core.ops import cross_entropy
 from everfed.data.targets import MULTI_LABEL, REGRESSION
 from everfed.metrics.scores import score_value
 
@@ -71,7 +71,7 @@ class ByObjective:
 
 @dataclass(frozen=True)
 class SingleLabel:
-    """Cross-entropy, and correct answers, which `everfed.core.scoring` counts under every logit rule."""
+    """Cross-entropy, and correct answers, which `everfed.core.evaluate` counts under every logit rule."""
 
     score = "accuracy"
     also = ()

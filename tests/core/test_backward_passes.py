@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everfed.core import replica as replicas
-from everfed.core import rows
+from everfed.core import ops as rows
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import State
+from everfed.core.message import State
 from everfed.core.replica import Cut, Replica
 from everfed.core.step import train_step
-from everfed.method import Part, Step, compose
+from everfed.core.legacy import Part, Step, compose
 from everfed.methods.project.fedgp import FedGP
 from everfed.methods.replay import der
 from tests.support.toy import Bench, Norm, Toy

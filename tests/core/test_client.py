@@ -14,9 +14,11 @@ from everfed.core.context import Context, Hidden, TrainOptions
 from everfed.core.message import unwrap
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Part, State
-from everfed.core.phase import END, EVALUATE, Cohort, Phase
-from everfed.core.scoring import EvalSpec
+from everfed.core.legacy import Part
+from everfed.core.message import State
+from everfed.core.legacy import Cohort, END, Phase
+from everfed.core.phase import EVALUATE
+from everfed.core.evaluate import EvalSpec
 from everfed.core.tree import Tree
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.presets import each_preset

@@ -14,9 +14,10 @@ from everfed.core.context import Context, Hidden
 from everfed.core.data import Data
 from everfed.core.engine import ClientError
 from everfed.core.method import compose
-from everfed.core.part import HELD_OUT, Model, Part, State
+from everfed.core.legacy import HELD_OUT, Part
+from everfed.core.message import Model, State
 from everfed.core.step import Step
-from everfed.core.stream import _VISIBLE, HeldOut
+from everfed.core.stream import HeldOut, _VISIBLE
 from everfed.core.tree import Tree
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.streams import build

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.message import Each, Once, Traffic, addressed, common, own, payload_bytes, unwrap, versions, with_own
+from everfed.core.legacy import Each, Once
+from everfed.core.message import Traffic, addressed, common, own, payload_bytes, unwrap, versions, with_own
 
 MESSAGE = {
     "model": {"params": Once(3, torch.zeros(10)), "counters": Once(3, torch.zeros(2, dtype=torch.int64))},

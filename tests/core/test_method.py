@@ -14,8 +14,10 @@ from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import BOUNDARIES, TASK_ID, CompositionError, Part, options_of
-from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, Position, State, When, every
+from everfed.core.legacy import BOUNDARIES, Part, TASK_ID, options_of
+from everfed.core.part import CompositionError
+from everfed.core.legacy import ALWAYS, BEGIN, Cohort, END, FIRST, Phase, Position, When, every
+from everfed.core.message import State
 from everfed.core.reduce import Collect, Mean, Reducer
 from everfed.core.step import Step
 from everfed.core.tree import Tree

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.method import Method
-from everfed.core.normalisation import minibatch_sizes, normalised_apart
+from everfed.core.ops import minibatch_sizes, normalised_apart
 from everfed.core.optimizer import Optimizer
 from everfed.core.replica import Replica
-from everfed.method import Part, compose
+from everfed.core.legacy import Part, compose
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.der import DER
 from everfed.methods.replay.memory import Memory

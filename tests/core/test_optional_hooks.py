@@ -15,8 +15,9 @@ from everfed.core.data import Data
 from everfed.core.layout import Extras, registered
 from everfed.core.message import MODEL
 from everfed.core.method import Method, compose
-from everfed.core.part import Model, Part, State
-from everfed.core.phase import BEGIN, END, Cohort, Phase, Position
+from everfed.core.message import Model, State
+from everfed.core.legacy import Part
+from everfed.core.legacy import BEGIN, Cohort, END, Phase, Position
 from everfed.core.reduce import Reducer, Sum
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, tensor_bytes

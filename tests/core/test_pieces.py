@@ -12,24 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.message import Once, payload_bytes, unwrap, versions
-from everfed.core.pieces import (
-    PIECES,
-    TRAINED,
-    Pieces,
-    Spans,
-    assembled,
-    cut,
-    from_text,
-    joined,
-    only_trained,
-    pasted,
-    rest,
-    shortened,
-    to_text,
-    trained_spans,
-)
-from everfed.method import MODEL, Context, Layout, Message, Method, Model, Part, State, Step, Tree, compose
+from everfed.core.legacy import Once
+from everfed.core.message import payload_bytes, unwrap, versions
+from everfed.core.pieces import PIECES, Pieces, Spans, TRAINED, assembled, cut, from_text, joined, only_trained, pasted, rest, shortened, to_text, trained_spans
+from everfed.core.legacy import MODEL, Context, Layout, Message, Method, Model, Part, State, Step, Tree, compose
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.server_optimizer import FedAvgM
 from tests.support.toy import Bench, Toy

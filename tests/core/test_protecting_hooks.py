@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.part import Reduced, Weights
+from everfed.core.legacy import Reduced, Weights
 from everfed.core.tree import map_tensors
-from everfed.method import MODEL, Context, Data, Method, Part, Phase, Position, Protection, State, Tree, compose
+from everfed.core.legacy import MODEL, Context, Data, Method, Part, Phase, Position, Protection, State, Tree, compose
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.project.fedgp import FedGP
 from everfed.methods.replay.memory import Memory

@@ -19,11 +19,14 @@ from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, Part, State
-from everfed.core.phase import ALWAYS, BEGIN, END, Cohort, Phase, Position, When
+from everfed.core.message import Model, State
+from everfed.core.legacy import Part
+from everfed.core.legacy import ALWAYS, BEGIN, Cohort, END, Phase, Position, When
 from everfed.core.reduce import Sum
-from everfed.core.runner import Diverged, EvalOptions, Runner, RunState
-from everfed.core.scoring import EvalSpec
+from everfed.core.events import Diverged
+from everfed.core.evaluate import EvalOptions
+from everfed.core.server import RunState, Runner
+from everfed.core.evaluate import EvalSpec
 from everfed.core.step import Step
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.schedule import Table, minibatches
+from everfed.core.data import Table, minibatches
 
 
 def rng(seed: int = 0) -> np.random.Generator:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core import scoring
+from everfed.core import evaluate as scoring
 
 BLOCKS = ((0, 1), (2, 3), (4, 5), (6, 7, 8, 9, 10, 11))
 CLASSES = 12

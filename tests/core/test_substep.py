@@ -13,7 +13,7 @@ from everfed.core.context import Context, TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Part
+from everfed.core.legacy import Part
 from everfed.core.step import Step, Substep, Substeps
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.parity.test_wire import assert_same

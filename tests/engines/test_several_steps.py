@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from everfed.engines import captured
-from everfed.method import Optimizer, TrainOptions
+from everfed.core.legacy import Optimizer, TrainOptions
 from tests.support.cuda import Device
 from tests.support.toy import Bench, Norm, Toy
 

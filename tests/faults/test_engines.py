@@ -20,7 +20,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from everfed.method import Part, Phase
+from everfed.core.legacy import Part, Phase
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.message import Each, Message, Once
+from everfed.core.legacy import Each, Once
+from everfed.core.message import Message
 from everfed.federation import codec
 from everfed.federation.codec import MessageEncoder, to_message
 from everfed.federation.packet import digest

@@ -21,7 +21,7 @@ pytest.importorskip("flwr", reason="pip install 'everfed[flower]'")
 from benchmarks.campaign import finished
 from benchmarks.campaign_faults import federation
 from everfed.cli import app
-from everfed.core.runner import Runner
+from everfed.core.server import Runner
 from everfed.federation.certificates import ROSTER, SECRETS, make_client
 from everfed.federation.credentials import KeyPair, RosterError, fingerprint, read_credentials, read_roster
 from everfed.federation.engine import Federated, RunIdentity

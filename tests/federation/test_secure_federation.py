@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.runner import Runner
+from everfed.core.server import Runner
 from everfed.core.tree import from_bytes, leaves, map_tensors, to_bytes
 from everfed.federation.codec import to_reply
 from everfed.federation.engine import Federated, RunIdentity

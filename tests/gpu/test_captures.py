@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from everfed.core.context import Setup
-from everfed.method import Optimizer, TrainOptions
+from everfed.core.legacy import Optimizer, TrainOptions
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Toy
 

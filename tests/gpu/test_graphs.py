@@ -9,7 +9,7 @@ import torch
 
 from everfed.core.context import Setup
 from everfed.engines.eager import Eager
-from everfed.method import Method, Optimizer, TrainOptions
+from everfed.core.legacy import Method, Optimizer, TrainOptions
 from everfed.methods.monitor import FeatureShift
 from everfed.store.clients import ClientStore
 from tests.streams.test_targets import of_images

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from everfed.core.scoring import EvalSpec, score_tasks
+from everfed.core.evaluate import EvalSpec, score_tasks
 from everfed.core.stream import HeldOut
 from everfed.core.trainer import Trainer
 from tests.support.toy import Bench, Toy

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.method import CompositionError, Optimizer, TrainOptions, compose
+from everfed.core.legacy import CompositionError, Optimizer, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.methods.features.calibration import CCVR, HGP, gaussian, scaled
 from everfed.methods.features.ridge import Ridge

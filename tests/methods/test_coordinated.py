@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everfed import models
 from everfed.core import random, tree
-from everfed.method import Data, Mean, Optimizer, Position, TrainOptions
+from everfed.core.legacy import Data, Mean, Optimizer, Position, TrainOptions
 from everfed.methods.replay import coordinated
 from everfed.methods.replay.coordinated import SELECT, Coordinated
 from everfed.methods.replay.coordination import coordinate

@@ -16,7 +16,7 @@ from torch.nn import functional
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import State
+from everfed.core.message import State
 from everfed.methods.regularise.fedcurv import FedCurv
 from everfed.methods.regularise.fisher import diagonal_fisher
 from tests.support.toy import Bench, Given, Linear, Norm, Toy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model
+from everfed.core.message import Model
 from everfed.methods import registry as methods
 from everfed.methods.common.features import features
 from everfed.methods.personal.dbe import DBE

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from everfed.core.trainer import Trainer
-from everfed.method import Batch, Optimizer, TrainOptions
+from everfed.core.legacy import Batch, Optimizer, TrainOptions
 from everfed.methods.replay.der import DER, DERPlusPlus
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy

@@ -16,9 +16,10 @@ from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import with_slots
+from everfed.core.legacy import with_slots
 from everfed.core.reduce import Reduction
-from everfed.core.runner import EvalOptions, Runner
+from everfed.core.evaluate import EvalOptions
+from everfed.core.server import Runner
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.project.fedgp import FedGP

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model
+from everfed.core.message import Model
 from everfed.core.trainer import Fitted
 from everfed.core.tree import clone, equal, tensor_bytes
 from everfed.methods import registry as methods

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from everfed.method import CompositionError, Data, compose
+from everfed.core.legacy import CompositionError, Data, compose
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.ideal import Ideal

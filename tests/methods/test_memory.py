@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from everfed.core.schedule import Table, minibatches
-from everfed.method import Optimizer, TrainOptions
+from everfed.core.data import Table, minibatches
+from everfed.core.legacy import Optimizer, TrainOptions
 from everfed.methods.replay.memory import NAME, Memory, filled, replay_rows, reservoir_rows
 from everfed.methods.replay.reservoir import nothing_offered, offers
 from tests.support.toy import Bench, Norm, Toy

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from everfed import api
 from everfed.core.context import Moment
 from everfed.core.replica import initial_weights
-from everfed.core.runner import Diverged, Runner, RunState
-from everfed.core.scoring import EvalSpec
+from everfed.core.events import Diverged
+from everfed.core.server import RunState, Runner
+from everfed.core.evaluate import EvalSpec
 from everfed.core.tree import clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
-from everfed.method import (
+from everfed.core.legacy import (
     CompositionError,
     Data,
     Fitted,

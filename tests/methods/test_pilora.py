@@ -17,7 +17,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.scoring import correct_counts
+from everfed.core.evaluate import correct_counts
 from everfed.methods.pretrained.pilora import PILoRA, nearness_weights, prototype_weights
 from everfed.models.pilora import Prototypes, QueryValueLoRA
 from everfed.models.vit import ViT

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import tree
-from everfed.method import CLASSES, CompositionError, Data, Optimizer, TrainOptions, Tree
+from everfed.core.legacy import CLASSES, CompositionError, Data, Optimizer, TrainOptions, Tree
 from everfed.methods import registry as methods
 from everfed.methods.replay.diversity import select
 from everfed.methods.replay.gradient_rows import GradientOptions, features_at, gradients_at

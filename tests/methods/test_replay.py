@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from everfed.method import Data, Optimizer, TrainOptions
+from everfed.core.legacy import Data, Optimizer, TrainOptions
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
 

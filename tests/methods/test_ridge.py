@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from everfed.core.engine import ClientError
 from everfed.core.optimizer import Optimizer
-from everfed.method import MODEL, CompositionError, TrainOptions, compose
+from everfed.core.legacy import MODEL, CompositionError, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.methods.features.ridge import (
     GRID,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.scoring import class_mask, hits
+from everfed.core.evaluate import class_mask, hits
 from everfed.metrics.matrix import (
     acc_t,
     acc_t_micro,

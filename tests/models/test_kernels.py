@@ -17,7 +17,7 @@ from torch.nn import functional
 from everfed import models
 from everfed.core import optimizer
 from everfed.core.layout import Entry, Layout
-from everfed.core.normalisation import normalised_apart
+from everfed.core.ops import normalised_apart
 from everfed.core.optimizer import Optimizer
 from everfed.core.replica import Dropout, adopt_dropout
 from everfed.data import transforms

@@ -7,7 +7,7 @@ import pytest
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.runner import RunState
+from everfed.core.server import RunState
 from everfed.store.clients import ClientStore
 from tests.support.presets import each_kind
 from tests.support.toy import Bench, Norm, Outcome, Toy, comparable

@@ -16,9 +16,10 @@ from everfed.core.data import Data
 from everfed.core.message import Message
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Part, State
-from everfed.core.phase import Slots
-from everfed.core.runner import EvalOptions
+from everfed.core.legacy import Part
+from everfed.core.message import State
+from everfed.core.legacy import Slots
+from everfed.core.evaluate import EvalOptions
 from everfed.core.step import Step
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, TreeError

@@ -23,7 +23,7 @@ from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.events import Diverged
 from everfed.core.message import Message
 from everfed.engines.processes import Processes
-from everfed.method import CompositionError, Each, Phase
+from everfed.core.legacy import CompositionError, Each, Phase
 from everfed.methods import registry as methods
 from everfed.privacy.members import needed
 from everfed.privacy.secure import (

@@ -16,7 +16,7 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
-from everfed.method import Context, Data, Mean, Message, Method, Part, Phase, State, Tree
+from everfed.core.legacy import Context, Data, Mean, Message, Method, Part, Phase, State, Tree
 from everfed.methods import registry as methods
 from everfed.privacy import secure, shamir
 from everfed.privacy.members import Members

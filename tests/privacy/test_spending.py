@@ -18,7 +18,7 @@ from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
-from everfed.core.run_state import RunState
+from everfed.core.server import RunState
 from everfed.engines.ranks import Ranks
 from everfed.errors import UserError
 from everfed.federation.phase_options import PhaseOptions

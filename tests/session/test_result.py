@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import everfed
-from everfed.core.runner import RunState
+from everfed.core.server import RunState
 from everfed.recipe import Recipe
 from everfed.session import assemble
 from everfed.session.reporting import report_fault

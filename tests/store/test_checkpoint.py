@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.part import State
-from everfed.core.runner import RunState
+from everfed.core.message import State
+from everfed.core.server import RunState
 from everfed.store import checkpoint
 from everfed.store.checkpoint import CheckpointError, Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from everfed.core import tree
-from everfed.core.part import State
+from everfed.core.message import State
 from everfed.store import clients
 from everfed.store.clients import ClientStore
 

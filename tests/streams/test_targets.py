@@ -17,7 +17,7 @@ from everfed.cli import app
 from everfed.core import tree
 from everfed.core.context import Setup, TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.runner import EvalOptions
+from everfed.core.evaluate import EvalOptions
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
 from everfed.data.sources import load

@@ -12,8 +12,8 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, Engine
 from everfed.core.message import Message
-from everfed.core.scoring import EvalSpec
-from everfed.method import Method, Model, Phase, Trainer
+from everfed.core.evaluate import EvalSpec
+from everfed.core.legacy import Method, Model, Phase, Trainer
 from everfed.privacy.secure import secured
 from everfed.privacy.secure_engine import Secured
 from everfed.store.clients import ClientStore

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from everfed.core.method import Method, compose
-from everfed.core.part import Part
+from everfed.core.legacy import Part
 from everfed.core.step import Step
 
 

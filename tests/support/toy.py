@@ -21,12 +21,15 @@ from everfed.core.client import new_state
 from everfed.core.context import Context, Facts, Moment, Setup, TrainOptions
 from everfed.core.data import Data
 from everfed.core.engine import Engine
+from everfed.core.handle import Client, Server
 from everfed.core.layout import Layout, attach
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import Model, State
+from everfed.core.message import MODEL, Model, State
 from everfed.core.phase import Phase
-from everfed.core.runner import EvalOptions, Event, Runner, RunState
+from everfed.core.evaluate import EvalOptions
+from everfed.core.events import Event
+from everfed.core.server import RunState, Runner
 from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
@@ -286,7 +289,8 @@ class Bench:
 
     def _network(self, method: Method) -> nn.Module:
         bare = self._bare(method)
-        return attach(bare, method.parts, Context(self.seed, self._facts(Layout.of(bare)), self.train))
+        context = Context(self.seed, self._facts(Layout.of(bare)), self.train)
+        return attach(bare, method.parts, lambda part: Server(part, {}, context))
 
     def _bare(self, method: Method) -> nn.Module:
         shape, classes, module = self.stream.input_shape, self.stream.classes, self.module
@@ -341,6 +345,25 @@ class Bench:
         """What a hook on `client` is given in a round."""
         moment, setup = Moment(round_index, self.stream.round(round_index)), self.setup()
         return setup.client(client, Phase(phase), moment, self.trainer(setup))
+
+    def client(self, part: str, states: State | None = None, number: int = 0, **more: Any) -> Client:
+        """The handle of a hook of `part` on a client. more: round_index, phase; messages, model, data, fitted, ... of
+        `Client`; by default the first model, as received, and the client's samples of the round."""
+        index, phase = more.pop("round_index", 0), more.pop("phase", "train")
+        context = self.context(number, index, phase)
+        model = more.pop("model", None) or self.model()
+        messages = {MODEL: model, **more.pop("messages", {})}
+        data = more.pop("data", None)
+        if data is None:
+            data = self.stream.data(number, self.stream.round(index).tasks[number])
+        return Client(part, self.new_client(number) if states is None else states, context, messages, model, data, **more)
+
+    def server(self, part: str, states: State | None = None, **more: Any) -> Server:
+        """The handle of a hook of `part` on the server. more: round_index, phase; reduced, before, model of `Server`."""
+        index, phase = more.pop("round_index", 0), more.pop("phase", "train")
+        moment = Moment(index, self.stream.round(index))
+        context = self.setup().server(phase, moment, self.trainer() if phase != "train" else None)
+        return Server(part, {MODEL: self.model(), **(states or {})}, context, **more)
 
     def new_client(self, client: int = 0) -> State:
         """The state of a client that was never called."""

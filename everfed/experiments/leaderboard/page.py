@@ -219,7 +219,7 @@ def failures(found: Sequence[Record]) -> list[tuple[str, str]]:
 
 
 def _needs_boundaries(part: Part) -> bool:
-    return BOUNDARIES in part.needs or any(phase.needs_boundaries for phase in part.phases())
+    return BOUNDARIES in part.needs() or any(phase.needs_boundaries for phase in part.phases())
 
 
 def _percent(record: Record, key: str) -> Cell:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from everfed.core.pieces import TrainsPieces
-from everfed.method import MODEL, CompositionError, Context, Mean, Message, Model, Part, Reducer, State, Tree
+from everfed.core.legacy import MODEL, CompositionError, Context, Mean, Message, Model, Part, Reducer, State, Tree, Aggregator
 from everfed.methods.aggregate.robust import ClippedMean, GeometricMedian, Median, TrimmedMean
 from everfed.methods.common.checks import at_least, one_of
 
@@ -15,7 +15,7 @@ _OF_UPDATES = ("norm-clipping", "geometric-median")  # they reduce what clients 
 
 
 @dataclass(frozen=True)
-class FedAvg(Part):
+class FedAvg(Aggregator):
     """weighting: "uniform" gives every client 1/K (FedGP), "samples" gives it n_k/n (McMahan).
 
     reducer: "mean"; against malicious clients, "trimmed-mean" (of every coordinate the `trim` smallest and largest are

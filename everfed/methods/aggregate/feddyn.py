@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import synchronises
-from everfed.method import (
+from everfed.core.legacy import (
+    Aggregator,
     MODEL,
     Context,
     Data,
@@ -40,7 +41,7 @@ from everfed.methods.common.checks import positive
 
 
 @dataclass(frozen=True)
-class FedDyn(Part):
+class FedDyn(Aggregator):
     """alpha: of the regulariser; the paper tunes it in {0.1, 0.01, 0.001}."""
 
     alpha: float = 0.01

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from everfed.core.client import synchronises
-from everfed.method import (
+from everfed.core.legacy import (
+    Aggregator,
     MODEL,
     CompositionError,
     Context,
@@ -36,7 +37,7 @@ from everfed.methods.common.checks import one_of
 
 
 @dataclass(frozen=True)
-class FedNova(Part):
+class FedNova(Aggregator):
     """weighting: p_i, "samples" (n_i / n, as published) or "uniform"."""
 
     weighting: str = "samples"

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import synchronises
-from everfed.method import (
+from everfed.core.legacy import (
     BEGIN,
     MODEL,
     Cohort,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.method import (
+from everfed.core.legacy import (
     BEGIN,
     MODEL,
     Cohort,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.layout import EXTRAS, head_name
-from everfed.method import CompositionError, Entry, Layout, Model, Step, Trainer
+from everfed.core.legacy import CompositionError, Entry, Layout, Model, Step, Trainer
 from everfed.methods.common.layers import in_precision
 
 CHUNK = 1000  # samples at once in a pass over a client's data

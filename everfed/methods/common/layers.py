@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from everfed.core.layout import EXTRAS
-from everfed.method import Entry, Layout, Trainer
+from everfed.core.legacy import Entry, Layout, Trainer
 
 
 def hidden_names(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]:

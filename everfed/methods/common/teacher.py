@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.replica import frozen_forward
-from everfed.method import CompositionError, Context, Model, Part, Step, overrides
+from everfed.core.legacy import CompositionError, Context, Model, Part, Step, overrides
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.client import synchronises
-from everfed.method import (
+from everfed.core.legacy import (
     END,
     MODEL,
     Cohort,

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from everfed.core.client import synchronises
 from everfed.core.pieces import TrainsPieces
-from everfed.method import (
+from everfed.core.legacy import (
+    AddsParameters,
     CLASSES,
     MODEL,
     Batch,
@@ -108,7 +109,7 @@ class FedProto(Part):
 
 
 @dataclass(frozen=True)
-class PersonalFedProto(FedProto):
+class PersonalFedProto(AddsParameters, FedProto):
     """FedProto as published: every client keeps its own network, and only prototypes are shared."""
 
     name = "fedproto-personal"

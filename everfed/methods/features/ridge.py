@@ -37,7 +37,9 @@ from torch.nn import functional
 from everfed.core import random
 from everfed.core.layout import head_name
 from everfed.core.pieces import TrainsPieces
-from everfed.method import (
+from everfed.core.legacy import (
+    AddsParameters,
+    Server,
     ALWAYS,
     END,
     MODEL,
@@ -304,7 +306,7 @@ class Ridge(ReplacesHead):
 
 
 @dataclass(frozen=True)
-class RanPAC(Ridge):
+class RanPAC(AddsParameters, Ridge):
     """width: M, random features h = relu(f P), with P drawn from N(0, 1) by `seed` on every client and never sent."""
 
     bits: int = 5
@@ -317,8 +319,9 @@ class RanPAC(Ridge):
         super().__post_init__()
         at_least(self, 1, "width")
 
-    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+    def adapt(self, module: nn.Module, server: Server) -> None:
         """Put the head on random features beside the network's own."""
+        ctx = server.context
         name = head_name(module)
         path, weight = name.rpartition(".")[0], module.get_parameter(name)
         if not path or not weight.requires_grad:

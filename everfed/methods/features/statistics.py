@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.layout import KeepsLayers, KeepsParameters, head_name
+from everfed.core.layout import head_name, keeps_some
+from everfed.core.part import Personal as NewPersonal
 from everfed.core.message import MODEL
-from everfed.method import (
+from everfed.core.legacy import (
     CLASSES,
     CompositionError,
     Context,
@@ -86,7 +87,7 @@ class ReplacesHead(Part):
         if len(others) > 1:
             raise CompositionError(f"one part at most may replace the head; got {', '.join(others)}")
         for part in parts:
-            if isinstance(part, KeepsParameters | KeepsLayers) or overrides(part, "personalise"):
+            if keeps_some(part) or isinstance(part, NewPersonal):
                 raise CompositionError(
                     f"part {self.name!r} needs the same features on every client; {part.name!r} personalises the model"
                 )

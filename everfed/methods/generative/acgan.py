@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from everfed.core.layout import Extras
-from everfed.method import Trainer
+from everfed.core.legacy import Trainer
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import among, divergence
 from everfed.models.acgan import ACGANBlueprint

@@ -28,7 +28,9 @@ from torch.nn import functional
 from everfed.core import random
 from everfed.core.layout import EXTRAS, Extras, registered
 from everfed.core.replica import frozen_forward, in_eval_mode, initial_weights
-from everfed.method import (
+from everfed.core.legacy import (
+    Server,
+    AddsParameters,
     BOUNDARIES,
     CLASSES,
     END,
@@ -66,7 +68,7 @@ _HEAD = "head."
 
 
 @dataclass(frozen=True)
-class AFFCL(Part):
+class AFFCL(AddsParameters, Part):
     """k_loss_flow: k_f; 0 switches the flow off. k_flow_lastflow: k_lf. flow_explore_theta: theta. flow_lr: of Adam on
     the flow. replay_lr: of a separate Adam for step R in runs by SGD, which outliers among the features of a young flow
     would make diverge; 0: the run's optimiser. k_kd_last_cls: k_last; k_kd_global_cls: the same towards the received
@@ -107,7 +109,8 @@ class AFFCL(Part):
     def blueprint(self, ctx: Context) -> FlowBlueprint:
         return FlowBlueprint(feature_width(ctx.facts.layout), ctx.facts.classes, self.hidden)
 
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
+    def parameters(self, server: Server) -> dict[str, Tensor]:
+        ctx = server.context
         if not self.k_loss_flow:
             return {}
         blueprint = self.blueprint(ctx)

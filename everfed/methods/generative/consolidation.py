@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.step import Moments, Substeps
-from everfed.method import Context, Model, Optimizer, Part, Tree
+from everfed.core.legacy import Context, Model, Optimizer, Part, Tree
 from everfed.methods.generative.acgan import ACGAN, GENERATOR, balanced, live_generator
 
 LOSSES = ("discriminator", "generator")

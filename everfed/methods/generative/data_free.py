@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.method import Model, Optimizer, Trainer
+from everfed.core.legacy import Model, Optimizer, Trainer
 from everfed.methods.common.layers import constant, in_precision
 from everfed.methods.generative.inversion import (
     batch_statistics,

@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from everfed.core import random
 from everfed.core.layout import Extras, registered
 from everfed.core.replica import initial_weights
-from everfed.method import (
+from everfed.core.legacy import (
+    Server,
+    AddsParameters,
+    Aggregator,
     BOUNDARIES,
     CLASSES,
     MODEL,
@@ -64,7 +67,7 @@ CHOICES = {"generator": ("auto", *KINDS), "head": ("seen", "full"), "weighting":
 
 
 @dataclass(frozen=True)
-class FedCIL(Part):
+class FedCIL(AddsParameters, Aggregator):
     """consistency_real, consistency_fake, consistency_label: weights of C1, C2, C3 (0 in the released code).
     server_steps, server_batch: of consolidation in every round, `server_chunk` steps between two checkpoints.
     noise: entries of z beside the one-hot label. generator: "wide" (grey images in the release), "slim" (colour), or
@@ -102,8 +105,9 @@ class FedCIL(Part):
         kind = ("wide" if shape[0] == 1 else "slim") if self.generator == "auto" else self.generator
         return ACGANBlueprint(shape, ctx.facts.classes + self.noise, kind, self.width)
 
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
+    def parameters(self, server: Server) -> dict[str, Tensor]:
         """The real-or-fake head, then the generator: last, so that each network is one slice of the vector."""
+        ctx = server.context
         inputs = head_weight(ctx.facts.layout).shape[1]
         rng = random.generator(ctx.seed, self.name, "adversary")
         drawn = rng.uniform(-(inputs**-0.5), inputs**-0.5, inputs + 1).astype(np.float32)

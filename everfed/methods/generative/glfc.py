@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from everfed.core import random
 from everfed.core.replica import initial_weights
-from everfed.method import (
+from everfed.core.legacy import (
     BOUNDARIES,
     CLASSES,
     END,

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core.layout import Extras, registered
-from everfed.method import (
+from everfed.core.legacy import (
+    Server,
+    AddsParameters,
     END,
     FIRST,
     MODEL,
@@ -70,7 +72,7 @@ MATRIX, BIAS = (registered("lander", name, personal=False) for name in ("weight"
 
 
 @dataclass(frozen=True)
-class Lander(SyntheticReplay):
+class Lander(AddsParameters, SyntheticReplay):
     """anchors: "gaussian", "names" (hashed class names), "wordllama" (names through a sentence encoder) or a file, see
     `anchors.py`; width: their length. ltc, r: weight and radius of the bound; hinge: over the "batch" (code) or each
     "sample". cur, pre: weights of the current data and of distillation; scaling: do they follow the numbers of classes?
@@ -111,8 +113,9 @@ class Lander(SyntheticReplay):
         one_of(self, hinge=HINGES, model=MODELS, statistics=STATISTICS)
 
     # the projection ------------------------------------------------------------------------------------------------
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
+    def parameters(self, server: Server) -> dict[str, Tensor]:
         """M, initialised as PyTorch's linear layers are."""
+        ctx = server.context
         inputs, rng = head_weight(ctx.facts.layout).shape[1], ctx.rng("lander/projection")
         shapes, reach = {"weight": (self.width, inputs), "bias": (self.width,)}, 1 / math.sqrt(inputs)
         return {name: torch.from_numpy(rng.uniform(-reach, reach, shape)).float() for name, shape in shapes.items()}

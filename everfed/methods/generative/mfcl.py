@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.loss import cross_entropy
+from everfed.core.ops import cross_entropy
 from everfed.core.replica import frozen_forward, initial_weights
-from everfed.core.scoring import class_mask
-from everfed.method import (
+from everfed.core.evaluate import class_mask
+from everfed.core.legacy import (
     BOUNDARIES,
     CLASSES,
     END,

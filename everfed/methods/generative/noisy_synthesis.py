@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import Context, Model, Trainer, Tree
+from everfed.core.legacy import Context, Model, Trainer, Tree
 from everfed.methods.generative.adversary import bound
 from everfed.methods.generative.image_pool import LEVELS
 from everfed.methods.generative.synthesis import Synthesis, Synthesizer

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.tree import clone
-from everfed.method import Context, Model, Optimizer, State, Step, Trainer, Tree
+from everfed.core.legacy import Context, Model, Optimizer, State, Step, Trainer, Tree
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.teacher import frozen_outputs
 from everfed.methods.generative.student import Lesson

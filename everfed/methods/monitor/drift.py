@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from everfed.core.events import LOSS, Event, Memory, Signals
+from everfed.core.events import LOSS, Event, Signals
 from everfed.core.spans import NAMED, spans
 from everfed.methods.monitor.features import SIGNAL as FEATURES
 
@@ -56,7 +57,7 @@ class PageHinkley:
 
 @dataclass(frozen=True)
 class DriftMonitor:
-    """Follows the signals in `watched`. Its memory: {"tracks": {signal: {client: numbers}}, "suspected":
+    """Follows the signals in `watched`. Its state: {"tracks": {signal: {client: numbers}}, "suspected":
     [{"round", "clients", "by": {signal: clients}}, ...]}."""
 
     detector: PageHinkley = PageHinkley()
@@ -64,20 +65,20 @@ class DriftMonitor:
 
     name = "drift"
 
-    def observe(self, memory: Memory, index: int, signals: Signals) -> tuple[Memory, list[Event]]:
-        tracks, by = dict(memory.get("tracks", {})), {}
+    def observe(self, state: dict[str, Any], index: int, signals: Signals) -> list[Event]:
+        tracks, by = state.setdefault("tracks", {}), {}
+        suspected = state.setdefault("suspected", [])
         for signal in self.watched:
             tracks[signal], risen = self._follow(tracks.get(signal, {}), signal, signals.get(signal, {}))
             if risen:
                 by[signal] = risen
-        suspected = list(memory.get("suspected", ()))
         if not by:
-            return {"tracks": tracks, "suspected": suspected}, []
+            return []
         clients = sorted({client for risen in by.values() for client in risen})
         found = {"clients": _named(clients), "by": {signal: _named(risen) for signal, risen in by.items()}}
+        suspected.append({"round": index, **found})
         values = {signal: [signals[signal][client] for client in risen[:NAMED]] for signal, risen in by.items()}
-        event = {"event": "drift", **found, "values": values}
-        return {"tracks": tracks, "suspected": [*suspected, {"round": index, **found}]}, [event]
+        return [{"event": "drift", **found, "values": values}]
 
     def _follow(
         self, tracks: Mapping[str, list[float]], signal: str, values: Mapping[int, float]

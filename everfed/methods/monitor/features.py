@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.client import synchronises
-from everfed.method import Collect, Context, Data, Fitted, Message, Model, Part, Reducer, State, Trainer, Tree
+from everfed.core.legacy import Collect, Context, Data, Fitted, Message, Model, Part, Reducer, State, Trainer, Tree
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import Context, Data, Fitted, Message, Model, Optimizer, Part, Slots, State, Step, Tree
+from everfed.core.legacy import Context, Data, Fitted, Message, Model, Optimizer, Part, Slots, State, Step, Tree, Personal
 from everfed.methods.common.checks import at_least
 from everfed.methods.common.features import network, span
 
 
 @dataclass(frozen=True)
-class ALA(Part):
+class ALA(Personal):
     """layers: p, how many of the last parameter tensors are mixed (2: weight and bias of the head; 0: all). eta: step
     size of W. share: of the data that W is learned on, in one piece. The first time W is learned until the deviation of
     the mean losses of the last `window` epochs is below `threshold`, at most `max_epochs`; later for one epoch."""

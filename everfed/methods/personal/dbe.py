@@ -24,7 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.layout import Extras, registered
-from everfed.method import (
+from everfed.core.layout import EXTRAS
+from everfed.core.legacy import (
+    Server,
+    AddsParameters,
     FIRST,
     MODEL,
     Cohort,
@@ -49,7 +52,7 @@ from everfed.methods.common.features import head_weight, through_head
 
 
 @dataclass(frozen=True)
-class DBE(Part):
+class DBE(AddsParameters, Part):
     """weight: kappa_r. momentum: of the running mean."""
 
     weight: float = 0.0
@@ -62,8 +65,12 @@ class DBE(Part):
         if not 0.0 < self.momentum <= 1.0:
             raise ValueError(f"momentum must be above 0 and at most 1; got {self.momentum}")
 
-    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
+    def is_personal(self, parameter: str) -> bool:
+        return parameter == f"{EXTRAS}vector"
+
+    def parameters(self, server: Server) -> dict[str, Tensor]:
         """c_k, as long as a feature vector."""
+        ctx = server.context
         return {"vector": torch.zeros(head_weight(ctx.facts.layout).shape[1])}
 
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:

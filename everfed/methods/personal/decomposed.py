@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everfed.method import Entry, Tree
+from everfed.core.legacy import Entry, Tree
 from everfed.methods.common.layers import hidden_names
 from everfed.methods.personal.sparse import dense
 

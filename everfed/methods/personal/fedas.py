@@ -21,7 +21,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from everfed.method import (
+from everfed.core.legacy import (
+    AddsParameters,
+    Aggregator,
+    Personal,
     CLASSES,
     MODEL,
     Collect,
@@ -46,7 +49,7 @@ from everfed.methods.project.matching import combine
 
 
 @dataclass(frozen=True)
-class FedAS(Part):
+class FedAS(AddsParameters, Aggregator, Personal):
     """head: the layers that stay on the client, by the beginning of their parameters' names. align_epochs, align_lr,
     align_batch: of the alignment, by SGD."""
 

@@ -37,7 +37,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.core.pieces import TrainsPieces
-from everfed.method import (
+from everfed.core.legacy import (
+    Personal,
     MODEL,
     CompositionError,
     Context,
@@ -66,7 +67,7 @@ Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class FedL2P(Part):
+class FedL2P(Personal):
     """epochs: of fine-tuning. outer_epochs, meta_lr: of the meta-nets, by SGD over the held-out `validation` share;
     base_lr: the same for the base rates. retune: fine-tune anew for every minibatch of that share (False: once a
     round). terms, step: K and a of Eq. 7. hidden: width of the meta-nets. base_rate: first value of every learned rate.

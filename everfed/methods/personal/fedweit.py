@@ -33,7 +33,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from everfed.core.layout import Extras, registered
-from everfed.method import (
+from everfed.core.layout import EXTRAS
+from everfed.core.legacy import (
+    Server,
+    Personal,
+    AddsParameters,
+    Aggregator,
     BOUNDARIES,
     CLASSES,
     END,
@@ -82,7 +87,7 @@ MASK_SPREAD = 0.1  # deviation of the first mask logits, so that channels differ
 
 
 @dataclass(frozen=True)
-class FedWeIT(Part):
+class FedWeIT(AddsParameters, Aggregator, Personal):
     """sparsity: lambda1, also the size up to which an entry of A is taken for 0 when it is published or scored.
     retention: lambda2. weight_decay: wd. share: of a layer's channels that are not sent (the quantile of |m|)."""
 
@@ -114,8 +119,12 @@ class FedWeIT(Part):
         return ()
 
     # what is trained ---------------------------------------------------------------------------------------------
-    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
+    def is_personal(self, parameter: str) -> bool:
+        return parameter.startswith(tuple(f"{EXTRAS}{kind}/" for kind in ("adaptive", "mask", "attention", "own")))
+
+    def parameters(self, server: Server) -> dict[str, Tensor]:
         """adaptive/, mask/ and attention/ of every hidden layer, and own/ of every other parameter."""
+        ctx = server.context
         layers = hidden_weights(ctx.facts.layout)
         others = [e for e in network(ctx.facts.layout) if e not in layers]
         return {
@@ -319,7 +328,7 @@ class FedWeIT(Part):
         own = client.get(self.name, {})
         return {**model, "params": self._merged(own, message[MODEL]["params"], model["params"])}
 
-    def slots_for_task(self, own: Tree, task: int) -> Tree:
+    def state_for_task(self, own: Tree, task: int) -> Tree:
         return {**own, "host": {**own.get("host", {}), "route": task}}
 
     def _entry(self, layout: Layout, kind: str, entry: Entry) -> Entry:

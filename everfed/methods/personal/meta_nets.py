@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everfed.method import Layout
+from everfed.core.legacy import Layout
 from everfed.methods.common.features import network
 
 MEAN, VARIANCE = "running_mean", "running_var"

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from everfed.method import Model, Trainer
+from everfed.core.legacy import Model, Trainer
 from everfed.methods.common.features import CHUNK
 from everfed.methods.common.layers import in_precision
 

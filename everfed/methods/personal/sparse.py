@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everfed.method import Tree
+from everfed.core.legacy import Tree
 
 
 def sparse(vector: Tensor) -> Tree:

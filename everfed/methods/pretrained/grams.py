@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from everfed.method import Context, Data, Model
+from everfed.core.legacy import Context, Data, Model
 from everfed.methods.common.layers import in_precision
 from everfed.models.lora import LoRALinear
 

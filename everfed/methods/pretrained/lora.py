@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from everfed.core.pieces import Spans
-from everfed.method import (
+from everfed.core.legacy import (
+    AddsParameters,
+    Server,
     BEGIN,
     Cohort,
     CompositionError,
@@ -70,7 +72,7 @@ class TaskAdapted(Piecewise):
 
 
 @dataclass(frozen=True)
-class LoRA(TaskAdapted):
+class LoRA(AddsParameters, TaskAdapted):
     """rank, targets, alpha: of the adapters, where the network has none yet (`model.lora`): of which layers, by the
     ends of their names (none: all linear layers but the head), and their scale alpha / rank (0: 1)."""
 
@@ -86,8 +88,9 @@ class LoRA(TaskAdapted):
         at_least(self, 0, "alpha")
         object.__setattr__(self, "targets", tuple(self.targets))
 
-    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+    def adapt(self, module: nn.Module, server: Server) -> None:
         """Give every LoRA layer factors for all tasks."""
+        ctx = server.context
         if getattr(module, "prompts", None) is not None:
             raise CompositionError(f"part {self.name!r} freezes all but its factors and the head; leave prompts out")
         if any("lora_" in name for name, _ in module.named_parameters()) and not lora.layers(module):

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import synchronises
-from everfed.method import (
+from everfed.core.legacy import (
+    Aggregator,
     END,
     MODEL,
     Cohort,
@@ -56,7 +57,7 @@ from everfed.methods.pretrained.piecewise import task_of
 
 
 @dataclass(frozen=True)
-class LoRM(LoRA):
+class LoRM(LoRA, Aggregator):
     """head_alpha: what off-diagonal entries of the head's Gram matrix are multiplied by; 0 sends its diagonal alone.
     gram_at: the network whose inputs are summed, the "trained" one, or the "merged" one with the mean of all tasks'
     updates (the authors' code). Other options as those of LoRA."""

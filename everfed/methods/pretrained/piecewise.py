@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.part import BOUNDARIES, TOGETHER
+from everfed.core.legacy import BOUNDARIES, TOGETHER
 from everfed.core.pieces import Spans, trained_spans
-from everfed.method import Context, Data, Fitted, Layout, Message, Model, Part, Slots, State, Step, Tree
+from everfed.core.legacy import Context, Data, Fitted, Layout, Message, Model, Part, Slots, State, Step, Tree
 from everfed.methods.common.features import head_entries
 
 

@@ -27,7 +27,10 @@ from torch import Tensor, nn
 from everfed.core import random
 from everfed.core.client import synchronises
 from everfed.core.pieces import Spans, cut, joined, pasted
-from everfed.method import (
+from everfed.core.legacy import (
+    Server,
+    AddsParameters,
+    Aggregator,
     CLASSES,
     MODEL,
     Collect,
@@ -61,7 +64,7 @@ from everfed.models.vit import Attention
 
 
 @dataclass(frozen=True)
-class PILoRA(TaskAdapted):
+class PILoRA(AddsParameters, TaskAdapted, Aggregator):
     """rank: of the factors. blocks: whose queries and values have some. pull, sparsity, orthogonality: weights of the
     loss. temperature: of the softmax over clients."""
 
@@ -90,8 +93,9 @@ class PILoRA(TaskAdapted):
                 raise CompositionError(f"part {self.name!r} has prototypes in place of the head of {part.name!r}")
         return ()
 
-    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+    def adapt(self, module: nn.Module, server: Server) -> None:
         """Freeze the network, give blocks factors for all tasks, and put prototypes in the place of the head."""
+        ctx = server.context
         vit = require_vit(self, module)
         if lora.layers(vit):
             raise CompositionError(f"part {self.name!r} adds its own LoRA layers; leave model.lora out")

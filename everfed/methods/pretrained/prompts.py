@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from everfed.core import random
 from everfed.core.pieces import Spans
-from everfed.method import (
+from everfed.core.legacy import (
+    AddsParameters,
+    Server,
     BEGIN,
     MODEL,
     Batch,
@@ -83,10 +85,11 @@ def pull_term(step: Step, weight: float) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class TaskPrompted(Piecewise):
+class TaskPrompted(AddsParameters, Piecewise):
     """Prompts of its own for every task."""
 
-    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+    def adapt(self, module: nn.Module, server: Server) -> None:
+        ctx = server.context
         vit = require_vit(self, module)
         adopt(self, vit, self.build(vit, ctx))
 
@@ -285,7 +288,7 @@ class PromptShared(TaskPrompted):
 
 
 @dataclass(frozen=True)
-class PromptL2P(Part):
+class PromptL2P(AddsParameters, Part):
     """pool: prompts with a key each. length: tokens of a prompt. top: prompts that a sample uses. weight: of the term
     that pulls chosen keys towards the queries."""
 
@@ -302,7 +305,8 @@ class PromptL2P(Part):
         if self.top > self.pool:
             raise ValueError(f"top must be at most pool; got {self.top} of {self.pool}")
 
-    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+    def adapt(self, module: nn.Module, server: Server) -> None:
+        ctx = server.context
         vit = require_vit(self, module)
         prompts = PoolPrompts(self.pool, self.length, self.top, vit.width, random.key(ctx.seed, self.name))
         prompts.task.requires_grad_(False)

@@ -11,7 +11,10 @@ from torch import nn
 
 from everfed.core.client import synchronises
 from everfed.core.pieces import Spans, cut, pasted, rest
-from everfed.method import (
+from everfed.core.legacy import (
+    Server,
+    AddsParameters,
+    Aggregator,
     MODEL,
     CompositionError,
     Context,
@@ -35,7 +38,7 @@ from everfed.methods.pretrained.grams import damped, input_grams, over, packed, 
 
 
 @dataclass(frozen=True)
-class RegMean(Part):
+class RegMean(AddsParameters, Aggregator):
     """alpha: what off-diagonal entries of the Gram matrices are multiplied by; 0 sends their diagonals alone."""
 
     alpha: float = 0.5
@@ -50,8 +53,9 @@ class RegMean(Part):
         refuse_personal(self, parts)
         return ()
 
-    def adapt_network(self, module: nn.Module, ctx: Context) -> None:
+    def adapt(self, module: nn.Module, server: Server) -> None:
         """Refuse networks with matrices that are no linear layer's."""
+        ctx = server.context
         for name in matrices(ctx.facts.layout):
             layer = module.get_submodule(name)
             if not isinstance(layer, nn.Linear):

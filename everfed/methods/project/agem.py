@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import Context, Part, Schedule, State, Step, Tables
+from everfed.core.legacy import Context, Part, Schedule, State, Step, Tables
 from everfed.methods.common.checks import at_least
 from everfed.methods.project.projection import project, squared_norm
 from everfed.methods.replay import memory

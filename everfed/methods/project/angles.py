@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import (
+from everfed.core.legacy import (
     BOUNDARIES,
     HISTORY,
     MODEL,

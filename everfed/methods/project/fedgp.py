@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from everfed.core.pieces import only_trained
-from everfed.core.rows import take_rows
-from everfed.method import (
+from everfed.core.ops import take_rows
+from everfed.core.legacy import (
     MODEL,
     CompositionError,
     Context,

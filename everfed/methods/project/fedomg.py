@@ -15,13 +15,13 @@ from typing import get_args
 
 from torch import Tensor
 
-from everfed.method import MODEL, Collect, Context, Data, Fitted, Mean, Message, Model, Part, Reducer, State, Tree
+from everfed.core.legacy import MODEL, Collect, Context, Data, Fitted, Mean, Message, Model, Part, Reducer, State, Tree, Aggregator
 from everfed.methods.common.checks import one_of, positive
 from everfed.methods.project.matching import Scale, Solver, match_gradients, pairwise_cosines
 
 
 @dataclass(frozen=True)
-class FedOMG(Part):
+class FedOMG(Aggregator):
     """kappa: radius of the search around the mean update, as a part of its norm; 0 is FedAvg. scale: what the result is
     divided by: "none" (1), "1+k" or "1+k2" (the released code). rate: lr_s. weighting: shares of the clients in the
     mean: "uniform" (paper) or by "samples". solver: "exact", or the released code's "softmax_sgd".

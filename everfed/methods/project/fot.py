@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.method import (
+from everfed.core.legacy import (
     END,
     MODEL,
     TOGETHER,

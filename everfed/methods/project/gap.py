@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from everfed.core.scoring import EvalSpec, score_tasks
-from everfed.method import (
+from everfed.core.evaluate import EvalSpec, score_tasks
+from everfed.core.legacy import (
     BOUNDARIES,
     HELD_OUT,
     MODEL,

@@ -21,7 +21,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from everfed.method import (
+from everfed.core.legacy import (
     CLASSES,
     END,
     MODEL,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import OWN
-from everfed.method import (
+from everfed.core.legacy import (
     BOUNDARIES,
     CLASSES,
     END,

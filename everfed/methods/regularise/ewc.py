@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.method import END, MODEL, Cohort, Context, Data, Message, Part, Phase, State, Step, Tree, on_device
+from everfed.core.legacy import END, MODEL, Cohort, Context, Data, Message, Part, Phase, State, Step, Tree, on_device
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.regularise.fisher import FISHER_KINDS, diagonal_fisher
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import synchronises
-from everfed.method import (
+from everfed.core.legacy import (
     Context,
     Data,
     Fitted,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import Optimizer, Part, Step
+from everfed.core.legacy import Optimizer, Part, Step
 from everfed.methods.common.checks import at_least
 
 

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from everfed.method import Context, Data, Model, Optimizer, Part, Step, Tree
+from everfed.core.legacy import Context, Data, Model, Optimizer, Part, Step, Tree
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.regularise.path import PathRegulariser, begin_step, end_step, scratch
 

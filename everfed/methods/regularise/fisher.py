@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from everfed.method import Context, Data, Model
+from everfed.core.legacy import Context, Data, Model
 from everfed.methods.common.per_sample import Network, constants
 from everfed.methods.common.squared_gradients import squared_gradients
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everfed.method import (
+from everfed.core.legacy import (
     CLASSES,
     END,
     MODEL,

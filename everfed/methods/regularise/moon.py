@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.client import OWN
-from everfed.method import (
+from everfed.core.legacy import (
     MODEL,
     Batch,
     Context,

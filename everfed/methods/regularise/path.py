@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.method import (
+from everfed.core.legacy import (
     END,
     FIRST,
     MODEL,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.method import Context, Data, Fitted, Message, Model, Schedule, State, Step, Tables, Tree
+from everfed.core.legacy import Context, Data, Fitted, Message, Model, Schedule, State, Step, Tables, Tree
 from everfed.methods.regularise.path import SCRATCH, PathRegulariser, begin_step, end_step, scratch
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import END, Cohort, Context, Data, Mean, Message, Phase, Slots, State, Tree
+from everfed.core.legacy import END, Cohort, Context, Data, Mean, Message, Phase, Slots, State, Tree
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.replay.coordination import ROUNDINGS, client_choice, client_step, client_target
 from everfed.methods.replay.diversity import RELAXATIONS, Candidates, select

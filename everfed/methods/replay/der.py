@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import Batch, CompositionError, Context, Optimizer, Part, Schedule, State, Step, Tables
+from everfed.core.legacy import Batch, CompositionError, Context, Optimizer, Part, Schedule, State, Step, Tables
 from everfed.methods.common.checks import at_least
 from everfed.methods.replay import memory
 from everfed.methods.replay.er import drawn

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everfed.core import random
-from everfed.method import Context, Model
+from everfed.core.legacy import Context, Model
 from everfed.methods.common.checks import at_least, one_of, positive
 from everfed.methods.common.per_sample import constants
 from everfed.methods.replay.random_projection import RandomProjection

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import Context, Phase, Schedule, Step, Table, Tables, Tree
+from everfed.core.legacy import Context, Phase, Schedule, Step, Table, Tables, Tree
 from everfed.methods.common.checks import at_least, positive
 from everfed.methods.replay.gradient_rows import gradients_here
 from everfed.methods.replay.gss import cluster_offer, draw_references, greedy_score, greedy_slot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everfed.method import HISTORY, Context, Data, Part, State
+from everfed.core.legacy import HISTORY, Context, Data, Part, State
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import (
+from everfed.core.legacy import (
     CLASSES,
     MODEL,
     TOGETHER,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.schedule import minibatches
-from everfed.method import Tree
+from everfed.core.data import minibatches
+from everfed.core.legacy import Tree
 from everfed.methods.common.checks import at_least
 from everfed.methods.replay import random_policies
 from everfed.methods.replay.coordinated import Coordinated, Uncoordinated

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import Cohort, Context, Phase, Position, Tree
+from everfed.core.legacy import Cohort, Context, Phase, Position, Tree
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.features import outputs_and_features
 from everfed.methods.common.teacher import classes_of
