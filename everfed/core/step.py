@@ -365,8 +365,8 @@ class Substep:
     holds it too. Its moments travel with those of the run's optimiser, under "part/substep/...".
 
     parameters: which ones it moves, by name; they must lie together in the vector. loss: of the step as it is then, as
-    its part sees it. optimizer: its own, or None for the run's, with the round's rate. alone: nothing else moves these parameters, not
-    even the training step itself. after: it comes after the training step; otherwise before."""
+    its part sees it. optimizer: its own, or None for the run's, with the round's rate. alone: nothing else moves these
+    parameters, not even the training step itself. after: it comes after the training step; otherwise before."""
 
     name: str
     parameters: Callable[[str], bool]
