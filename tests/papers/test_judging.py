@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.reproduction.made import STREAM, accuracy, cell, sample, target
+from tests.papers.made import STREAM, accuracy, cell, sample, target
 
 from everfed.experiments.papers.judging import NOT_REPRODUCED, REPRODUCED, Judged, judge
 from everfed.experiments.papers.planning import Cell, Experiment

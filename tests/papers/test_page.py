@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.reproduction.test_records import made
+from tests.papers.test_records import made
 from typer.testing import CliRunner
 
 from everfed.cli import app

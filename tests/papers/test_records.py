@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.reproduction.made import STREAM, result
+from tests.papers.made import STREAM, result
 from typer.testing import CliRunner, Result
 
 import everfed

@@ -6,7 +6,7 @@ import csv
 import json
 from pathlib import Path
 
-from tests.reproduction.made import accuracy, cell
+from tests.papers.made import accuracy, cell
 
 from everfed.experiments.papers import writing
 from everfed.experiments.papers.judging import judge
