@@ -2,9 +2,9 @@
 
     PYTHONPATH=FOLDER_OF_THAT_VERSION python -P tests/compat/make.py
 
-For every run below, `NAME/stopped` is the folder of a run that ended as by a crash in the middle of its second task, and
-`NAME/expected.json` the fingerprint (`tests.support.bits`) of what that version made of it. `NAME/finished`, where there
-is one, is the finished folder without its checkpoint.
+For every run below, `NAME/stopped` is the folder of a run that ended as by a crash in the middle of its second task,
+and `NAME/expected.json` the fingerprint (`tests.support.bits`) of what that version made of it. `NAME/finished`, where
+there is one, is the finished folder without its checkpoint.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support import bits
 
 import everfed
+from tests.support import bits
 
 HERE = Path(__file__).resolve().parent
 Table = dict[str, Any]

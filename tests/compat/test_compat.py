@@ -1,4 +1,4 @@
-"""What an earlier version of everfed left behind is read, reported, gone on with and used: folders made by `make.py`."""
+"""What an earlier version of everfed left behind is read, reported, gone on with and used: folders of `make.py`."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ import torch
 
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
+from everfed.core.legacy import Phase
 from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.core.phase import TRAIN
-from everfed.core.legacy import Phase
 from everfed.methods import registry as methods
 from everfed.methods.common.features import class_means, features
 from everfed.methods.personal.fedas import FedAS, alignment_loss, fisher_trace, shares

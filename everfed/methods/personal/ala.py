@@ -22,7 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Context, Data, Fitted, Message, Model, Optimizer, Part, Slots, State, Step, Tree, Personal
+from everfed.core.legacy import (
+    Context,
+    Data,
+    Fitted,
+    Message,
+    Model,
+    Optimizer,
+    Part,
+    Personal,
+    Slots,
+    State,
+    Step,
+    Tree,
+)
 from everfed.methods.common.checks import at_least
 from everfed.methods.common.features import network, span
 

@@ -23,13 +23,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from everfed.core.layout import Extras, registered
-from everfed.core.layout import EXTRAS
+from everfed.core.layout import EXTRAS, Extras, registered
 from everfed.core.legacy import (
-    Server,
-    AddsParameters,
     FIRST,
     MODEL,
+    AddsParameters,
     Cohort,
     Context,
     Data,
@@ -42,6 +40,7 @@ from everfed.core.legacy import (
     Part,
     Phase,
     Position,
+    Server,
     Slots,
     State,
     Step,

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from everfed.core.legacy import (
-    AddsParameters,
-    Aggregator,
-    Personal,
     CLASSES,
     MODEL,
+    AddsParameters,
+    Aggregator,
     Collect,
     CompositionError,
     Context,
@@ -37,6 +36,7 @@ from everfed.core.legacy import (
     Model,
     Optimizer,
     Part,
+    Personal,
     Reducer,
     State,
     Step,
