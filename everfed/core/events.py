@@ -30,8 +30,8 @@ class Diverged(RuntimeError):
 class Monitor(Protocol):
     """An observer: reads what clients report of their training, emits events, and changes nothing.
 
-    Its state is JSON-ready and saved with the run's, so that a resumed run emits the same events. A method cannot read a
-    monitor; a run with one has the same numbers as without.
+    Its state is JSON-ready and saved with the run's, so that a resumed run emits the same events. A method cannot read
+    a monitor; a run with one has the same numbers as without.
     """
 
     name: str

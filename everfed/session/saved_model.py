@@ -21,8 +21,7 @@ from everfed.core.context import Context, Facts, Moment, TrainOptions
 from everfed.core.data import Data
 from everfed.core.handle import Server
 from everfed.core.layout import EXTRAS, AddsParameters, Extras, Layout
-from everfed.core.message import MODEL
-from everfed.core.message import Model, State
+from everfed.core.message import MODEL, Model, State
 from everfed.core.part import options_of, overrides
 from everfed.core.phase import EVALUATE
 from everfed.data import transforms

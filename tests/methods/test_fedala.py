@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
 from everfed.core.handle import Client
 from everfed.core.message import Model, State
+from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
 from everfed.methods.personal.fedala import ALA
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square

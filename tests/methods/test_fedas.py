@@ -10,10 +10,10 @@ from torch import Tensor
 
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
+from everfed.core.handle import Server
 from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.handle import Server
 from everfed.core.phase import TRAIN, Phase
 from everfed.methods import registry as methods
 from everfed.methods.common.features import class_means, features

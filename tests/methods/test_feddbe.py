@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
 from everfed.core.message import Model
+from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
 from everfed.methods.common.features import features
 from everfed.methods.personal.feddbe import DBE
