@@ -24,6 +24,8 @@ _MOVED = {
     "everfed.parts.memory": "everfed.methods.replay",
     "everfed.parts.memory.buffer": "everfed.methods.replay.memory",
     "everfed.parts.memory.replay": "everfed.methods.replay.er",
+    "everfed.parts.personal.ala": "everfed.methods.personal.fedala",
+    "everfed.parts.personal.dbe": "everfed.methods.personal.feddbe",
     "everfed.parts.regularise.curvature": "everfed.methods.regularise.fedcurv",
     "everfed.parts.regularise.proximal": "everfed.methods.regularise.fedprox",
     "everfed.parts.regularise.synaptic": "everfed.methods.regularise.si",
