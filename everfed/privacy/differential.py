@@ -44,6 +44,9 @@ from everfed.method import (
     Tree,
     option,
 )
+from everfed.core.phase import EVALUATE, TRAIN
+from everfed.core.reduce import Total
+from everfed.errors import Fault
 from everfed.privacy import accountant
 from everfed.privacy.encoding import flat
 from everfed.privacy.noise import standard_normal, tree_digest
@@ -53,7 +56,7 @@ CENTRAL, LOCAL = "central", "local"
 Means = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> a mean (else a sum)?
 
 
-class BudgetSpent(RuntimeError):
+class BudgetSpent(Fault):
     """The next release would cost more than is left; nothing of it was released."""
 
 

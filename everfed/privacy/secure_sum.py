@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Vectors = tuple[np.ndarray, np.ndarray]  # narrow, wide
 
 
-class TooFewClients(RuntimeError):
+class TooFewClients(Fault):
     """A sum that cannot be unmasked: too few clients stayed. The run can be resumed when they are back."""
 
 

@@ -10,10 +10,9 @@ import torch
 from everfed import engines, privacy
 from everfed.core.context import Place
 from everfed.core.engine import Engine
-from everfed.core.phase import EVALUATE
-from everfed.core.server import RunState
 from everfed.core.evaluate import EvalOptions
-from everfed.core.server import Runner
+from everfed.core.phase import EVALUATE
+from everfed.core.server import Runner, RunState
 from everfed.core.tree import on_device
 from everfed.data.errors import DataError
 from everfed.engines.group import Group
