@@ -30,6 +30,7 @@ from everfed.core.handle import Handle
 from everfed.core.part import Reduced, Weights, options_of
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
+from everfed.errors import Fault
 from everfed.method import (
     MODEL,
     Client,
@@ -44,9 +45,6 @@ from everfed.method import (
     Tree,
     option,
 )
-from everfed.core.phase import EVALUATE, TRAIN
-from everfed.core.reduce import Total
-from everfed.errors import Fault
 from everfed.privacy import accountant
 from everfed.privacy.encoding import flat
 from everfed.privacy.noise import standard_normal, tree_digest

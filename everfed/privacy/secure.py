@@ -46,8 +46,6 @@ from everfed.method import (
     When,
     option,
 )
-from everfed.core.phase import EVALUATE, TRAIN
-from everfed.core.reduce import Total
 from everfed.privacy import masking, shamir
 from everfed.privacy.bindings import (
     MASKS,

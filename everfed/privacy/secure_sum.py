@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everfed.core.message import PerClient
 from everfed.core.tree import Tree
+from everfed.errors import Fault
 from everfed.privacy import masking, shamir
 from everfed.privacy.encoding import EncodingError, Sums, common_form, decode, sizes
 from everfed.privacy.members import Members, by_client, client_list, needed, set_text, sized, to_tensor

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.parts.test_lora import ClassToy
 from torch import nn
 
 from everfed.core import tree

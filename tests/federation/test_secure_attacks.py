@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from everfed.core.engine import ClientError
-from everfed.core.legacy import Mean, Method, Part
 from everfed.core.message import Message
 from everfed.core.server import Runner
 from everfed.core.tree import Tree
