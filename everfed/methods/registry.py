@@ -265,6 +265,12 @@ def part_class(name: str) -> type[Part]:
     return found
 
 
+def name_of(part: type[Part]) -> str:
+    """The name by which `part_class` finds this part again."""
+    path = f"{part.__module__}:{part.__qualname__}"
+    return part.name if path == f"everfed.methods.{PARTS.get(part.name)}" else path
+
+
 def part_classes() -> dict[str, type[Part]]:
     """Every part that ships with everfed, by name."""
     return {name: part_class(name) for name in PARTS}
