@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, phase, result, start
+from tests.reports.folders import create, evaluation, finished, log, phase, result, start
 
 import everfed
 from everfed.commands import output

@@ -27,7 +27,8 @@ from everfed.session.result import result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
 from everfed.store.ledger import Ledger
-from everfed.store.run import EventLog, RunFolder
+from everfed.store.event_log import EventLog
+from everfed.store.run import RunFolder
 
 LEDGER = "ledger.jsonl"  # of a federation: what its clients were asked to reveal
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.folders import evaluation, finished, log, long_run, phase
+from tests.reports.folders import evaluation, finished, log, long_run, phase
 
 from everfed.reports import write
 from tests.browser.conftest import EVERYWHERE

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.report.folders import Event, create, log, phase, start
+from tests.reports.folders import Event, create, log, phase, start
 
 from everfed.reports import attendance
 from everfed.reports.attendance import Record

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.folders import create, finished
+from tests.reports.folders import create, finished
 
 from everfed.reports.colours import DARK, LIGHT, ON_DARK, ON_LIGHT
 from everfed.reports.groups import COLOURS, Colours, by_stream, grouped

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, long_run, phase, result, start
+from tests.reports.folders import create, evaluation, finished, log, long_run, phase, result, start
 
 from everfed.reports import rerun
 from everfed.reports.heatmaps import matrix as shaded_matrix

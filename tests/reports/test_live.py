@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, phase, start
+from tests.reports.folders import create, evaluation, finished, log, phase, start
 
 from everfed.errors import UserError
 from everfed.reports.dashboard import Dashboard, Feed, NoRun

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.folders import create, evaluation, finished, log, phase, result, start, whole
+from tests.reports.folders import create, evaluation, finished, log, phase, result, start, whole
 
 from everfed.reports import series
 from everfed.reports.groups import grouped

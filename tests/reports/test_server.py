@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, phase, start
-from tests.report.serving import events, get, served, until
+from tests.reports.folders import create, evaluation, finished, log, phase, start
+from tests.reports.serving import events, get, served, until
 
 from everfed.errors import UserError
 from everfed.reports import dashboard, live

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 import pytest
-from tests.report.folders import create, finished, log, phase, result, start
+from tests.reports.folders import create, finished, log, phase, result, start
 
 from everfed.metrics.statistics import Spread
 from everfed.reports import tables

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from tests.report.folders import evaluation, phase, recipe, start, whole
+from tests.reports.folders import evaluation, phase, recipe, start, whole
 
 from everfed.errors import UserError
 from everfed.reports import trackers

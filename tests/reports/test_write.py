@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from tests.report.folders import finished
+from tests.reports.folders import finished
 from typer.testing import CliRunner
 
 from everfed.commands.report import report

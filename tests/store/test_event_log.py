@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.folders import Event, evaluation, phase, start, whole
+from tests.reports.folders import Event, evaluation, phase, start, whole
 
-from everfed.reports.log import LONGEST_LINE, Log, Tail
+from everfed.store.event_log import LONGEST_LINE, Log, Tail
 
 
 def as_bytes(events: list[Event]) -> bytes:
@@ -154,7 +154,7 @@ def test_values_that_are_not_finite_are_missing() -> None:
 
 def test_a_tail_reads_only_what_is_new(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    tail = Tail(path)
+    tail = Tail(path.parent)
     assert not tail.poll()
     path.write_bytes(as_bytes([start(), phase(0)]))
     assert tail.poll() and tail.log.rounds_done == 1
@@ -167,7 +167,7 @@ def test_a_tail_reads_only_what_is_new(tmp_path: Path) -> None:
 def test_a_tail_takes_its_turn_in_slices(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(as_bytes(list(whole())))
-    tail, turns = Tail(path), 0
+    tail, turns = Tail(path.parent), 0
     while tail.poll(100):
         turns += 1
     assert turns == -(-path.stat().st_size // 100)
@@ -178,7 +178,7 @@ def test_a_tail_takes_its_turn_in_slices(tmp_path: Path) -> None:
 def test_a_tail_begins_anew_with_another_file(tmp_path: Path, how: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(as_bytes([start(), *(phase(i) for i in range(5))]))
-    tail = Tail(path)
+    tail = Tail(path.parent)
     tail.poll()
     if how == "cut":
         path.write_bytes(as_bytes([start()]))
