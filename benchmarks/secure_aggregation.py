@@ -27,8 +27,8 @@ import torch
 from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Absent
-from everfed.core.message import Message, addressed
 from everfed.core.legacy import Phase
+from everfed.core.message import Message, addressed
 from everfed.core.reduce import Mean
 from everfed.core.stream import RoundPlan
 from everfed.privacy.secure import MASK, NAME, SecureAggregation

@@ -22,7 +22,6 @@ TRAIN = "train"
 EVALUATE = "evaluate"
 
 
-
 class Cohort(Enum):
     """Who takes part in a phase."""
 

@@ -284,9 +284,7 @@ def _descend(
     kernel = gradient.lazy and _has_kernel(replica, parts, optimizer)
     if kernel:
         velocity = moments.get("momentum")
-        replica.descend(
-            gradient.passes, rate, optimizer.weight_decay, optimizer.momentum, velocity, gradient.conflict
-        )
+        replica.descend(gradient.passes, rate, optimizer.weight_decay, optimizer.momentum, velocity, gradient.conflict)
     else:
         main, scales = training.substeps(parts).main, training.scales(optimizer)
         own = None if scales is None else scales.within(main)
@@ -366,9 +364,9 @@ class Substep:
     """A step with a loss, parameters and an optimiser of its own, inside one training step, so that a captured step
     holds it too. Its moments travel with those of the run's optimiser, under "part/substep/...".
 
-    parameters: which ones it moves, by name; they must lie together in the vector. loss: of the step as it is then, as its part sees it.
-    optimizer: its own, or None for the run's, with the round's rate. alone: nothing else moves these parameters, not
-    even the training step itself. after: it comes after the training step; otherwise before."""
+    parameters: which ones it moves, by name; they must lie together in the vector. loss: of the step as it is then, as
+    its part sees it. optimizer: its own, or None for the run's, with the round's rate. alone: nothing else moves these
+    parameters, not even the training step itself. after: it comes after the training step; otherwise before."""
 
     name: str
     parameters: Callable[[str], bool]

@@ -20,10 +20,9 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.data import Data
 from everfed.core.engine import ClientError
-from everfed.core.message import Message
+from everfed.core.message import Message, State
 from everfed.core.part import Part
-from everfed.core.message import State
-from everfed.core.phase import Phase, TRAIN
+from everfed.core.phase import TRAIN, Phase
 from everfed.core.replica import adopt_dropout
 from everfed.core.tree import leaves
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer

@@ -19,10 +19,9 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import ClientError, Engine
-from everfed.core.message import MODEL, Message, common, own, unwrap
-from everfed.core.message import Model
-from everfed.core.phase import Phase
 from everfed.core.evaluate import EvalSpec, stacked
+from everfed.core.message import MODEL, Message, Model, common, own, unwrap
+from everfed.core.phase import Phase
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.base import BuildModule, ClientStore, failed, new_trainer

@@ -21,11 +21,10 @@ from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Absent, Engine, Replies, Trained
-from everfed.core.message import Message
-from everfed.core.message import Model
+from everfed.core.evaluate import EvalSpec, stacked
+from everfed.core.message import Message, Model
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducing, Shared, Total
-from everfed.core.evaluate import EvalSpec, stacked
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.group import Group

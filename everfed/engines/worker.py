@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from everfed.core.context import Moment, Setup
-from everfed.core.message import MODEL, Message, with_own
 from everfed.core.evaluate import EvalSpec, score_tasks
+from everfed.core.message import MODEL, Message, with_own
 from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer

@@ -19,9 +19,8 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Moment, Setup
-from everfed.core.message import MODEL
-from everfed.core.message import Model
-from everfed.core.phase import EVALUATE, Phase, When, TRAIN
+from everfed.core.message import MODEL, Model
+from everfed.core.phase import EVALUATE, TRAIN, Phase, When
 from everfed.core.reduce import Collect
 from everfed.core.tree import Tree
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
-from everfed.core.message import MODEL
-from everfed.core.message import Model
+from everfed.core.message import MODEL, Model
 from everfed.core.part import overrides
-from everfed.core.phase import Phase, TRAIN
+from everfed.core.phase import TRAIN, Phase
 from everfed.core.reduce import Mean
 from everfed.federation.checking import Expected, Reason, Refusal
 

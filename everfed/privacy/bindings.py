@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
+from everfed.core.legacy import Context, Message, Tree
 from everfed.core.message import MODEL
 from everfed.core.tree import leaves
-from everfed.core.legacy import Context, Message, Tree
 from everfed.privacy import masking
 from everfed.privacy.members import Members, set_text, to_bytes, to_tensor
 

@@ -26,9 +26,6 @@ from torch import Tensor
 
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Setup
-from everfed.core.legacy import Reduced, Weights, options_of
-from everfed.core.phase import EVALUATE, TRAIN
-from everfed.core.reduce import Total
 from everfed.core.legacy import (
     MODEL,
     CompositionError,
@@ -39,10 +36,16 @@ from everfed.core.legacy import (
     Part,
     Phase,
     Protection,
+    Reduced,
     Slots,
     State,
     Tree,
+    Weights,
+    options_of,
 )
+from everfed.core.phase import EVALUATE, TRAIN
+from everfed.core.reduce import Total
+from everfed.errors import Fault
 from everfed.privacy import accountant
 from everfed.privacy.encoding import flat
 from everfed.privacy.noise import standard_normal, tree_digest
@@ -52,7 +55,7 @@ CENTRAL, LOCAL = "central", "local"
 Means = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> a mean (else a sum)?
 
 
-class BudgetSpent(RuntimeError):
+class BudgetSpent(Fault):
     """The next release would cost more than is left; nothing of it was released."""
 
 

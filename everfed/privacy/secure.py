@@ -28,8 +28,6 @@ import numpy as np
 import torch
 
 from everfed.core.client import Reply, synchronises
-from everfed.core.phase import EVALUATE, TRAIN
-from everfed.core.reduce import Total
 from everfed.core.legacy import (
     Collect,
     CompositionError,
@@ -46,6 +44,8 @@ from everfed.core.legacy import (
     State,
     Tree,
 )
+from everfed.core.phase import EVALUATE, TRAIN
+from everfed.core.reduce import Total
 from everfed.privacy import masking, shamir
 from everfed.privacy.bindings import (
     MASKS,

@@ -15,10 +15,10 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Ledger, Moment, Setup
 from everfed.core.engine import Absent, Engine, Replies, Trained
-from everfed.core.message import Message, Traffic, addressed, payload_bytes
-from everfed.core.reduce import Total
 from everfed.core.evaluate import EvalSpec
 from everfed.core.legacy import Model, Phase, Position, Trainer, Tree
+from everfed.core.message import Message, Traffic, addressed, payload_bytes
+from everfed.core.reduce import Total
 from everfed.privacy.encoding import Sums
 from everfed.privacy.members import set_text
 from everfed.privacy.secure import NAME, SecureAggregation

@@ -13,8 +13,8 @@ from typing import Any
 
 from everfed.core.client import Reply
 from everfed.core.context import Place
-from everfed.core.server import RunState
 from everfed.core.legacy import Method, State
+from everfed.core.server import RunState
 from everfed.privacy import accountant
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy
 from everfed.store.appended import PRIVACY_LEDGER, AppendedFile

@@ -1,9 +1,9 @@
 """events.jsonl of a run: its one writer and its one reader.
 
-`Log` is the state of a run after the lines read so far, `events` are the lines themselves. Bytes may arrive in pieces of
-any size, so the same code reads a finished file and follows one that is being written. After a resume the rounds since
-the checkpoint are run again: their new lines replace the old ones, and old lines of rounds that were not reached again
-are dropped, so that what is read is always one consistent run.
+`Log` is the state of a run after the lines read so far, `events` are the lines themselves. Bytes may arrive in pieces
+of any size, so the same code reads a finished file and follows one that is being written. After a resume the rounds
+since the checkpoint are run again: their new lines replace the old ones, and old lines of rounds that were not reached
+again are dropped, so that what is read is always one consistent run.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everfed.engines import captured
 from everfed.core.legacy import Optimizer, TrainOptions
+from everfed.engines import captured
 from tests.support.cuda import Device
 from tests.support.toy import Bench, Norm, Toy
 

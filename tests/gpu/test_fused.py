@@ -11,17 +11,17 @@ from torch.nn import functional
 
 from everfed import models
 from everfed.core import ops as loss
-from everfed.core import replica as replicas
 from everfed.core import ops as rows_of
+from everfed.core import replica as replicas
 from everfed.core.context import Setup
 from everfed.core.layout import Layout
+from everfed.core.legacy import Optimizer, TrainOptions
 from everfed.core.replica import Replica, adopt_dropout
 from everfed.data import transforms
 from everfed.engines import captured
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.kernels import load_kernels
-from everfed.core.legacy import Optimizer, TrainOptions
 from everfed.methods.project.projection import squared_norm
 from everfed.models import convolution, fused
 from everfed.store.clients import ClientStore

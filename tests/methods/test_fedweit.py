@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from everfed.core.context import TrainOptions
 from everfed.core.layout import registered
+from everfed.core.message import State
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.message import State
 from everfed.core.tree import tensor_bytes
 from everfed.methods import registry as methods
 from everfed.methods.common.layers import hidden_weights

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed.core import tree
-from everfed.core.legacy import with_slots
-from everfed.core.legacy import MODEL, CompositionError, Context, Optimizer, State, TrainOptions, compose
+from everfed.core.legacy import MODEL, CompositionError, Context, Optimizer, State, TrainOptions, compose, with_slots
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.server_optimizer import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer

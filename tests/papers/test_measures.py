@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.reproduction.made import M1, result, sample, write_events
 
 from everfed.experiments.papers.measures import MEASURES, MIB, Sample, curves, measure
 from everfed.experiments.papers.tables import papers
 from everfed.store.event_log import events
+from tests.papers.made import M1, result, sample, write_events
 
 
 def value(name: str, run: Sample, unit: str = "points") -> float | None:

@@ -16,9 +16,9 @@ from scipy import stats
 from everfed.core.client import Reply
 from everfed.core.context import Context, Setup
 from everfed.core.engine import Engine
+from everfed.core.legacy import Phase
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
-from everfed.core.legacy import Phase
 from everfed.methods import registry as methods
 from everfed.privacy.accountant import epsilon
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, check_setup, clip_norm, private

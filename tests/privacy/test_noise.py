@@ -18,8 +18,8 @@ from scipy import stats
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.phase import EVALUATE
 from everfed.core.legacy import Phase
+from everfed.core.phase import EVALUATE
 from everfed.core.server import RunState
 from everfed.federation.codec import to_reply
 from everfed.federation.request import Answer

@@ -21,9 +21,9 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.events import Diverged
+from everfed.core.legacy import CompositionError, Each, Phase
 from everfed.core.message import Message
 from everfed.engines.processes import Processes
-from everfed.core.legacy import CompositionError, Each, Phase
 from everfed.methods import registry as methods
 from everfed.privacy.members import needed
 from everfed.privacy.secure import (

@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from everfed.core.legacy import (
+    MODEL,
+    Aggregator,
+    CompositionError,
+    Context,
+    Mean,
+    Message,
+    Model,
+    Part,
+    Reducer,
+    State,
+    Tree,
+)
 from everfed.core.pieces import TrainsPieces
-from everfed.core.legacy import MODEL, CompositionError, Context, Mean, Message, Model, Part, Reducer, State, Tree, Aggregator
 from everfed.methods.aggregate.robust import ClippedMean, GeometricMedian, Median, TrimmedMean
 from everfed.methods.common.checks import at_least, one_of
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from everfed.core.client import synchronises
 from everfed.core.legacy import (
-    Aggregator,
     MODEL,
+    Aggregator,
     Context,
     Data,
     Fitted,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from everfed.core.client import synchronises
 from everfed.core.legacy import (
-    Aggregator,
     MODEL,
+    Aggregator,
     CompositionError,
     Context,
     Data,

@@ -32,18 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everfed.core.layout import Extras, registered
-from everfed.core.layout import EXTRAS
+from everfed.core.layout import EXTRAS, Extras, registered
 from everfed.core.legacy import (
-    Server,
-    Personal,
-    AddsParameters,
-    Aggregator,
     BOUNDARIES,
     CLASSES,
     END,
     FIRST,
     MODEL,
+    AddsParameters,
+    Aggregator,
     Cohort,
     Collect,
     CompositionError,
@@ -58,9 +55,11 @@ from everfed.core.legacy import (
     Once,
     Optimizer,
     Part,
+    Personal,
     Phase,
     Position,
     Reducer,
+    Server,
     Slots,
     State,
     Step,
