@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Reducer, Tree
-from everfed.core.reduce import Reducing, Shared
+from everfed.core.reduce import Reducer, Reducing, Shared
+from everfed.core.tree import Tree
 
 _AT_ONCE = 1 << 22  # numbers of all replies that are worked on at a time
 _ITERATIONS, _TOLERANCE = 1000, 1e-10  # of the geometric median; the second is the change of a weight at which it ends
