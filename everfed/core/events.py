@@ -17,13 +17,14 @@ from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.spans import NAMED, repeats, spans
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
+from everfed.errors import Fault
 
 Event = dict[str, Any]
 LOSS = "loss"
 Signals = Mapping[str, Mapping[int, float]]  # signal -> client -> value; "loss": its mean step loss; others: from parts
 
 
-class Diverged(RuntimeError):
+class Diverged(Fault):
     """A loss is no longer finite."""
 
 

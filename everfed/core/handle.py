@@ -109,6 +109,11 @@ class Handle:
         """Is the model sent to the server after this round?"""
         return (self.round + 1) % self.options.sync_every == 0
 
+    @property
+    def held_out(self) -> HeldOut:
+        """The test sets, for parts that need HELD_OUT."""
+        return self.context.held_out
+
     # work ----------------------------------------------------------------------------------------------------------
     def rng(self, tag: str) -> np.random.Generator:
         """A numpy generator of this call's own, for `tag`: no other draw can change its numbers."""
@@ -213,11 +218,6 @@ class Client(Handle):
     def history(self) -> list[Data]:
         """The client's data of all earlier tasks, for parts that need HISTORY."""
         return self.context.history()
-
-    @property
-    def held_out(self) -> HeldOut:
-        """The test sets, for parts that need HELD_OUT."""
-        return self.context.held_out
 
     # work ----------------------------------------------------------------------------------------------------------
     def gradient(

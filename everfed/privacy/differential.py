@@ -45,6 +45,7 @@ from everfed.core.legacy import (
 )
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
+from everfed.errors import Fault
 from everfed.privacy import accountant
 from everfed.privacy.encoding import flat
 from everfed.privacy.noise import standard_normal, tree_digest
@@ -54,7 +55,7 @@ CENTRAL, LOCAL = "central", "local"
 Means = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> a mean (else a sum)?
 
 
-class BudgetSpent(RuntimeError):
+class BudgetSpent(Fault):
     """The next release would cost more than is left; nothing of it was released."""
 
 

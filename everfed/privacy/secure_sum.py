@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.legacy import Each, Tree
+from everfed.errors import Fault
 from everfed.privacy import masking, shamir
 from everfed.privacy.encoding import EncodingError, Sums, common_form, decode, sizes
 from everfed.privacy.members import Members, by_client, client_list, needed, set_text, sized, to_tensor
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Vectors = tuple[np.ndarray, np.ndarray]  # narrow, wide
 
 
-class TooFewClients(RuntimeError):
+class TooFewClients(Fault):
     """A sum that cannot be unmasked: too few clients stayed. The run can be resumed when they are back."""
 
 

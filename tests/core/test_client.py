@@ -228,6 +228,20 @@ def test_the_learning_rate_follows_the_rounds_of_a_task() -> None:
     assert [bench.context(round_index=r).rate for r in range(4)] == pytest.approx([0.1, 0.05, 0.1, 0.05])
 
 
+def test_the_learning_rate_follows_the_clock_of_the_client() -> None:
+    """Where clients change tasks on their own, the rounds behind the server's task say nothing of theirs."""
+
+    class Clocked(Toy):
+        def clock_of(self, client: int, index: int) -> tuple[int, int]:
+            return (3, 4) if client == 1 else (index % 2, 2)
+
+    bench = Bench(stream=Clocked(), train=TrainOptions(1, 5, Optimizer(lr=0.1, schedule="linear")))
+    assert [bench.context(client).progress for client in (0, 1)] == [(0, 2), (3, 4)]
+    assert [bench.context(client).rate for client in (0, 1)] == pytest.approx([0.1, 0.025])
+    hidden = bench.change(stream=Clocked(boundaries=False))
+    assert hidden.context(1).progress == (0, 2)  # a clock tells when a task begins
+
+
 @pytest.mark.parametrize(("logits", "allowed"), [("full", None), ("seen", (0, 1, 2, 3)), ("task", (2, 3))])
 def test_which_logits_are_trained(logits: str, allowed: tuple[int, ...] | None) -> None:
     ctx = Bench(stream=Classes(), train=TrainOptions(1, 5, STEP, logits=logits)).context(round_index=2)

@@ -12,10 +12,11 @@ import torch
 
 from everfed.core.context import Context, Hidden
 from everfed.core.engine import ClientError
-from everfed.core.handle import Client
+from everfed.core.handle import Client, Server
 from everfed.core.message import Model
 from everfed.core.method import compose
 from everfed.core.part import HELD_OUT, Part, Personal
+from everfed.core.phase import Cohort, Phase
 from everfed.core.step import Step
 from everfed.core.stream import _VISIBLE, HeldOut
 from everfed.methods.aggregate.fedavg import FedAvg
@@ -90,6 +91,29 @@ def test_a_part_that_declares_it_measures_on_the_tests() -> None:
 
     run = Bench(lambda: compose(FedAvg(), Looks())).run()
     assert run.clients[0]["looks"] == {"seen": len(Toy().test(1))}
+
+
+def test_on_the_server_too() -> None:
+    @dataclass(frozen=True)
+    class Watches(Part):
+        name: ClassVar[str] = "watches"
+        declares: bool = True
+
+        def needs(self) -> set[str]:
+            return {HELD_OUT} if self.declares else set()
+
+        def phases(self) -> tuple[Phase, ...]:
+            return (Phase("watch", Cohort.SERVER, update=self._watch),)
+
+        def _watch(self, server: Server) -> None:
+            tests = server.held_out.get(None, 0, "test", server.device)
+            right = server.trainer.outputs(server.model, tests.x).argmax(1) == tests.y
+            server.report("accuracy", float(right.float().mean()))
+
+    run = Bench(lambda: compose(FedAvg(), Watches())).run()
+    assert [event["accuracy"] for event in run.events if event.get("part") == "watches"][-1] > 0.3
+    with pytest.raises(Hidden, match="must declare 'held_out'"):
+        Bench(lambda: compose(FedAvg(), Watches(declares=False))).run()
 
 
 def test_what_training_needs_of_a_stream_is_visible() -> None:

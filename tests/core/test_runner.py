@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,10 +22,11 @@ from everfed.core.message import Message, Model, Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
-from everfed.core.phase import ALWAYS, BEGIN, END, Cohort, Phase, Rounds, When
+from everfed.core.phase import ALWAYS, BEGIN, END, TRAIN, Cohort, Phase, Rounds, When
 from everfed.core.reduce import Sum
-from everfed.core.server import Runner, RunState
+from everfed.core.server import Runner, RunState, batchable, plan_of
 from everfed.core.step import Step
+from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
 from everfed.methods.aggregate.fedavg import FedAvg
@@ -334,6 +335,38 @@ def test_after_rounds_without_data_a_client_does_not_go_on_from_old_weights() ->
     started = {seen.round: seen.params for seen in reversed(log) if seen.client == 0}
     assert sorted(started) == [0, 4, 5]
     assert torch.equal(started[4], bench.run(rounds=4).params)
+
+
+class Noting(Toy):
+    """Every round has a note of its own."""
+
+    def round(self, index: int) -> RoundPlan:
+        return replace(super().round(index), notes={"round": index})
+
+
+def test_a_note_is_of_the_round_that_drew_its_participants() -> None:
+    setup = equalised(2).change(stream=Noting(tasks=1, rounds_per_task=4)).setup()
+    assert [plan_of(setup, index).notes for index in range(4)] == [{"round": 0}, {}, {"round": 2}, {}]
+
+
+# phases that are sent together ---------------------------------------------------------------------------------------
+def together(*phases: Phase) -> list[int]:
+    """Which of these phases go with the first one."""
+    return batchable(phases, 0, Toy().round(0))
+
+
+def test_phases_are_sent_together_while_the_server_stays_as_it_is() -> None:
+    quiet, asks, changes = Phase("a"), Phase("b", reduce={"n": Sum()}), Phase("c", update=lambda server: None)
+    alone, silent = Phase("d", Cohort.SERVER), Phase("e", sends=False)
+    assert together(quiet, quiet, asks) == [1, 2]
+    assert together(quiet, asks, quiet) == [1]  # what the second brings may change what the third sends
+    assert together(quiet, changes, quiet) == [1]
+    assert together(quiet, asks, quiet, silent) == [1]
+    assert together(asks, silent, silent) == [1, 2]  # nothing is sent that could have changed
+    assert together(asks, silent, quiet) == [1]
+    assert together(Phase(TRAIN), quiet) == []
+    assert together(quiet, alone, quiet) == []
+    assert together(quiet, replace(quiet, repeat=2)) == []
 
 
 # order, absence, faults ----------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from everfed.core.context import TrainOptions
-from everfed.core.message import Model
+from everfed.core.handle import Client
+from everfed.core.message import Model, State
 from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
-from everfed.methods.personal.ala import ALA
+from everfed.methods.personal.fedala import ALA
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
 HEAD = 8 * 4 + 4  # weight and bias of the toy's head, the last entries of its vector
@@ -21,14 +22,20 @@ HEAD = 8 * 4 + 4  # weight and bias of the toy's head, the last entries of its v
 def mixed(part: ALA, weights: Tensor | float, bench: Bench | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(mixture, global, own) of random vectors; `own` is as long as the mixed part."""
     bench = bench or Bench("fedala")
-    ctx = bench.context()
     generator = torch.Generator().manual_seed(0)
-    theta = torch.randn(ctx.facts.layout.size, generator=generator)
-    where = part.upper(ctx)
+    theta = torch.randn(bench.layout().size, generator=generator)
+    where = part.upper(bench.layout())
     own = torch.randn(where.stop - where.start, generator=generator)
     model: Model = {**bench.model(), "params": theta}
     state = {"ala": {"own": own, "weights": torch.as_tensor(weights).expand_as(own)}}
-    return part.personalise(state, {}, model, ctx)["params"], theta, own
+    return part.personalise(bench.client("ala", state, model=model))["params"], theta, own
+
+
+def started(part: ALA, bench: Bench, state: State, **more: Any) -> Client:
+    """The client after `start`."""
+    client = bench.client("ala", state, **more)
+    part.start(client)
+    return client
 
 
 def test_weights_of_one_take_the_global_upper_layers() -> None:
@@ -44,24 +51,23 @@ def test_weights_of_zero_keep_the_clients_own() -> None:
 
 @pytest.mark.parametrize(("layers", "size"), [(1, 4), (2, 36), (3, 44), (4, 172), (0, 172), (99, 172)])
 def test_the_upper_part_is_the_last_tensors_and_zero_means_all(layers: int, size: int) -> None:
-    where = ALA(layers=layers).upper(Bench("fedala").context())
+    where = ALA(layers=layers).upper(Bench("fedala").layout())
     assert (where.stop - where.start, where.stop) == (size, 172)
 
 
 def test_the_first_round_changes_nothing() -> None:
-    bench, part = Bench("fedala"), ALA()
-    model, ctx = bench.model(), bench.context()
-    own, started = part.start(bench.new_client(), {}, model, bench.stream.data(0, 0), ctx)
-    assert started is model and own is None
+    bench = Bench("fedala")
+    model = bench.model()
+    client = started(ALA(), bench, bench.new_client(), model=model)
+    assert client.model is model and not client.state
     assert torch.equal(Bench("fedala").run(rounds=1).params, Bench("fedavg").run(rounds=1).params)
 
 
 def test_own_equal_to_global_changes_nothing() -> None:
-    bench, part = Bench("fedala"), ALA()
+    bench = Bench("fedala")
     model = bench.model()
     state = {"ala": {"own": model["params"][-HEAD:].clone()}}
-    _, started = part.start(state, {}, model, bench.stream.data(0, 0), bench.context())
-    assert started is model
+    assert started(ALA(), bench, state, model=model).model is model
 
 
 @pytest.mark.parametrize("layers", [0, 2])
@@ -87,11 +93,11 @@ def test_one_epoch_by_hand() -> None:
     part, theta = ALA(eta=0.3, share=1.0, max_epochs=1), torch.tensor([0.8, 0.4])
     mine = torch.tensor([-0.2, 0.1])
     model: Model = {**bench.model(), "params": theta}
-    own, started = part.start({"ala": {"own": mine}}, {}, model, stream.data(0, 0), bench.context())
+    client = started(part, bench, {"ala": {"own": mine}}, model=model)
     gradient = (x * (x @ theta - y).unsqueeze(1)).mean(0)  # at the mixture with W = 1, the global model
     weights = (1.0 - 0.3 * gradient * (theta - mine)).clamp(0.0, 1.0)
-    assert torch.allclose(own["weights"], weights, atol=1e-6)
-    assert torch.allclose(started["params"], mine + weights * (theta - mine), atol=1e-6)
+    assert torch.allclose(client.state["weights"], weights, atol=1e-6)
+    assert torch.allclose(client.model["params"], mine + weights * (theta - mine), atol=1e-6)
     assert 0.0 < float(weights.min()) < 1.0
 
 
@@ -100,7 +106,7 @@ def test_the_first_learning_goes_on_until_the_loss_is_steady(monkeypatch: pytest
     original = ALA._epoch
 
     def counted(self: ALA, *args: Any) -> tuple[Tensor, float]:
-        epochs.append(args[5])
+        epochs.append(args[-1])
         return original(self, *args)
 
     monkeypatch.setattr(ALA, "_epoch", counted)
@@ -115,12 +121,12 @@ def test_learning_moves_nothing_but_the_weights() -> None:
     bench, part = Bench("fedala", module=Norm), ALA()
     model = bench.model()
     before = {k: v.clone() for k, v in model.items()}
-    where = part.upper(bench.context())
+    where = part.upper(bench.layout())
     state = {"ala": {"own": torch.zeros(where.stop - where.start)}}
-    _, started = part.start(state, {}, model, bench.stream.data(0, 0), bench.context(round_index=1))
+    after = started(part, bench, state, model=model, round_index=1).model
     assert all(torch.equal(before[k], model[k]) for k in model)
-    assert torch.equal(started["stats"], model["stats"])
-    assert torch.equal(started["params"][: where.start], model["params"][: where.start])
+    assert torch.equal(after["stats"], model["stats"])
+    assert torch.equal(after["params"][: where.start], model["params"][: where.start])
 
 
 def test_weights_are_learned_on_a_share_of_consecutive_samples() -> None:
@@ -130,7 +136,7 @@ def test_weights_are_learned_on_a_share_of_consecutive_samples() -> None:
     data = bench.stream.data(0, 0)
 
     def piece(share: float, index: int) -> list[int]:
-        return ALA(share=share)._piece(data, bench.context(round_index=index)).ids.tolist()
+        return ALA(share=share)._piece(bench.client("ala", round_index=index, data=data)).ids.tolist()
 
     halves = [piece(0.5, index) for index in range(4)]
     assert all(half == list(range(half[0], half[0] + 6)) and half[-1] < 12 for half in halves)
@@ -143,12 +149,13 @@ def test_the_current_tasks_data_is_used() -> None:
     bench, part = Bench("fedala", stream=Toy(clients=2)), ALA()
     before = bench.run(rounds=2)
     after = bench.run(rounds=3).clients[0]["ala"]["weights"]
-    model = {**before.state.model}
-    ctx = bench.context(round_index=2)
-    own, _ = part.start(before.clients[0], {}, model, bench.stream.data(0, 1), ctx)
-    assert torch.equal(own["weights"], after)
-    other, _ = part.start(before.clients[0], {}, model, bench.stream.data(0, 0), ctx)
-    assert not torch.equal(other["weights"], after)
+    learned = [
+        started(
+            part, bench, before.clients[0], model=before.state.model, data=bench.stream.data(0, task), round_index=2
+        ).state["weights"]
+        for task in (1, 0)
+    ]
+    assert torch.equal(learned[0], after) and not torch.equal(learned[1], after)
 
 
 def test_a_client_alone_is_its_own_global_model() -> None:

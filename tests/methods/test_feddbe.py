@@ -13,7 +13,7 @@ from everfed.core.message import Model
 from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
 from everfed.methods.common.features import features
-from everfed.methods.personal.dbe import DBE
+from everfed.methods.personal.feddbe import DBE
 from tests.support.toy import Bench, Norm, Toy
 
 WIDTH = 8  # features of the toy's network
@@ -117,8 +117,9 @@ def test_the_consensus_is_formed_without_the_vector_and_leaves_no_trace() -> Non
 def test_the_running_mean_is_reset_at_each_local_training() -> None:
     bench = weighted()
     state = {**bench.new_client(), "dbe": {"mean": torch.ones(WIDTH)}}
-    own, _ = DBE(weight=5.0).receive(state, {}, bench.model(), bench.stream.data(0, 0), bench.context())
-    assert torch.equal(own["mean"], torch.zeros(WIDTH))
+    client = bench.client("dbe", state)
+    DBE(weight=5.0).receive(client)
+    assert torch.equal(client.state["mean"], torch.zeros(WIDTH))
     still = weighted(train=TrainOptions(1, 100, Optimizer(lr=0.0)))  # nothing moves: every round sees the same features
     one, two = still.run(rounds=1).clients[0]["dbe"]["mean"], still.run(rounds=2).clients[0]["dbe"]["mean"]
     assert torch.allclose(one, two, atol=1e-6) and one.abs().sum() > 0
