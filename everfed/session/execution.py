@@ -25,8 +25,9 @@ from everfed.session.reporting import Observer, announce, buffer_reporter, fan_o
 from everfed.session.result import result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
+from everfed.store.event_log import EventLog
 from everfed.store.ledger import Ledger
-from everfed.store.run import EventLog, RunFolder
+from everfed.store.run import RunFolder
 
 LEDGER = "ledger.jsonl"  # of a federation: what its clients were asked to reveal
 
