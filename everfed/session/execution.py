@@ -16,7 +16,7 @@ from everfed.core.server import Runner, RunState
 from everfed.core.tree import on_device
 from everfed.data.errors import DataError
 from everfed.engines.group import Group
-from everfed.engines.rank_checkpoints import RankCheckpoints
+from everfed.engines.ranks import RankCheckpoints
 from everfed.methods import monitor
 from everfed.session import saved_model
 from everfed.session.assembly import Assembly, fingerprint
