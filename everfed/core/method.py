@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
@@ -60,8 +61,8 @@ class Method:
         """Raises CompositionError where a part keeps something on itself: it would be shared by clients, differ from
         process to process, and be lost when a run is resumed."""
         for part, before in self.__dict__["_watched"]:
-            for name, mark in before.items():
-                if _mark(vars(part)[name]) != mark:
+            for name, marks in before.items():
+                if _marks(part, name) != marks:
                     raise changed(part, name)
 
     @property
@@ -161,11 +162,18 @@ class Method:
 
 
 def _changeable(part: Part) -> dict[str, Any]:
-    """The marks of those attributes of a part that can change in place; a field with compare=False is its own affair
-    (a test's list of what it saw)."""
+    """The marks of what of a part can change: attributes in place, those of its class at all. A field with
+    compare=False is its own affair (a test's list of what it saw)."""
     apart = {entry.name for entry in fields(part) if not entry.compare}
-    marks = {name: _mark(value) for name, value in _lasting(part) if name not in apart}
-    return {name: mark for name, mark in marks.items() if mark is not None}
+    of_class = [entry for kind in type(part).__mro__[: -len(Part.__mro__)] for entry in vars(kind).items()]
+    plain = {name for name, value in of_class if name[:2] != "__" and not hasattr(value, "__get__")}
+    names = {*plain, *(name for name, value in _lasting(part) if _mark(value) is not None)} - apart
+    return {name: _marks(part, name) for name in names if _marks(part, name) != (None, "")}
+
+
+def _marks(part: Part, name: str) -> tuple[Any, str]:
+    value = inspect.getattr_static(part, name, None)
+    return _mark(value), _plain(value)
 
 
 def _mark(value: Any, depth: int = 4) -> Any:
