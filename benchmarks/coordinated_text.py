@@ -31,7 +31,6 @@ from everfed import streams
 from everfed.data.tokenizer import PAD
 from everfed.experiments.cells import Cell, Outcome, Settings, new_cell
 from everfed.experiments.cells import run as run_cells
-from everfed.core.legacy import Tree
 from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.policy import Policy, Pool
 from everfed.models.tinybert import TinyBERT
@@ -70,12 +69,12 @@ class MostAligned(Policy):
     kind = "most-aligned"
     about = "samples whose gradients point in the same direction"
 
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
         if len(pool) <= size:
-            return np.arange(len(pool)), host
+            return np.arange(len(pool))
         candidates = Candidates.of(pool.gradients())
         order = aligned(candidates.gram, size)
-        return candidates.directed[order], host
+        return candidates.directed[order]
 
 
 def aligned(gram: np.ndarray, size: int) -> np.ndarray:
@@ -96,12 +95,12 @@ class TokenMatched(Policy):
     kind = "token-matched"
     about = "random samples with as many tokens as the diverse ones"
 
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
         if len(pool) <= size:
-            return np.arange(len(pool)), host
+            return np.arange(len(pool))
         lengths = (pool.x != PAD).sum(1).numpy(force=True)
-        diverse = select(pool.gradients(), size, seed=pool.ctx.key("selection"))
-        return matched(lengths, lengths[diverse], pool.ctx.rng("matched")), host
+        diverse = select(pool.gradients(), size, seed=pool.client.key("selection"))
+        return matched(lengths, lengths[diverse], pool.rng("matched"))
 
 
 def matched(lengths: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> np.ndarray:

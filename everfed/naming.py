@@ -30,6 +30,9 @@ _MOVED = {
     "everfed.parts.shared": "everfed.methods.common",
     "everfed.monitor": "everfed.methods.monitor",
     "everfed.detection": "everfed.data.detection",
+    "everfed.methods.replay.gradient_rows": "everfed.methods.replay.sample_gradients",
+    "everfed.methods.replay.gss_policies": "everfed.methods.replay.gss",
+    "everfed.methods.replay.policies": "everfed.methods.replay.memory",
 }
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 
@@ -70,7 +73,7 @@ def current_module(name: str) -> str:
     """Where the module of that name is today, if it is one of everfed's that moved."""
     for old in sorted(_MOVED, key=len, reverse=True):
         if name == old or name.startswith(f"{old}."):
-            return _MOVED[old] + name[len(old) :]
+            return current_module(_MOVED[old] + name[len(old) :])  # it may have moved again
     return name
 
 

@@ -22,7 +22,7 @@ from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.kernels import load_kernels
 from everfed.core.legacy import Optimizer, TrainOptions
-from everfed.methods.project.projection import squared_norm
+from everfed.core.gradient import squared_norm
 from everfed.models import convolution, fused
 from everfed.store.clients import ClientStore
 from tests.support.kernels import error
