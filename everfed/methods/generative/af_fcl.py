@@ -27,14 +27,12 @@ from torch.nn import functional
 
 from everfed.core import random
 from everfed.core.layout import EXTRAS, Extras, registered
-from everfed.core.replica import frozen_forward, in_eval_mode, initial_weights
 from everfed.core.legacy import (
-    Server,
-    AddsParameters,
     BOUNDARIES,
     CLASSES,
     END,
     MODEL,
+    AddsParameters,
     Cohort,
     Context,
     Data,
@@ -47,6 +45,7 @@ from everfed.core.legacy import (
     Part,
     Phase,
     Schedule,
+    Server,
     Slots,
     State,
     Step,
@@ -55,6 +54,7 @@ from everfed.core.legacy import (
     Tables,
     Tree,
 )
+from everfed.core.replica import frozen_forward, in_eval_mode, initial_weights
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.features import head_inputs, network, span
 from everfed.methods.common.layers import in_precision

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.step import Moments, Substeps
 from everfed.core.legacy import Context, Model, Optimizer, Part, Tree
+from everfed.core.step import Moments, Substeps
 from everfed.methods.generative.acgan import ACGAN, GENERATOR, balanced, live_generator
 
 LOSSES = ("discriminator", "generator")

@@ -25,14 +25,12 @@ from torch import Tensor, nn
 
 from everfed.core import random
 from everfed.core.layout import Extras, registered
-from everfed.core.replica import initial_weights
 from everfed.core.legacy import (
-    Server,
-    AddsParameters,
-    Aggregator,
     BOUNDARIES,
     CLASSES,
     MODEL,
+    AddsParameters,
+    Aggregator,
     Cohort,
     Collect,
     Context,
@@ -43,10 +41,10 @@ from everfed.core.legacy import (
     Message,
     Model,
     Optimizer,
-    Part,
     Phase,
     Reducer,
     Schedule,
+    Server,
     Slots,
     State,
     Step,
@@ -55,6 +53,7 @@ from everfed.core.legacy import (
     Tables,
     Tree,
 )
+from everfed.core.replica import initial_weights
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.features import head_weight, span, through_head
 from everfed.methods.common.teacher import mask_of

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.replica import initial_weights
 from everfed.core.legacy import (
     BOUNDARIES,
     CLASSES,
@@ -46,6 +45,7 @@ from everfed.core.legacy import (
     Step,
     Tree,
 )
+from everfed.core.replica import initial_weights
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import among, frozen_outputs, mask_of

@@ -28,11 +28,10 @@ from torch.nn import functional
 
 from everfed.core.layout import Extras, registered
 from everfed.core.legacy import (
-    Server,
-    AddsParameters,
     END,
     FIRST,
     MODEL,
+    AddsParameters,
     Batch,
     Cohort,
     CompositionError,
@@ -48,6 +47,7 @@ from everfed.core.legacy import (
     Position,
     Reducer,
     Schedule,
+    Server,
     Slots,
     State,
     Step,

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.ops import cross_entropy
-from everfed.core.replica import frozen_forward, initial_weights
 from everfed.core.evaluate import class_mask
 from everfed.core.legacy import (
     BOUNDARIES,
@@ -48,6 +46,8 @@ from everfed.core.legacy import (
     Tree,
     refuse_personal,
 )
+from everfed.core.ops import cross_entropy
+from everfed.core.replica import frozen_forward, initial_weights
 from everfed.methods.common.checks import at_least, one_of, positive
 from everfed.methods.common.features import head, head_weight, through_head
 from everfed.methods.common.layers import in_precision

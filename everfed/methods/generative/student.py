@@ -11,9 +11,9 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from everfed.core.legacy import Context, Model, Optimizer, Trainer, Tree
 from everfed.core.replica import tensors
 from everfed.core.tree import clone
-from everfed.core.legacy import Context, Model, Optimizer, Trainer, Tree
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import among

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.replica import Blueprint, initial_weights
 from everfed.core.legacy import Context, Model, Optimizer, Trainer, Tree
+from everfed.core.replica import Blueprint, initial_weights
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import among

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.tree import clone
 from everfed.core.legacy import Context, Model, Optimizer, State, Step, Trainer, Tree
+from everfed.core.tree import clone
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.teacher import frozen_outputs
 from everfed.methods.generative.student import Lesson
