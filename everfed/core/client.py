@@ -57,6 +57,7 @@ def run_client(
     it got. A client without data does not train and sends nothing.
     """
     state, reply = _answer(method, phase, state, message, data, context)
+    method.check_unchanged()
     if phase.when is When.INSIDE:  # a step of a protection: its replies are sent as they are
         return state, Reply(reply.values)
     for part in method.protections:

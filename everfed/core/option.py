@@ -48,7 +48,7 @@ class Option:
     def allowed(self) -> str:
         """The allowed values in words, for `show` and the documents; "" where all are."""
         if self.one_of:
-            return ", ".join(map(str, self.one_of))
+            return f"one of {', '.join(map(str, self.one_of))}"
         bounds = (("at least", self.at_least), ("above", self.above), ("at most", self.at_most), ("below", self.below))
         return ", ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
