@@ -183,7 +183,7 @@ def facts_of(stream: str, method: str) -> Facts:
         if not reducer.secure
     ]
     sees = f"every client's {', '.join(dict.fromkeys(single))}" if single else ""
-    return Facts(sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs for part in built.parts))
+    return Facts(sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs() for part in built.parts))
 
 
 def stored_samples(record: Record) -> float:
