@@ -28,7 +28,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from everfed import streams
-from everfed.core.legacy import Tree
 from everfed.data.tokenizer import PAD
 from everfed.experiments.jobs import GridJob, JobSettings, Outcome, new_job, run_all
 from everfed.methods.replay.diversity import Candidates, select
@@ -69,12 +68,12 @@ class MostAligned(Policy):
     kind = "most-aligned"
     about = "samples whose gradients point in the same direction"
 
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
         if len(pool) <= size:
-            return np.arange(len(pool)), host
+            return np.arange(len(pool))
         candidates = Candidates.of(pool.gradients())
         order = aligned(candidates.gram, size)
-        return candidates.directed[order], host
+        return candidates.directed[order]
 
 
 def aligned(gram: np.ndarray, size: int) -> np.ndarray:
@@ -95,12 +94,12 @@ class TokenMatched(Policy):
     kind = "token-matched"
     about = "random samples with as many tokens as the diverse ones"
 
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
         if len(pool) <= size:
-            return np.arange(len(pool)), host
+            return np.arange(len(pool))
         lengths = (pool.x != PAD).sum(1).numpy(force=True)
-        diverse = select(pool.gradients(), size, seed=pool.ctx.key("selection"))
-        return matched(lengths, lengths[diverse], pool.ctx.rng("matched")), host
+        diverse = select(pool.gradients(), size, seed=pool.client.key("selection"))
+        return matched(lengths, lengths[diverse], pool.rng("matched"))
 
 
 def matched(lengths: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> np.ndarray:

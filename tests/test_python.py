@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 import everfed
 from everfed import api, session, streams
 from everfed.cli import app
-from everfed.core.legacy import Part
 from everfed.errors import SettingError
 from everfed.experiments import summary
 from everfed.experiments.jobs import Outcome, new_job
 from everfed.experiments.result import Comparison
+from everfed.method import Client, Part
 from everfed.recipe import as_entries, to_toml
 from everfed.reports import progress
 from everfed.reports import result as results
@@ -195,10 +195,9 @@ class Breaks(Part):
     name = "breaks"
     first = 0
 
-    def receive(self, client: Any, message: Any, model: Any, data: Any, ctx: Any) -> Any:
-        if ctx.round >= self.first:
+    def receive(self, client: Client) -> None:
+        if client.round >= self.first:
             raise RuntimeError("a mistake of mine")
-        return None, model
 
 
 class BreaksLater(Breaks):
