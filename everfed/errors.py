@@ -115,4 +115,3 @@ def from_note(note: Note) -> Exception:
     error: Exception = kind.__new__(kind, note["message"])  # its __init__ may have other arguments
     vars(error).update(note["facts"])
     return error
-

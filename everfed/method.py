@@ -27,6 +27,7 @@ from everfed.core.part import (
     Tables,
     overrides,
     refuse_personal,
+    refuse_pieces,
 )
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, When, every
 from everfed.core.reduce import Collect, Mean, Reducer, Sum
@@ -92,4 +93,5 @@ __all__ = [
     "option",
     "overrides",
     "refuse_personal",
+    "refuse_pieces",
 ]

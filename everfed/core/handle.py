@@ -192,6 +192,13 @@ class Client(Handle):
         return model
 
     @property
+    def update(self) -> Tensor:
+        """(shared,) what training added to the parameters that the server sent."""
+        params = self.model["params"]
+        received: Tensor = self.received["params"].to(params.device)
+        return params[: len(received)] - received
+
+    @property
     def fitted(self) -> Fitted:
         """What local training produced: steps, loss, moments, the model that it began with."""
         if self._fitted is None:

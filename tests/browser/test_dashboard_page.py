@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, long_run, phase, start
-from tests.report.serving import served, until
 
 from everfed.store.run import EVENTS
 from tests.browser.conftest import EVERYWHERE
+from tests.reports.folders import create, evaluation, finished, log, long_run, phase, start
+from tests.reports.serving import served, until
 from tests.support.child import Child
 
 pytestmark = pytest.mark.browser

@@ -23,7 +23,7 @@ from everfed.core.legacy import Optimizer, TrainOptions
 from everfed.core.optimizer import Group
 from everfed.core.step import Step
 from everfed.core.trainer import Trainer
-from everfed.engines.captured import Columns, Workspace, kernel_search, share_of_steps
+from everfed.engines.captured_steps import Columns, Workspace, kernel_search, share_of_steps
 from everfed.engines.graphs import Graphs
 from everfed.engines.slots import Tuner
 from everfed.store.clients import ClientStore

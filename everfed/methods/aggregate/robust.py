@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Reducer, Tree
-from everfed.core.reduce import Reducing, Shared
+from everfed.core.reduce import Reducer, Reducing, Shared
+from everfed.core.tree import Tree
 from everfed.errors import Fault
 
 _AT_ONCE = 1 << 22  # numbers of all replies that are worked on at a time

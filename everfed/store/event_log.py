@@ -1,20 +1,24 @@
-"""Reads events.jsonl line by line into the state of a run.
+"""events.jsonl of a run: its one writer and its one reader.
 
-Bytes may arrive in pieces of any size, so the same code reads a finished file and follows one that is being written.
-After a resume the rounds since the checkpoint are run again: their new lines replace the old ones, and old lines of
-rounds that were not reached again are dropped, so that the state is always that of one consistent run.
+`Log` is the state of a run after the lines read so far, `events` are the lines themselves. Bytes may arrive in pieces
+of any size, so the same code reads a finished file and follows one that is being written. After a resume the rounds
+since the checkpoint are run again: their new lines replace the old ones, and old lines of rounds that were not reached
+again are dropped, so that what is read is always one consistent run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from everfed.core.spans import from_repeats, from_spans
+from everfed.store.files import private
+from everfed.store.run import EVENTS, writing
 
 TRAIN = "train"
 INTERRUPTION = "KeyboardInterrupt"
@@ -56,7 +60,7 @@ class PhaseLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class ScoredRound:
     """Scores after a round. accuracy[i]: on task i, None where not measured. score: their mean over tasks seen."""
 
     round: int
@@ -67,7 +71,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Happening:
     """A fault, a warning, a resume, or an event that this version does not know."""
 
     kind: str
@@ -95,13 +99,13 @@ class Log:
 
     start: Start | None = None
     phases: dict[tuple[int, str, int], PhaseLine] = field(default_factory=dict)  # by (round, phase, repeat)
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by round
+    evaluations: dict[int, ScoredRound] = field(default_factory=dict)  # by round
     buffers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> samples in buffers, by task
     shifts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> clients whose data may have changed
     shifts_by: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # the same by signal
     measures: dict[str, dict[int, float]] = field(default_factory=dict)  # "part: what" -> round -> last value
     buffers_of: tuple[int, int] | None = None  # (clients whose buffers were counted, all), where they differ
-    notes: list[Note] = field(default_factory=list)
+    notes: list[Happening] = field(default_factory=list)
     lines: int = 0
     unreadable: int = 0
     first_time: float | None = None
@@ -132,8 +136,7 @@ class Log:
     def _line(self, line: bytes) -> None:
         self.lines += 1
         try:
-            event = json.loads(line)
-            self._process(event)
+            self._process(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):
             self.unreadable += 1
 
@@ -216,7 +219,7 @@ class Log:
         when = _number(event.get("time"))
         if self.last_kind == "scoring" and self.last_time is not None and when is not None:
             self.slowest = max(self.slowest, when - self.last_time)
-        self.evaluations[index] = Evaluation(
+        self.evaluations[index] = ScoredRound(
             index, int(event["task"]), bool(event.get("task_end")), accuracy, _number(event.get("acc"))
         )
 
@@ -253,11 +256,11 @@ class Log:
         self._note(str(event["event"]), event, str(event.get("message") or rest))
 
     def _note(self, kind: str, event: dict[str, Any], message: str) -> None:
-        self.notes.append(Note(kind, _number(event.get("time")), self.rounds_done, message))
+        self.notes.append(Happening(kind, _number(event.get("time")), self.rounds_done, message))
 
     # derived -----------------------------------------------------------------------------------------------------
     @property
-    def faults(self) -> list[Note]:
+    def faults(self) -> list[Happening]:
         return [note for note in self.notes if note.kind == "fault" and not note.message.startswith(INTERRUPTION)]
 
     @property
@@ -309,10 +312,10 @@ _HANDLERS: dict[str, Callable[[Log, dict[str, Any]], None]] = {
 
 
 class Tail:
-    """Follows one events.jsonl by its byte offset; a file that was replaced or cut is read again from its start."""
+    """Follows the events of one run folder by byte offset; a file that was replaced or cut is read from its start."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.log = path, Log()
+    def __init__(self, folder: Path) -> None:
+        self.path, self.log = folder / EVENTS, Log()
         self._offset, self._file_id = 0, (0, 0)
 
     def poll(self, limit: int | None = None, opener: Opener = open_file) -> bool:
@@ -337,3 +340,80 @@ class Tail:
             self.log.feed(data)
             self._offset, left = self._offset + len(data), left - len(data)
         return self._offset > before
+
+
+def read_log(folder: Path, opener: Opener = open_file) -> Log:
+    """The state of the run in `folder`; without a file, that of one that has not begun. Raises OSError."""
+    tail = Tail(folder)
+    tail.poll(opener=opener)
+    return tail.log
+
+
+def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The events of these kinds, or all, of the run in `folder`: one of each place in the run (round, phase, repeat,
+    part), the last. Lines that cannot be read, and half a line at the end, are left out."""
+    path = folder / EVENTS
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    resumed = False
+    for number, line in enumerate(lines):
+        try:
+            event = json.loads(line)
+            kind, index = event["event"], event.get("round")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+        if kind == "start":
+            first = event.get("round", 0) + 1 if resumed else 0
+            kept = {place: one for place, one in kept.items() if place[1] is None or place[1] < first}
+        resumed = kind == "resume" or (resumed and kind != "start")
+        placed = index is not None and kind not in ("start", "resume")
+        place = (
+            (kind, index, *(event.get(key) for key in ("phase", "repeat", "part"))) if placed else (kind, None, number)
+        )
+        kept[place] = event
+    return [event for place, event in kept.items() if not kinds or place[0] in kinds]
+
+
+def clients_of(event: dict[str, Any]) -> tuple[int, ...]:
+    """The clients that an event names, however many; none where it has only their number."""
+    found = event["clients"]
+    return () if isinstance(found, int) else from_spans(found) if isinstance(found, str) else tuple(map(int, found))
+
+
+class EventLog:
+    """events.jsonl: append-only, one JSON object per line. After a resume, later lines of a round supersede earlier.
+
+    Every line is one unbuffered write: an event is in the file even if the process is killed right after it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path.parent
+        with writing(self._folder):
+            _cut_half_line(path)
+            self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - closed by close()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"
+        with writing(self._folder):
+            while line:  # on a disk that becomes full only a part may be written
+                line = line[self._file.write(line) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut_half_line(path: Path) -> None:
+    """Remove the half line that a killed run may have left, so that the next event starts there."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        keep = end = file.seek(0, os.SEEK_END)
+        while keep and not _ends_line(file, keep):
+            keep -= 1
+        if keep < end:
+            file.truncate(keep)
+
+
+def _ends_line(file: Any, position: int) -> bool:
+    file.seek(position - 1)
+    return bool(file.read(1) == b"\n")

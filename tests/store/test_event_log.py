@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.folders import Event, evaluation, phase, start, whole
 
-from everfed.reports.log import LONGEST_LINE, Log, Tail
+from everfed.store.event_log import LONGEST_LINE, Log, Tail, events, read_log
+from tests.reports.folders import Event, evaluation, phase, start, whole
 
 
 def as_bytes(events: list[Event]) -> bytes:
@@ -154,7 +154,7 @@ def test_values_that_are_not_finite_are_missing() -> None:
 
 def test_a_tail_reads_only_what_is_new(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    tail = Tail(path)
+    tail = Tail(path.parent)
     assert not tail.poll()
     path.write_bytes(as_bytes([start(), phase(0)]))
     assert tail.poll() and tail.log.rounds_done == 1
@@ -167,7 +167,7 @@ def test_a_tail_reads_only_what_is_new(tmp_path: Path) -> None:
 def test_a_tail_takes_its_turn_in_slices(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(as_bytes(list(whole())))
-    tail, turns = Tail(path), 0
+    tail, turns = Tail(path.parent), 0
     while tail.poll(100):
         turns += 1
     assert turns == -(-path.stat().st_size // 100)
@@ -178,7 +178,7 @@ def test_a_tail_takes_its_turn_in_slices(tmp_path: Path) -> None:
 def test_a_tail_begins_anew_with_another_file(tmp_path: Path, how: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(as_bytes([start(), *(phase(i) for i in range(5))]))
-    tail = Tail(path)
+    tail = Tail(path.parent)
     tail.poll()
     if how == "cut":
         path.write_bytes(as_bytes([start()]))
@@ -211,3 +211,19 @@ def test_what_parts_measure_is_kept_by_round_and_is_no_note() -> None:
     assert log.measures == {"stamp: cosine": {0: 0.5, 1: 0.75}} and not log.notes
     log.feed(b'{"event": "resume", "round": 0}\n' + json.dumps(start(at=0)).encode() + b"\n")
     assert log.measures == {"stamp: cosine": {0: 0.5}}
+
+
+def test_events_are_those_of_one_consistent_run(tmp_path: Path) -> None:
+    """Rounds 1 and 2 are run again, round 3 is not reached again; what has no round stays; half a line waits."""
+    client = {"event": "client", "client": 0, "kind": "gone", "reason": ""}
+    again = [{"event": "resume", "round": 1}, start(at=1), phase(1, bytes_up=7)]
+    lines = [start(), *(phase(i) for i in range(4)), client, client, *again]
+    (tmp_path / "events.jsonl").write_bytes(as_bytes(lines) + b'{"event": "phase", "rou')
+    assert [event["round"] for event in events(tmp_path, "phase")] == [0, 1]
+    assert events(tmp_path, "phase")[1]["bytes_up"] == 7
+    assert len(events(tmp_path, "client")) == 2 and len(events(tmp_path, "start", "resume")) == 3
+    assert len(events(tmp_path)) == 7
+
+
+def test_without_a_file_there_are_no_events(tmp_path: Path) -> None:
+    assert events(tmp_path) == [] and read_log(tmp_path) == Log()
