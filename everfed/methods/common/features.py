@@ -70,7 +70,7 @@ def head_inputs(
 
 def keep_features(step: Step, key: str) -> None:
     """Keep the head's inputs in the step's next forward pass with gradients; call it in `batches`."""
-    if step.ctx.train.network is not step.replica.module:
+    if step.trainer.network is not step.replica.module:
         raise CompositionError(f"part {key!r} reads the features of every step; leave engine.compile out")
 
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:

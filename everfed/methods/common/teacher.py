@@ -25,14 +25,14 @@ def frozen_outputs(step: Step, model: Model, x: Tensor) -> Tensor:
 
     The step's own module computes them with the other model's tensors, which stay as they are.
     """
-    with in_precision(step.ctx.train):
+    with in_precision(step.trainer):
         outputs: Tensor = frozen_forward(step.replica, model, step.inputs(x))
     return outputs.float()
 
 
 def frozen_pass(step: Step, model: Model, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """(outputs (n, classes), features (n, F)) of another model on network inputs, in the same way."""
-    with in_precision(step.ctx.train), head_inputs(step.replica.module) as seen:
+    with in_precision(step.trainer), head_inputs(step.replica.module) as seen:
         outputs: Tensor = frozen_forward(step.replica, model, inputs)
     return outputs.float(), seen[0].float()
 
