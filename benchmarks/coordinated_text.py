@@ -28,10 +28,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from everfed import streams
+from everfed.core.legacy import Tree
 from everfed.data.tokenizer import PAD
 from everfed.experiments.cells import Cell, Outcome, Settings, new_cell
 from everfed.experiments.cells import run as run_cells
-from everfed.core.legacy import Tree
 from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.policy import Policy, Pool
 from everfed.models.tinybert import TinyBERT

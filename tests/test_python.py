@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 import everfed
 from everfed import api, session, streams
 from everfed.cli import app
+from everfed.core.legacy import Part
 from everfed.errors import SettingError
 from everfed.experiments import summary
 from everfed.experiments.cells import Outcome, new_cell
 from everfed.experiments.result import Comparison
-from everfed.core.legacy import Part
 from everfed.recipe import as_entries, to_toml
 from everfed.reports import progress
 from everfed.reports import result as results

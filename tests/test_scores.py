@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, phase, result, start
 
 import everfed
 from everfed.commands import output
@@ -23,6 +22,7 @@ from everfed.reports.live import Index
 from everfed.reports.progress import ProgressState
 from everfed.reports.read import read_run, read_runs
 from everfed.reports.trackers import scalars
+from tests.reports.folders import create, evaluation, finished, log, phase, result, start
 
 PERPLEXITY = {"perplexity": 31.5, "forgetting_factor": 2.25, "rcp": None, "forgetting_factor_relative": None}
 

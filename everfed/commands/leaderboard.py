@@ -177,14 +177,12 @@ def _named(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
 
 def _kept_samples(outcome: Outcome) -> float | None:
     """Samples in a client's buffer at the end, on average; None where the method has no buffer."""
-    from everfed.store.run import RunFolder
+    from everfed.store.event_log import read_log
 
-    log = RunFolder(outcome.cell.folder).events
-    if outcome.result is None or not log.exists():
+    buffers = read_log(outcome.cell.folder).buffers
+    if outcome.result is None or not buffers:
         return None
-    events = [json.loads(line) for line in log.read_text().splitlines() if '"buffer"' in line]
-    found = [event for event in events if event["event"] == "buffer"]
-    return sum(found[-1]["by_task"]) / outcome.result["stream"]["clients"] if found else None
+    return sum(buffers[max(buffers)]) / outcome.result["stream"]["clients"]
 
 
 def _write_pages(records: Path, page: Path | None, html: Path | None) -> list[str]:

@@ -94,7 +94,7 @@ def _run(
     """A phase of a part."""
     assert phase.run is not None  # compose() refuses a phase without it
     client = Client(phase.owner, state, context, message, model, data)
-    values = dict(phase.run(client))
+    values = dict(phase.run(client) or {})
     return client.states, Reply({phase.owner: values} if values else {}, len(data))
 
 
@@ -124,7 +124,7 @@ def _reply(
     state, values = fitted.state, dict[str, dict[str, Any]]()
     for part in method.parts:
         client = Client(part.name, state, context, message, fitted.model, data, own_data=own_data, fitted=fitted)
-        values[part.name] = dict(part.reply(client))
+        values[part.name] = dict(part.reply(client) or {})
         state, fitted = client.states, replace(fitted, model=client.model)
     name = method.aggregator.name
     values[name] = {**_upload(method, _shared(fitted.model, context), state, message, context), **values[name]}

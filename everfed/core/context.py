@@ -224,7 +224,8 @@ class Setup:
             return Context(self.seed, self.facts, self.options, phase=phase)
         place = (moment.round, phase, moment.repeat)
         task = self._visible_task(moment.plan.task_of_server)
-        return Context(self.seed, self.facts, self.options, *place, current_task=task, trainer=trainer)
+        tests = self.held_out if self.method.needs(HELD_OUT) else None
+        return Context(self.seed, self.facts, self.options, *place, current_task=task, trainer=trainer, tests=tests)
 
     def _visible_task(self, task: int | None) -> int | None:
         """What a hook may know of a task's index."""

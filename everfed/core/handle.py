@@ -109,6 +109,11 @@ class Handle:
         """Is the model sent to the server after this round?"""
         return (self.round + 1) % self.options.sync_every == 0
 
+    @property
+    def held_out(self) -> HeldOut:
+        """The test sets, for parts that need HELD_OUT."""
+        return self.context.held_out
+
     # work ----------------------------------------------------------------------------------------------------------
     def rng(self, tag: str) -> np.random.Generator:
         """A numpy generator of this call's own, for `tag`: no other draw can change its numbers."""
@@ -187,6 +192,13 @@ class Client(Handle):
         return model
 
     @property
+    def update(self) -> Tensor:
+        """(shared,) what training added to the parameters that the server sent."""
+        params = self.model["params"]
+        received: Tensor = self.received["params"].to(params.device)
+        return params[: len(received)] - received
+
+    @property
     def fitted(self) -> Fitted:
         """What local training produced: steps, loss, moments, the model that it began with."""
         if self._fitted is None:
@@ -206,11 +218,6 @@ class Client(Handle):
     def history(self) -> list[Data]:
         """The client's data of all earlier tasks, for parts that need HISTORY."""
         return self.context.history()
-
-    @property
-    def held_out(self) -> HeldOut:
-        """The test sets, for parts that need HELD_OUT."""
-        return self.context.held_out
 
     # work ----------------------------------------------------------------------------------------------------------
     def gradient(

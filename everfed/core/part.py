@@ -24,6 +24,7 @@ from everfed.core.message import Model, State, Values
 from everfed.core.optimizer import Optimizer
 from everfed.core.option import Options
 from everfed.core.phase import Phase
+from everfed.core.pieces import TrainsPieces
 from everfed.core.reduce import Reducer
 from everfed.core.tree import Tree
 from everfed.errors import CompositionError
@@ -96,9 +97,9 @@ class Part(Options):
         """On the host, before the first step: integer rows for every step. `client.plans`: of the parts before it."""
         return {}
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client) -> Values | None:
         """After training: values added to the `train` reply. A changed model replaces what training ended with."""
-        return {}
+        return None
 
     # on the client, inside a training step -----------------------------------------------------------------------
     def batches(self, step: Step) -> dict[str, Batch]:
@@ -199,6 +200,13 @@ def refuse_personal(part: Part, parts: Sequence[Part]) -> None:
             raise CompositionError(f"part {part.name!r} sends all parameters, but {other.name!r} keeps some personal")
 
 
+def refuse_pieces(part: Part, parts: Sequence[Part]) -> None:
+    """For parts whose state is a vector over all parameters, beside one that trains only some of them at a time."""
+    for other in parts:
+        if isinstance(other, TrainsPieces):
+            raise CompositionError(f"part {part.name!r} follows all parameters; {other.name!r} trains some at a time")
+
+
 def options_of(part: Part) -> dict[str, Any]:
     """Options by name."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
@@ -228,4 +236,5 @@ __all__ = [
     "options_of",
     "overrides",
     "refuse_personal",
+    "refuse_pieces",
 ]

@@ -6,7 +6,6 @@ it and taken up again at the end, if it is unfinished then.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +23,7 @@ from everfed.metrics.scores import SCORES
 from everfed.recipe import Places, Reading, Recipe, Source, placed, read, read_placed, settled, to_toml
 from everfed.recipe.places import Key
 from everfed.recipe.reading import parse_set
+from everfed.store.event_log import read_log
 from everfed.store.run import Held, RunFolder, SameRun
 
 if TYPE_CHECKING:
@@ -288,12 +288,10 @@ def _begin_or_go_on(cell: Cell, settings: Settings, how: dict[str, Any]) -> dict
 
 def _divergence(cell: Cell) -> str | None:
     """The error with which an unfinished run ended, if it diverged."""
-    log = RunFolder(cell.folder).events
-    if cell.finished or not log.exists():
+    log = read_log(cell.folder)
+    if cell.finished or not log.failed:
         return None
-    # behind the last line break there may be half a line of a process that writes it now or was killed
-    last = log.read_text().rpartition("\n")[0].rpartition("\n")[2] or "{}"
-    kind, _, message = json.loads(last).get("message", "").partition(": ")
+    kind, _, message = log.notes[-1].message.partition(": ")
     return message if kind == "Diverged" else None
 
 

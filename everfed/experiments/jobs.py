@@ -286,7 +286,7 @@ def _error(kind: str, content: Any) -> Exception:
 def _work(pipe: Connection, settings: Settings, share: Share) -> None:
     """Run the cells that come through the pipe until it is closed. Ctrl-C is the parent's: it ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from everfed.engines.queues import choose_queues
+    from everfed.engines.slots import choose_queues
 
     os.environ.update(share.environment)
     choose_queues()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from everfed.core.legacy import Method
+from everfed.core.method import Method
 from everfed.methods import registry as methods
 
 BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"

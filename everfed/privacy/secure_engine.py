@@ -15,10 +15,13 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Ledger, Moment, Setup
 from everfed.core.engine import Absent, Engine, Replies, Trained
-from everfed.core.message import Message, Traffic, addressed, payload_bytes
-from everfed.core.reduce import Total
 from everfed.core.evaluate import EvalSpec
-from everfed.core.legacy import Model, Phase, Position, Trainer, Tree
+from everfed.core.handle import Server
+from everfed.core.message import Message, Model, Traffic, addressed, payload_bytes
+from everfed.core.phase import Phase, When
+from everfed.core.reduce import Total
+from everfed.core.trainer import Trainer
+from everfed.core.tree import Tree
 from everfed.privacy.encoding import Sums
 from everfed.privacy.members import set_text
 from everfed.privacy.secure import NAME, SecureAggregation
@@ -45,7 +48,7 @@ class Secured(Engine):
         part = setup.method.part(NAME)
         assert isinstance(part, SecureAggregation)
         self.part = part
-        self._steps = {step.name: step for step in setup.method.phases(Position.INSIDE)}
+        self._steps = {step.name: step for step in setup.method.phases(When.INSIDE)}
         self._sums: Sums | None = None
         self._traffic = Traffic()
         self._stage = 0  # of the current phase: every exchange has a place of its own
@@ -56,7 +59,7 @@ class Secured(Engine):
         """Yields which clients are absent, and empty replies of the others: their sum comes with `merge`."""
         self._sums, self._traffic, self._stage = None, Traffic(), 0
         replies, absent = self._gather(phase, clients, message, moment)
-        if self.part.adds_up(phase, self.setup.server(phase.name, moment)):
+        if self.part.adds_up(phase, Server(NAME, {}, self.setup.server(phase.name, moment))):
             self._sums = SecurePhase(self, phase, moment, replies, absent).run()
             self._warn(phase, moment)
         for client in clients:

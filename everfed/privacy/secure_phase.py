@@ -14,7 +14,8 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Absent
 from everfed.core.message import Message
-from everfed.core.legacy import Phase, Tree
+from everfed.core.phase import Phase
+from everfed.core.tree import Tree
 from everfed.privacy.encoding import EncodingError, Form, Sums, common_form, form_from_text, form_to_text, sizes
 from everfed.privacy.members import FEWEST, Members, are_keys, largest_form, needed, set_text, sized
 from everfed.privacy.members import KEYS as KEYS_SIZE

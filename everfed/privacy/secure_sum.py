@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Each, Tree
+from everfed.core.message import PerClient
+from everfed.core.tree import Tree
+from everfed.errors import Fault
 from everfed.privacy import masking, shamir
 from everfed.privacy.encoding import EncodingError, Sums, common_form, decode, sizes
 from everfed.privacy.members import Members, by_client, client_list, needed, set_text, sized, to_tensor
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 Vectors = tuple[np.ndarray, np.ndarray]  # narrow, wide
 
 
-class TooFewClients(RuntimeError):
+class TooFewClients(Fault):
     """A sum that cannot be unmasked: too few clients stayed. The run can be resumed when they are back."""
 
 
@@ -92,7 +94,7 @@ class SecureSum:
         sharing = sorted(dealt)
         letters = {c: {str(peer): dealt[peer].letters[str(c)] for peer in sharing if peer != c} for c in sharing}
         message = {
-            "letters": Each(letters),
+            "letters": PerClient(letters),
             "sharing": torch.tensor(sharing),
             "commitments": {str(client): to_tensor(one.commitments) for client, one in dealt.items()},
             "proofs": {str(client): to_tensor(one.proof) for client, one in dealt.items()},
@@ -177,7 +179,7 @@ class SecureSum:
 
     def _reveal(self, step: str, votes: dict[int, Tree]) -> dict[int, Tree]:
         """Ask those that voted for their shares."""
-        answers = self.phase.request(step, sorted(votes), {NAME: {"votes": Each(votes)}}, counts=False)
+        answers = self.phase.request(step, sorted(votes), {NAME: {"votes": PerClient(votes)}}, counts=False)
         self.phase.require_enough(sorted(answers), self.members.clients)
         return answers
 

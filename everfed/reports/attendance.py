@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from everfed.core.spans import NAMED, spans
 from everfed.reports import tables
-from everfed.reports.log import TRAIN
 from everfed.reports.markup import Html, join, tag
 from everfed.reports.read import Run
 from everfed.reports.tables import Column, Table
+from everfed.store.event_log import TRAIN
 
 MOST = 200  # rounds with suspected shifts that are listed
 

@@ -21,10 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from everfed.errors import UserError
 from everfed.metrics.scores import PERCENT, score_of
 from everfed.reports import series
-from everfed.reports.log import Tail
 from everfed.reports.read import DEPTH, Result, Run, read_recipe, read_result, read_settings
+from everfed.store.event_log import Tail
 from everfed.store.files import write_atomic
-from everfed.store.run import EVENTS, RECIPE, RESULT, RunError
+from everfed.store.run import RECIPE, RESULT, RunError
 
 SLICE = 4 << 20  # bytes of one run's events that are read in one poll
 QUIET_AFTER = 60.0  # seconds without an event after which, at the earliest, an unfinished run counts as silent
@@ -58,7 +58,7 @@ class Watched:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.tail = Tail(folder / EVENTS)
+        self.tail = Tail(folder)
         self.recipe_text = ""
         self.recipe: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}

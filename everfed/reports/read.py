@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from everfed.reports.log import Evaluation, Log, Opener, Tail, open_file
-from everfed.store.run import EVENTS, RECIPE, RESULT, SETTINGS, RunError
+from everfed.store.event_log import Evaluation, Log, Opener, open_file, read_log
+from everfed.store.run import RECIPE, RESULT, SETTINGS, RunError
 
 Matrix = list[list[float | None]]
 DEPTH = 3  # levels below a named folder that are searched for run folders
@@ -150,13 +150,12 @@ def _evaluation(curve: Curve) -> Evaluation:
 def read_run(folder: Path, name: str | None = None, opener: Opener = open_file) -> Run:
     """The run in `folder`. Raises RunError naming the file that is missing or damaged."""
     text, recipe = read_recipe(folder, opener)
-    tail = Tail(folder / EVENTS)
     try:
-        tail.poll(opener=opener)
+        log = read_log(folder, opener)
     except OSError as error:
-        raise RunError(f"{folder / EVENTS} cannot be read: {error.strerror or error}") from error
+        raise RunError(f"the events of {folder} cannot be read: {error.strerror or error}") from error
     settings, result = read_settings(folder, opener), read_result(folder, opener)
-    return Run(name or folder.name or str(folder), folder, recipe, text, settings, result, tail.log)
+    return Run(name or folder.name or str(folder), folder, recipe, text, settings, result, log)
 
 
 def read_recipe(folder: Path, opener: Opener = open_file) -> tuple[str, dict[str, Any]]:

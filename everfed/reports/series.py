@@ -14,8 +14,8 @@ from everfed.metrics.numbers import mean as _mean
 from everfed.metrics.scores import score_of
 from everfed.metrics.statistics import mean_and_deviation
 from everfed.reports.groups import Group
-from everfed.reports.log import TRAIN, PhaseLine
 from everfed.reports.read import Matrix, Run
+from everfed.store.event_log import TRAIN, PhaseLine
 
 POINTS = 600  # that a thinned curve has at most, about
 BINS = 240  # columns of the participation grid at most

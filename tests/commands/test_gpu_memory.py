@@ -10,8 +10,8 @@ import torch
 
 from everfed import engines
 from everfed.core.data import device_memory
-from everfed.engines import captured
-from everfed.engines.device_data import DeviceData
+from everfed.engines import captured_steps
+from everfed.engines.graphs import DeviceData
 from everfed.engines.slots import Tuner
 from everfed.experiments import jobs
 from everfed.experiments.cells import Outcome, Queue, Settings
@@ -65,7 +65,7 @@ def test_free_memory_is_what_the_process_may_still_have(
     device = torch.device("cuda")
     assert device_memory(device) == (pytest.approx(free * GIB, abs=1), pytest.approx(allowed * GIB, abs=1))
     assert DeviceData(device)._kept.limit == pytest.approx(0.3 * free * GIB, abs=1)
-    captured.release_memory(device)
+    captured_steps.release_memory(device)
     assert bool(released) == (free < 0.2 * allowed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert engines.state_budget(EngineSection()) == pytest.approx(max(2 * GIB, free * GIB / 4), abs=1)

@@ -17,15 +17,15 @@ import torch
 
 from everfed import kernels
 from everfed.core.context import Setup
-from everfed.core.engine import ClientError
-from everfed.core.optimizer import Group
 from everfed.core.data import Table
+from everfed.core.engine import ClientError
+from everfed.core.legacy import Optimizer, TrainOptions
+from everfed.core.optimizer import Group
 from everfed.core.step import Step
 from everfed.core.trainer import Trainer
-from everfed.engines.captured import Columns, Workspace, kernel_search, share_of_steps
+from everfed.engines.captured_steps import Columns, Workspace, kernel_search, share_of_steps
 from everfed.engines.graphs import Graphs
 from everfed.engines.slots import Tuner
-from everfed.core.legacy import Optimizer, TrainOptions
 from everfed.store.clients import ClientStore
 from tests.support.cuda import Device, Stream
 from tests.support.presets import each_kind

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everfed.engines.queues import choose_queues
+from everfed.engines.slots import choose_queues
 from everfed.experiments import jobs
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"

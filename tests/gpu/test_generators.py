@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from everfed.core.context import Setup
+from everfed.core.legacy import Model, State, Trainer
 from everfed.core.replica import initial_weights
 from everfed.engines.base import new_trainer
-from everfed.engines.loops import LoopingTrainer
-from everfed.core.legacy import Model, State, Trainer
+from everfed.engines.captured_steps import LoopingTrainer
 from everfed.methods.generative.data_free import Inversion, training_on
 from everfed.models.generators import GeneratorBlueprint
 from tests.support.phases import phase_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from everfed.core.context import Setup
-from everfed.engines.eager import Eager
 from everfed.core.legacy import Method, Optimizer, TrainOptions
+from everfed.engines.eager import Eager
 from everfed.methods.monitor import FeatureShift
 from everfed.store.clients import ClientStore
 from tests.streams.test_targets import of_images

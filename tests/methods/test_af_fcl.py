@@ -15,8 +15,8 @@ from everfed import models
 from everfed.core import tree
 from everfed.core.client import run_client
 from everfed.core.data import minibatches
-from everfed.core.step import Substeps
 from everfed.core.legacy import MODEL, Layout, Optimizer, Phase, Step, TrainOptions, options_of
+from everfed.core.step import Substeps
 from everfed.methods import registry as methods
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.teacher import soft_cross_entropy

@@ -14,8 +14,8 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import UsesTaskId
 from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
 from everfed.core.legacy import overrides
+from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
 from everfed.methods.replay.memory import NAME
 from tests.support.presets import each_preset

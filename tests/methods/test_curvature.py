@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
 from everfed.core.message import State
+from everfed.core.optimizer import Optimizer
 from everfed.methods.regularise.fedcurv import FedCurv
 from everfed.methods.regularise.fisher import diagonal_fisher
 from tests.support.toy import Bench, Given, Linear, Norm, Toy

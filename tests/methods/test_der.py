@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from everfed.core.trainer import Trainer
 from everfed.core.legacy import Batch, Optimizer, TrainOptions
+from everfed.core.trainer import Trainer
 from everfed.methods.replay.der import DER, DERPlusPlus
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from everfed import models
 from everfed.core import tree
-from everfed.core.layout import attach
 from everfed.core.data import minibatches
-from everfed.core.step import Substeps
+from everfed.core.layout import attach
 from everfed.core.legacy import Layout, Mean, Optimizer, Step, TrainOptions, options_of
+from everfed.core.step import Substeps
 from everfed.methods import registry as methods
 from everfed.methods.generative.acgan import ACGAN, balanced, noise
 from everfed.methods.generative.consolidation import Consolidation, labels_of

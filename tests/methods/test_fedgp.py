@@ -14,11 +14,11 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
+from everfed.core.evaluate import EvalOptions
+from everfed.core.legacy import with_slots
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.legacy import with_slots
 from everfed.core.reduce import Reduction
-from everfed.core.evaluate import EvalOptions
 from everfed.core.server import Runner
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed.core.context import Hidden, Moment, TrainOptions
-from everfed.core.optimizer import Optimizer
 from everfed.core.legacy import Phase
+from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal, tensor_bytes
 from everfed.methods import registry as methods
 from everfed.methods.regularise.fedssi import FedSSI, proximity

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from everfed import models
 from everfed.core.context import Hidden, TrainOptions
 from everfed.core.layout import Layout
-from everfed.core.optimizer import Optimizer
 from everfed.core.message import Model
+from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal
 from everfed.methods import registry as methods
 from everfed.methods.common.layers import fan_in, hidden_weights

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from everfed.core import tree
 from everfed.core.engine import ClientError
-from everfed.core.replica import initial_weights
 from everfed.core.legacy import BOUNDARIES, MODEL, Cohort, CompositionError, Layout, Optimizer, Position, TrainOptions
+from everfed.core.replica import initial_weights
 from everfed.methods import registry as methods
 from everfed.methods.common.features import features
 from everfed.methods.generative.glfc import GLFC, class_weights

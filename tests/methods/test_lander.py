@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed.core.layout import registered
-from everfed.core.tree import equal
 from everfed.core.legacy import CompositionError, Fitted, Optimizer, State, TrainOptions, options_of
+from everfed.core.tree import equal
 from everfed.methods.generative.adversary import bound
 from everfed.methods.generative.anchors import hashed_names, sentence_anchors
 from everfed.methods.generative.lander import Lander, class_weights

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 
 from everfed import api
 from everfed.core.context import Moment
-from everfed.core.replica import initial_weights
-from everfed.core.events import Diverged
-from everfed.core.server import RunState, Runner
 from everfed.core.evaluate import EvalSpec
-from everfed.core.tree import clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
+from everfed.core.events import Diverged
 from everfed.core.legacy import (
     CompositionError,
     Data,
@@ -31,6 +28,9 @@ from everfed.core.legacy import (
     compose,
     options_of,
 )
+from everfed.core.replica import initial_weights
+from everfed.core.server import Runner, RunState
+from everfed.core.tree import clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.generative.data_free import TERMS

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from everfed import models
 from everfed.core.context import TrainOptions
+from everfed.core.evaluate import correct_counts
 from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.evaluate import correct_counts
 from everfed.methods.pretrained.pilora import PILoRA, nearness_weights, prototype_weights
 from everfed.models.pilora import Prototypes, QueryValueLoRA
 from everfed.models.vit import ViT

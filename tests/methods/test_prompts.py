@@ -13,10 +13,10 @@ from tests.parts.test_lora import ClassToy, entries, plain_outputs
 from torch import Tensor, nn
 
 from everfed.core.context import TrainOptions
+from everfed.core.legacy import Part
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.legacy import Part
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.common.features import features

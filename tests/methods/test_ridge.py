@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.engine import ClientError
-from everfed.core.optimizer import Optimizer
 from everfed.core.legacy import MODEL, CompositionError, TrainOptions, compose
+from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
 from everfed.methods.features.ridge import (
     GRID,

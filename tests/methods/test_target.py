@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed import api
-from everfed.core.server import RunState, Runner
-from everfed.core.tree import clone, equal, tensor_bytes
 from everfed.core.legacy import Batch, CompositionError, Optimizer, Step, TrainOptions, compose, options_of
+from everfed.core.server import Runner, RunState
+from everfed.core.tree import clone, equal, tensor_bytes
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.common.teacher import among, soft_cross_entropy

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.reproduction.made import STREAM, accuracy, cell, sample, target
 
 from everfed.experiments.papers.judging import NOT_REPRODUCED, REPRODUCED, Judged, judge
 from everfed.experiments.papers.planning import Cell, Experiment
 from everfed.experiments.papers.tables import Metric
+from tests.papers.made import STREAM, accuracy, cell, sample, target
 
 
 def judged(cells: list[Cell], **accuracies: list[float]) -> list[Judged]:

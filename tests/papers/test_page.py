@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.reproduction.test_records import made
 from typer.testing import CliRunner
 
 from everfed.cli import app
@@ -16,6 +15,7 @@ from everfed.experiments.papers.page import renewed
 from everfed.experiments.papers.records import FOLDER, Record
 from everfed.methods import registry as methods
 from everfed.recipe import Recipe
+from tests.papers.test_records import made
 
 ROOT = Path(__file__).parents[2]
 PAGE = "# Results\n\n<!-- records: fedgp/table1 -->\nold\n<!-- records: end -->\n\nThe end.\n"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.reproduction.made import STREAM, result
 from typer.testing import CliRunner, Result
 
 import everfed
@@ -22,6 +21,7 @@ from everfed.experiments.papers.matching import runs_of
 from everfed.experiments.papers.planning import Experiment, plan
 from everfed.experiments.papers.tables import find
 from everfed.recipe import read
+from tests.papers.made import STREAM, result
 
 RECIPE = "fedgp/table1-rotated-mnist"
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.reproduction.test_records import made
 from typer.testing import CliRunner
 
 from everfed.cli import app
 from everfed.experiments.papers import records
 from everfed.experiments.papers.matching import runs_of
 from everfed.experiments.papers.status import Rates, Status, measured_rates, status
+from tests.papers.test_records import made
 
 MNIST, CIFAR = 12e6, 5e6  # samples of one run; ideal trains on (T + 1) / 2 times as many
 TABLE1 = 2 * MNIST * (10 + 5.5) + CIFAR * (10 + 3) + CIFAR * (10 + 5.5)  # of one seed

@@ -6,14 +6,13 @@ import csv
 import json
 from pathlib import Path
 
-from tests.reproduction.made import accuracy, cell
-
 from everfed.experiments.papers import writing
 from everfed.experiments.papers.judging import judge
 from everfed.experiments.papers.listing import overview
 from everfed.experiments.papers.planning import Experiment
 from everfed.experiments.papers.tables import find
 from everfed.experiments.papers.writing import Found
+from tests.papers.made import accuracy, cell
 
 TABLE = find("fedgp/table1")
 

@@ -13,13 +13,11 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.context import Context, TrainOptions
 from everfed.core.data import Data
-from everfed.core.message import Message
+from everfed.core.evaluate import EvalOptions
+from everfed.core.legacy import Part, Slots
+from everfed.core.message import Message, State
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.legacy import Part
-from everfed.core.message import State
-from everfed.core.legacy import Slots
-from everfed.core.evaluate import EvalOptions
 from everfed.core.step import Step
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, TreeError

@@ -16,7 +16,8 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
-from everfed.core.legacy import Context, Data, Mean, Message, Method, Part, Phase, State, Tree
+from everfed.core.message import Message
+from everfed.method import Client, Mean, Method, Part, Phase, Values
 from everfed.methods import registry as methods
 from everfed.privacy import secure, shamir
 from everfed.privacy.members import Members
@@ -289,8 +290,8 @@ class TwoPhases(Part):
     def phases(self) -> tuple[Phase, ...]:
         return tuple(Phase(name, reduce={"x": Mean()}, run=self._run) for name in ("first", "second"))
 
-    def _run(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        return {}, {"x": torch.ones(2)}
+    def _run(self, client: Client) -> Values:
+        return {"x": torch.ones(2)}
 
 
 @dataclass

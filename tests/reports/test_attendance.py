@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.report.folders import Event, create, log, phase, start
 
 from everfed.reports import attendance
 from everfed.reports.attendance import Record
 from everfed.reports.read import Run, read_run
+from tests.reports.folders import Event, create, log, phase, start
 
 
 def run(folder: Path, *events: Event) -> Run:

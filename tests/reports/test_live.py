@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, phase, start
 
 from everfed.errors import UserError
 from everfed.reports.dashboard import Dashboard, Feed, NoRun
 from everfed.reports.figures import View
 from everfed.reports.live import QUIET_AFTER, Index, Note
 from everfed.store.run import RunError
+from tests.reports.folders import create, evaluation, finished, log, phase, start
 
 NOW = 1_000_000.0
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.folders import create, evaluation, finished, log, phase, result, start, whole
 
 from everfed.reports import series
 from everfed.reports.groups import grouped
 from everfed.reports.read import Run, read_run, read_runs
+from tests.reports.folders import create, evaluation, finished, log, phase, result, start, whole
 
 Values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400)
 

@@ -7,13 +7,13 @@ import io
 from pathlib import Path
 
 import pytest
-from tests.report.folders import create, finished, log, phase, result, start
 
 from everfed.metrics.statistics import Spread
 from everfed.reports import tables
 from everfed.reports.groups import Group, grouped
 from everfed.reports.read import read_runs
 from everfed.reports.tables import Column, Table, cell_text, to_csv, to_html, to_latex, to_markdown
+from tests.reports.folders import create, finished, log, phase, result, start
 
 
 @pytest.fixture

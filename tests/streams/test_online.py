@@ -14,11 +14,11 @@ import pytest
 from everfed.api import check
 from everfed.core import tree
 from everfed.core.context import Context, Hidden, TrainOptions
+from everfed.core.evaluate import EvalOptions
+from everfed.core.legacy import Part, overrides
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.legacy import Part, overrides
-from everfed.core.evaluate import EvalOptions
 from everfed.core.step import Step
 from everfed.errors import RecipeError
 from everfed.methods import registry as methods

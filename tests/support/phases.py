@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everfed.core.legacy import Part, Phase
+from everfed.method import Part, Phase
 
 
 def phase_of(part: Part, name: str) -> Phase:

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from everfed.core.method import Method, compose
 from everfed.core.legacy import Part
+from everfed.core.method import Method, compose
 from everfed.core.step import Step
 
 

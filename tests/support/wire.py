@@ -15,12 +15,10 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Engine
-from everfed.core.message import Message, addressed
-from everfed.core.legacy import Once
-from everfed.core.message import Model, State
-from everfed.core.legacy import Phase
-from everfed.core.server import RunState, Runner
 from everfed.core.evaluate import EvalSpec, score_tasks
+from everfed.core.legacy import Once, Phase
+from everfed.core.message import Message, Model, State, addressed
+from everfed.core.server import Runner, RunState
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree, from_bytes, to_bytes
 from everfed.engines.base import call

@@ -51,7 +51,7 @@ def of_run(folder: Path, *, shared: bool = False, remark: str = "") -> Record:
     result = run.read_result()
     if result is None:
         raise UserError(f"{folder} has no result.json: the run is not finished; `everfed resume {folder}` finishes it")
-    events = from_events(folder) if run.events.exists() else {}
+    events = from_events(folder)
     return make(result, settings_of(read_recipe(str(run.recipe))), events, shared=shared, remark=remark)
 
 

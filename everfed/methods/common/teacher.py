@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.replica import frozen_forward
 from everfed.core.legacy import CompositionError, Context, Model, Part, Step, overrides
+from everfed.core.replica import frozen_forward
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import synchronises
-from everfed.core.pieces import TrainsPieces
 from everfed.core.legacy import (
-    AddsParameters,
     CLASSES,
     MODEL,
+    AddsParameters,
     Batch,
     CompositionError,
     Context,
@@ -39,6 +38,7 @@ from everfed.core.legacy import (
     Tree,
     refuse_personal,
 )
+from everfed.core.pieces import TrainsPieces
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.features import keep_features, kept_features
 from everfed.methods.features.statistics import class_moments, class_numbers, of_all_classes, task_classes

@@ -36,13 +36,11 @@ from torch.nn import functional
 
 from everfed.core import random
 from everfed.core.layout import head_name
-from everfed.core.pieces import TrainsPieces
 from everfed.core.legacy import (
-    AddsParameters,
-    Server,
     ALWAYS,
     END,
     MODEL,
+    AddsParameters,
     Cohort,
     Collect,
     CompositionError,
@@ -56,12 +54,14 @@ from everfed.core.legacy import (
     Part,
     Phase,
     Reducer,
+    Server,
     Slots,
     State,
     Sum,
     Tree,
     overrides,
 )
+from everfed.core.pieces import TrainsPieces
 from everfed.methods.common.checks import at_least, one_of, positive
 from everfed.methods.common.features import head_weight
 from everfed.methods.features.statistics import (

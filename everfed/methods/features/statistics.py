@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core.layout import head_name, keeps_some
-from everfed.core.part import Personal as NewPersonal
-from everfed.core.message import MODEL
 from everfed.core.legacy import (
     CLASSES,
     CompositionError,
@@ -31,8 +29,9 @@ from everfed.core.legacy import (
     State,
     Tree,
     on_device,
-    overrides,
 )
+from everfed.core.message import MODEL
+from everfed.core.part import Personal as NewPersonal
 from everfed.methods.common.features import head, head_inputs, head_weight
 from everfed.methods.common.layers import in_precision
 

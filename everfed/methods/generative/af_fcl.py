@@ -16,7 +16,7 @@ client has had so far, c' from those of earlier tasks. Features are taken in eva
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -70,12 +70,14 @@ class AFFCL(AddsParameters, Part):
     flow_explore_theta: float = option(0.1, at_least=0, at_most=1, about="theta, least weight of replay")
     flow_lr: float = option(5e-3, at_least=0, about="learning rate of Adam on the flow")
     replay_lr: float = option(
-        0.0, at_least=0, about="of step R's own Adam, for runs by SGD, which a young flow's outliers make diverge; 0: none"
+        0.0,
+        at_least=0,
+        about="of step R's own Adam, for runs by SGD, which a young flow's outliers make diverge; 0: none",
     )
     k_kd_last_cls: float = option(0.2, at_least=0, about="k_last, weight of distillation from the last model")
     k_kd_global_cls: float = option(0.0, at_least=0, about="weight of distillation from the received model")
     k_kd_feature: float = option(0.5, at_least=0, about="k_feat, share of the features in distillation")
-    k_kd_output: float = option(0.1, about="k_out, share of the outputs in distillation")
+    k_kd_output: float = option(0.1, at_least=0, about="k_out, share of the outputs in distillation")
     hidden: int = option(512, at_least=1, about="width of the flow's networks")
     credibility_space: str = option(
         "latent",

@@ -77,7 +77,7 @@ class GLFC(Part):
     perturbation: int = option(50, at_least=0, about="steps that change a prototype before it is encoded")
     perturbation_lr: float = option(0.2, at_least=0, about="their rate")
     reconstruction: int = option(250, at_least=0, about="steps of the search for a prototype's image")
-    reconstruction_lr: float = option(0.1, about="their rate")
+    reconstruction_lr: float = option(0.1, at_least=0, about="their rate")
     iterates: int = option(20, at_least=1, about="how many of the search's last images are kept")
     reset: bool = option(
         True, about="the best score begins at 0 again at a change of task (code: never, so a choice can freeze)"

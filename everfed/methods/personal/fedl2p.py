@@ -36,9 +36,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.core.pieces import TrainsPieces
 from everfed.core.legacy import (
-    Personal,
     MODEL,
     CompositionError,
     Context,
@@ -49,12 +47,14 @@ from everfed.core.legacy import (
     Model,
     Optimizer,
     Part,
+    Personal,
     Phase,
     Slots,
     State,
     Step,
     Tree,
 )
+from everfed.core.pieces import TrainsPieces
 from everfed.methods.common.checks import at_least
 from everfed.methods.common.features import network
 from everfed.methods.personal.meta_nets import MEAN, VARIANCE, MetaNets, Sites, symmetric_divergence

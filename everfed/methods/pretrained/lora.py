@@ -19,11 +19,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from everfed.core.pieces import Spans
 from everfed.core.legacy import (
-    AddsParameters,
-    Server,
     BEGIN,
+    AddsParameters,
     Cohort,
     CompositionError,
     Context,
@@ -32,10 +30,12 @@ from everfed.core.legacy import (
     Model,
     Phase,
     Position,
+    Server,
     Slots,
     State,
     Tree,
 )
+from everfed.core.pieces import Spans
 from everfed.methods.common.checks import at_least
 from everfed.methods.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
 from everfed.models import lora

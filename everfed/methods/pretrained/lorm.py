@@ -26,9 +26,9 @@ from torch import Tensor
 
 from everfed.core.client import synchronises
 from everfed.core.legacy import (
-    Aggregator,
     END,
     MODEL,
+    Aggregator,
     Cohort,
     CompositionError,
     Context,

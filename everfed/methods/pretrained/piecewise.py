@@ -8,9 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import BOUNDARIES, TOGETHER
+from everfed.core.legacy import (
+    BOUNDARIES,
+    TOGETHER,
+    Context,
+    Data,
+    Fitted,
+    Layout,
+    Message,
+    Model,
+    Part,
+    Slots,
+    State,
+    Step,
+    Tree,
+)
 from everfed.core.pieces import Spans, trained_spans
-from everfed.core.legacy import Context, Data, Fitted, Layout, Message, Model, Part, Slots, State, Step, Tree
 from everfed.methods.common.features import head_entries
 
 

@@ -26,13 +26,11 @@ from torch import Tensor, nn
 
 from everfed.core import random
 from everfed.core.client import synchronises
-from everfed.core.pieces import Spans, cut, joined, pasted
 from everfed.core.legacy import (
-    Server,
-    AddsParameters,
-    Aggregator,
     CLASSES,
     MODEL,
+    AddsParameters,
+    Aggregator,
     Collect,
     CompositionError,
     Context,
@@ -46,12 +44,14 @@ from everfed.core.legacy import (
     Optimizer,
     Part,
     Reducer,
+    Server,
     Slots,
     State,
     Step,
     Tree,
     refuse_personal,
 )
+from everfed.core.pieces import Spans, cut, joined, pasted
 from everfed.methods.common.checks import at_least, positive
 from everfed.methods.common.features import head_weight
 from everfed.methods.features.statistics import ReplacesHead, class_moments

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import random
-from everfed.core.pieces import Spans
 from everfed.core.legacy import (
-    AddsParameters,
-    Server,
     BEGIN,
     MODEL,
+    AddsParameters,
     Batch,
     Cohort,
     CompositionError,
@@ -32,11 +30,13 @@ from everfed.core.legacy import (
     Part,
     Phase,
     Position,
+    Server,
     Slots,
     State,
     Step,
     refuse_personal,
 )
+from everfed.core.pieces import Spans
 from everfed.methods.common.checks import at_least
 from everfed.methods.common.features import keep_features, kept_features
 from everfed.methods.common.teacher import frozen_pass, refuse_changed_forward

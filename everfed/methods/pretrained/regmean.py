@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from everfed.core.client import synchronises
-from everfed.core.pieces import Spans, cut, pasted, rest
 from everfed.core.legacy import (
-    Server,
+    MODEL,
     AddsParameters,
     Aggregator,
-    MODEL,
     CompositionError,
     Context,
     Data,
@@ -27,12 +25,14 @@ from everfed.core.legacy import (
     Optimizer,
     Part,
     Reducer,
+    Server,
     Slots,
     State,
     Sum,
     Tree,
     refuse_personal,
 )
+from everfed.core.pieces import Spans, cut, pasted, rest
 from everfed.methods.common.features import network
 from everfed.methods.pretrained.grams import damped, input_grams, over, packed, split_like, times, unpacked
 

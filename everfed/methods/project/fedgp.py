@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed.core.pieces import only_trained
-from everfed.core.ops import take_rows
 from everfed.core.legacy import (
     MODEL,
     CompositionError,
@@ -37,6 +35,8 @@ from everfed.core.legacy import (
     overrides,
     refuse_personal,
 )
+from everfed.core.ops import take_rows
+from everfed.core.pieces import only_trained
 from everfed.methods.project.projection import check_finite, project, squared_norm
 from everfed.methods.replay import memory
 

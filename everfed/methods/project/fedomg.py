@@ -15,7 +15,21 @@ from typing import get_args
 
 from torch import Tensor
 
-from everfed.core.legacy import MODEL, Collect, Context, Data, Fitted, Mean, Message, Model, Part, Reducer, State, Tree, Aggregator
+from everfed.core.legacy import (
+    MODEL,
+    Aggregator,
+    Collect,
+    Context,
+    Data,
+    Fitted,
+    Mean,
+    Message,
+    Model,
+    Part,
+    Reducer,
+    State,
+    Tree,
+)
 from everfed.methods.common.checks import one_of, positive
 from everfed.methods.project.matching import Scale, Solver, match_gradients, pairwise_cosines
 

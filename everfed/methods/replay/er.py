@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from everfed.core.ops import take_rows
 from everfed.core.legacy import Batch, Context, Data, Part, Schedule, State, Step, Tables
+from everfed.core.ops import take_rows
 from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.replay import memory
 

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from everfed.core.legacy import END, Cohort, CompositionError, Context, Model, Phase, Schedule, Step, Table, Tables, Tree
+from everfed.core.legacy import (
+    END,
+    Cohort,
+    CompositionError,
+    Context,
+    Model,
+    Phase,
+    Schedule,
+    Step,
+    Table,
+    Tables,
+    Tree,
+)
 from everfed.methods.replay.gradient_rows import GradientOptions, gradients_at
 
 if TYPE_CHECKING:

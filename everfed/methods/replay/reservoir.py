@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from everfed.core.ops import put_rows
 from everfed.core.legacy import Context, Phase, Schedule, Step, Table, Tables, Tree
+from everfed.core.ops import put_rows
 from everfed.methods.replay.policy import Policy
 
 if TYPE_CHECKING:
