@@ -265,7 +265,8 @@ class FedCIL(AddsParameters, Aggregator):
         classes[labels_of([*own["now"].values(), *own["old"].values()])] = True  # clients may be ahead of the server
         given = server.model, own["moments"], own["now"], own["old"], classes
         server.model, own["moments"], losses = self._consolidation(server).run(*given, steps, server)
-        for name, loss in zip(LOSSES, losses.tolist(), strict=True):
+        own["losses"] = dict(zip(LOSSES, losses.tolist(), strict=True))
+        for name, loss in own["losses"].items():
             server.report(name, loss)
 
     def _consolidation(self, server: Server) -> Consolidation:

@@ -94,7 +94,7 @@ class GLFC(Part):
     def init(self, side: Client | Server) -> None:
         if isinstance(side, Server) and self.old_model == "proxy":
             weights = initial_weights(_blueprint(side.facts), random.key(side.seed, "glfc/encoder"))["params"]
-            side.state = {"encoder": weights, "best": 0.0}
+            side.state = {"encoder": weights, "best": 0.0, "reached": 0}
 
     def phases(self) -> Sequence[Phase]:
         """An old model is of no use after the last round."""

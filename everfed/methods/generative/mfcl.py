@@ -185,7 +185,8 @@ class MFCL(Part):
         own["generator"], own["adam"], terms = training.run(server.model, *given, seen, steps, seed)
         if (server.repeat + 1) * self.gen_chunk >= self.gen_steps and not self.keep_adam:
             del own["adam"]
-        for term, mean in zip(TERMS, terms.tolist(), strict=True):
+        own["terms"] = dict(zip(TERMS, terms.tolist(), strict=True))
+        for term, mean in own["terms"].items():
             server.report(term, mean)
 
     def broadcast(self, server: Server) -> Values:
