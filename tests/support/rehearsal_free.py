@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Context, Data, Optimizer, RoundPlan, TrainOptions
+from everfed.core.context import Context
+from everfed.method import Data, Optimizer, RoundPlan, TrainOptions
 from tests.support.toy import Bench, Given, Linear, Toy, mean_square
 
 

@@ -1,7 +1,7 @@
 """MFCL: mimicking federated continual learning (Babakniya et al., workshop at ICML 2023; equations are its).
 
 At the end of every task but the last the server trains a generator G that inverts the shared model, without any data
-(`data_free.py`), and freezes it together with a copy of the model. Both reach a client once per task. During the next
+(`inversion.py`), and freezes it together with a copy of the model. Both reach a client once per task. During the next
 task a client joins every minibatch of real samples with freshly generated ones, labelled by the frozen model, and
 minimises, with f the features before the head, W_o the frozen model's head rows of the K_o classes seen so far:
 
