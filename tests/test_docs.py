@@ -115,6 +115,11 @@ def test_a_method_s_page_says_in_its_first_line_when_to_use_it(page: Path) -> No
         assert re.match(r"Use (it|them) (when|whenever|as|beside|instead of) .*\.$", first), first
 
 
+def test_the_tables_of_options_are_those_of_the_code() -> None:
+    found = subprocess.run([sys.executable, "docs/options.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, f"run python docs/options.py: {found.stdout}{found.stderr}"
+
+
 def test_every_method_stands_under_one_family_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r"^          - .*: methods/(.*)\.md$", text, re.M)  # two levels below "Methods"

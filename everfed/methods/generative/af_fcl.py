@@ -149,7 +149,7 @@ class AFFCL(AddsParameters, Part):
 
         tables = {"sampled": labels(competing(context))}
         if "last" in own and self.k_flow_lastflow:
-            tables["past"] = labels(classes_of(context, tasks_before(context), everyone=True))
+            tables["past"] = labels(classes_of(client, tasks_before(client), everyone=True))
         mask, width = client.trainer.label_mask(context), self.blueprint(client.facts).features
         own["mask"] = torch.zeros(client.facts.classes) if mask is None else mask
         own["orders"] = permutations(width, random.key(client.seed, self.name, "permutations"))

@@ -172,7 +172,7 @@ class FedCIL(AddsParameters, Aggregator):
     def _competing(self, side: Client | Server) -> Tensor:
         """(C,) mask of the class logits that compete."""
         everything = torch.arange(side.facts.classes)
-        return mask_of(side.context, competing(side.context) if self.head == "seen" else everything)
+        return mask_of(side, competing(side.context) if self.head == "seen" else everything)
 
     def _gan(self, step: Step) -> ACGAN:
         return ACGAN(step.trainer, self.blueprint(step.facts), step.state["classes"])
@@ -213,7 +213,7 @@ class FedCIL(AddsParameters, Aggregator):
         client.state = kept if old is None else {"old": old, **kept}
         if not self.server_steps:
             return {}
-        return {"labels": mask_of(client.context, host["current"]), "samples": client.fitted.samples}
+        return {"labels": mask_of(client, host["current"]), "samples": client.fitted.samples}
 
     # the server ----------------------------------------------------------------------------------------------------
     @property

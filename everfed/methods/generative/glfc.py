@@ -199,7 +199,7 @@ class GLFC(Part):
         everything = torch.arange(client.facts.classes)
         classes = competing(client.context) if self.head == "seen" else everything
         learned = host.get("learned", torch.zeros(0, dtype=torch.int64))
-        own = {"learned": mask_of(client.context, learned), "classes": mask_of(client.context, classes)}
+        own = {"learned": mask_of(client, learned), "classes": mask_of(client, classes)}
         old = self._old(client, bool(host.get("signal", False)))
         if old is not None and self.relation:
             own["old"] = old
@@ -311,4 +311,4 @@ def _retire(own: Tree) -> None:
 
 def _knowing(server: Server) -> Tree:
     """A copy of the shared model with the classes it has been trained on."""
-    return {**server.model, "known": mask_of(server.context, competing(server.context))}
+    return {**server.model, "known": mask_of(server, competing(server.context))}

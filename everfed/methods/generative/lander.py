@@ -140,7 +140,7 @@ class Lander(AddsParameters, SyntheticReplay):
             return torch.tensor([1.0, 0.0])
         if not self.scaling:
             return torch.tensor([self.cur, self.pre])
-        old, seen = (len(classes_of(client.context, range(client.task + more))) for more in (0, 1))
+        old, seen = (len(classes_of(client, range(client.task + more))) for more in (0, 1))
         return torch.tensor(class_weights(old, seen, self.cur, self.pre))
 
     def objective(self, step: Step) -> Tensor:

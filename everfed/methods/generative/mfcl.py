@@ -209,7 +209,7 @@ class MFCL(Part):
     def plan(self, client: Client, schedule: Schedule) -> Tables:
         """Masks of the classes of earlier tasks, of this task, and of all tasks so far."""
         now = client.task or 0
-        tasks = {"old": tasks_before(client.context), "new": range(now, now + 1), "seen": range(now + 1)}
+        tasks = {"old": tasks_before(client), "new": range(now, now + 1), "seen": range(now + 1)}
         client.state = {name: _mask(client, which) for name, which in tasks.items()}
         return {}
 
@@ -294,4 +294,4 @@ def abd_weights(old: Tensor, seen: Tensor) -> Tensor:
 
 def _mask(side: Client | Server, tasks: Iterable[int]) -> Tensor:
     """(C,) mask of the classes that any client has in some tasks."""
-    return mask_of(side.context, classes_of(side.context, tasks, everyone=True))
+    return mask_of(side, classes_of(side, tasks, everyone=True))

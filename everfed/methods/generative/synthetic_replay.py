@@ -156,7 +156,7 @@ class SyntheticReplay(Part):
             own["pool"] = torch.zeros((0, *server.facts.input_shape), dtype=torch.uint8)
             own["work"] = synthesizer.begin(teacher, server)
         tasks = (server.task or 0) + 1
-        classes = mask_of(server.context, classes_of(server.context, range(tasks)))
+        classes = mask_of(server, classes_of(server, range(tasks)))
         own |= synthesizer.round(teacher, own["work"], own["pool"], classes, self.turn(server.repeat), server)
         if server.repeat + 1 == self.rounds:
             del own["work"]
@@ -176,7 +176,7 @@ class SyntheticReplay(Part):
         if "tasks" not in own:
             raise ValueError("no images were made yet: the first ones are, at the end of the first task")
         images = own["pool"][server.repeat * count : (server.repeat + 1) * count].to(trainer.device)
-        known = mask_of(server.context, classes_of(server.context, range(own["tasks"]))).to(trainer.device)
+        known = mask_of(server, classes_of(server, range(own["tasks"]))).to(trainer.device)
         return trainer.stream.inputs(images), among(trainer.outputs(own["teacher"], images), known).argmax(1)
 
     # on the client -------------------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ class SyntheticReplay(Part):
         size = 0 if pool is None else len(pool)
         client.state = {"host": {"pool": size}}
         if task:
-            for name, tasks in (("old", tasks_before(client.context)), ("new", [task])):
-                client.state[name] = mask_of(client.context, classes_of(client.context, tasks))
+            for name, tasks in (("old", tasks_before(client)), ("new", [task])):
+                client.state[name] = mask_of(client, classes_of(client, tasks))
         return self._images(size, schedule, client) if size else {}
 
     def _images(self, size: int, schedule: Schedule, client: Client) -> Tables:
