@@ -142,15 +142,15 @@ class AFFCL(AddsParameters, Part):
         """The labels of every batch of sampled features: of all clients' classes so far, and of earlier tasks."""
         if not self.k_loss_flow:
             return {}
-        own, rng, context = client.state, client.rng(self.name), client.context
+        own, rng = client.state, client.rng(self.name)
 
         def labels(among: Tensor) -> Table:
             return Table.of([rng.choice(among.numpy(), count) for count in schedule.rows.lengths])
 
-        tables = {"sampled": labels(competing(context))}
+        tables = {"sampled": labels(competing(client.context))}
         if "last" in own and self.k_flow_lastflow:
             tables["past"] = labels(classes_of(client, tasks_before(client), everyone=True))
-        mask, width = client.trainer.label_mask(context), self.blueprint(client.facts).features
+        mask, width = client.trainer.label_mask(client.context), self.blueprint(client.facts).features
         own["mask"] = torch.zeros(client.facts.classes) if mask is None else mask
         own["orders"] = permutations(width, random.key(client.seed, self.name, "permutations"))
         return tables
