@@ -33,6 +33,9 @@ _MOVED = {
     "everfed.parts.shared": "everfed.methods.common",
     "everfed.monitor": "everfed.methods.monitor",
     "everfed.detection": "everfed.data.detection",
+    "everfed.methods.replay.gradient_rows": "everfed.methods.replay.sample_gradients",
+    "everfed.methods.replay.gss_policies": "everfed.methods.replay.gss",
+    "everfed.methods.replay.policies": "everfed.methods.replay.memory",
 }
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 

@@ -18,7 +18,7 @@ from everfed import api
 from everfed.cli import app
 from everfed.commands.leaderboard import _kept_samples
 from everfed.errors import UserError, is_user_error
-from everfed.experiments.cells import Outcome
+from everfed.experiments.jobs import Outcome
 from everfed.experiments.leaderboard import page, pareto, records, tuning
 from everfed.experiments.leaderboard.pareto import Point, front
 from everfed.methods import registry as methods

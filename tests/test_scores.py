@@ -11,7 +11,7 @@ import pytest
 import everfed
 from everfed.commands import output
 from everfed.experiments import summary
-from everfed.experiments.cells import Outcome
+from everfed.experiments.jobs import Outcome
 from everfed.metrics import by_task
 from everfed.metrics.scores import METRICS, SCORES, score_of
 from everfed.metrics.statistics import Spread

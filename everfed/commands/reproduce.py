@@ -16,7 +16,7 @@ from everfed.errors import UserError
 from everfed.naming import split_names
 
 if TYPE_CHECKING:
-    from everfed.experiments.cells import Cell, Outcome, Settings
+    from everfed.experiments.jobs import GridJob, JobSettings, Outcome
     from everfed.experiments.papers.judging import Runs
     from everfed.experiments.papers.planning import Cell as Place
     from everfed.experiments.papers.planning import Experiment
@@ -79,12 +79,12 @@ def reproduce(
       everfed reproduce fedgp/table1 --data ~/data --scale small --seeds 1
       everfed reproduce fedgp/table7 --methods der,fedgp+der --columns MNIST
     """
-    from everfed.experiments.cells import Settings
+    from everfed.experiments.jobs import JobSettings
     from everfed.experiments.papers.tables import find
 
     factor = _scale(scale)
     selection = Selection(split_names(methods), split_names(columns), seeds, engine, out or _default_folder(factor))
-    settings = Settings(options.absolute(data), factor, checkpoint_every, as_json, track, jobs)
+    settings = JobSettings(options.absolute(data), factor, checkpoint_every, as_json, track, jobs)
     if show:
         if methods or columns:
             raise UserError("--list shows whole tables; leave --methods and --columns out")
@@ -132,10 +132,10 @@ def _default_folder(scale: float) -> Path:
 # running ---------------------------------------------------------------------------------------------------------
 
 
-def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found:
+def _reproduced(table: Table, selection: Selection, settings: JobSettings) -> Found:
     """Run what can be run and judge it."""
-    from everfed.commands.cells import Terminal
-    from everfed.experiments import cells
+    from everfed.commands.terminal import Terminal
+    from everfed.experiments import jobs
     from everfed.experiments.papers import judging, planning
     from everfed.experiments.papers.writing import Found
 
@@ -146,13 +146,13 @@ def _reproduced(table: Table, selection: Selection, settings: Settings) -> Found
     runs = [cell for own in wanted.values() for cell in own]
     _announce(places, runs, settings)
     outcomes = {
-        outcome.cell.folder: outcome for outcome in cells.run(runs, settings, output=Terminal(settings.as_json))
+        outcome.job.folder: outcome for outcome in jobs.run_all(runs, settings, output=Terminal(settings.as_json))
     }
     judged = judging.judge(places, _finished(wanted, outcomes))
     return Found(table, settings.scale, judged, _problems(outcomes.values()))
 
 
-def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome]) -> Runs:
+def _finished(wanted: dict[Experiment, list[GridJob]], outcomes: dict[Path, Outcome]) -> Runs:
     from everfed.experiments.papers import records
     from everfed.experiments.papers.measures import Sample
 
@@ -164,32 +164,32 @@ def _finished(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome
 
 
 def _grid(
-    wanted: Sequence[Experiment], selection: Selection, settings: Settings
-) -> tuple[dict[Experiment, list[Cell]], dict[Experiment, str]]:
+    wanted: Sequence[Experiment], selection: Selection, settings: JobSettings
+) -> tuple[dict[Experiment, list[GridJob]], dict[Experiment, str]]:
     """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
     from everfed.errors import is_user_error
-    from everfed.experiments import cells
+    from everfed.experiments import jobs
 
-    grid: dict[Experiment, list[Cell]] = {}
+    grid: dict[Experiment, list[GridJob]] = {}
     refused: dict[Experiment, str] = {}
     for experiment in wanted:
         try:
             grid[experiment] = _cells(experiment, selection)
             unfinished = [cell for cell in grid[experiment] if not (cell.folder / "result.json").exists()]
             if unfinished:
-                cells.check_run(unfinished[0], settings)
+                jobs.check_run(unfinished[0], settings)
         except Exception as error:
             if not is_user_error(error):
                 raise
             refused[experiment] = str(error)
-    cells.check_folders([cell for e, own in grid.items() if e not in refused for cell in own], settings)
+    jobs.check_folders([cell for e, own in grid.items() if e not in refused for cell in own], settings)
     if refused and len(refused) == len(wanted):
         raise UserError("nothing can be run:\n" + "\n".join(dict.fromkeys(refused.values())))
     return grid, refused
 
 
-def _cells(experiment: Experiment, selection: Selection) -> list[Cell]:
-    from everfed.experiments.cells import new_cell
+def _cells(experiment: Experiment, selection: Selection) -> list[GridJob]:
+    from everfed.experiments.jobs import new_job
     from everfed.experiments.sweeping import folder_name
 
     sets = [*experiment.sets, *([f"engine.kind={selection.engine}"] if selection.engine else [])]
@@ -197,7 +197,7 @@ def _cells(experiment: Experiment, selection: Selection) -> list[Cell]:
     parent = selection.out / (f"{base},{folder_name(experiment.sets)}" if experiment.sets else base)
     name = experiment.method or "parts"
     return [
-        new_cell(
+        new_job(
             f"{experiment.recipe} {name}",
             experiment.recipe,
             parent / f"{name}-{seed}",
@@ -227,13 +227,13 @@ def _with_refusal(place: Place, refused: dict[Experiment, str]) -> Place:
 
 
 def _problems(outcomes: Iterable[Outcome]) -> list[str]:
-    return [f"{one.cell.folder}: {one.problem}" for one in outcomes if one.result is None]
+    return [f"{one.job.folder}: {one.problem}" for one in outcomes if one.result is None]
 
 
 # output ----------------------------------------------------------------------------------------------------------
 
 
-def _announce(places: Sequence[Place], runs: Sequence[Cell], settings: Settings) -> None:
+def _announce(places: Sequence[Place], runs: Sequence[GridJob], settings: JobSettings) -> None:
     if settings.as_json:
         return
     done = sum((cell.folder / "result.json").exists() for cell in runs)
@@ -272,7 +272,7 @@ def _print_result(found: Found, out: Path, as_json: bool) -> None:
 # listing ---------------------------------------------------------------------------------------------------------
 
 
-def _show_list(prefix: str, selection: Selection, settings: Settings) -> None:
+def _show_list(prefix: str, selection: Selection, settings: JobSettings) -> None:
     from everfed.commands.output import show_table
     from everfed.experiments.papers.listing import COLUMNS, overview
     from everfed.experiments.papers.tables import papers

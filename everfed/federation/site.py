@@ -38,7 +38,7 @@ from everfed.privacy.spending import DELTA, ClientLedger
 from everfed.session import OtherWeights
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
-from everfed.store.ledger import Ledger
+from everfed.store.ledger import LedgerFile
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Site:
         self.folder, self.identity, self._build, self._credentials = folder, identity, build, credentials
         self._spending = ClientLedger(folder, budget, delta)
         self._on_disk = Runs(folder, keep_runs)
-        self._ledger = Ledger(folder / LEDGER)
+        self._ledger = LedgerFile(folder / LEDGER)
         self._current = ""
         self._runs: dict[str, Run] = {}
         self._runtime: tuple[tuple[str, float], ClientRuntime] | None = None

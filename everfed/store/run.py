@@ -28,7 +28,7 @@ class RunError(UserError):
     """A folder that is not a run, belongs to another one, or cannot be written."""
 
 
-class Held(RunError):
+class RunHeld(RunError):
     """A run that another process is at."""
 
 
@@ -109,7 +109,7 @@ class RunFolder:
                 with self._writing(remedy):
                     stack.enter_context(locked(self.path / LOCK))
             except Locked as error:
-                raise Held(f"{self.path} is being run by another process") from error
+                raise RunHeld(f"{self.path} is being run by another process") from error
             self._tidy()
             yield
 

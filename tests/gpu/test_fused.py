@@ -14,6 +14,7 @@ from everfed.core import ops as loss
 from everfed.core import ops as rows_of
 from everfed.core import replica as replicas
 from everfed.core.context import Setup
+from everfed.core.gradient import squared_norm
 from everfed.core.layout import Layout
 from everfed.core.legacy import Optimizer, TrainOptions
 from everfed.core.replica import Replica, adopt_dropout
@@ -22,7 +23,6 @@ from everfed.engines import captured_steps
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.kernels import load_kernels
-from everfed.methods.project.projection import squared_norm
 from everfed.models import convolution, fused
 from everfed.store.clients import ClientStore
 from tests.support.kernels import error

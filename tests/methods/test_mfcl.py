@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +305,7 @@ def test_a_second_forward_pass_changes_nothing_but_batchnorms_statistics() -> No
 class Watched(MFCL):
     """Records the generated samples of every step, and their labels."""
 
-    noted: Any = None
+    noted: Any = field(default=None, compare=False)
 
     def objective(self, step: Step) -> Tensor:
         if self.name in step.batches:

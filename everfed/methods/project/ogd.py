@@ -45,7 +45,7 @@ from everfed.core.legacy import (
     overrides,
 )
 from everfed.methods.common.checks import at_least, one_of
-from everfed.methods.replay.directions import column_blocks
+from everfed.methods.replay.diversity import column_blocks
 
 STORAGE = {"float32": torch.float32, "float16": torch.float16}
 _BLOCK = 1 << 22  # numbers of a float16 basis that are widened at once

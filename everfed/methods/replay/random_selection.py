@@ -7,7 +7,46 @@ without replacement. Positions count the new samples first: 0 ... new - 1, then 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+
+from everfed.method import option
+from everfed.methods.replay.policy import Policy, Pool
+
+
+@dataclass(frozen=True)
+class NaiveUniform(Policy):
+    kind = "naive-uniform"
+    about = "uniformly from the task's samples and the stored ones; old tasks fade geometrically"
+    needs_model = False
+
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        return naive_uniform(pool.new, pool.stored, size, pool.rng(self.kind))
+
+
+@dataclass(frozen=True)
+class ApproximateUniform(Policy):
+    kind = "approximate-uniform"
+    about = "the same expected share of every task's samples"
+    needs_model = False
+
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        return approximate_uniform(pool.new, pool.stored, pool.seen_before, size, pool.rng(self.kind))
+
+
+@dataclass(frozen=True)
+class FixedProportion(Policy):
+    proportion: float = option(
+        0.5, above=0, below=1, about="p, the share of the buffer that goes to the newest task (not in the paper)"
+    )
+
+    kind = "fixed-proportion"
+    about = "a fixed share of the buffer for the newest task"
+    needs_model = False
+
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        return fixed_proportion(pool.new, pool.stored, size, self.proportion, pool.rng(self.kind))
 
 
 def naive_uniform(new: int, stored: int, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -28,8 +67,6 @@ def approximate_uniform(new: int, stored: int, seen_before: int, n: int, rng: np
 
 def fixed_proportion(new: int, stored: int, n: int, proportion: float, rng: np.random.Generator) -> np.ndarray:
     """n positions, of which proportion * n are new."""
-    if not 0 < proportion < 1:
-        raise ValueError(f"proportion must lie strictly between 0 and 1, got {proportion}")
     return _draw(new, stored, n, proportion * n, rng)
 
 

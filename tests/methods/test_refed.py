@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from everfed.methods.replay.importance import importance, informative_step, most_important, proximity
+from everfed.methods.replay.refed import ReFed, importance, informative_step, most_important, proximity
 from everfed.methods.replay.sample_gradients import sample_gradient_norms
 
 CENTRES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.5, 0.5]], dtype=torch.float64)
@@ -95,13 +95,13 @@ def test_lambda_moves_the_model_between_global_and_local() -> None:
 
 @pytest.mark.parametrize("informative", [0.0, 1.0, -0.5, 2.0])
 def test_lambda_outside_is_refused(informative: float) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        importance(START, norms, gradient, batches(2), learning_rate=0.1, informative=informative)
+    with pytest.raises(ValueError, match="informative must be"):
+        ReFed(informative=informative)
 
 
 def test_power_is_one_or_two() -> None:
     with pytest.raises(ValueError, match="power"):
-        importance(START, norms, gradient, batches(2), learning_rate=0.1, power=3)
+        ReFed(power=3)
 
 
 def test_a_sample_without_gradient_scores_zero_and_comes_last() -> None:

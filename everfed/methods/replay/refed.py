@@ -8,12 +8,17 @@ is the sum over passes p of (1/p) times the norm of its gradient at v.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from everfed.core.data import minibatches
+from everfed.method import option
 from everfed.methods.replay.capped_simplex import largest
+from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.sample_gradients import norms_at
 
 Norms = Callable[[Tensor, np.ndarray], Tensor]
 """(v, rows) -> (len(rows),) norms of the single-sample gradients at v."""
@@ -21,10 +26,53 @@ Gradient = Callable[[Tensor, np.ndarray], Tensor]
 """(v, rows) -> gradient at v of the mean loss over the rows, shaped like v."""
 
 
+@dataclass(frozen=True)
+class ReFed(Policy):
+    passes: int = option(5, at_least=1, about="s, steps of the personalised informative model v")
+    informative: float = option(
+        0.5, above=0, below=1, about="lambda; near 0 v stays at the global model, near 1 it goes its own way"
+    )
+    power: int = option(1, one_of=(1, 2), about="2 adds up squared gradient norms")
+    exact: bool = option(True, about="score all samples of a pass at the v of its start")
+
+    kind = "re-fed"
+    about = "Re-Fed: the samples that matter most to a model between the local and the global one"
+
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        if len(pool) <= size:
+            return np.arange(len(pool))
+        return most_important(self.scores(pool), size)
+
+    def scores(self, pool: Pool) -> np.ndarray:
+        """(new + stored,) I(x) of every sample of the pool."""
+        client, model = pool.client, pool.model
+        order = minibatches(np.arange(len(pool)), 1, client.options.batch_size, pool.rng(self.kind)).rows
+
+        def samples(rows: np.ndarray) -> tuple[Tensor, Tensor]:
+            index = torch.from_numpy(rows).to(pool.x.device)
+            return pool.x.index_select(0, index), pool.y.index_select(0, index)
+
+        def norms(v: Tensor, rows: np.ndarray) -> Tensor:
+            return norms_at(client.context, {**model, "params": v}, *samples(rows), pool.gradient_options.limit)
+
+        def gradient(v: Tensor, rows: np.ndarray) -> Tensor:
+            return client.gradient(*samples(rows), model={**model, "params": v}, mode="eval", tag=self.kind)
+
+        return importance(
+            model["params"].to(client.device),
+            norms,
+            gradient,
+            [order.row(step) for step in range(len(order.lengths))],
+            learning_rate=client.rate,
+            passes=self.passes,
+            informative=self.informative,
+            power=self.power,
+            exact=self.exact,
+        )
+
+
 def proximity(informative: float) -> float:
     """q(lambda) = (1 - lambda) / (2 lambda): lambda near 0 keeps v at the global model, near 1 lets it go."""
-    if not 0 < informative < 1:
-        raise ValueError(f"lambda must lie strictly between 0 and 1, got {informative}")
     return (1 - informative) / (2 * informative)
 
 
@@ -46,8 +94,6 @@ def importance(
     exact: every sample of a pass is scored at the v of the pass's start, so that scores do not depend on where in
     a pass a sample comes; otherwise at the v its batch meets, which a caller can get from the same backward pass.
     """
-    if power not in (1, 2):
-        raise ValueError(f"power must be 1 (norms) or 2 (squared norms), got {power}")
     pull = proximity(informative)
     scores = np.zeros(sum(len(rows) for rows in batches))
     v = weights.detach().clone()

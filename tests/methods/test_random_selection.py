@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.methods.replay.random_policies import approximate_uniform, fixed_proportion, naive_uniform
+from everfed.methods.replay.random_selection import (
+    FixedProportion,
+    approximate_uniform,
+    fixed_proportion,
+    naive_uniform,
+)
 
 Choose = Callable[[int, int, int, int, np.random.Generator], np.ndarray]
 POLICIES: dict[str, Choose] = {
@@ -82,7 +87,7 @@ def test_a_side_too_small_is_made_up_by_the_other() -> None:
 def test_refusals() -> None:
     rng = np.random.default_rng(4)
     for proportion in (0.0, 1.0, -0.2):
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            fixed_proportion(5, 5, 3, proportion, rng)
+        with pytest.raises(ValueError, match="proportion must be"):
+            FixedProportion(proportion)
     with pytest.raises(ValueError, match="at least the 5 stored"):
         approximate_uniform(5, 5, 4, 3, rng)

@@ -1,4 +1,4 @@
-"""What commands show of the cells of a comparison: on stdout, ended by ctrl-C with a remedy."""
+"""What commands show of the jobs of a comparison: on stdout, ended by ctrl-C with a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
-from everfed.experiments.cells import MOST_NAMED, Cell, Observer, Output
+from everfed.experiments.jobs import MOST_NAMED, GridJob, Observer, Output
 from everfed.metrics.scores import score_of
 from everfed.reports.progress import ProgressState, Several, duration, watching
 
@@ -22,15 +22,15 @@ ENDS = ("end", "fault")
 
 
 class Terminal(Output):
-    """A bar or plain lines for a cell that runs alone; for cells side by side one line at the end of each and now and
+    """A bar or plain lines for a job that runs alone; for jobs side by side one line at the end of each and now and
     then one about all; or JSON lines."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json, self._several = as_json, Several(0)
         self._beside = Beside(self._several)
 
-    def begin(self, cells: Sequence[Cell]) -> None:
-        self._several = Several(sum(not cell.finished for cell in cells))
+    def begin(self, jobs: Sequence[GridJob]) -> None:
+        self._several = Several(sum(not job.finished for job in jobs))
 
     def say(self, line: str) -> None:
         if not self._as_json:
@@ -40,15 +40,15 @@ class Terminal(Output):
         typer.echo(line, err=True)
 
     @contextmanager
-    def watch(self, cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
-        was_finished = cell.finished
+    def watch(self, job: GridJob, title: str) -> Iterator[Sequence[Observer]]:
+        was_finished = job.finished
         self._several.begin()
         showing = watching(stdout(), self._as_json, title, several=self._several)
         with interrupt_message(same_command) as interrupts, showing as observer:
-            yield (_with_folder(observer, cell.folder) if self._as_json else observer), interrupts
+            yield (_with_folder(observer, job.folder) if self._as_json else observer), interrupts
         self._several.finished += not was_finished
 
-    def held(self, cell: Cell) -> None:
+    def held(self, job: GridJob) -> None:
         self._several.finished -= 1
 
     def beside(self) -> AbstractContextManager[object]:
@@ -56,13 +56,13 @@ class Terminal(Output):
         self._beside = Beside(self._several)
         return interrupt_message(same_command)
 
-    def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
+    def event(self, job: GridJob, event: dict[str, Any], number: str) -> None:
         if self._as_json:
-            typer.echo(json.dumps({"run": str(cell.folder), **event}))
+            typer.echo(json.dumps({"run": str(job.folder), **event}))
             return
-        self._beside.update(cell, event)
+        self._beside.update(job, event)
         if event["event"] in ENDS:
-            typer.echo(f"{number} {cell.title}: {_ending(event)}")
+            typer.echo(f"{number} {job.title}: {_ending(event)}")
         elif line := self._beside.line():
             typer.echo(f"{number} {line}")
 
@@ -74,11 +74,11 @@ class Beside:
         self._several, self._clock, self._last = several, clock, clock()
         self._runs: dict[Path, ProgressState] = {}
 
-    def update(self, cell: Cell, event: dict[str, Any]) -> None:
+    def update(self, job: GridJob, event: dict[str, Any]) -> None:
         """Process an event of a run."""
-        self._runs.setdefault(cell.folder, ProgressState(cell.title, self._clock)).update(event)
+        self._runs.setdefault(job.folder, ProgressState(job.title, self._clock)).update(event)
         if event["event"] in ENDS:
-            del self._runs[cell.folder]
+            del self._runs[job.folder]
             self._several.finished += 1
 
     def line(self) -> str:
