@@ -29,6 +29,7 @@ from everfed.core.client import synchronises
 from everfed.core.legacy import (
     CLASSES,
     MODEL,
+    Client,
     AddsParameters,
     Aggregator,
     Collect,
@@ -129,7 +130,7 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
         slots, _ = super().reply(client, message, fitted, data, ctx)
         if self.name not in message or not synchronises(ctx):
             return slots, {}
-        counts, sums, _ = class_moments(client, {**message, MODEL: fitted.model}, data, ctx)
+        counts, sums, _ = class_moments(Client(self.name, client, ctx, message, fitted.model, data))
         classes = message[self.name]["classes"].cpu()
         labels = classes[counts[classes] > 0]
         return slots, {"labels": labels, "features": (sums / counts.clamp(min=1).unsqueeze(1))[labels].float()}
