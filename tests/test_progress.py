@@ -8,7 +8,8 @@ from itertools import chain
 import pytest
 from rich.console import Console
 
-from everfed.reports.progress import JsonLines, PlainLines, ProgressState, Several, duration, size, watching
+from everfed.reports.formats import clock, size
+from everfed.reports.progress import JsonLines, PlainLines, ProgressState, Several, watching
 
 START = {"event": "start", "method": "fedgp+der", "seed": 3, "rounds": 4, "tasks": 2, "clients": 5, "round": 0}
 
@@ -70,7 +71,7 @@ def test_sizes(count: int, text: str) -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")])
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert clock(seconds) == text
 
 
 def test_standing_adds_up_bytes_and_keeps_the_last_loss() -> None:

@@ -106,7 +106,7 @@ def _show_estimate(reading: Reading, data: Path | None, scale: float, as_json: b
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     from everfed.privacy.reveals import sentence
-    from everfed.reports.progress import duration, size
+    from everfed.reports.formats import clock, size
 
     return [
         ("method", f"{found['method']}, of the parts {', '.join(found['parts'])}"),
@@ -114,7 +114,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("samples", f"{found['samples']} in the first round, each {tuple(found['input_shape'])}"),
         ("model", f"{found['model']}: {found['parameters']:,} parameters, outputs {tuple(found['output_shape'])}"),
         ("server sees", sentence(found["reveals"])),
-        ("time", f"{duration(found['seconds'])}, {found['seconds_per_round']:.2f} s a round on this machine"),
+        ("time", f"{clock(found['seconds'])}, {found['seconds_per_round']:.2f} s a round on this machine"),
         ("memory", f"{size(found['peak_memory_bytes'])} at the peak, in this process"),
         ("bytes", f"{size(found['bytes_up'])} up, {size(found['bytes_down'])} down in all"),
     ]
