@@ -72,13 +72,15 @@ def option(
 
 
 class Options:
-    """Base of dataclasses with options: what is out of bounds is refused when one is made. Lists become tuples."""
+    """Base of dataclasses with options: what is out of bounds is refused when one is made. A list, which a recipe has
+    for a tuple, becomes one."""
 
     def __post_init__(self) -> None:
         for name, declared in declared_options(type(self)):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-            problem = declared.problem(getattr(self, name))
+            value = getattr(self, name)
+            if isinstance(value, list) and isinstance(getattr(type(self), name, None), tuple):
+                object.__setattr__(self, name, tuple(value))
+            problem = declared.problem(value)
             if problem:
                 raise ValueError(f"{name} {problem}")
 
