@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +13,8 @@ from everfed.commands.interrupts import interrupt_message
 from everfed.commands.output import print_result, show_table, stdout
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.recipe import Reading
-
-Observer = Callable[[dict[str, Any]], None]
 
 
 def run(

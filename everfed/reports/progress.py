@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
@@ -19,8 +19,11 @@ from rich.text import Text
 from everfed.metrics.scores import score_of
 from everfed.reports.formats import clock, size
 
-Event = dict[str, Any]
-Observer = Callable[[Event], None]
+if TYPE_CHECKING:
+    from everfed.core.events import Event, Observer
+
+    Stamp = Callable[[str, Event], str]  # the line of an event -> the line to print
+
 Write = Callable[[str], None]
 
 # Plain lines come at task ends and at most this often in between.
@@ -193,9 +196,6 @@ def message_for(event: Event, state: ProgressState) -> str | None:
     if kind == "warning":
         return f"warning: {event['message']}"
     return None
-
-
-Stamp = Callable[[str, Event], str]  # the line of an event -> the line to print
 
 
 def _plain(line: str, event: Event) -> str:

@@ -25,6 +25,11 @@ def test_durations(seconds: float, said: str) -> None:
     assert formats.duration(seconds) == said
 
 
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")])
+def test_a_clock_has_no_unit(seconds: float, text: str) -> None:
+    assert formats.clock(seconds) == text
+
+
 def test_ticks() -> None:
     assert formats.ticks(0, 100) == [0, 20, 40, 60, 80, 100]
     assert formats.ticks(0.13, 0.87) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
