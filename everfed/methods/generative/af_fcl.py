@@ -147,7 +147,7 @@ class AFFCL(AddsParameters, Part):
         def labels(among: Tensor) -> Table:
             return Table.of([rng.choice(among.numpy(), count) for count in schedule.rows.lengths])
 
-        tables = {"sampled": labels(competing(client.context))}
+        tables = {"sampled": labels(competing(client))}
         if "last" in own and self.k_flow_lastflow:
             tables["past"] = labels(classes_of(client, tasks_before(client), everyone=True))
         mask, width = client.trainer.label_mask(client.context), self.blueprint(client.facts).features
