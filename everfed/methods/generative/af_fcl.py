@@ -55,8 +55,7 @@ from everfed.method import (
 )
 from everfed.methods.common.features import head_inputs, network, span
 from everfed.methods.common.layers import in_precision
-from everfed.methods.common.teacher import classes_of, soft_cross_entropy, tasks_before
-from everfed.methods.replay.transition import competing
+from everfed.methods.common.teacher import classes_of, competing, soft_cross_entropy, tasks_before
 from everfed.models.flow import FlowBlueprint, log_normal, permutations
 
 TEMPERATURE = 2.0

@@ -52,9 +52,8 @@ from everfed.method import (
     option,
 )
 from everfed.methods.common.features import head_weight, span, through_head
-from everfed.methods.common.teacher import mask_of
+from everfed.methods.common.teacher import competing, mask_of
 from everfed.methods.generative.acgan import ACGAN, GENERATOR, LOSSES, Consolidation, labels_of, live_generator
-from everfed.methods.replay.transition import competing
 from everfed.models.acgan import KINDS, ACGANBlueprint
 
 

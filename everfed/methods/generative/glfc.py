@@ -45,10 +45,9 @@ from everfed.method import (
     option,
 )
 from everfed.methods.common.layers import in_precision
-from everfed.methods.common.teacher import among, frozen_outputs, mask_of
+from everfed.methods.common.teacher import among, competing, frozen_outputs, mask_of
 from everfed.methods.generative.prototypes import encoded, label_of, nearest_to_mean, perturbed, reconstructed
 from everfed.methods.replay import memory
-from everfed.methods.replay.transition import competing
 from everfed.models.lenet import EncoderBlueprint
 
 _MANY = 100_000  # the most prototypes of one round

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import CLASSES, Client, Cohort, Phase, Server, Tree, When, option
+from everfed.method import CLASSES, Cohort, Phase, Tree, When, option
 from everfed.methods.common.features import outputs_and_features
-from everfed.methods.common.teacher import classes_of
+from everfed.methods.common.teacher import competing
 from everfed.methods.replay.herding import herd, quota
 from everfed.methods.replay.policy import REMEMBER, Policy, Pool
 
@@ -96,14 +96,6 @@ def entropy(outputs: Tensor) -> float:
     """Mean over samples of the entropy of softmax(outputs), in nats, with GLFC's 1e-5 inside the logarithm."""
     p = functional.softmax(outputs, dim=1)
     return float(-(p * torch.log(p + 1e-5)).sum(1).mean())
-
-
-def competing(side: Client | Server) -> Tensor:
-    """The outputs that the shared head, grown class by class, would have now: of all tasks so far, with the classes of
-    every client; all, when tasks are hidden."""
-    if side.task is None:
-        return torch.arange(side.facts.classes)
-    return classes_of(side, range(side.task + 1), everyone=True)
 
 
 def _committed(pool: Pool, border: int, signal: bool) -> np.ndarray:
