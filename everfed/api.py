@@ -219,13 +219,16 @@ def load(
     model: nn.Module | None = None,
     client: int | None = None,
     data_dir: str | Path | None = None,
+    allow_code: Sequence[str] = (),
 ) -> LoadedRun:
     """The trained model and the results of a finished run; its data is not needed.
 
     stream: the run's, where it was made in Python; checked, not used. model: a network of the same class, where the run
     began with an object. client: the personal model of this client of a simulation instead; it needs the run's data,
-    from data_dir where that is not the run's own.
+    from data_dir where that is not the run's own. allow_code: the modules that the folder may name beside everfed's
+    own networks and methods: naming a class or a function runs its code, so say this of folders that you trust.
     """
+    from everfed.naming import restricted
     from everfed.session import saved_model
 
     opened = RunFolder.open(Path(folder))
@@ -236,11 +239,12 @@ def load(
     if stream is not None:
         _require_same_stream(opened, recipe, stream)
     description = saved_model.read_description(opened.model)
-    if client is not None or description is None:  # None: of an earlier version
-        assembly = reassemble(opened, stream, data_dir, on_cpu=True, model=model)
-        description = saved_model.describe(assembly, assembly.build_module())
-        return LoadedRun(saved_model.client_model(opened, assembly, client), data, recipe, description)
-    return LoadedRun(saved_model.load(opened.model, description, model), data, recipe, description)
+    with restricted((*saved_model.OWN_CODE, *allow_code)):
+        if client is not None or description is None:  # None: of an earlier version
+            assembly = reassemble(opened, stream, data_dir, on_cpu=True, model=model)
+            description = saved_model.describe(assembly, assembly.build_module())
+            return LoadedRun(saved_model.client_model(opened, assembly, client), data, recipe, description)
+        return LoadedRun(saved_model.load(opened.model, description, model), data, recipe, description)
 
 
 def reassemble(

@@ -57,7 +57,17 @@ def restricted(modules: Sequence[str]) -> Iterator[None]:
 def _require_allowed(module: str, name: str, key: str) -> None:
     allowed = _ALLOWED.get()
     if allowed is not None and not any(module == one or module.startswith(f"{one}.") for one in allowed):
-        raise NameProblem(f"{key} = {name!r}: policy code does not allow the module {module!r}")
+        raise NameProblem(
+            f"{key} = {name!r}: the module {module!r} is not allowed here (policy code of `everfed join`; "
+            "allow_code of everfed.load and `everfed export`)"
+        )
+
+
+def _require_defined_here(found: Any, module: str, name: str, key: str) -> None:
+    """What a module of everfed's has imported for its own use may not be named in what others wrote."""
+    home = str(getattr(found, "__module__", module))
+    if _ALLOWED.get() is not None and module.startswith("everfed.") and not home.startswith("everfed."):
+        raise NameProblem(f"{key} = {name!r} is not everfed's own, but of {home!r}")
 
 
 def split_names(text: str | None) -> list[str]:
@@ -96,7 +106,9 @@ def load_object(name: str, key: str) -> Any:
     if not hasattr(module, attribute):
         public = ", ".join(n for n in dir(module) if not n.startswith("_"))
         raise NameProblem(f"{key} = {name!r}: module {module_name!r} has no {attribute!r}; it has {public}")
-    return getattr(module, attribute)
+    found = getattr(module, attribute)
+    _require_defined_here(found, module_name, name, key)
+    return found
 
 
 def with_options(

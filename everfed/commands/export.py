@@ -23,6 +23,9 @@ def export(
     stream: Annotated[
         str | None, typer.Option(metavar="MODULE:FUNCTION", help="With a client's folder: its `join --data`.")
     ] = None,
+    allow_code: Annotated[
+        list[str] | None, typer.Option(metavar="MODULE", help="A module of your own that the folder may run.")
+    ] = None,
 ) -> None:
     """Write a run's trained network in the format of others, with its input form and class names beside it.
 
@@ -39,20 +42,27 @@ def export(
     """
     from everfed.session.export import export as write
 
-    module, description = _network(run, client, data, stream)
+    module, description = _network(run, client, data, stream, allow_code or [])
     folder = out or run / f"export-{to}"
     difference = write(module, description, to, folder)
     typer.echo(f"{to}: {folder} (outputs differ by at most {difference:.1e})")
 
 
-def _network(run: Path, client: int | None, data: Path | None, stream: str | None) -> tuple[Any, Any]:
+def _network(
+    run: Path, client: int | None, data: Path | None, stream: str | None, allow_code: list[str]
+) -> tuple[Any, Any]:
     from everfed import api
 
     if not (run / "recipe.toml").exists():
         from everfed.federation.client_model import client_model, is_client_folder
         from everfed.federation.runtime import RuntimeBuilder
 
-        if is_client_folder(run):
-            return client_model(run, RuntimeBuilder(data_dir=None if data is None else str(data), data=stream))
-    loaded = api.load(run, client=client, data_dir=data)
+        if is_client_folder(run):  # its recipe is a server's
+            from everfed.naming import restricted
+            from everfed.session.saved_model import OWN_CODE
+
+            own = (stream.partition(":")[0],) if stream else ()
+            with restricted((*OWN_CODE, *own, *allow_code)):
+                return client_model(run, RuntimeBuilder(data_dir=None if data is None else str(data), data=stream))
+    loaded = api.load(run, client=client, data_dir=data, allow_code=allow_code)
     return loaded.model, loaded.description

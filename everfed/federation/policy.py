@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from everfed.core.method import Method
     from everfed.recipe import Recipe
 
-OWN_CODE = ("everfed.methods", "everfed.federation.elsewhere")  # what recipes name of everfed itself
+OWN_CODE = ("everfed.methods", "everfed.models", "everfed.federation.elsewhere")  # what recipes name of everfed itself
 AGAIN = 1.0  # seconds after which a step that goes on after its limit is ended again
 _LOG = logging.getLogger("everfed.policy")
 

@@ -39,6 +39,10 @@ KEY = "everfed"  # of the file's metadata
 IN_PYTHON = "python:"
 
 
+# whose code a file, or a recipe that others wrote, may name without being asked
+OWN_CODE = ("everfed.models", "everfed.methods", "everfed.streams", "everfed.federation.elsewhere")
+
+
 class HandoverError(UserError):
     """A model file that cannot be used in this way."""
 
@@ -76,10 +80,39 @@ class Description:
 
     @staticmethod
     def from_json(text: str) -> Description:
-        table = json.loads(text)
-        for key in ("input_shape", "std", "class_names", "mean"):
-            table[key] = None if table[key] is None else tuple(table[key])
-        return Description(**table)
+        """Raises HandoverError for anything that `to_json` does not write: a file may come from anywhere."""
+        try:
+            table = json.loads(text)
+            for key in ("input_shape", "std", "class_names", "mean"):
+                table[key] = None if table[key] is None else tuple(table[key])
+            found = Description(**table)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise HandoverError(f"the description in the model file is damaged: {error}") from error
+        for name, right in found._types().items():
+            if not right:
+                raise HandoverError(f"the description in the model file is damaged: {name} is {getattr(found, name)!r}")
+        return found
+
+    def _types(self) -> dict[str, bool]:
+        """Is each field what it is declared to be?"""
+
+        def each(values: Any, kind: Any) -> bool:
+            return isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)
+
+        texts = {name: isinstance(getattr(self, name), str) for name in ("kind", "dtype", "score", "recipe")}
+        whole = {name: type(getattr(self, name)) is int for name in ("classes", "tasks", "personal")}
+        tables = {name: isinstance(getattr(self, name), dict) for name in ("options", "rebuilding")}
+        return {
+            **texts,
+            **whole,
+            **tables,
+            "dtype": self.dtype in ("uint8", "float32", "int64"),
+            "input_shape": each(self.input_shape, int),
+            "mean": self.mean is None or each(self.mean, float),
+            "std": each(self.std, float),
+            "class_names": each(self.class_names, str),
+            "adapted": each(self.adapted, dict) and all(isinstance(one.get("part"), str) for one in self.adapted),
+        }
 
 
 def describe(assembly: Assembly, module: nn.Module) -> Description:
@@ -176,7 +209,8 @@ def adapt(module: nn.Module, description: Description) -> None:
         for one in description.adapted
     ]
     for part in parts:
-        assert isinstance(part, AddsParameters)
+        if not isinstance(part, AddsParameters):
+            raise HandoverError(f"the description in the model file is damaged: part {part.name!r} changes no network")
         part.adapt(module, Server(part.name, {}, Context(0, facts, TrainOptions())))
 
 

@@ -109,7 +109,7 @@ def test_code_that_the_client_did_not_allow_is_not_imported(
     recipe = RECIPE.format(clients=2, rounds=1).replace(plain, changed).encode()
     site = Site(tmp_path / "state", Identity("site-0", 0), RuntimeBuilder())
     answer = Answer.of(Guard(site, Policy()).answer(request(recipe)))
-    assert "policy code does not allow the module 'intruder'" in answer.reason
+    assert "the module 'intruder' is not allowed here" in answer.reason
     assert not (tmp_path / "imported").exists()
     Guard(site, Policy(code=["intruder"])).answer(request(recipe))
     assert (tmp_path / "imported").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cli(*words: str) -> Any:
-    return CliRunner().invoke(app, ["export", *words])
+    return CliRunner().invoke(app, ["export", *words, "--allow-code", "tests.session"])
+
+
+load = partial(everfed.load, allow_code=["tests.session"])
 
 
 def test_torch(run: Path, tmp_path: Path) -> None:
@@ -39,7 +43,7 @@ def test_torch(run: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     net = Net()
     net.load_state_dict(torch.load(tmp_path / "out/model.pt", weights_only=True))
-    loaded = everfed.load(run)
+    loaded = load(run)
     assert torch.equal(net.eval()(torch.ones(2, *SHAPE)), loaded.model(torch.ones(2, *SHAPE)))
     about = json.loads((tmp_path / "out/everfed.json").read_text())
     assert about["class_names"] == list(NAMES) and about["mean"] == [0.5, 0.25, 0.125]
@@ -48,7 +52,7 @@ def test_torch(run: Path, tmp_path: Path) -> None:
 def test_torch_export_takes_pixels_of_any_number(run: Path, tmp_path: Path) -> None:
     assert cli(str(run), "--to", "torch-export", "--out", str(tmp_path / "out")).exit_code == 0
     program = torch.export.load(tmp_path / "out/model.pt2").module()
-    torch.testing.assert_close(program(torch.from_numpy(IMAGES)), everfed.load(run).outputs(IMAGES))
+    torch.testing.assert_close(program(torch.from_numpy(IMAGES)), load(run).outputs(IMAGES))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,7 @@ def test_torch_export_of_a_vision_transformer_takes_any_number(method: str, tmp_
     done = cli(str(tmp_path / "run"), "--to", "torch-export", "--out", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
     program = torch.export.load(tmp_path / "out/model.pt2").module()
-    torch.testing.assert_close(program(torch.from_numpy(IMAGES)), everfed.load(tmp_path / "run").outputs(IMAGES))
+    torch.testing.assert_close(program(torch.from_numpy(IMAGES)), load(tmp_path / "run").outputs(IMAGES))
 
 
 def test_onnx_takes_pixels_of_any_number(run: Path, tmp_path: Path) -> None:
@@ -71,7 +75,7 @@ def test_onnx_takes_pixels_of_any_number(run: Path, tmp_path: Path) -> None:
     done = cli(str(run), "--to", "onnx", "--out", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
     (found,) = onnx.reference.ReferenceEvaluator(str(tmp_path / "out/model.onnx")).run(None, {"samples": IMAGES})
-    torch.testing.assert_close(torch.tensor(found), everfed.load(run).outputs(IMAGES), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(found), load(run).outputs(IMAGES), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("to", ["hf", "peft", "keras"])
@@ -98,7 +102,7 @@ class Fickle(nn.Module):
 
 
 def test_other_outputs_are_noticed(run: Path, tmp_path: Path) -> None:
-    description = everfed.load(run).description
+    description = load(run).description
     with pytest.raises(everfed.UserError, match="gives other outputs"):
         export(Fickle(), description, "torch", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -112,7 +116,7 @@ def test_transformers_read_their_own_format(tmp_path: Path) -> None:
     done = cli(str(tmp_path / "run"), "--to", "hf", "--out", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
     again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
-    loaded = everfed.load(tmp_path / "run")
+    loaded = load(tmp_path / "run")
     assert torch.equal(again(torch.ones(2, *SHAPE)).logits, loaded.model(torch.ones(2, *SHAPE)))
     assert [again.config.id2label[number] for number in range(CLASSES)] == list(NAMES)
 
@@ -160,7 +164,7 @@ def test_everfeds_own_adapter_is_one_of_peft(method: str, rank: int, tmp_path: P
     assert done.exit_code == 0, done.output
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["modules_to_save"]) == (rank, 3 * rank, ["head"])
-    trained = everfed.load(tmp_path / "run").model
+    trained = load(tmp_path / "run").model
     plain = models.build("vit", SHAPE, CLASSES, 5, sizes)
     own = {name: value for name, value in trained.state_dict().items() if "lora_" not in name and "head" not in name}
     assert not plain.load_state_dict(own, strict=False).unexpected_keys
@@ -173,7 +177,7 @@ def test_an_adapter_of_queries_and_values_alone_is_none_of_peft(tmp_path: Path) 
     pytest.importorskip("peft", reason="the extra `peft` is not installed")
     model = {"kind": "vit", "patch": 4, "width": 8, "depth": 1, "heads": 2}
     everfed.run(recipe(write_data(tmp_path), model=model, method={"name": "pilora"}), tmp_path / "run")
-    loaded = everfed.load(tmp_path / "run")
+    loaded = load(tmp_path / "run")
     with pytest.raises(everfed.UserError, match="no LoRA of whole layers and one rank"):
         export(loaded.model, loaded.description, "peft", tmp_path / "out")
 
@@ -189,4 +193,4 @@ def test_adapters_are_merged_into_a_folder_of_transformers(method: str, tmp_path
     assert done.exit_code == 0, done.output
     again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
     x = torch.randn(3, *SHAPE)
-    torch.testing.assert_close(again(x).logits, everfed.load(tmp_path / "run").model(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again(x).logits, load(tmp_path / "run").model(x), rtol=1e-4, atol=1e-4)

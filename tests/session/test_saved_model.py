@@ -52,6 +52,11 @@ def recipe(data: Path, kind: str = f"{__name__}:Net", **sections: Any) -> dict[s
     return {**table, "train": {"rounds_per_task": 2, "optimizer": {"lr": 0.02}}, **sections}
 
 
+def load(folder: Path, **options: Any) -> everfed.api.LoadedRun:
+    """The networks of this file are code that the folder names."""
+    return everfed.load(folder, allow_code=[__name__], **options)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run whose data is gone."""
@@ -72,7 +77,7 @@ def test_the_file_describes_itself(run: Path) -> None:
 
 
 def test_a_run_is_loaded_without_its_data(run: Path) -> None:
-    loaded = everfed.load(run)
+    loaded = load(run)
     tensors = safetensors.torch.load_file(run / "model.safetensors")
     assert not loaded.model.training and loaded.class_names == NAMES
     assert all(torch.equal(value, tensors[name]) for name, value in loaded.model.state_dict().items())
@@ -80,7 +85,7 @@ def test_a_run_is_loaded_without_its_data(run: Path) -> None:
 
 def test_predictions_use_the_run_s_own_normalisation(run: Path) -> None:
     """(x / 255 - mean) / std by hand, and every usual layout of the same images."""
-    loaded = everfed.load(run)
+    loaded = load(run)
     images = np.load(run.parent / "gone.npz")["x_test"]
     x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
     mean, std = (torch.tensor(NORMALISE[key]).reshape(1, 3, 1, 1) for key in ("mean", "std"))
@@ -93,7 +98,7 @@ def test_predictions_use_the_run_s_own_normalisation(run: Path) -> None:
 
 
 def test_images_of_another_size_are_resized(run: Path) -> None:
-    loaded = everfed.load(run)
+    loaded = load(run)
     flat = np.full((2, 8, 8, 3), 90, dtype=np.uint8)
     large = np.full((2, 20, 24, 3), 90, dtype=np.uint8)
     assert torch.equal(loaded.outputs(large), loaded.outputs(flat))
@@ -102,14 +107,14 @@ def test_images_of_another_size_are_resized(run: Path) -> None:
 @pytest.mark.parametrize("wrong", [np.zeros((2, 8, 8, 3), np.float32), np.zeros((2, 8, 8, 4), np.uint8)])
 def test_samples_of_another_form_are_refused(run: Path, wrong: np.ndarray) -> None:
     with pytest.raises((everfed.UserError, ValueError), match="predict|channels"):
-        everfed.load(run).predict(wrong)
+        load(run).predict(wrong)
 
 
 def test_pictures_of_several_sizes_and_modes_in_one_list(run: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="the extra `images` is not installed")
     red = image.new("RGB", (8, 8), (200, 0, 0))
     given = [red, red.resize((20, 13)), red.convert("P"), red.convert("RGBA"), red.convert("L"), np.asarray(red)]
-    loaded = everfed.load(run)
+    loaded = load(run)
     outputs = loaded.outputs(given)
     assert outputs.shape == (6, CLASSES) and loaded.outputs([]).shape == (0, CLASSES)
     for place in (1, 3, 5):
@@ -127,7 +132,7 @@ def test_a_hugging_face_network_is_loaded_without_its_folder(tmp_path: Path) -> 
     (tmp_path / "vit/config.json").write_text(json.dumps(TINY_VIT))
     everfed.run(recipe(write_data(tmp_path), kind=f"hf:{tmp_path / 'vit'}"), tmp_path / "run")
     shutil.rmtree(tmp_path / "vit")
-    loaded = everfed.load(tmp_path / "run")
+    loaded = load(tmp_path / "run")
     assert loaded.predict(np.zeros((3, 8, 8, 3), np.uint8)).shape == (3,)
     tensors = safetensors.torch.load_file(tmp_path / "run/model.safetensors")
     assert all(torch.equal(value, tensors[name]) for name, value in loaded.model.state_dict().items())
@@ -139,14 +144,14 @@ def test_weights_are_not_read_again(tmp_path: Path) -> None:
     model = {"kind": f"{__name__}:Net", "weights": str(weights), "trainable": ["3.*"]}
     everfed.run(recipe(write_data(tmp_path), model=model), tmp_path / "run")
     weights.unlink()
-    assert everfed.load(tmp_path / "run").predict(np.zeros((1, 8, 8, 3), np.uint8)).shape == (1,)
+    assert load(tmp_path / "run").predict(np.zeros((1, 8, 8, 3), np.uint8)).shape == (1,)
 
 
 def test_a_network_with_low_rank_factors_is_loaded(tmp_path: Path) -> None:
     model = {"kind": "vit", "patch": 4, "width": 16, "depth": 1, "heads": 2, "lora": {"rank": 2}}
     result = everfed.run(recipe(write_data(tmp_path), model=model), tmp_path / "run")
     tensors = safetensors.torch.load_file(tmp_path / "run/model.safetensors")
-    loaded = everfed.load(tmp_path / "run").model.state_dict()
+    loaded = load(tmp_path / "run").model.state_dict()
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in loaded)
     assert len(result.data["frozen_sha256"]) == 64
 
@@ -172,7 +177,7 @@ def test_a_network_that_a_method_adapted_is_loaded(method: str, tmp_path: Path) 
     trained.load_state_dict(safetensors.torch.load_file(tmp_path / "run/model.safetensors"))
     data.unlink()
     x = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(everfed.load(tmp_path / "run").model(x), trained.eval()(x))
+    assert torch.equal(load(tmp_path / "run").model(x), trained.eval()(x))
 
 
 @pytest.mark.parametrize("method", ["ridge", "ranpac", "hgp", "ccvr", "regmean", "lora", "prompt-coda", "fedgp+lora"])
@@ -182,7 +187,7 @@ def test_predictions_are_those_that_were_scored(method: str, tmp_path: Path) -> 
     table = recipe(write_data(tmp_path), model=model, method={"name": method, **options}, eval={"logits": "full"})
     result = everfed.run(table, tmp_path / "run")
     held = np.load(tmp_path / "trees.npz")
-    correct = everfed.load(tmp_path / "run").predict(held["x_test"]) == held["y_test"]
+    correct = load(tmp_path / "run").predict(held["x_test"]) == held["y_test"]
     tasks = [held["y_test"] < 2, held["y_test"] >= 2]
     assert result.data["accuracy_matrix"][-1] == [correct[task].mean() for task in tasks]
 
@@ -191,7 +196,7 @@ def test_predictions_are_those_that_were_scored(method: str, tmp_path: Path) -> 
 def test_a_shared_network_that_lacks_what_clients_keep_predicts_nothing(method: str, tmp_path: Path) -> None:
     options = {"fedas": {"head": "3"}} if method == "fedas" else {}
     everfed.run(recipe(write_data(tmp_path), method={"name": method, **options}), tmp_path / "run")
-    loaded = everfed.load(tmp_path / "run")
+    loaded = load(tmp_path / "run")
     with pytest.raises(everfed.UserError, match="parameters of its own.*client=0"):
         loaded.predict(np.zeros((1, 8, 8, 3), np.uint8))
     with pytest.raises(everfed.UserError, match="--client 0"):
@@ -202,7 +207,7 @@ def test_a_shared_network_that_lacks_what_clients_keep_predicts_nothing(method: 
 def test_what_a_method_adds_to_the_network_is_loaded_too(tmp_path: Path) -> None:
     everfed.run(recipe(write_data(tmp_path), method={"name": "fedweit"}), tmp_path / "run")
     loaded, tensors = (
-        everfed.load(tmp_path / "run").model,
+        load(tmp_path / "run").model,
         safetensors.torch.load_file(tmp_path / "run/model.safetensors"),
     )
     assert any(name.startswith("extras.") for name in tensors)
@@ -221,7 +226,7 @@ def test_a_stream_with_inputs_of_its_own_leaves_them_to_the_user(tmp_path: Path)
     table = {"model": {"kind": "mlp"}, "method": {"name": "fedavg"}}
     everfed.run(table, tmp_path / "run", stream=made)
     with pytest.raises(everfed.UserError, match="a way of its own"):
-        everfed.load(tmp_path / "run").predict(x)
+        load(tmp_path / "run").predict(x)
 
 
 # personal models ------------------------------------------------------------------------------------------------------
@@ -233,19 +238,19 @@ def test_personal_models_are_those_that_were_scored(tmp_path: Path) -> None:
     held = np.load(tmp_path / "trees.npz")
     correct = np.zeros((2, 20), dtype=bool)
     for client in range(2):
-        correct[client] = everfed.load(tmp_path / "run", client=client).predict(held["x_test"]) == held["y_test"]
+        correct[client] = load(tmp_path / "run", client=client).predict(held["x_test"]) == held["y_test"]
     tasks = [held["y_test"] < 2, held["y_test"] >= 2]
     assert result.data["accuracy_matrix"][-1] == [correct[:, task].mean() for task in tasks]
-    heads = [everfed.load(tmp_path / "run", client=c).model.state_dict()["3.weight"] for c in (None, 0, 1)]
+    heads = [load(tmp_path / "run", client=c).model.state_dict()["3.weight"] for c in (None, 0, 1)]
     assert not torch.equal(heads[1], heads[2]) and not torch.equal(heads[0], heads[1])
     with pytest.raises(everfed.UserError, match="clients 0 to 1"):
-        everfed.load(tmp_path / "run", client=2)
+        load(tmp_path / "run", client=2)
 
 
 def test_a_method_whose_clients_change_the_forward_pass_has_no_network_to_export(tmp_path: Path) -> None:
     everfed.run(recipe(write_data(tmp_path), method={"name": "feddbe"}), tmp_path / "run", checkpoint_every=0.0)
     with pytest.raises(everfed.UserError, match="forward pass"):
-        everfed.load(tmp_path / "run", client=0)
+        load(tmp_path / "run", client=0)
 
 
 def test_a_personal_model_is_loaded_with_the_data_in_another_folder(tmp_path: Path) -> None:
@@ -256,6 +261,75 @@ def test_a_personal_model_is_loaded_with_the_data_in_another_folder(tmp_path: Pa
     everfed.run(recipe(Path("mnist")), tmp_path / "run", data_dir=tmp_path / "then", checkpoint_every=0.0)
     (tmp_path / "then").rename(tmp_path / "now")
     with pytest.raises(everfed.UserError, match="then"):
-        everfed.load(tmp_path / "run", client=0)
-    found = everfed.load(tmp_path / "run", client=0, data_dir=tmp_path / "now")
+        load(tmp_path / "run", client=0)
+    found = load(tmp_path / "run", client=0, data_dir=tmp_path / "now")
     assert found.predict(x).shape == (40,)
+
+
+# files that came from somewhere --------------------------------------------------------------------------------------
+def changed(run: Path, to: Path, **fields: Any) -> Path:
+    """A copy of the run with a changed description in its model file; without one where nothing is left of it."""
+    shutil.copytree(run, to)
+    tensors = safetensors.torch.load_file(to / "model.safetensors")
+    with safetensors.safe_open(to / "model.safetensors", "pt") as opened:
+        table = {**json.loads(opened.metadata()[saved_model.KEY]), **fields}
+    safetensors.torch.save_file(tensors, to / "model.safetensors", {saved_model.KEY: json.dumps(table)})
+    return to
+
+
+def test_a_model_file_runs_no_command(run: Path, tmp_path: Path) -> None:
+    """subprocess.run(input_shape, bufsize=classes): the description is a call of anything that Python can import."""
+    command = {
+        "kind": "subprocess:run",
+        "input_shape": ["touch", str(tmp_path / "taken")],
+        "classes": -1,
+        "options": {},
+    }
+    folder = changed(run, tmp_path / "copy", **command)
+    for attempt in (lambda: everfed.load(folder), lambda: load(folder)):
+        with pytest.raises(everfed.UserError, match=r"input_shape is|'subprocess' is not allowed here"):
+            attempt()
+        assert not (tmp_path / "taken").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "subprocess:getoutput"},
+        {"adapted": [{"part": "subprocess:Popen", "args": ["touch", "taken"]}]},
+        {"adapted": [{"part": "everfed.methods.registry:load_object"}]},
+        {"kind": "everfed.models.pretrained:load_file"},  # of safetensors, which that module uses
+    ],
+)
+def test_a_description_names_everfeds_own_code_or_what_is_allowed(
+    fields: dict[str, Any], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(everfed.UserError, match=r"not allowed here|not everfed's own|is not a part"):
+        load(changed(run, tmp_path / "copy", **fields))
+    assert not (tmp_path / "taken").exists()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"classes": "4"}, {"input_shape": 8}, {"options": []}, {"adapted": [5]}, {"mean": "x"}, {"further": 1}]
+)
+def test_a_damaged_description_is_an_error_that_says_so(fields: dict[str, Any], run: Path, tmp_path: Path) -> None:
+    with pytest.raises(everfed.UserError, match="description in the model file is damaged"):
+        load(changed(run, tmp_path / "copy", **fields))
+
+
+def test_a_folder_of_others_names_no_code_by_its_recipe(run: Path, tmp_path: Path) -> None:
+    """Where the file has no description the recipe is used, which names the network."""
+    with pytest.raises(everfed.UserError, match=f"the module '{__name__}' is not allowed here"):
+        everfed.load(run)
+    shutil.copytree(run, tmp_path / "copy")
+    tensors = safetensors.torch.load_file(run / "model.safetensors")
+    safetensors.torch.save_file(tensors, tmp_path / "copy" / "model.safetensors")
+    text = (run / "recipe.toml").read_text().replace(f"{__name__}:Net", "subprocess:run")
+    (tmp_path / "copy" / "recipe.toml").write_text(text)
+    write_data(run.parent)
+    try:
+        with pytest.raises(everfed.UserError, match="'subprocess' is not allowed here"):
+            everfed.load(tmp_path / "copy")
+    finally:
+        (run.parent / "trees.npz").unlink()
