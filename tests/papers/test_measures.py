@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.papers.made import M1, result, sample, write_events
 
 from everfed.experiments.papers.measures import MEASURES, MIB, Sample, curves, events, measure
 from everfed.experiments.papers.tables import papers
+from tests.papers.made import M1, result, sample, write_events
 
 
 def value(name: str, run: Sample, unit: str = "points") -> float | None:
