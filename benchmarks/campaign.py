@@ -39,12 +39,10 @@ from everfed import privacy
 from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Absent, Engine, Replies
-from everfed.core.message import Message
-from everfed.core.message import Model
+from everfed.core.evaluate import EvalOptions, EvalSpec
 from everfed.core.legacy import Phase
-from everfed.core.evaluate import EvalOptions
+from everfed.core.message import Message, Model
 from everfed.core.server import Runner
-from everfed.core.evaluate import EvalSpec
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
 from everfed.federation.certificates import CA, make_authority, make_client

@@ -29,9 +29,7 @@ from torch import Tensor
 
 from everfed import streams
 from everfed.data.tokenizer import PAD
-from everfed.experiments.cells import Cell, Outcome, Settings, new_cell
-from everfed.experiments.cells import run as run_cells
-from everfed.core.legacy import Tree
+from everfed.experiments.jobs import GridJob, JobSettings, Outcome, new_job, run_all
 from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.policy import Policy, Pool
 from everfed.models.tinybert import TinyBERT
@@ -70,12 +68,12 @@ class MostAligned(Policy):
     kind = "most-aligned"
     about = "samples whose gradients point in the same direction"
 
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
         if len(pool) <= size:
-            return np.arange(len(pool)), host
+            return np.arange(len(pool))
         candidates = Candidates.of(pool.gradients())
         order = aligned(candidates.gram, size)
-        return candidates.directed[order], host
+        return candidates.directed[order]
 
 
 def aligned(gram: np.ndarray, size: int) -> np.ndarray:
@@ -96,12 +94,12 @@ class TokenMatched(Policy):
     kind = "token-matched"
     about = "random samples with as many tokens as the diverse ones"
 
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
         if len(pool) <= size:
-            return np.arange(len(pool)), host
+            return np.arange(len(pool))
         lengths = (pool.x != PAD).sum(1).numpy(force=True)
-        diverse = select(pool.gradients(), size, seed=pool.ctx.key("selection"))
-        return matched(lengths, lengths[diverse], pool.ctx.rng("matched")), host
+        diverse = select(pool.gradients(), size, seed=pool.client.key("selection"))
+        return matched(lengths, lengths[diverse], pool.rng("matched"))
 
 
 def matched(lengths: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -183,7 +181,7 @@ def prepare(data: Path, work: Path) -> None:
         print(f"pretrained on {recipe.stream.model_extra['left_out']} users: perplexity {perplexity:.1f}", flush=True)
 
 
-def grid(work: Path, sizes: Sequence[int], seeds: Sequence[int], more: Sequence[str] = ()) -> list[Cell]:
+def grid(work: Path, sizes: Sequence[int], seeds: Sequence[int], more: Sequence[str] = ()) -> list[GridJob]:
     """No replay, and every strategy with every size. more: settings for all of them."""
     cells = [_cell(work, "no replay", "fedavg", 0, seed, [*more]) for seed in seeds]
     for size in sizes:
@@ -193,9 +191,9 @@ def grid(work: Path, sizes: Sequence[int], seeds: Sequence[int], more: Sequence[
     return cells
 
 
-def _cell(work: Path, name: str, method: str, size: int, seed: int, sets: list[str]) -> Cell:
+def _cell(work: Path, name: str, method: str, size: int, seed: int, sets: list[str]) -> GridJob:
     folder = work / "runs" / f"{name.replace(', ', '-').replace(' ', '-')}-{size}-{seed}"
-    return new_cell(f"{name}|{size}", str(RECIPE), folder, method=method, seed=seed, sets=[*sets_of(work), *sets])
+    return new_job(f"{name}|{size}", str(RECIPE), folder, method=method, seed=seed, sets=[*sets_of(work), *sets])
 
 
 # the table -------------------------------------------------------------------------------------------------------
@@ -207,9 +205,9 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """A row for every strategy and size: perplexity, RCP, forgetting factor, and the paired difference to random."""
     found: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
     for outcome in outcomes:
-        name, size = outcome.cell.row.split("|")
+        name, size = outcome.job.row.split("|")
         if outcome.result is not None:
-            found.setdefault((name, int(size)), {})[outcome.cell.recipe.seed] = outcome.result["metrics"]
+            found.setdefault((name, int(size)), {})[outcome.job.recipe.seed] = outcome.result["metrics"]
     base = {seed: one["perplexity"] for seed, one in found["no replay", 0].items()}
     lines = []
     for (name, size), runs in found.items():
@@ -277,7 +275,7 @@ def main() -> None:
     work = given.work.absolute()
     prepare(given.data, work)
     cells = grid(work, SIZES, SEEDS[: given.seeds], given.sets)
-    lines = rows(run_cells(cells, Settings(None, 1.0, 60.0, False, jobs=given.jobs, keep_going=True)))
+    lines = rows(run_all(cells, JobSettings(None, 1.0, 60.0, False, jobs=given.jobs, keep_going=True)))
     (work / "coordinated_text.json").write_text(json.dumps(lines, indent=2) + "\n")
     print(f"{as_table(lines)}\n\n{verdict(lines)}")
 

@@ -30,7 +30,7 @@ def serve(pipe: Connection, given: argparse.Namespace) -> None:
     from benchmarks.gpu_table import TOY
     from everfed.engines.eager import Eager
     from everfed.engines.graphs import Graphs
-    from everfed.engines.queues import VARIABLE
+    from everfed.engines.slots import VARIABLE
     from everfed.store.clients import ClientStore
 
     case = {**CASES[given.case], **(TOY if given.toy else {})}

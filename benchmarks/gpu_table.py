@@ -50,7 +50,7 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     "loss": ("everfed.core.ops", "kernel", None),
     "sgd": ("everfed.core.replica", "sgd_kernel", None),
     "rows": ("everfed.core.ops", "kernel", None),
-    "several steps": ("everfed.engines.captured", "OFTEN", sys.maxsize),
+    "several steps": ("everfed.engines.captured_steps", "OFTEN", sys.maxsize),
 }
 OF_CASE = {
     "resnet18-b32": ("batchnorm", "convolution", "thin", "sgd"),
@@ -165,8 +165,8 @@ def generator_training(device: str, toy: bool) -> Callable[[int], object]:
     from benchmarks.gpu_rounds import CASES, build
     from everfed.core.replica import initial_weights
     from everfed.engines.base import new_trainer
-    from everfed.engines.loops import LoopingTrainer
-    from everfed.methods.generative.data_free import GeneratorTraining, Inversion
+    from everfed.engines.captured_steps import LoopingTrainer
+    from everfed.methods.generative.inversion import GeneratorTraining, Inversion
     from everfed.models.generators import GeneratorBlueprint
 
     assembly = build({**CASES["resnet18-b128"], **(TOY if toy else {})}, "fedavg", 1)

@@ -25,12 +25,11 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Absent
-from everfed.core.message import MODEL, Message, unwrap
-from everfed.core.phase import TRAIN
-from everfed.core.legacy import Phase
-from everfed.core.random import key
-from everfed.core.events import Diverged
 from everfed.core.evaluate import EvalOptions
+from everfed.core.events import Diverged
+from everfed.core.message import MODEL, Message, unwrap
+from everfed.core.phase import TRAIN, Phase
+from everfed.core.random import key
 from everfed.core.server import Runner
 from everfed.engines.eager import Eager
 from everfed.federation.checking import check_reply, expected_reply

@@ -27,8 +27,9 @@ import torch
 from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Absent
+from everfed.core.handle import Client
 from everfed.core.message import Message, addressed
-from everfed.core.legacy import Phase
+from everfed.core.phase import Phase
 from everfed.core.reduce import Mean
 from everfed.core.stream import RoundPlan
 from everfed.privacy.secure import MASK, NAME, SecureAggregation
@@ -68,16 +69,15 @@ class Room:
 
     def _answer(self, client: int, phase: Phase, message: Message, moment: Moment) -> Reply:
         where = {"round": moment.round, "repeat": moment.repeat, "facts": self.facts, "attempt": None}
-        ctx = cast(Any, SimpleNamespace(client=client, **where))
+        context, asked = cast(Any, SimpleNamespace(client=client, **where)), addressed(message, client)
+        handle = Client(NAME, self.states.get(client, {}), context, asked, None, cast(Any, None))
         if phase is PHASE:
-            self.states[client], sealed = self.part.seal({}, phase, {}, self.replies[client], ctx)
-            return sealed
-        asked = addressed(message, client)
-        assert phase.run is not None
-        state, said = phase.run({NAME: self.states[client]}, asked, cast(Any, None), ctx)
-        assert state is not None
-        self.states[client] = state
-        return Reply({NAME: said})
+            reply = self.part.seal(handle, phase, self.replies[client])
+        else:
+            assert phase.run is not None
+            reply = Reply({NAME: dict(phase.run(handle))})
+        self.states[client] = handle.states
+        return reply
 
 
 def replies_of(clients: int, size: int) -> list[Reply]:

@@ -39,6 +39,7 @@ _PLACES = {  # name -> module, and what it is called there
     "check": "api:check",
     "compare": "experiments:compare",
     "load": "api:load",
+    "method": "method:",
     "read_recipe": "recipe:read",
     "report": "reports:write",
     "reproduce": "experiments.papers.reproducing:reproduce",

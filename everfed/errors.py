@@ -26,16 +26,16 @@ class CompositionError(SettingError):
     """Parts that do not fit together, or not on this stream."""
 
 
-# Faults of other modules, by full name, so that nothing heavy is imported to recognise them.
-_OF_CLIENTS = frozenset({"everfed.core.engine.ClientError"})  # names client and phase; its cause is the error itself
-_FAULTS = frozenset(
-    {
-        "everfed.core.events.Diverged",
-        "everfed.methods.aggregate.robust.TooFewReplies",
-        "everfed.privacy.differential.BudgetSpent",
-        "everfed.privacy.secure_sum.TooFewClients",
-    }
-)
+class Fault(RuntimeError):
+    """A fault of a run that its message explains, and no bug: a loss that is not finite, too few clients."""
+
+
+class ClientError(RuntimeError):
+    """A call on a client failed; says which client, in which phase, and why. The error itself is its `__cause__`."""
+
+    def __init__(self, client: int, phase: str, round_index: int, cause: BaseException | str) -> None:
+        super().__init__(f"client {client} failed in phase {phase!r} of round {round_index}: {cause}")
+        self.client, self.phase, self.round, self.cause = client, phase, round_index, cause
 
 
 # Errors of the file system about a path that the user chose; any other OSError is a bug.
@@ -56,7 +56,7 @@ _PLACES = frozenset(
 
 def is_user_error(error: BaseException) -> bool:
     """Can the user correct this, so that only its message is shown?"""
-    if _names(error) & _OF_CLIENTS and error.__cause__ is not None:
+    if isinstance(error, ClientError) and error.__cause__ is not None:
         return is_user_error(error.__cause__)
     return isinstance(error, UserError)
 
@@ -65,7 +65,7 @@ def exit_code(error: BaseException) -> int | None:
     """The exit code of a command that ends with this error; None for a bug, whose traceback is shown."""
     if is_user_error(error) or _is_place(error):
         return USERS
-    return FAULT if _names(error) & _FAULTS else None
+    return FAULT if isinstance(error, Fault) else None
 
 
 def sentence(error: BaseException) -> str:
@@ -115,7 +115,3 @@ def from_note(note: Note) -> Exception:
     error: Exception = kind.__new__(kind, note["message"])  # its __init__ may have other arguments
     vars(error).update(note["facts"])
     return error
-
-
-def _names(error: BaseException) -> set[str]:
-    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}

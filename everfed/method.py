@@ -1,4 +1,4 @@
-"""Everything that the author of a method or a stream writes against: `from everfed.method import Part, Client, Step`."""
+"""What the author of a method or a stream writes against: `from everfed.method import Part, Client, Step`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from everfed.core.part import (
     Tables,
     overrides,
     refuse_personal,
+    refuse_pieces,
 )
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, When, every
 from everfed.core.reduce import Collect, Mean, Reducer, Sum
@@ -38,29 +39,31 @@ from everfed.errors import CompositionError
 
 __all__ = [
     "ALWAYS",
-    "AddsParameters",
-    "Aggregator",
     "BEGIN",
     "BOUNDARIES",
-    "Batch",
     "CLASSES",
+    "EAGER",
+    "END",
+    "FIRST",
+    "HELD_OUT",
+    "HISTORY",
+    "MODEL",
+    "TASK_ID",
+    "TOGETHER",
+    "AddsParameters",
+    "Aggregator",
+    "Batch",
     "Cached",
     "Client",
     "Cohort",
     "Collect",
     "CompositionError",
     "Data",
-    "EAGER",
-    "END",
     "Entry",
-    "FIRST",
     "Facts",
     "Fitted",
     "Gradient",
-    "HELD_OUT",
-    "HISTORY",
     "Layout",
-    "MODEL",
     "Mean",
     "Method",
     "Model",
@@ -79,8 +82,6 @@ __all__ = [
     "Stream",
     "Substep",
     "Sum",
-    "TASK_ID",
-    "TOGETHER",
     "Table",
     "Tables",
     "TrainOptions",
@@ -92,4 +93,5 @@ __all__ = [
     "option",
     "overrides",
     "refuse_personal",
+    "refuse_pieces",
 ]

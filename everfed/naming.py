@@ -16,13 +16,16 @@ from typing import Any, TypeVar
 from everfed.errors import SettingError
 
 Made = TypeVar("Made")
-# where modules that recipes and saved models may name have moved to; the longest prefix counts
+# where modules, and objects (`module:Name`), that recipes and saved models may name have moved to; the longest prefix
+# counts, and a move may lead to the next one
 _MOVED = {
     "everfed.parts": "everfed.methods",
     "everfed.parts.aggregate.average": "everfed.methods.aggregate.fedavg",
     "everfed.parts.memory": "everfed.methods.replay",
     "everfed.parts.memory.buffer": "everfed.methods.replay.memory",
     "everfed.parts.memory.replay": "everfed.methods.replay.er",
+    "everfed.parts.personal.ala": "everfed.methods.personal.fedala",
+    "everfed.parts.personal.dbe": "everfed.methods.personal.feddbe",
     "everfed.parts.regularise.curvature": "everfed.methods.regularise.fedcurv",
     "everfed.parts.regularise.proximal": "everfed.methods.regularise.fedprox",
     "everfed.parts.regularise.synaptic": "everfed.methods.regularise.si",
@@ -30,6 +33,9 @@ _MOVED = {
     "everfed.parts.shared": "everfed.methods.common",
     "everfed.monitor": "everfed.methods.monitor",
     "everfed.detection": "everfed.data.detection",
+    "everfed.methods.replay.gradient_rows": "everfed.methods.replay.sample_gradients",
+    "everfed.methods.replay.gss_policies": "everfed.methods.replay.gss",
+    "everfed.methods.replay.policies": "everfed.methods.replay.memory",
 }
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 
@@ -66,20 +72,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {', '.join(others)} or {last}?" if others else f" Did you mean {last}?"
 
 
-def current_module(name: str) -> str:
-    """Where the module of that name is today, if it is one of everfed's that moved."""
+def current_name(name: str) -> str:
+    """What `package.module:Name`, or a module, is called today, if it is one of everfed's that moved."""
     for old in sorted(_MOVED, key=len, reverse=True):
-        if name == old or name.startswith(f"{old}."):
-            return _MOVED[old] + name[len(old) :]
+        if name == old or name.startswith((f"{old}.", f"{old}:")):
+            return current_name(_MOVED[old] + name[len(old) :])
     return name
 
 
 def load_object(name: str, key: str) -> Any:
     """The object called `name`; `key` is the recipe key that holds it. The current folder is searched too."""
-    module_name, _, attribute = name.partition(":")
+    module_name, _, attribute = current_name(name).partition(":")
     if not module_name or not attribute:
         raise NameProblem(f"{key} must look like package.module:Name; got {name!r}")
-    module_name = current_module(module_name)
     _require_allowed(module_name, name, key)
     here = str(Path.cwd())
     if here not in sys.path:

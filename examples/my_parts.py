@@ -1,7 +1,7 @@
 """A model and two parts of a user's own, which own_part_recipe.toml names as `my_parts:Name`. Nothing is registered.
 
-A part is a frozen dataclass: its fields are the options of the recipe. It has no state of its own. State lives in slots
-that everfed checkpoints, pages to disk and passes to the hooks, which return the new slots.
+A part is a frozen dataclass: its fields are the options of the recipe. It has no state of its own. What it keeps on the
+server or a client is a dict, `server.state` or `client.state`, which everfed checkpoints, pages to disk and hands back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from everfed.core.legacy import MODEL, Context, Model, Part, State, Step, Tree
+from everfed.method import Gradient, Part, Server, Step, option
 
 
 class Net(nn.Sequential):
@@ -26,28 +26,25 @@ class Net(nn.Sequential):
 class Clip(Part):
     """On the clients, in every step: no gradient is longer than `norm`."""
 
-    norm: float = 1.0
+    norm: float = option(1.0, above=0, about="the greatest length")
 
     name = "clip"
 
-    def __post_init__(self) -> None:
-        if not self.norm > 0:
-            raise ValueError(f"norm must be above 0; got {self.norm}")
-
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        return gradient * (self.norm / gradient.norm()).clamp(max=1.0)
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        return gradient.vector * (self.norm / gradient.vector.norm()).clamp(max=1.0)
 
 
 @dataclass(frozen=True)
 class ServerMomentum(Part):
     """On the server, after averaging: w_{t+1} = average + beta (w_t - w_{t-1})."""
 
-    beta: float = 0.5
+    beta: float = option(0.5, about="how much of the last move is repeated")
 
     name = "server-momentum"
 
-    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Tree | None, Model]:
-        """(slots, model): `server` still holds w_t, the slots w_{t-1}; `model` is the average."""
-        now = server[MODEL]["params"]
-        before = server.get(self.name, {}).get("before", now)
-        return {"before": now}, {**model, "params": model["params"] + self.beta * (now - before)}
+    def update(self, server: Server) -> None:
+        """`server.model` is the average, `server.before` w_t; the state holds w_{t-1}."""
+        now = server.before["params"]
+        earlier = server.state.get("before", now)
+        server.model = {**server.model, "params": server.model["params"] + self.beta * (now - earlier)}
+        server.state["before"] = now

@@ -19,7 +19,7 @@ class Clip(everfed.method.Part):  # your part: no gradient is longer than `norm`
     name = "clip"
 
     def gradient(self, step, gradient):
-        return gradient * (self.norm / gradient.norm()).clamp(max=1.0)
+        return gradient.vector * (self.norm / gradient.vector.norm()).clamp(max=1.0)
 
 
 x, y = load_digits(return_X_y=True)  # your arrays: 1797 samples of 64 features, and their labels

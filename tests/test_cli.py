@@ -127,7 +127,7 @@ def test_without_a_command_the_help_is_shown() -> None:
 
 
 def test_help_and_the_library_come_without_torch() -> None:
-    modules = "everfed, everfed.cli, everfed.api, everfed.recipe, everfed.experiments.cells"
+    modules = "everfed, everfed.cli, everfed.api, everfed.recipe, everfed.experiments.jobs"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

@@ -95,7 +95,7 @@ def test_the_documentation_builds_without_a_broken_link(site: Path) -> None:
     assert "Adding a method" in (site / "contributing.html").read_text()
     assert "run_client" in (site / "protocol.html").read_text()
     api = (site / "api.html").read_text()
-    assert "everfed.core.part.Part" in api and "The samples to train on." in api
+    assert "everfed.core.part.Part" in api and "When a round begins" in api
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "REPRODUCIBILITY.md"])
@@ -113,6 +113,11 @@ def test_a_method_s_page_says_in_its_first_line_when_to_use_it(page: Path) -> No
         heading, blank, first, *_ = page.read_text().splitlines()
         assert heading.startswith("# ") and blank == "", page.name
         assert re.match(r"Use (it|them) (when|whenever|as|beside|instead of) .*\.$", first), first
+
+
+def test_the_tables_of_options_are_those_of_the_code() -> None:
+    found = subprocess.run([sys.executable, "docs/options.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, f"run python docs/options.py: {found.stdout}{found.stderr}"
 
 
 def test_every_method_stands_under_one_family_in_the_navigation() -> None:
@@ -204,8 +209,9 @@ def test_the_stream_of_the_streams_page_runs(tmp_path: Path) -> None:
 REGISTERED = """\
 from dusk import Dusk
 
-from everfed import methods, streams
+from everfed import streams
 from everfed.data import catalogue
+from everfed.methods import registry as methods
 
 methods.PRESETS.update(eval({preset!r}, vars(methods)))
 catalogue.KNOWN.update(eval({known!r}, vars(catalogue)))
@@ -225,8 +231,11 @@ def test_the_three_together(tmp_path):
 
 
 def test_the_examples_for_contributors_work(tmp_path: Path) -> None:
-    found = list(blocks((ROOT / "CONTRIBUTING.md").read_text()))
-    files = {"momentum.py": examples("docs/protocol.md")["momentum.py"], **examples("CONTRIBUTING.md")}
+    pages = ("CONTRIBUTING.md", "docs/streams.md", "docs/datasets.md")
+    found = [block for page in pages for block in blocks((ROOT / page).read_text())]
+    files = {"momentum.py": examples("docs/protocol.md")["momentum.py"]}
+    for page in pages:
+        files |= examples(page)
     assert set(files) == {"momentum.py", "test_momentum.py", "dusk.py", "test_dusk.py", "test_kmnist.py"}
     entries = {b.note: "{" + b.code + "}" for b in found if b.note in ("preset", "known")}
     for name, code in {**files, "conftest.py": REGISTERED.format(**entries), "test_together.py": TOGETHER}.items():
@@ -293,9 +302,11 @@ def _matrix(folder: Path, parts: list[Any], **options: Any) -> Any:
     return everfed.run(recipe, folder).data["curves"], everfed.load(folder).model.state_dict()["head.bias"].tolist()
 
 
-def test_every_hook_is_in_the_contributors_table_with_a_file_that_defines_it() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+def test_every_hook_is_in_the_table_with_a_file_that_defines_it() -> None:
+    text = (ROOT / "docs/protocol.md").read_text()
     rows = re.findall(r"^\| [\w-]* ?\| `(\w+)\(.*?\)` \| .* \| `(\w+/\w+\.py)` \|$", text, re.M)
-    assert sorted(name for name, _ in rows) == sorted(HOOKS)
+    bases = re.findall(r"^\| `(?:Aggregator|Personal|AddsParameters|Protection)` \| (.*?) \|", text, re.M)
+    rare = [name for cell in bases for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted([*(name for name, _ in rows), *rare]) == sorted(HOOKS)
     for hook, file in rows:
         assert re.search(rf"def {hook}\(", (ROOT / "everfed/methods" / file).read_text()), f"{file} has no {hook}"

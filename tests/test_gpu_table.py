@@ -163,13 +163,13 @@ def test_parts_that_would_begin_too_late_are_left_out() -> None:
 
 
 def test_a_piece_is_missing_inside_only() -> None:
-    from everfed.engines import captured
+    from everfed.engines import captured_steps
 
-    before = captured.OFTEN
+    before = captured_steps.OFTEN
     with pytest.raises(KeyError), table.without("several steps"):
-        assert captured.OFTEN > 10**9
+        assert captured_steps.OFTEN > 10**9
         raise KeyError
-    assert before == captured.OFTEN
+    assert before == captured_steps.OFTEN
     assert all(hasattr(importlib.import_module(module), name) for module, name, _ in table.PIECES.values())
 
 

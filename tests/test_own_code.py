@@ -11,7 +11,7 @@ import sys
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 
 import everfed
 from everfed.cli import app
-from everfed.core.legacy import Context, Stream, Tree
+from everfed.method import Client, Gradient, Server, Stream
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.er import Replay
-from everfed.methods.replay.gradient_rows import GradientOptions
+from everfed.methods.replay.herding import Herding
 from everfed.methods.replay.memory import Memory
-from everfed.methods.replay.policies import Herding
 from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.sample_gradients import GradientOptions
 from everfed.recipe import from_table, read, to_toml
 from everfed.recipe.objects import named
 from everfed.streams import from_arrays
@@ -58,8 +58,8 @@ class Frozen(everfed.method.Part):
 
     name = "frozen"
 
-    def gradient(self, step: Any, gradient: Tensor) -> Tensor:
-        return gradient * self.factor
+    def gradient(self, step: Any, gradient: Gradient) -> Tensor:
+        return gradient.vector * self.factor
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_the_example_recipe(example: Path) -> None:
 def test_a_wrong_option_of_a_users_part_is_refused(example: Path) -> None:
     text = (example / "own_part_recipe.toml").read_text()
     for old, new, message in (
-        ("norm = 0.5", "norm = -1", "norm must be above 0"),
+        ("norm = 0.5", "norm = -1", "norm must be positive"),
         ("norm = 0.5", "nrom = 1", "method.clip.nrom is not an option"),
         ("hidden = 64", "hiden = 64", "model.hiden is not an option"),
     ):
@@ -159,12 +159,15 @@ def test_a_wrong_option_of_a_users_part_is_refused(example: Path) -> None:
 def test_the_example_parts_do_what_they_say(example: Path) -> None:
     parts = runpy.run_path(str(example / "my_parts.py"))
     clip = parts["Clip"](norm=2.0)
-    assert torch.equal(clip.gradient(None, torch.tensor([3.0, 4.0])), torch.tensor([1.2, 1.6]))
-    assert torch.equal(clip.gradient(None, torch.tensor([0.3, 0.4])), torch.tensor([0.3, 0.4]))
-    momentum = parts["ServerMomentum"](beta=0.5)
-    server = {"model": {"params": torch.tensor([3.0])}, "server-momentum": {"before": torch.tensor([1.0])}}
-    _, moved = momentum.update_model(server, {"params": torch.tensor([10.0])}, None)
-    assert moved["params"].item() == 10.0 + 0.5 * (3.0 - 1.0)
+    for given, expected in (([3.0, 4.0], [1.2, 1.6]), ([0.3, 0.4], [0.3, 0.4])):
+        gradient = Gradient.of(None, torch.tensor(given))  # type: ignore[arg-type]
+        assert torch.equal(clip.gradient(None, gradient), torch.tensor(expected))
+    momentum, states = parts["ServerMomentum"](beta=0.5), {"server-momentum": {"before": torch.tensor([1.0])}}
+    models = {"before": {"params": torch.tensor([3.0])}, "model": {"params": torch.tensor([10.0])}}
+    server = Server(momentum.name, states, None, **models)  # type: ignore[arg-type]
+    momentum.update(server)
+    assert server.model["params"].item() == 10.0 + 0.5 * (3.0 - 1.0)
+    assert server.state["before"].item() == 3.0
 
 
 # objects in a recipe ---------------------------------------------------------------------------------------------
@@ -272,15 +275,15 @@ class Newest(Policy):
 
     share: float = 1.0
 
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Any]:
-        return np.arange(pool.new)[-int(self.share * size) :], host
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        return np.arange(pool.new)[-int(self.share * size) :]
 
 
 @pytest.mark.parametrize(
     ("memory", "options"),
     [
         (Memory(size=50), {"size": 50}),
-        (Memory(policy=Herding), {"policy": "everfed.methods.replay.policies:Herding"}),
+        (Memory(policy=Herding), {"policy": "everfed.methods.replay.herding:Herding"}),
         (Memory(policy=Newest(0.5)), {"policy": {"kind": f"{__name__}:Newest", "share": 0.5}}),
         (
             Memory(policy={"kind": Newest}, gradients=GradientOptions("last")),
@@ -361,20 +364,20 @@ def test_the_stream_says_how_long_a_task_is(work: Path) -> None:
 
 def test_the_rate_moves_over_the_streams_own_rounds(work: Path) -> None:
     """A linear schedule over tasks of 4 rounds, of which the recipe says nothing."""
-    seen: list[float] = []
-    _Rates.seen = seen
+    RATES.clear()
     schedule = {"optimizer": {"lr": 0.4, "schedule": "linear"}}
     parts = {"parts": ["fedavg", _Rates]}
     everfed.run(recipe(train=schedule, method=parts), "mine", stream=own_stream(rounds_per_task=4, clients=1, tasks=1))
-    assert seen == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert pytest.approx([0.4, 0.3, 0.2, 0.1]) == RATES
+
+
+RATES: list[float] = []
 
 
 class _Rates(everfed.method.Part):
-    """Notes the learning rate of every round; a test may keep what it sees."""
+    """Notes the learning rate of every round, for the test above."""
 
     name = "rates"
-    seen: ClassVar[list[float]] = []
 
-    def receive(self, client: Any, message: Any, model: Any, data: Any, ctx: Context) -> Any:
-        type(self).seen.append(ctx.rate)
-        return None, model
+    def receive(self, client: Client) -> None:
+        RATES.append(client.rate)

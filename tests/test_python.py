@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.report import folders
 from typer.testing import CliRunner
 
 import everfed
@@ -19,13 +18,14 @@ from everfed import api, session, streams
 from everfed.cli import app
 from everfed.errors import SettingError
 from everfed.experiments import summary
-from everfed.experiments.cells import Outcome, new_cell
+from everfed.experiments.jobs import Outcome, new_job
 from everfed.experiments.result import Comparison
-from everfed.core.legacy import Part
+from everfed.method import Client, Part
 from everfed.recipe import as_entries, to_toml
 from everfed.reports import progress
 from everfed.reports import result as results
 from everfed.store.run import RunFolder
+from tests.reports import folders
 
 TINY = {
     "name": "tiny",
@@ -119,7 +119,7 @@ def test_a_sweep_is_scored_on_validation_data_and_names_the_best() -> None:
 
 
 def test_no_row_is_the_best_where_no_run_finished() -> None:
-    cells = [new_cell(row, "tiny.toml", Path(row), method=row, seed=0, sets=[]) for row in ("fedavg", "er")]
+    cells = [new_job(row, "tiny.toml", Path(row), method=row, seed=0, sets=[]) for row in ("fedavg", "er")]
     failed = summary.rows([Outcome(cell, None, "the loss is not finite") for cell in cells])
     assert Comparison(Path("out"), failed, "Method").best == ""
     assert Comparison(Path("out"), [], "Method").best == ""
@@ -139,7 +139,7 @@ def test_a_report_is_written_by_calling_the_package_however_it_was_imported() ->
     assert everfed.report([run.folder], figures=False) == write(run.folder, figures=False)
     with pytest.raises(everfed.UserError, match="there is no run to report"):
         everfed.report([])
-    code = "import everfed; everfed.report; import everfed.report; assert callable(everfed.report)"
+    code = "import everfed, everfed.reports; assert callable(everfed.report)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -195,10 +195,9 @@ class Breaks(Part):
     name = "breaks"
     first = 0
 
-    def receive(self, client: Any, message: Any, model: Any, data: Any, ctx: Any) -> Any:
-        if ctx.round >= self.first:
+    def receive(self, client: Client) -> None:
+        if client.round >= self.first:
             raise RuntimeError("a mistake of mine")
-        return None, model
 
 
 class BreaksLater(Breaks):

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, phase, result, start
 
 import everfed
 from everfed.commands import output
 from everfed.experiments import summary
-from everfed.experiments.cells import Outcome
+from everfed.experiments.jobs import Outcome
 from everfed.metrics import by_task
 from everfed.metrics.scores import METRICS, SCORES, score_of
 from everfed.metrics.statistics import Spread
@@ -23,6 +22,7 @@ from everfed.reports.live import Index
 from everfed.reports.progress import ProgressState
 from everfed.reports.read import read_run, read_runs
 from everfed.reports.trackers import scalars
+from tests.reports.folders import create, evaluation, finished, log, phase, result, start
 
 PERPLEXITY = {"perplexity": 31.5, "forgetting_factor": 2.25, "rcp": None, "forgetting_factor_relative": None}
 

@@ -13,7 +13,7 @@ from everfed.commands import options, tracking
 
 if TYPE_CHECKING:
     from everfed.experiments import Comparison
-    from everfed.experiments.cells import Settings
+    from everfed.experiments.jobs import JobSettings
 
 
 def compare(
@@ -48,9 +48,9 @@ def compare(
       everfed compare fedgp/table1-rotated-mnist --data ~/data
       everfed compare my.toml --methods fedavg,fedprox --set method.fedprox.mu=0.1
     """
-    from everfed.experiments.cells import Settings
+    from everfed.experiments.jobs import JobSettings
 
-    settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, track, jobs)
+    settings = JobSettings(options.absolute(data), scale, checkpoint_every, as_json, track, jobs)
     comparison = compared(recipe, methods, seeds, sets, out, settings)
     print_comparison(comparison, as_json)
     if comparison.problems:
@@ -63,12 +63,12 @@ def compared(
     seeds: str | None,
     sets: Sequence[str],
     out: Path | None,
-    settings: Settings,
+    settings: JobSettings,
 ) -> Comparison:
     """Run the comparison and write its table."""
-    from everfed.commands.cells import Terminal
-    from everfed.experiments.cells import parse_seeds
+    from everfed.commands.terminal import Terminal
     from everfed.experiments.comparing import plan
+    from everfed.experiments.jobs import parse_seeds
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     return plan(recipe, methods, numbers, out, sets=sets).run(settings, Terminal(settings.as_json))

@@ -28,9 +28,9 @@ def demo(
     Example:
       everfed demo
     """
-    from everfed.experiments.cells import Settings
+    from everfed.experiments.jobs import JobSettings
 
-    found = compared("demo", None, None, [], out, Settings(None, scale, 5.0, as_json))
+    found = compared("demo", None, None, [], out, JobSettings(None, scale, 5.0, as_json))
     print_comparison(found, as_json)
     figures = find_spec("matplotlib") is not None
     report = found.report(figures=figures)

@@ -15,7 +15,7 @@ from everfed.errors import RecipeError
 from everfed.naming import split_names
 
 if TYPE_CHECKING:
-    from everfed.experiments.cells import Cell, Outcome
+    from everfed.experiments.jobs import GridJob, Outcome
     from everfed.experiments.leaderboard.records import Record
 
 RECORDS = Path("results") / "leaderboard"
@@ -55,25 +55,25 @@ def leaderboard(
       everfed leaderboard --streams cifar100 --device cuda --jobs 12 --data ~/data
       everfed leaderboard --only-page --page docs/leaderboard.md --html leaderboard.html
     """
-    from everfed.commands.cells import Terminal
-    from everfed.experiments import cells
+    from everfed.commands.terminal import Terminal
+    from everfed.experiments.jobs import JobSettings, run_all
     from everfed.experiments.leaderboard import tuning
     from everfed.experiments.leaderboard.records import forget_failures
 
     chosen = _named("--streams", streams, tuning.streams()), _named("--methods", methods, tuning.compared())
     board = Board(out, records, tries, range(seeds), device)
     if page is not None:
-        from everfed.experiments.leaderboard.page import marked
+        from everfed.experiments.leaderboard.page import marked_page
 
-        marked(page)  # not after hours of runs
+        marked_page(page)  # not after hours of runs
     if not only_page:
         if again:
             forget_failures(records, *chosen)
         places = [(stream, method) for stream in chosen[0] for method in tuning.slowest_first(chosen[1])]
-        settings = cells.Settings(
+        settings = JobSettings(
             options.absolute(data), 1.0, 1e9 if limit else 30.0, as_json, jobs=jobs, keep_going=True, limit=limit
         )
-        cells.run(list(board.first_cells(places)), settings, board.then, Terminal(as_json))
+        run_all(list(board.first_jobs(places)), settings, board.then, Terminal(as_json))
     _print_summary(records, _write_pages(records, page, html), as_json)
 
 
@@ -87,7 +87,7 @@ class Board:
     seeds: Sequence[int]
     device: str | None
 
-    def first_cells(self, places: Iterable[tuple[str, str]]) -> Iterator[Cell]:
+    def first_jobs(self, places: Iterable[tuple[str, str]]) -> Iterator[GridJob]:
         """Every try that has no record, and the tests of methods whose tries all have one."""
         for stream, method in places:
             record = self._record(stream, method)
@@ -96,11 +96,11 @@ class Board:
             if not missing:
                 yield from self._tests(record)
 
-    def then(self, outcome: Outcome) -> list[Cell]:
+    def then(self, outcome: Outcome) -> list[GridJob]:
         """Keep a finished run; after the last try of a method come its tests."""
         from everfed.experiments.leaderboard import records
 
-        stream, method, kind, number, *rest = outcome.cell.row.split(" ")
+        stream, method, kind, number, *rest = outcome.job.row.split(" ")
         known = self._hash(stream)
         entry = records.measured(outcome.result, outcome.problem, _kept_samples(outcome))
         if kind == "test":
@@ -129,11 +129,11 @@ class Board:
 
         return tuning.tries(method, stream, number + 1)[number]
 
-    def _try(self, stream: str, method: str, number: int) -> Cell:
+    def _try(self, stream: str, method: str, number: int) -> GridJob:
         sets = ["eval.split=validation", *self._sets(stream, method, number)]
-        return self._cell(stream, method, f"try {number}", TUNING_SEED, sets)
+        return self._job(stream, method, f"try {number}", TUNING_SEED, sets)
 
-    def _tests(self, record: Record) -> Iterator[Cell]:
+    def _tests(self, record: Record) -> Iterator[GridJob]:
         """The tests that have no record, with the best of the tries; none where no try finished."""
         from everfed.experiments.leaderboard.records import best_try, tests_of_best
 
@@ -143,16 +143,16 @@ class Board:
         for seed in self.seeds:
             if not _has(tests_of_best(record), "seed", seed):
                 name = f"test {seed} try {best['number']}"  # after other tries it would be another run
-                yield self._cell(record["stream"], record["method"], name, seed, best["sets"])
+                yield self._job(record["stream"], record["method"], name, seed, best["sets"])
 
-    def _cell(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> Cell:
-        from everfed.experiments.cells import new_cell
+    def _job(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> GridJob:
+        from everfed.experiments.jobs import new_job
 
         kind = "eager" if self.device == "cpu" else "auto"  # on a CPU runs are side by side, not clients
         where = [f"engine.device={self.device}", f"engine.kind={kind}"] if self.device else []
         folder = self.out / stream / method / name.replace(" ", "-")
         row = f"{stream} {method} {name}"
-        return new_cell(row, _recipe(stream), folder, method=method, seed=seed, sets=[*where, *sets])
+        return new_job(row, _recipe(stream), folder, method=method, seed=seed, sets=[*where, *sets])
 
 
 def _recipe(stream: str) -> str:
@@ -177,14 +177,12 @@ def _named(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
 
 def _kept_samples(outcome: Outcome) -> float | None:
     """Samples in a client's buffer at the end, on average; None where the method has no buffer."""
-    from everfed.store.run import RunFolder
+    from everfed.store.event_log import read_log
 
-    log = RunFolder(outcome.cell.folder).events
-    if outcome.result is None or not log.exists():
+    buffers = read_log(outcome.job.folder).buffers
+    if outcome.result is None or not buffers:
         return None
-    events = [json.loads(line) for line in log.read_text().splitlines() if '"buffer"' in line]
-    found = [event for event in events if event["event"] == "buffer"]
-    return sum(found[-1]["by_task"]) / outcome.result["stream"]["clients"] if found else None
+    return sum(buffers[max(buffers)]) / outcome.result["stream"]["clients"]
 
 
 def _write_pages(records: Path, page: Path | None, html: Path | None) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from everfed.commands import options
+from everfed.core.option import Option, declared_options
 from everfed.errors import UserError
 from everfed.naming import nearest
 
@@ -66,11 +67,11 @@ def _facts(name: str, data: Path | None) -> Facts:
 
 def _method(name: str) -> Facts:
     from everfed.methods import registry as methods
+    from everfed.privacy.reveals import sentence
 
     method = methods.build(name)
     beside = [_exchange(phase) for phase in method.own_phases]
     needs = sorted({need for part in method.parts for need in part.needs()} - {part.name for part in method.parts})
-    seen = [f"{', '.join(parts)} in phase {phase}" for phase, parts in method.reveals().items()]
     return {
         "method": name,
         "about": methods.names()[name],
@@ -78,9 +79,7 @@ def _method(name: str) -> Facts:
         "exchanges beside training": beside or "none",
         "needs": needs or "nothing",
         "scored": "on the clients, with their own models" if method.personal else "on the server, the shared model",
-        "server sees": f"single clients' values of {'; '.join(seen)}"
-        if seen
-        else "sums and means over clients suffice",
+        "server sees": sentence(method.reveals()),
         "cost": f"on your data: everfed run RECIPE --method {name} --dry-run",
     }
 
@@ -91,21 +90,33 @@ _WHEN = {"first": "in the first round", "begin": "when a task begins", "end": "w
 
 def _exchange(phase: Any) -> str:
     """A phase of a part in words: who takes part, and when."""
-    rounds = phase.when.every
-    when = _WHEN.get(phase.when.kind) or ("in every round" if rounds == 1 else f"in every {rounds}th round")
+    rounds = phase.rounds.every
+    when = _WHEN.get(phase.rounds.kind) or ("in every round" if rounds == 1 else f"in every {rounds}th round")
     return f"{phase.name}: {_WHO.get(phase.cohort.value, 'the server alone')}, {when}"
 
 
 def _part(kind: type[Any], made: Any = None) -> Facts:
     """What a part's file and class say of themselves, and its options: as the method sets them, else the defaults."""
     paper = inspect.getdoc(sys.modules[kind.__module__]) or ""
+    own = "" if kind.__doc__ == _signature(kind) else " ".join((inspect.getdoc(kind) or "").split())
     return {
         "about": " ".join(paper.partition("\n\n")[0].split()),
-        "explained": " ".join((inspect.getdoc(kind) or "").split()),
-        "options": {
-            field.name: getattr(made, field.name) if made is not None else field.default for field in fields(kind)
-        },
+        **({"explained": own} if own else {}),
+        "options": {name: _option(name, declared, kind, made) for name, declared in declared_options(kind)},
     }
+
+
+def _option(name: str, declared: Option, kind: type[Any], made: Any) -> str:
+    """Its value as the method sets it, else the default; what it may be, and what it means."""
+    default = next(field.default for field in fields(kind) if field.name == name)
+    value = getattr(made, name) if made is not None else default
+    allowed = f" ({declared.allowed})" if declared.allowed else ""
+    return f"{value}{allowed}{': ' if declared.about else ''}{declared.about}"
+
+
+def _signature(kind: type[Any]) -> str:
+    """What a dataclass without a docstring has for one."""
+    return f"{kind.__name__}{inspect.signature(kind)}".replace(" -> None", "")
 
 
 def _recipe(name: str) -> Facts:

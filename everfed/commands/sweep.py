@@ -46,15 +46,15 @@ def sweep(
       everfed sweep demo --grid method.der.weight=0.5,1 --seeds 0,1
       everfed sweep demo --method fedprox --grid method.fedprox.mu=0.01,0.1
     """
-    from everfed.commands.cells import Terminal
-    from everfed.experiments.cells import Settings, parse_seeds
+    from everfed.commands.terminal import Terminal
+    from everfed.experiments.jobs import JobSettings, parse_seeds
     from everfed.experiments.sweeping import plan
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     planned = plan(recipe, [axis(entry) for entry in grid], numbers, out, method=method, sets=sets)
     if planned.held_out and not as_json:
         typer.echo(f"the recipe holds out no validation data; using {planned.held_out}")
-    settings = Settings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs)
+    settings = JobSettings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs)
     found = planned.run(settings, Terminal(as_json))
     _print_result(found, as_json)
     if not found.best:

@@ -57,6 +57,7 @@ def run_client(
     it got. A client without data does not train and sends nothing.
     """
     state, reply = _answer(method, phase, state, message, data, context)
+    method.check_unchanged()
     if phase.when is When.INSIDE:  # a step of a protection: its replies are sent as they are
         return state, Reply(reply.values)
     for part in method.protections:
@@ -94,14 +95,14 @@ def _run(
     """A phase of a part."""
     assert phase.run is not None  # compose() refuses a phase without it
     client = Client(phase.owner, state, context, message, model, data)
-    values = dict(phase.run(client))
+    values = dict(phase.run(client) or {})
     return client.states, Reply({phase.owner: values} if values else {}, len(data))
 
 
 def _train(
     method: Method, state: State, message: Message, model: Model, data: Data, context: Context
 ) -> tuple[State, Reply]:
-    received, own_data = _whole(message[MODEL], state, context)["params"], data
+    received, own_data = _whole(message[MODEL], state, context), data
     for part in method.defining("receive"):
         client = Client(part.name, state, context, message, model, data, own_data=own_data)
         part.receive(client)
@@ -114,7 +115,8 @@ def _train(
         state, model = client.states, client.model
     own = state[OWN]
     moments = own.get("moments") if own.get("moments_of", context.current_task) == context.current_task else None
-    fitted = context.train.fit(context, method.parts, model, received, state, message, data, moments=moments)
+    seen = {**message, MODEL: received}
+    fitted = context.train.fit(context, method.parts, model, received["params"], state, seen, data, moments=moments)
     return _reply(method, fitted, message, data, own_data, context)
 
 
@@ -124,7 +126,7 @@ def _reply(
     state, values = fitted.state, dict[str, dict[str, Any]]()
     for part in method.parts:
         client = Client(part.name, state, context, message, fitted.model, data, own_data=own_data, fitted=fitted)
-        values[part.name] = dict(part.reply(client))
+        values[part.name] = dict(part.reply(client) or {})
         state, fitted = client.states, replace(fitted, model=client.model)
     name = method.aggregator.name
     values[name] = {**_upload(method, _shared(fitted.model, context), state, message, context), **values[name]}

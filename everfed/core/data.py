@@ -1,4 +1,4 @@
-"""The samples a client holds, in storage form; the minibatches of a local training, drawn before it; a cache of samples.
+"""The samples a client holds, in storage form; the minibatches of a local training, drawn before it; a cache.
 
 What a client will do is decided before it starts, on the host: which samples in which step, and every discrete draw of
 its parts. That keeps random draws equal on every engine and device, and leaves the training step with nothing but
@@ -58,7 +58,7 @@ class Data:
         )
 
 
-# draws planned ahead ---------------------------------------------------------------------------------------------------
+# draws planned ahead --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Table:
     """One row of integers per step. values: (steps, width, ...) padded with zeros; lengths: (steps,)."""
@@ -114,7 +114,7 @@ def _cut(order: np.ndarray, size: int, drop_last: bool) -> list[np.ndarray]:
     return rows
 
 
-# memory -----------------------------------------------------------------------------------------------------------------
+# memory ---------------------------------------------------------------------------------------------------------------
 def device_memory(device: torch.device) -> tuple[int, int]:
     """(free, in all) bytes that this process may have on a CUDA device: one of several that share it has a part only
     (torch.cuda.set_per_process_memory_fraction)."""

@@ -16,18 +16,11 @@ from everfed.core.phase import Phase
 from everfed.core.reduce import Reducer, Reduction
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
+from everfed.errors import ClientError as ClientError
 
 if TYPE_CHECKING:
     from everfed.core.client import Reply
     from everfed.core.evaluate import EvalSpec
-
-
-class ClientError(RuntimeError):
-    """A call on a client failed; says which client, in which phase, and why."""
-
-    def __init__(self, client: int, phase: str, round_index: int, cause: BaseException | str) -> None:
-        super().__init__(f"client {client} failed in phase {phase!r} of round {round_index}: {cause}")
-        self.client, self.phase, self.round, self.cause = client, phase, round_index, cause
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _measured(
     return torch.cat([total[:1], total[1:2].repeat(len(RULES)), total[2:]])
 
 
-# the phase -------------------------------------------------------------------------------------------------------------
+# the phase ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EvalOptions:
     """logits: the rule that result.json reports; every: also score the tasks seen so far every so many rounds (0: only

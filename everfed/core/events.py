@@ -17,21 +17,22 @@ from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.spans import NAMED, repeats, spans
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import Tree
+from everfed.errors import Fault
 
 Event = dict[str, Any]
 LOSS = "loss"
 Signals = Mapping[str, Mapping[int, float]]  # signal -> client -> value; "loss": its mean step loss; others: from parts
 
 
-class Diverged(RuntimeError):
+class Diverged(Fault):
     """A loss is no longer finite."""
 
 
 class Monitor(Protocol):
     """An observer: reads what clients report of their training, emits events, and changes nothing.
 
-    Its state is JSON-ready and saved with the run's, so that a resumed run emits the same events. A method cannot read a
-    monitor; a run with one has the same numbers as without.
+    Its state is JSON-ready and saved with the run's, so that a resumed run emits the same events. A method cannot read
+    a monitor; a run with one has the same numbers as without.
     """
 
     name: str

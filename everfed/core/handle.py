@@ -109,6 +109,11 @@ class Handle:
         """Is the model sent to the server after this round?"""
         return (self.round + 1) % self.options.sync_every == 0
 
+    @property
+    def held_out(self) -> HeldOut:
+        """The test sets, for parts that need HELD_OUT."""
+        return self.context.held_out
+
     # work ----------------------------------------------------------------------------------------------------------
     def rng(self, tag: str) -> np.random.Generator:
         """A numpy generator of this call's own, for `tag`: no other draw can change its numbers."""
@@ -187,6 +192,13 @@ class Client(Handle):
         return model
 
     @property
+    def update(self) -> Tensor:
+        """(shared,) what training added to the parameters that the server sent."""
+        params = self.model["params"]
+        received: Tensor = self.received["params"].to(params.device)
+        return params[: len(received)] - received
+
+    @property
     def fitted(self) -> Fitted:
         """What local training produced: steps, loss, moments, the model that it began with."""
         if self._fitted is None:
@@ -207,11 +219,6 @@ class Client(Handle):
         """The client's data of all earlier tasks, for parts that need HISTORY."""
         return self.context.history()
 
-    @property
-    def held_out(self) -> HeldOut:
-        """The test sets, for parts that need HELD_OUT."""
-        return self.context.held_out
-
     # work ----------------------------------------------------------------------------------------------------------
     def gradient(
         self, x: Tensor, y: Tensor, *, model: Model | None = None, mode: str = "train", tag: str | None = None
@@ -230,6 +237,7 @@ class Client(Handle):
         parts: Sequence[Part],
         *,
         model: Model | None = None,
+        received: Tensor | None = None,
         data: Data | None = None,
         state: State | None = None,
         messages: Message | None = None,
@@ -242,8 +250,9 @@ class Client(Handle):
     ) -> Fitted:
         """A local training beside the client's own, under `parts` alone; nothing of the client is changed.
 
-        model: to start from, by default the current one. data: by default the current samples. state, messages: of
-        these parts, by name. rate: the learning rate of all steps, by default those of the round. tag: of its draws.
+        model: to start from, by default the current one. received: what steps see as sent by the server, (P,), by
+        default that one. data: by default the current samples. state, messages: of these parts, by name. rate: the
+        learning rate of all steps, by default those of the round. tag: of its draws.
         """
         context = self.context if rate is None else self.context.at(rate=rate)
         start = self.model if model is None else model
@@ -252,7 +261,7 @@ class Client(Handle):
             context,
             parts,
             start,
-            start["params"],
+            start["params"] if received is None else received,
             state or {},
             messages or {},
             samples,

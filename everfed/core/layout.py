@@ -152,7 +152,7 @@ def _gather(entries: tuple[Entry, ...], tensors: dict[str, Tensor], dtype: torch
 
 # what parts add to a model --------------------------------------------------------------------------------------------
 class AddsParameters:
-    """A part that changes which parameters there are: tensors of its own, layers of the network, what stays personal."""
+    """A part that changes which parameters there are: tensors of its own, layers of the network, personal ones."""
 
     def adapt(self, module: nn.Module, server: Server) -> None:
         """Change the network in place before the run, the same way in every process: further layers, frozen weights.

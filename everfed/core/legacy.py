@@ -1,4 +1,5 @@
 """For the time of the move to handles: parts with hooks of the old form run under the new protocol. To be removed."""
+
 # ruff: noqa
 # mypy: ignore-errors
 from __future__ import annotations
@@ -16,7 +17,18 @@ from everfed.core.message import MODEL, Cached as Once, Message, Model, PerClien
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import (
-    BOUNDARIES, CLASSES, EAGER, HELD_OUT, HISTORY, TASK_ID, TOGETHER, Reduced, Tables, Weights, options_of, overrides,
+    BOUNDARIES,
+    CLASSES,
+    EAGER,
+    HELD_OUT,
+    HISTORY,
+    TASK_ID,
+    TOGETHER,
+    Reduced,
+    Tables,
+    Weights,
+    options_of,
+    overrides,
     refuse_personal,
 )
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, every
@@ -161,7 +173,11 @@ def _dispatch(name, original):
 
 def _trained(original):
     def trained(self, piece, server, ctx=None):
-        return original(self, piece, server.states, server.context) if isinstance(server, Handle) else original(self, piece, server, ctx)
+        return (
+            original(self, piece, server.states, server.context)
+            if isinstance(server, Handle)
+            else original(self, piece, server, ctx)
+        )
 
     return trained
 
@@ -253,8 +269,21 @@ class Protection(_Old, new.Protection):
 
 
 def Phase(
-    name, cohort=Cohort.SAMPLED, when=ALWAYS, position=Position.AFTER, reduce=None, repeat=1, in_last_round=True,
-    sends=True, broadcast=None, run=None, measure=None, update=None, update_model=None, done=None, owner="",
+    name,
+    cohort=Cohort.SAMPLED,
+    when=ALWAYS,
+    position=Position.AFTER,
+    reduce=None,
+    repeat=1,
+    in_last_round=True,
+    sends=True,
+    broadcast=None,
+    run=None,
+    measure=None,
+    update=None,
+    update_model=None,
+    done=None,
+    owner="",
 ):
     def send(server):
         return broadcast(server.states, server.context)
@@ -282,7 +311,16 @@ def Phase(
         return done(server.states, ctx) if done else None
 
     return phases_.Phase(
-        name, cohort, rounds=when, when=position, reduce=reduce or {}, repeat=repeat, in_last_round=in_last_round,
-        sends=sends, broadcast=send if broadcast else None, run=work if run else None,
-        update=change if update or update_model or measure or done else None, owner=owner,
+        name,
+        cohort,
+        rounds=when,
+        when=position,
+        reduce=reduce or {},
+        repeat=repeat,
+        in_last_round=in_last_round,
+        sends=sends,
+        broadcast=send if broadcast else None,
+        run=work if run else None,
+        update=change if update or update_model or measure or done else None,
+        owner=owner,
     )

@@ -71,7 +71,9 @@ def with_own(message: Message, alone: Message) -> Message:
 
 def unwrap(message: Message) -> dict[str, Tree]:
     """The message as a part reads it: every `Cached` replaced by its payload."""
-    return {part: {k: v.value if isinstance(v, Cached) else v for k, v in tree.items()} for part, tree in message.items()}
+    return {
+        part: {k: v.value if isinstance(v, Cached) else v for k, v in tree.items()} for part, tree in message.items()
+    }
 
 
 def payload_bytes(message: Message, held: dict[str, int | str]) -> dict[str, int]:

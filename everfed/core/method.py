@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+import inspect
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
+from random import Random
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from everfed.core import layout
 from everfed.core.optimizer import Optimizer
@@ -24,6 +31,7 @@ from everfed.core.part import (
     Part,
     Personal,
     Protection,
+    changed,
     overrides,
 )
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, When
@@ -43,6 +51,19 @@ class Method:
     name: str
     parts: tuple[Part, ...]
     warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            object.__setattr__(part, "_composed", True)
+        object.__setattr__(self, "_watched", [(part, _changeable(part)) for part in self.parts])
+
+    def check_unchanged(self) -> None:
+        """Raises CompositionError where a part keeps something on itself: it would be shared by clients, differ from
+        process to process, and be lost when a run is resumed."""
+        for part, before in self.__dict__["_watched"]:
+            for name, marks in before.items():
+                if _marks(part, name) != marks:
+                    raise changed(part, name)
 
     @property
     def aggregator(self) -> Aggregator:
@@ -138,6 +159,60 @@ class Method:
                     f"{stream.name!r}, scored by {stream.score}, has other targets; choose a method that works with "
                     "any loss: `everfed show METHOD` lists what a method needs"
                 )
+
+
+def _changeable(part: Part) -> dict[str, Any]:
+    """The marks of what of a part can change: attributes in place, those of its class at all. A field with
+    compare=False is its own affair (a test's list of what it saw)."""
+    apart = {entry.name for entry in fields(part) if not entry.compare}
+    of_class = [entry for kind in type(part).__mro__[: -len(Part.__mro__)] for entry in vars(kind).items()]
+    plain = {name for name, value in of_class if name[:2] != "__" and not hasattr(value, "__get__")}
+    names = {*plain, *(name for name, value in _lasting(part) if _mark(value) is not None)} - apart
+    return {name: _marks(part, name) for name in names if _marks(part, name) != (None, "")}
+
+
+def _marks(part: Part, name: str) -> tuple[Any, str]:
+    value = inspect.getattr_static(part, name, None)
+    return _mark(value), _plain(value)
+
+
+def _mark(value: Any, depth: int = 4) -> Any:
+    """What differs once the value was changed in place; None for one that cannot be, or lies too deep."""
+    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | type):
+        return None
+    if isinstance(value, Tensor):
+        return value._version
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, nn.Module):
+        return [tensor._version for tensor in value.state_dict(keep_vars=True).values()]
+    if isinstance(value, tuple):
+        marks = [_mark(inner, depth - 1) for inner in value]
+        return marks if any(mark is not None for mark in marks) else None
+    if isinstance(value, Mapping):
+        inside: list[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, Sequence | Set | deque):
+        inside = list(enumerate(value))
+    elif callable(value) or not hasattr(value, "__dict__"):
+        return None
+    else:
+        inside = _lasting(value)
+    return [(key, _mark(inner, depth - 1), _plain(inner)) for key, inner in inside]
+
+
+def _plain(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, str | bytes | int | float) else ""
+
+
+def _lasting(value: Any) -> list[tuple[str, Any]]:
+    """Attributes by name, without what is computed once and kept."""
+    return [(k, v) for k, v in vars(value).items() if not isinstance(getattr(type(value), k, None), cached_property)]
 
 
 def compose(*parts: Part, name: str = "", optimizer: Optimizer = SGD) -> Method:

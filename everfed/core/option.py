@@ -48,7 +48,7 @@ class Option:
     def allowed(self) -> str:
         """The allowed values in words, for `show` and the documents; "" where all are."""
         if self.one_of:
-            return ", ".join(map(str, self.one_of))
+            return f"one of {', '.join(map(str, self.one_of))}"
         bounds = (("at least", self.at_least), ("above", self.above), ("at most", self.at_most), ("below", self.below))
         return ", ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
@@ -72,13 +72,18 @@ def option(
 
 
 class Options:
-    """Base of dataclasses with options: what is out of bounds is refused when one is made."""
+    """Base of dataclasses with options: what is out of bounds is refused when one is made. Lists become tuples."""
 
     def __post_init__(self) -> None:
-        for name, declared in declared_options(type(self)):
-            problem = declared.problem(getattr(self, name))
+        for entry in fields(self):  # type: ignore[arg-type]
+            declared = entry.metadata.get(_KEY)
+            if declared is None:
+                continue
+            if isinstance(getattr(self, entry.name), list):
+                object.__setattr__(self, entry.name, tuple(getattr(self, entry.name)))
+            problem = declared.problem(getattr(self, entry.name))
             if problem:
-                raise ValueError(f"{name} {problem}")
+                raise ValueError(f"{entry.name} {problem}")
 
 
 def declared_options(kind: type) -> Iterator[tuple[str, Option]]:

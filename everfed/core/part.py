@@ -24,6 +24,7 @@ from everfed.core.message import Model, State, Values
 from everfed.core.optimizer import Optimizer
 from everfed.core.option import Options
 from everfed.core.phase import Phase
+from everfed.core.pieces import TrainsPieces
 from everfed.core.reduce import Reducer
 from everfed.core.tree import Tree
 from everfed.errors import CompositionError
@@ -49,8 +50,26 @@ CLASSES = "classes"  # every sample must have one class: neither several labels,
 EAGER = "eager"  # its steps cannot be captured in a CUDA graph: they run as they come
 
 
+class Kept(Options):
+    """Options that stay as they are once a method is composed of them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self).get("_composed"):
+            raise changed(self, name)
+        super().__setattr__(name, value)
+
+
+def changed(part: Any, attribute: str) -> CompositionError:
+    """The error for a part that keeps something on itself."""
+    return CompositionError(
+        f"part {part.name!r} ({type(part).__qualname__}) changed its attribute {attribute!r} during the run. One part "
+        "serves all clients, on several processes, and is not saved: its numbers would be wrong. Keep this in "
+        f"client.state[{attribute!r}] or server.state[{attribute!r}]"
+    )
+
+
 @dataclass(frozen=True)
-class Part(Options):
+class Part(Kept):
     """Base of all parts. `name` is the namespace of its state, its messages and its options."""
 
     name: ClassVar[str] = ""
@@ -92,13 +111,13 @@ class Part(Options):
     def start(self, client: Client) -> None:
         """Right before training on the samples of all parts; there are some. The model may be changed."""
 
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule) -> Tables | None:
         """On the host, before the first step: integer rows for every step. `client.plans`: of the parts before it."""
-        return {}
+        return None
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client) -> Values | None:
         """After training: values added to the `train` reply. A changed model replaces what training ended with."""
-        return {}
+        return None
 
     # on the client, inside a training step -----------------------------------------------------------------------
     def batches(self, step: Step) -> dict[str, Batch]:
@@ -199,6 +218,13 @@ def refuse_personal(part: Part, parts: Sequence[Part]) -> None:
             raise CompositionError(f"part {part.name!r} sends all parameters, but {other.name!r} keeps some personal")
 
 
+def refuse_pieces(part: Part, parts: Sequence[Part]) -> None:
+    """For parts whose state is a vector over all parameters, beside one that trains only some of them at a time."""
+    for other in parts:
+        if isinstance(other, TrainsPieces):
+            raise CompositionError(f"part {part.name!r} follows all parameters; {other.name!r} trains some at a time")
+
+
 def options_of(part: Part) -> dict[str, Any]:
     """Options by name."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
@@ -228,4 +254,5 @@ __all__ = [
     "options_of",
     "overrides",
     "refuse_personal",
+    "refuse_pieces",
 ]

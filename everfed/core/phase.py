@@ -22,7 +22,6 @@ TRAIN = "train"
 EVALUATE = "evaluate"
 
 
-
 class Cohort(Enum):
     """Who takes part in a phase."""
 
@@ -77,7 +76,7 @@ class Phase:
 
     Functions of the owning part, all optional, in order of execution:
     broadcast(server): what clients receive beside the model.
-    run(client): on each client; its reply.
+    run(client): on each client; its reply, if any.
     update(server): reads `server.reduced`, writes state, may change the model; True ends a repeated phase before its
     last repeat.
 
@@ -93,7 +92,7 @@ class Phase:
     in_last_round: bool = True
     sends: bool = True
     broadcast: Callable[[Server], Values] | None = field(default=None, compare=False)
-    run: Callable[[Client], Values] | None = field(default=None, compare=False)
+    run: Callable[[Client], Values | None] | None = field(default=None, compare=False)
     update: Callable[[Server], bool | None] | None = field(default=None, compare=False)
     owner: str = ""
 

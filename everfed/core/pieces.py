@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from everfed.core.layout import Layout
-from everfed.core.message import MODEL, Cached, Message, Model, State
+from everfed.core.message import MODEL, Cached, Message, Model
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
-    from everfed.core.context import Context
     from everfed.core.handle import Server
 
 PIECES = "pieces"  # in a message: the pieces that are not trained, and where the trained ones lie

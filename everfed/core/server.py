@@ -127,6 +127,7 @@ class Runner:
             moment = Moment(state.round, plan, state.repeat, state.position)
             self.exchange.batch(phases, moment)
             finished = self.phase(phases[state.position], moment)
+            self.setup.method.check_unchanged()
             state.seconds += time.monotonic() - started
             last = finished and state.position + 1 == len(phases)
             state.repeat = 0 if finished else state.repeat + 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from everfed.core.context import Context, Facts
 from everfed.core.gradient import Gradient
 from everfed.core.layout import Entry, Layout
-from everfed.core.message import State
+from everfed.core.message import MODEL, Model, State
 from everfed.core.ops import normalised_apart
 from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, overrides
@@ -124,7 +124,7 @@ class Step:
 
     state, message: the part's own on the client; tensors of `state` that `after` changes are changed in place. rows:
     its planned rows, by table. batches: those that it brought. handed: what its substeps hand on within the step.
-    x, y: the minibatch in storage form. outputs: of the minibatch; all_outputs, all_y: with the joined batches.
+    x, y: the minibatch in storage form. outputs: of the minibatch; all_x, all_y, all_outputs: with the joined batches.
     """
 
     def __init__(self, part: str, training: Training) -> None:
@@ -159,6 +159,12 @@ class Step:
         return self.training.y
 
     @property
+    def all_x(self) -> Tensor:
+        brought = (batch for own in self.training.batches.values() for batch in own.values())
+        joined = [batch.x for batch in brought if batch.joined]
+        return torch.cat([self.x, *joined]) if joined else self.x
+
+    @property
     def outputs(self) -> Tensor:
         return self.training.outputs
 
@@ -180,6 +186,11 @@ class Step:
     def received(self) -> Tensor:
         """(P,) the parameters that the server sent last."""
         return self.training.received
+
+    @property
+    def received_model(self) -> Model:
+        """The whole model that the server sent last, with what of it is the client's own: a teacher."""
+        return {**self.training.message[MODEL], "params": self.received}
 
     @property
     def module(self) -> nn.Module:
@@ -284,9 +295,7 @@ def _descend(
     kernel = gradient.lazy and _has_kernel(replica, parts, optimizer)
     if kernel:
         velocity = moments.get("momentum")
-        replica.descend(
-            gradient.passes, rate, optimizer.weight_decay, optimizer.momentum, velocity, gradient.conflict
-        )
+        replica.descend(gradient.passes, rate, optimizer.weight_decay, optimizer.momentum, velocity, gradient.conflict)
     else:
         main, scales = training.substeps(parts).main, training.scales(optimizer)
         own = None if scales is None else scales.within(main)
@@ -318,32 +327,32 @@ def _forward(training: Training, parts: Sequence[Part]) -> None:
     A network that treats every sample by itself gives separate batches the same outputs in one forward with the rest,
     so one is enough; as it is for a network whose BatchNorm layers can keep them apart.
     """
-    step, replica = training, training.replica
-    brought = [batch for batches in step.batches.values() for batch in batches.values()]
+    replica = training.replica
+    brought = [batch for batches in training.batches.values() for batch in batches.values()]
     joined = [batch for batch in brought if batch.joined]
     apart = [batch for batch in brought if not batch.joined]
     own_forward = any(overrides(part, "forward") for part in parts)
     one_pass = not replica.mixes_samples or (replica.normalises_apart and not own_forward)
     together = [*joined, *apart] if one_pass else joined
-    step.all_y = step.y
+    training.all_y = training.y
     if together:
-        counted = len(step.x) + sum(len(batch.x) for batch in joined)
+        counted = len(training.x) + sum(len(batch.x) for batch in joined)
         mixed = apart and one_pass and replica.mixes_samples
         with normalised_apart([counted, *(len(batch.x) for batch in apart)]) if mixed else nullcontext():
-            outputs = _together(step, together)
-        step.outputs, *rest = outputs.split([len(step.x), *(len(batch.x) for batch in together)])
+            outputs = _together(training, together)
+        training.outputs, *rest = outputs.split([len(training.x), *(len(batch.x) for batch in together)])
         for batch, own in zip(together, rest, strict=True):
             batch.outputs = own
-        step.all_outputs = outputs[:counted] if joined else step.outputs
-        step.all_y = torch.cat([step.y, *(batch.y for batch in joined)]) if joined else step.y
+        training.all_outputs = outputs[:counted] if joined else training.outputs
+        training.all_y = torch.cat([training.y, *(batch.y for batch in joined)]) if joined else training.y
     else:
-        step.outputs = step.all_outputs = step.forward(step.x)
+        training.outputs = training.all_outputs = training.forward(training.x)
     for batch in () if one_pass else apart:
-        batch.outputs = step.forward_inputs(batch.x) if batch.ready else step.forward(batch.x)
+        batch.outputs = training.forward_inputs(batch.x) if batch.ready else training.forward(batch.x)
         # a part with a forward pass of its own may keep features of it, and have a loss of them
         if batch.only_outputs and batch.outputs.requires_grad and not own_forward:
-            step.cuts.append(Cut.at(batch.outputs))
-            batch.outputs = step.cuts[-1].leaf
+            training.cuts.append(Cut.at(batch.outputs))
+            batch.outputs = training.cuts[-1].leaf
 
 
 def _together(step: Training, batches: Sequence[Batch]) -> Tensor:
@@ -366,9 +375,9 @@ class Substep:
     """A step with a loss, parameters and an optimiser of its own, inside one training step, so that a captured step
     holds it too. Its moments travel with those of the run's optimiser, under "part/substep/...".
 
-    parameters: which ones it moves, by name; they must lie together in the vector. loss: of the step as it is then, as its part sees it.
-    optimizer: its own, or None for the run's, with the round's rate. alone: nothing else moves these parameters, not
-    even the training step itself. after: it comes after the training step; otherwise before."""
+    parameters: which ones it moves, by name; they must lie together in the vector. loss: of the step as it is then, as
+    its part sees it. optimizer: its own, or None for the run's, with the round's rate. alone: nothing else moves these
+    parameters, not even the training step itself. after: it comes after the training step; otherwise before."""
 
     name: str
     parameters: Callable[[str], bool]

@@ -138,7 +138,9 @@ class Trainer:
         )
         return self._steps(job)
 
-    def gradient(self, context: Context, model: Model, x: Tensor, y: Tensor, *, mode: str = "train", tag: str) -> Tensor:
+    def gradient(
+        self, context: Context, model: Model, x: Tensor, y: Tensor, *, mode: str = "train", tag: str
+    ) -> Tensor:
         """(P,) gradient of the mean task loss on (x, y), samples in storage form, at `model`; nothing is changed."""
         seed = context.key(f"{tag}/dropout")
         self.replica.load(model)
@@ -265,7 +267,7 @@ class Trainer:
             plans[_CORE]["augment"] = Table.of(np.split(draws, cuts))
         for part in parts:
             client = Client(part.name, state, context, message, model, data, plans=plans)
-            plans[part.name] = part.plan(client, schedule)
+            plans[part.name] = part.plan(client, schedule) or {}
             state = client.states
         return state, plans
 
@@ -302,7 +304,9 @@ class Trainer:
             return self.forward(x, job.state, job.message)
 
         received = job.received.to(self.device)
-        return Training(job.context, self.replica, forward, self.task_loss(job.context), job.state, job.message, received)
+        return Training(
+            job.context, self.replica, forward, self.task_loss(job.context), job.state, job.message, received
+        )
 
     def load_batch(self, training: Training, x: Tensor, y: Tensor, rows: dict[str, dict[str, Tensor]]) -> None:
         """Gather a minibatch from the client's data and augment it, on the device."""

@@ -14,7 +14,7 @@ from everfed.core.engine import Engine
 from everfed.engines.base import BuildModule
 from everfed.engines.eager import Eager
 from everfed.engines.group import Group, launched, local_rank
-from everfed.engines.queues import choose_queues
+from everfed.engines.slots import choose_queues
 from everfed.errors import UserError
 from everfed.store.clients import DEFAULT_BUDGET, ClientStore
 

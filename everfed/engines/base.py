@@ -11,10 +11,9 @@ from everfed.core.client import Reply, new_state, run_client
 from everfed.core.context import Moment, Setup
 from everfed.core.data import Data
 from everfed.core.engine import ClientError, Engine
-from everfed.core.message import Message, addressed, unwrap
-from everfed.core.message import Model, State
-from everfed.core.phase import Phase
 from everfed.core.evaluate import EvalSpec, score_tasks
+from everfed.core.message import Message, Model, State, addressed, unwrap
+from everfed.core.phase import Phase
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.store.clients import ClientStore

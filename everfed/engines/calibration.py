@@ -5,18 +5,65 @@ Only speed hangs on the answer, never a result.
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import platform
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import torch
+
+from everfed.core import random
 from everfed.core.context import Moment, Setup
 from everfed.core.message import MODEL
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import tensor_bytes
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
 from everfed.engines.forking import gpu, in_fork
-from everfed.engines.remembered import Remembered, key_of
+from everfed.store.files import write_atomic
 
+
+# what was measured ----------------------------------------------------------------------------------------------------
+class Remembered:
+    """Lists of numbers by key, in a file of the user's cache folder; one that cannot be read is as good as none."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def path(self) -> Path:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "everfed" / self.name
+
+    def find(self, key: str, count: int) -> list[float] | None:
+        """The `count` numbers under `key`; None where there are none, or something else."""
+        found = self._read().get(key)
+        return found if found is not None and len(found) == count and all(map(math.isfinite, found)) else None
+
+    def put(self, key: str, numbers: Iterable[float]) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, json.dumps({**self._read(), key: list(numbers)}).encode())
+        except OSError:
+            return
+
+    def _read(self) -> dict[str, list[float]]:
+        try:
+            found = json.loads(self.path.read_text())
+            return {str(k): [float(n) for n in v] for k, v in found.items() if isinstance(v, list)}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+
+def key_of(*parts: object) -> str:
+    """A key for these facts on this machine: a home folder may serve several."""
+    return f"{random.key(*(str(part) for part in (*parts, platform.node(), torch.__version__))):x}"
+
+
+# are processes faster? ------------------------------------------------------------------------------------------------
 # what handing a client to another process costs: a few wake-ups, and copies through shared memory
 CALL_SECONDS = 0.5e-3
 BYTES_PER_SECOND = 1.5e9

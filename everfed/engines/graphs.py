@@ -18,20 +18,17 @@ from torch import Tensor, nn
 
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
-from everfed.core.data import Data
+from everfed.core.data import Data, DataCache, device_memory
 from everfed.core.engine import ClientError
-from everfed.core.message import Message
+from everfed.core.message import Message, State
 from everfed.core.part import Part
-from everfed.core.message import State
-from everfed.core.phase import Phase, TRAIN
+from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.replica import adopt_dropout
 from everfed.core.tree import leaves
 from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
-from everfed.engines.captured import CapturedTrainer, release_memory
-from everfed.engines.capturing import Capturing
-from everfed.engines.device_data import DeviceData
-from everfed.engines.loops import LoopingTrainer
-from everfed.engines.remembered import Remembered, key_of
+from everfed.engines.calibration import Remembered, key_of
+from everfed.engines.capture_thread import Capturing
+from everfed.engines.captured_steps import CapturedTrainer, LoopingTrainer, release_memory
 from everfed.engines.slots import Setting, Tuner, deal, seat
 from everfed.kernels import to_be_compiled
 
@@ -284,3 +281,20 @@ def _in_turn(
         for hand, slot in own:
             if hand:
                 yield hand.pop(0), slot
+
+
+# clients' data on the device ------------------------------------------------------------------------------------------
+_SHARE = 0.3  # of the memory that is free at the start
+
+
+class DeviceData:
+    """What (client, task) sees, on the device; where tasks mix, what it sees in a round."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._kept = DataCache(int(device_memory(device)[0] * _SHARE))
+
+    def get(self, setup: Setup, client: int, phase: Phase, moment: Moment) -> Data:
+        task = None if phase.name == EVALUATE else moment.plan.tasks.get(client)
+        key = (client, task, moment.round if client in moment.plan.drifting else None)
+        return self._kept.get(key, lambda: setup.data(client, phase, moment).to(self.device))

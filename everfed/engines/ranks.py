@@ -11,6 +11,7 @@ or a robust reducer needs more than sums, every rank gets what all of them hold.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,15 +22,16 @@ from everfed.core import tree
 from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Absent, Engine, Replies, Trained
-from everfed.core.message import Message
-from everfed.core.message import Model
+from everfed.core.evaluate import EvalSpec, stacked
+from everfed.core.message import Message, Model
 from everfed.core.phase import Phase
 from everfed.core.reduce import Reducing, Shared, Total
-from everfed.core.evaluate import EvalSpec, stacked
+from everfed.core.server import RunState
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.engines.group import Group
 from everfed.errors import UserError
+from everfed.store.checkpoint import Checkpoints
 
 
 class Ranks(Engine):
@@ -134,3 +136,36 @@ def _note(reducing: Reducing) -> dict[str, Any]:
         kind = str(reducing.dtype).removeprefix("torch.")
         return {"kind": "tensor", "weight": reducing.weight, "shape": list(reducing.total.shape), "dtype": kind}
     return {"kind": "number", "weight": reducing.weight, "value": reducing.total}
+
+
+# checkpoints ----------------------------------------------------------------------------------------------------------
+class RankCheckpoints:
+    """All ranks save together, when it is time by the clock of rank 0."""
+
+    def __init__(self, inner: Checkpoints, group: Group) -> None:
+        self.inner, self.group = inner, group
+        inner.store.keep(group.owns)
+        group.gather(None)  # every rank has looked at the folder before any writes to it
+        self._last = time.monotonic()
+
+    def offer(self, state: RunState, must: bool) -> bool:
+        due = must or self.group.gather(time.monotonic() - self._last >= self.inner.every)[0]
+        if not due:
+            return False
+        self._last = time.monotonic()
+        store = self.inner.store
+        versions, dirty = store.snapshot()
+        store.write(versions, dirty)
+        everybody, together = self.group.gather(versions), {}
+        if self.group.leads:
+            together = {int(client): version for own in everybody for client, version in own.items()}
+            self.inner.write(state.to_tree(), together, {})
+        together = self.group.gather(together if self.group.leads else None)[0]  # nobody goes on before it is durable
+        store.collect({int(client): version for client, version in together.items()})
+        return True
+
+    def wait(self) -> None:
+        """Nothing is written in the background."""
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,4 +1,4 @@
-"""How many cells of a table run at a time: what the user says, else what is expected or measured to be fastest."""
+"""How many jobs of a table run at a time: what the user says, else what is expected or measured to be fastest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from everfed.experiments import mps
 
 if TYPE_CHECKING:
-    from everfed.experiments.cells import Cell, Settings
+    from everfed.experiments.jobs import GridJob, JobSettings
 
 START = 6.0  # seconds until a worker has imported torch and begins
 CORES_OF_A_RUN = 2  # that a run on a GPU keeps busy: threads that launch its graphs, and its data
@@ -29,9 +29,9 @@ class Choice:
     measured: bool = False
 
 
-def choose(cells: Sequence[Cell], settings: Settings) -> Choice:
-    """How many cells to run side by side: what `--jobs` says, else what is expected to be fastest here."""
-    unfinished = [cell for cell in cells if not cell.finished]
+def choose(found: Sequence[GridJob], settings: JobSettings) -> Choice:
+    """How many jobs to run side by side: what `--jobs` says, else what is expected to be fastest here."""
+    unfinished = [job for job in found if not job.finished]
     if settings.jobs == 1 or not unfinished:
         return Choice(1)
     from everfed import engines
@@ -57,30 +57,30 @@ def _on_gpu(cores: int) -> Choice:
     return Choice(most, f"{why} (--jobs N chooses a number)", pinned=False, measured=True)
 
 
-def _fastest(cells: Sequence[Cell], settings: Settings, cores: int) -> Choice:
-    """The number of runs at a time that gives the shortest expected time for all cells, from the time of one client's
-    training, measured here on the first cell."""
+def _fastest(unfinished: Sequence[GridJob], settings: JobSettings, cores: int) -> Choice:
+    """The number of runs at a time that gives the shortest expected time for all jobs, from the time of one client's
+    training, measured here on the first job."""
     from everfed.engines import calibration
 
-    with_clients = _measured(cells[0], settings)
+    with_clients = _measured(unfinished[0], settings)
     if with_clients is None:
         return Choice(1)
     one_client, clients, rounds = with_clients
-    one_after_the_other = cells[0].recipe.engine.kind == "eager"
-    work = one_client.seconds * clients * rounds * len(cells)
+    one_after_the_other = unfinished[0].recipe.engine.kind == "eager"
+    work = one_client.seconds * clients * rounds * len(unfinished)
 
     def speedup(workers: int) -> float:
         """Of the clients of one run, on so many cores."""
         return 1.0 if one_after_the_other else calibration.speedup(one_client, clients, workers)
 
     def seconds(jobs: int) -> float:
-        waves = -(-len(cells) // jobs)
-        return (START if jobs > 1 else 0.0) + work * waves / len(cells) / speedup(cores // jobs)
+        waves = -(-len(unfinished) // jobs)
+        return (START if jobs > 1 else 0.0) + work * waves / len(unfinished) / speedup(cores // jobs)
 
-    most = min(len(cells), cores, _fit_in_memory())
+    most = min(len(unfinished), cores, _fit_in_memory())
     jobs = min(range(1, most + 1), key=seconds)
     clients_so = f"its clients {'one after the other' if one_after_the_other else 'side by side'}"
-    expected = f"on {cores} cores: about {seconds(jobs):.0f} s expected for {len(cells)} runs"
+    expected = f"on {cores} cores: about {seconds(jobs):.0f} s expected for {len(unfinished)} runs"
     another = "(--jobs N chooses another number)"
     if jobs > 1:
         alone = f"about {seconds(1):.0f} s with one run at a time and {clients_so}"
@@ -92,15 +92,15 @@ def _fastest(cells: Sequence[Cell], settings: Settings, cores: int) -> Choice:
     return Choice(1, f"one run at a time, {clients_so}, {expected}, {several} {another}")
 
 
-def _measured(cell: Cell, settings: Settings) -> tuple[Any, int, int] | None:
+def _measured(job: GridJob, settings: JobSettings) -> tuple[Any, int, int] | None:
     """(one client's training, clients of a round, rounds); None where it cannot be measured."""
     from everfed.engines import calibration
     from everfed.recipe import placed, scaled
     from everfed.session import assemble
 
-    with placed(cell.places):
+    with placed(job.places):
         data = None if settings.data is None else str(settings.data)
-        assembly = assemble(scaled(cell.recipe, settings.scale), data, settings.scale, cell.stream)
+        assembly = assemble(scaled(job.recipe, settings.scale), data, settings.scale, job.stream)
     measured = calibration.one_client(assembly.setup, assembly.build_module)
     return None if measured is None else (measured, len(assembly.stream.round(0).participants), assembly.stream.rounds)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.api import CHECKPOINT_EVERY, Observer
 from everfed.errors import RecipeError
-from everfed.experiments import cells
 from everfed.experiments.grid import Grid, Shown, Streams, checked_jobs, streams_of
+from everfed.experiments.jobs import GridJob, JobSettings, key_of_set, new_job
 from everfed.experiments.result import Comparison
 from everfed.methods.registry import canonical
 from everfed.naming import split_names
@@ -43,7 +43,7 @@ def compare(
     own, 0 for what is fastest; a script then needs `if __name__ == "__main__"`. The rest is as in `everfed.run`.
     """
     grid = plan(recipe, methods, seeds, out, sets=as_entries(sets), stream=stream, scale=scale)
-    settings = cells.Settings(data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
+    settings = JobSettings(data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
     return grid.run(settings, Shown(progress, observers))
 
 
@@ -70,13 +70,11 @@ def plan(
     own = base.compare.options if base.compare else {}
     make = streams_of(stream)
 
-    def cell(method: str, seed: int, given: Sequence[str]) -> cells.Cell:
+    def job(method: str, seed: int, given: Sequence[str]) -> GridJob:
         place = folder / f"{method}-{seed}"
-        return cells.new_cell(
-            method, recipe, place, method=method, seed=seed, sets=given, stream=make(seed), scale=scale
-        )
+        return new_job(method, recipe, place, method=method, seed=seed, sets=given, stream=make(seed), scale=scale)
 
-    return MethodGrid(_cells(cell, names, numbers, own, sets), folder, numbers, base.name)
+    return MethodGrid(_jobs(job, names, numbers, own, sets), folder, numbers, base.name)
 
 
 def _methods(methods: Sequence[str] | None, recipe: Recipe) -> list[str]:
@@ -97,19 +95,19 @@ def _seeds(seeds: Sequence[int] | None, recipe: Recipe) -> list[int]:
     return recipe.compare.seeds if recipe.compare else [recipe.seed]
 
 
-def _cells(
-    cell: Callable[[str, int, Sequence[str]], cells.Cell],
+def _jobs(
+    job: Callable[[str, int, Sequence[str]], GridJob],
     methods: Sequence[str],
     seeds: Sequence[int],
     own: Mapping[str, Sequence[str]],
     sets: Sequence[str],
-) -> list[cells.Cell]:
+) -> list[GridJob]:
     """A run for every method and seed. own: settings by method, which those of the command line follow."""
     grid, used = [], set()
     for method in methods:
         usable = [entry for entry in sets if _applies(entry, method)]
         used.update(usable)
-        grid += [cell(method, seed, [*own.get(method, ()), *usable]) for seed in seeds]
+        grid += [job(method, seed, [*own.get(method, ()), *usable]) for seed in seeds]
     for entry in sets:
         if entry not in used:
             raise RecipeError(f"--set {entry}: none of the methods {', '.join(methods)} has that part")
@@ -118,7 +116,7 @@ def _cells(
 
 def _is_method_option(entry: str) -> bool:
     """Is this `--set` an option of a part?"""
-    key = cells.key_of_set(entry)
+    key = key_of_set(entry)
     return key[0] == "method" and len(key) > 1 and key[1] not in MethodSection.model_fields
 
 
@@ -129,4 +127,4 @@ def _applies(entry: str, method: str) -> bool:
     if not _is_method_option(entry):
         return True
     parts: Any = methods.build(method).parts
-    return cells.key_of_set(entry)[1] in {part.name for part in parts}
+    return key_of_set(entry)[1] in {part.name for part in parts}

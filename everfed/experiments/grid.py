@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from everfed.api import Observer
 from everfed.errors import UserError
-from everfed.experiments import cells, summary
-from everfed.experiments.cells import Cell, Output, Settings
+from everfed.experiments import summary
+from everfed.experiments.jobs import GridJob, JobSettings, Output, check, run_all
 from everfed.experiments.result import Comparison
 from everfed.reports.progress import Several, shown
 
@@ -26,7 +26,7 @@ class Grid:
     """The runs of a comparison or a sweep. folder: where the tables are written, as `stem`.json, .md and .csv.
     heading: what a row is. note: about the scores."""
 
-    cells: list[Cell]
+    jobs: list[GridJob]
     folder: Path
     seeds: list[int]
     recipe: str
@@ -39,10 +39,10 @@ class Grid:
         """Further entries of the JSON file."""
         return {}
 
-    def run(self, settings: Settings, output: Output) -> Comparison:
+    def run(self, settings: JobSettings, output: Output) -> Comparison:
         """Check all runs, run those that are not finished, and write the table."""
-        cells.check(self.cells, settings)
-        rows = summary.rows(cells.run(self.cells, settings, output=output))
+        check(self.jobs, settings)
+        rows = summary.rows(run_all(self.jobs, settings, output=output))
         result = Comparison(self.folder, rows, self.heading, self.note)
         facts = {"recipe": self.recipe, "scale": settings.scale, "seeds": self.seeds, **self.facts(result)}
         summary.write(self.folder, self.stem, rows, self.heading, facts)
@@ -71,12 +71,12 @@ class Shown(Output):
     def __init__(self, progress: bool | None, observers: Sequence[Observer]) -> None:
         self._progress, self._observers, self._several = progress, observers, Several(0)
 
-    def begin(self, cells: Sequence[Cell]) -> None:
-        self._several = Several(sum(not cell.finished for cell in cells))
+    def begin(self, jobs: Sequence[GridJob]) -> None:
+        self._several = Several(sum(not job.finished for job in jobs))
 
     @contextmanager
-    def watch(self, cell: Cell, title: str) -> Iterator[Sequence[Observer]]:
-        if cell.finished:
+    def watch(self, job: GridJob, title: str) -> Iterator[Sequence[Observer]]:
+        if job.finished:
             yield ()
             return
         self._several.begin()
@@ -84,9 +84,9 @@ class Shown(Output):
             yield (*found, *self._observers)
         self._several.finished += 1
 
-    def held(self, cell: Cell) -> None:
+    def held(self, job: GridJob) -> None:
         self._several.finished -= 1
 
-    def event(self, cell: Cell, event: dict[str, Any], number: str) -> None:
+    def event(self, job: GridJob, event: dict[str, Any], number: str) -> None:
         for observer in self._observers:
             observer(event)

@@ -1,390 +1,352 @@
-"""Runs of a table side by side: worker processes that take one cell after the other.
+"""The runs of a comparison: each job is an ordinary run folder, which is run, resumed, or kept if finished.
 
-A worker stays alive over its cells, so that torch is imported once. It sends the events of its run to the command that
-started it and ends when that is gone. A worker that dies or loses the GPU is replaced; its cell goes on from its last
-checkpoint.
+Several processes, or machines with a common disk, may work through one table: a job that another one holds is left to
+it and taken up again at the end, if it is unfinished then.
 """
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
-import signal
 import time
-import traceback
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from multiprocessing.connection import Connection, wait
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everfed.errors import UserError, from_note, note_of
-from everfed.experiments import mps
-from everfed.experiments.pace import GPU_MEMORY, Pace, Timed
+from everfed import api
+from everfed.api import Observer
+from everfed.errors import FAULT, RecipeError, UserError, exit_code
+from everfed.experiments import workers
+from everfed.experiments.choice import choose
+from everfed.metrics.scores import SCORES
+from everfed.recipe import Places, Reading, Recipe, Source, placed, read, read_placed, settled, to_toml
+from everfed.recipe.places import Key
+from everfed.recipe.reading import parse_set
+from everfed.store.event_log import read_log
+from everfed.store.run import RunFolder, RunHeld, SameRun
 
 if TYPE_CHECKING:
-    from everfed.experiments.cells import Cell, Outcome, Queue, Settings
-    from everfed.experiments.choice import Choice
+    from everfed.core.stream import Stream
 
-Event = dict[str, Any]
-Show = Callable[["Cell", Event], None]  # what is done with the events of a run
-POLL = 0.5  # seconds between two looks at cells that other processes hold
-DEATHS = 2  # a cell whose process died or lost the GPU so often is given up
-PATIENCE = 10.0  # seconds in which a run on a GPU may end by itself before its process is killed
-
-
-# workers -------------------------------------------------------------------------------------------------------
+MOST_NAMED = 8  # finished jobs in one line
+_MAIN = sorted({score.main for score in SCORES.values()})
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a worker may use of the machine. cores: None for all, where runs are on a GPU. gpu_memory: of 1.
-    environment: variables of its process. timed: it sends the times of phases, for `Pace`."""
+class GridJob:
+    """row: its name in the table. recipe: settled. folder: its run folder. stream: made in Python, or None for the
+    recipe's."""
 
-    cores: Sequence[int] | None
-    gpu_memory: float = 1.0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    timed: bool = False
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sent to a worker at any time. waits: its run has to wait between two phases until that is taken back."""
-
-    gpu_memory: float
-    waits: bool
-
-
-class Worker:
-    """A process that runs cells."""
-
-    def __init__(self, settings: Settings, share: Share) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.share, self.since = share, 0.0
-        self.limits = Limits(share.gpu_memory, waits=False)
-        self.cell: Cell | None = None
-        # not daemonic: an engine inside may have processes of its own
-        self.process = context.Process(target=_work, args=(theirs, settings, share), name="everfed-cell")
-        # ctrl-C reaches all processes of a terminal, also those that cannot ignore it yet (`_work`)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        theirs.close()
-
-    def begin(self, cell: Cell, was_held: bool) -> None:
-        self.cell, self.since = cell, time.monotonic()
-        with suppress(OSError):  # a worker that died is noticed by what it does not answer
-            self.pipe.send((cell, was_held))
+    row: str
+    recipe: Recipe
+    folder: Path
+    places: Places
+    stream: Stream | None = None
 
     @property
-    def run(self) -> Hashable:
-        """What it runs; another one if it runs the same cell again."""
-        return None if self.cell is None else (self.cell.folder, self.since)
+    def reading(self) -> Reading:
+        return Reading(self.recipe, self.places)
 
-    def limit(self, limits: Limits) -> None:
-        if limits != self.limits:
-            self.limits, self.share = limits, replace(self.share, gpu_memory=limits.gpu_memory)
-            with suppress(OSError):
-                self.pipe.send(limits)
+    @property
+    def title(self) -> str:
+        return f"{self.row} seed {self.recipe.seed}"
 
-    def close(self) -> None:
-        """Let its run end at the next event, when it finds the pipe closed."""
-        self.pipe.close()
-
-    def stop(self) -> None:
-        """End it: a run goes on from its last checkpoint. A process that uses a GPU is killed only if it does not end
-        by itself: under CUDA MPS the runs beside a killed one may end, too."""
-        self.close()
-        if self.share.cores is None:
-            self.process.join(PATIENCE)
-        self.process.kill()
-        self.process.join()
-
-    def leave(self) -> None:
-        """Let an idle worker end by itself: it sees that the pipe is closed."""
-        self.pipe.close()
-        self.process.join()
+    @property
+    def finished(self) -> bool:
+        return RunFolder(self.folder).result.exists()
 
 
-def run(queue: Queue, settings: Settings, choice: Choice, show: Show) -> None:
-    """Run the cells of a queue in processes until all have an outcome. Raises the error of a cell that should end the
-    command."""
-    pace = Pace(choice.jobs, queue.say) if choice.measured else None
-    none: Mapping[str, str] = {}
-    with nullcontext(none) if pace is None else mps.shared(queue.say) as environment:
-        workers = list[Worker]()
-        try:
-            while not queue.done:
-                _hand_out(queue, workers, settings, _shares(choice, pace, environment))
-                if pace is not None:
-                    _follow(pace, queue, workers)
-                busy = {worker.pipe: worker for worker in workers if worker.cell is not None}
-                for pipe in _ready(busy):
-                    _receive(busy[pipe], queue, workers, settings, show, pace)
-                _enforce_limit(queue, workers, settings)
-        except BaseException:
-            for worker in workers:
-                worker.close()  # all of them before the first is waited for
-            for worker in workers:
-                worker.stop()
-            raise
-        for worker in workers:
-            worker.leave()
+@dataclass(frozen=True)
+class Outcome:
+    """result: the content of result.json, or None when the run failed; `problem` is then the error."""
+
+    job: GridJob
+    result: dict[str, Any] | None
+    problem: str = ""
 
 
-def _ready(busy: Mapping[Connection, Worker]) -> list[Connection]:
-    """The pipes with a message, after at most POLL seconds."""
-    if not busy:
-        time.sleep(POLL)
-    return [pipe for pipe in wait(list(busy), timeout=POLL) if isinstance(pipe, Connection)] if busy else []
+More = Callable[[Outcome], Iterable[GridJob]]
 
 
-def _shares(choice: Choice, pace: Pace | None = None, environment: Mapping[str, str] | None = None) -> list[Share]:
-    """An equal share for every worker, so that the engine inside chooses for it and none takes what others need."""
-    if not choice.pinned or not hasattr(os, "sched_getaffinity"):
-        jobs = choice.jobs if pace is None else pace.number
-        return [Share(None, GPU_MEMORY / jobs, environment or {}, timed=pace is not None)] * jobs
-    cores = sorted(os.sched_getaffinity(0))
-    return [Share(cores[number :: choice.jobs] or [cores[number % len(cores)]]) for number in range(choice.jobs)]
+@dataclass(frozen=True)
+class JobSettings:
+    """How the jobs are run. jobs: how many side by side, 0 for what is fastest. keep_going: any error of a job is its
+    outcome; else only those of the run itself (it diverged), and others end the command. limit: seconds after which a
+    job that runs beside others is given up, 0 for never."""
+
+    data: str | Path | None = None
+    scale: float = 1.0
+    checkpoint_every: float = api.CHECKPOINT_EVERY
+    as_json: bool = False
+    track: Sequence[str] = ()
+    jobs: int = 0
+    keep_going: bool = False
+    limit: float = 0.0
 
 
-def _follow(pace: Pace, queue: Queue, workers: list[Worker]) -> None:
-    """Do what `pace` has found: equal shares of the memory for as many runs as there may be, some wait while the
-    others are measured, and no idle worker stays beyond their number."""
-    for idle in [worker for worker in workers if worker.cell is None][: max(0, len(workers) - pace.number)]:
-        idle.leave()
-        workers.remove(idle)
-    busy = [worker for worker in workers if worker.cell is not None]
-    pace.update([worker.run for worker in busy], queue.waiting, time.monotonic())
-    share = GPU_MEMORY / max(pace.number, len(busy))
-    for worker in workers:
-        worker.limit(Limits(share, waits=worker.cell is not None and worker.run in pace.held))
+class Output:
+    """What is shown of jobs while they run: nothing; commands and notebooks derive from it."""
+
+    def begin(self, jobs: Sequence[GridJob]) -> None:
+        """Before the first of them runs."""
+
+    def say(self, line: str) -> None:
+        """A line about how they are run."""
+
+    def fault(self, line: str) -> None:
+        """A line about a job that failed."""
+
+    def held(self, job: GridJob) -> None:
+        """The job that was watched last was not run: another process holds it."""
+
+    def watch(self, job: GridJob, title: str) -> AbstractContextManager[Sequence[Observer]]:
+        """The observers of a job that runs alone."""
+        return nullcontext(())
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Around jobs that run side by side."""
+        return nullcontext()
+
+    def event(self, job: GridJob, event: dict[str, Any], number: str) -> None:
+        """An event of a job that runs beside others; number: how many have ended, of how many."""
 
 
-def _hand_out(queue: Queue, workers: list[Worker], settings: Settings, shares: Sequence[Share]) -> None:
-    """Give cells to idle workers; a worker is started when there is a cell for it."""
-    while sum(worker.cell is not None for worker in workers) < len(shares):
-        cell = queue.take()
-        if cell is None:
-            return
-        idle = [worker for worker in workers if worker.cell is None]
-        if not idle:
-            idle = [Worker(settings, shares[len(workers)])]
-            workers += idle
-        idle[0].begin(cell, queue.was_held(cell))
+def new_job(
+    row: str,
+    source: Source,
+    folder: Path,
+    *,
+    method: str | None,
+    seed: int,
+    sets: Sequence[str],
+    stream: Stream | None = None,
+    scale: float = 1.0,
+) -> GridJob:
+    """A job of the recipe `source` with `method`, `seed` and `sets` on top. Raises RecipeError."""
+    reading = api.fitted(read_placed(source, method=method, seed=seed, sets=sets), stream, scale)
+    with placed(reading.places):
+        own = settled(reading.recipe).model_copy(update={"compare": None})
+    return GridJob(row, own, folder, reading.places, stream)
 
 
-def _receive(
-    worker: Worker, queue: Queue, workers: list[Worker], settings: Settings, show: Show, pace: Pace | None = None
-) -> None:
-    """Process one message of a busy worker: an event or a time of its run, or how the run ended."""
-    cell = worker.cell
-    assert cell is not None
-    try:
-        kind, content = worker.pipe.recv()
-    except (EOFError, OSError):
-        worker.stop()
-        how = _death(worker)
-        if _with_fewer(worker, f"its process {how}", queue, workers, pace):
-            return
-        _replace(worker, workers, settings)
-        problem = f"the process of {cell.title} {how}, {DEATHS} times; is there memory enough?"
-        _go_on_or_give_up(cell, f"its process {how}", problem, queue, settings)
-        return
-    if kind == "event":
-        show(cell, content)
-        return
-    if kind in ("phase", "waits"):
-        if pace is not None:
-            (pace.phase if kind == "phase" else pace.waits)(worker.run, content)
-        return
-    why = content if kind == "lost" else "the GPU's memory is full" if _no_memory(kind, content) else ""
-    if why and _with_fewer(worker, why, queue, workers, pace):
-        return
-    worker.cell = None
-    if kind == "held":
-        queue.hold(cell)
-    elif kind == "outcome":
-        queue.finish(content)
-        if content.problem and worker.share.cores is None:
-            # after an error on a GPU neither CUDA nor torch's allocator need be of use to the next run
-            _replace(worker, workers, settings)
-    elif kind == "lost":
-        _replace(worker, workers, settings)
-        _go_on_or_give_up(cell, content, f"{cell.title}, {DEATHS} times: {content}", queue, settings)
+def parse_seeds(text: str) -> list[int]:
+    """`0,1,2`. Raises RecipeError."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise RecipeError(f"--seeds {text}: write whole numbers of at least 0 with commas between, such as 0,1,2")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def key_of_set(entry: str) -> Key:
+    """The key that a `--set` names."""
+    return parse_set(entry).key
+
+
+def check(jobs: Sequence[GridJob], settings: JobSettings) -> None:
+    """Raises the error of any job that would be refused, before the first one runs; checks one job per row and one
+    per seed."""
+    check_folders(jobs, settings)
+    for job in _representatives(jobs):
+        check_run(job, settings)
+
+
+def check_folders(jobs: Iterable[GridJob], settings: JobSettings) -> None:
+    """Raises UserError for existing folders of other runs."""
+    for job in jobs:
+        _check_folder(job, settings)
+
+
+def check_run(job: GridJob, settings: JobSettings) -> None:
+    """Raises the error with which the run of a job would be refused."""
+    api.check(job.reading, settings.data, settings.scale, job.stream)
+
+
+class Queue:
+    """The jobs of a table in the order in which they are run; those that other processes hold come last, again and
+    again. more: further jobs that follow from an outcome. say: a line for the user about a job that is held or whose
+    process died."""
+
+    def __init__(
+        self, jobs: Iterable[GridJob], more: More | None = None, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.say = say
+        self.outcomes: dict[Path, Outcome] = {}
+        self._open, self._held, self._deaths = deque(jobs), deque[GridJob](), Counter[Path]()
+        self._order = [job.folder for job in self._open]
+        self._more = more or (lambda outcome: ())
+        self._look_again = 0.0
+        self._were_held: set[Path] = set()
+
+    @property
+    def done(self) -> bool:
+        """Has every job an outcome?"""
+        return len(self.outcomes) == len(self._order)
+
+    @property
+    def waiting(self) -> bool:
+        """Is there a job that could begin?"""
+        return bool(self._open)
+
+    @property
+    def total(self) -> int:
+        return len(self._order)
+
+    def take(self) -> GridJob | None:
+        """The next job to try; None while there is none."""
+        if self._open:
+            return self._open.popleft()
+        if self._held and time.monotonic() >= self._look_again:
+            return self._held.popleft()
+        return None
+
+    def hold(self, job: GridJob) -> None:
+        """Another process has it: wait before it is tried again."""
+        if not self.was_held(job):
+            self.say(f"{job.title}: another process runs it; it is tried again after the others")
+        self._held.append(job)
+        self._were_held.add(job.folder)
+        self._look_again = time.monotonic() + workers.POLL
+
+    def was_held(self, job: GridJob) -> bool:
+        """Had another process this job, when it was tried before?"""
+        return job.folder in self._were_held
+
+    def again(self, job: GridJob) -> None:
+        """Its process died: it is the next to be tried."""
+        self._open.appendleft(job)
+
+    def died(self, job: GridJob) -> int:
+        """Count a process that died with this job."""
+        self._deaths[job.folder] += 1
+        return self._deaths[job.folder]
+
+    def finish(self, outcome: Outcome) -> None:
+        self.outcomes[outcome.job.folder] = outcome
+        for job in self._more(outcome):
+            if job.folder not in self._order:  # it may follow from several outcomes
+                self._open.append(job)
+                self._order.append(job.folder)
+
+    def in_order(self) -> list[Outcome]:
+        return [self.outcomes[folder] for folder in self._order]
+
+
+def run_all(
+    jobs: Sequence[GridJob], settings: JobSettings, more: More | None = None, output: Output | None = None
+) -> list[Outcome]:
+    """Run every job that is not finished, some side by side where that is faster or asked for. more: further jobs
+    that follow from an outcome. output: shows how far they are."""
+    output = output or Output()
+    queue, choice = Queue(jobs, more, output.say), choose(jobs, settings)
+    output.begin(jobs)
+    if finished := [job.title for job in jobs if job.finished]:
+        others = f" and {len(finished) - MOST_NAMED} more" if len(finished) > MOST_NAMED else ""
+        output.say(f"already finished: {', '.join(finished[:MOST_NAMED])}{others}")
+    if choice.why:
+        output.say(choice.why)
+    if choice.jobs > 1:
+        with output.beside():
+            workers.run(queue, settings, choice, lambda job, event: output.event(job, event, _number(queue)))
     else:
-        raise _error(kind, content)
+        _run_alone(queue, settings, output)
+    return queue.in_order()
 
 
-def _with_fewer(worker: Worker, why: str, queue: Queue, workers: list[Worker], pace: Pace | None) -> bool:
-    """A run failed, maybe for those beside it: where their number is this command's own choice, it goes on later, with
-    fewer. False where it was alone or the user chose the number."""
-    if pace is None or worker.cell is None or not pace.fewer():
-        return False
-    worker.stop()
-    workers.remove(worker)
-    most = "one run" if pace.number == 1 else f"{pace.number} runs"
-    again = f"at most {most} at a time from now on, and another process resumes it from its last checkpoint"
-    queue.say(f"{worker.cell.title}: {why}; {again}")
-    queue.again(worker.cell)
-    return True
+def _number(queue: Queue) -> str:
+    return f"[{len(queue.outcomes) + 1}/{queue.total}]"
 
 
-def _no_memory(kind: str, content: Any) -> bool:
-    """Did a run end because it found no memory?"""
-    return "out of memory" in str(content.problem if kind == "outcome" else content)
-
-
-def _death(worker: Worker) -> str:
-    code = worker.process.exitcode
-    return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-
-
-def _go_on_or_give_up(cell: Cell, why: str, problem: str, queue: Queue, settings: Settings) -> None:
-    """The process of a cell, or the GPU under it, is gone. why: for the line about the cell that goes on; problem: the
-    error where it happened too often."""
-    from everfed.experiments.cells import Outcome
-
-    if queue.died(cell) < DEATHS:
-        queue.say(f"{cell.title}: {why}; another process resumes it from its last checkpoint")
-        queue.again(cell)
-        return
-    if not settings.keep_going:
-        raise UserError(problem)
-    queue.finish(Outcome(cell, None, problem))
-
-
-def _replace(worker: Worker, workers: list[Worker], settings: Settings) -> None:
-    worker.stop()
-    workers[workers.index(worker)] = Worker(settings, worker.share)
-
-
-def _enforce_limit(queue: Queue, workers: list[Worker], settings: Settings) -> None:
-    from everfed.experiments.cells import Outcome
-
-    if not settings.limit:
-        return
-    now = time.monotonic()
-    for worker in list(workers):
-        if worker.cell is not None and now - worker.since > settings.limit:
-            _replace(worker, workers, settings)
-            queue.finish(Outcome(worker.cell, None, f"took longer than the limit of {settings.limit:g} s for a run"))
-
-
-def _error(kind: str, content: Any) -> Exception:
-    return from_note(content) if kind == "error" else RuntimeError(f"a run failed in its worker process:\n{content}")
-
-
-# in the worker -------------------------------------------------------------------------------------------------
-
-
-def _work(pipe: Connection, settings: Settings, share: Share) -> None:
-    """Run the cells that come through the pipe until it is closed. Ctrl-C is the parent's: it ends its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from everfed.engines.queues import choose_queues
-
-    os.environ.update(share.environment)
-    choose_queues()
-    if share.cores is not None:
-        os.sched_setaffinity(0, share.cores)
-        # runs on the CPU: where torch sees a GPU, the first backward pass starts threads that no fork survives, and the
-        # next run's engine could not start processes
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _limit_gpu_memory(share.gpu_memory)
-    from everfed.experiments import cells
-
-    def observer(event: Event) -> None:
-        pipe.send(("event", event))
-        if share.timed and event["event"] == "phase":
-            now = time.monotonic()
-            memory = _gpu_memory(int(now))
-            pipe.send(("phase", Timed(event["round"], event["task"], event["seconds"], now, *memory)))
-            _heed(pipe)
-
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            content = pipe.recv()
-            if isinstance(content, Limits):  # to wait was for the run that has ended
-                _limit_gpu_memory(content.gpu_memory)
-                continue
-            cell, was_held = content
-            pipe.send(_answer(partial(cells.attempt, cell, settings, [observer], was_held)))
-            _release_gpu_memory()
-
-
-def _heed(pipe: Connection) -> None:
-    """Between two phases: apply the limits that were sent meanwhile, and wait as long as they say so."""
-    waits = False
-    while waits or pipe.poll():
-        try:
-            limits = pipe.recv()
-        except EOFError as error:
-            raise BrokenPipeError from error  # the command is gone
-        _limit_gpu_memory(limits.gpu_memory)
-        if limits.waits and not waits:
-            pipe.send(("waits", time.monotonic()))
-        waits = limits.waits
-
-
-@lru_cache(maxsize=1)
-def _gpu_memory(second: int) -> tuple[float, float]:
-    """(the most that this process has had for its run, what is free on the GPU), of 1; looked up once a second."""
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return 0.0, 1.0
-    free, total = torch.cuda.mem_get_info()
-    return torch.cuda.max_memory_reserved() / total, free / total
-
-
-def _limit_gpu_memory(share: float) -> None:
-    """A run beyond its share fails alone; without a limit it would be whichever run asks next."""
-    import torch
-
-    for device in range(torch.cuda.device_count()):
-        torch.cuda.set_per_process_memory_fraction(share, device)
-
-
-def _release_gpu_memory() -> None:
-    """What a run leaves in torch's cache is of no use to the next one, but other processes need it."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _answer(attempt: Callable[[], Outcome | None]) -> tuple[str, Any]:
-    """How a run ended, as a message: held by another process, its outcome, an error for the user, a traceback, or the
-    error after which this process can do nothing more on the GPU."""
+def attempt(
+    job: GridJob, settings: JobSettings, observers: Sequence[Observer], was_held: bool = False
+) -> Outcome | None:
+    """Run a job, go on with it, or read its result; None while another process holds it. was_held: another one had it
+    before; where it diverged there, that is the outcome: it would do so again. Raises UserError where its folder holds
+    another run, even with keep_going: that is no outcome of this job."""
+    _check_folder(job, settings)
+    how: dict[str, Any] = {"observers": observers, "track": settings.track, "progress": False, "stream": job.stream}
+    how["checkpoint_every"] = settings.checkpoint_every
+    if was_held and (problem := _divergence(job)) is not None:
+        return Outcome(job, None, problem)
     try:
-        outcome = attempt()
-    except (BrokenPipeError, ConnectionResetError):  # the command is gone, and with it who wants this run
-        raise
+        return Outcome(job, _begin_or_go_on(job, settings, how))
+    except RunHeld:
+        return None
     except Exception as error:
-        if _gpu_is_lost():
-            return "lost", f"{type(error).__name__}: {error}"
-        note = note_of(error)
-        return ("error", note) if note is not None else ("bug", traceback.format_exc())
-    if outcome is not None and outcome.problem and _gpu_is_lost():
-        return "lost", outcome.problem
-    return ("held", None) if outcome is None else ("outcome", outcome)
+        code = exit_code(error)
+        if code != FAULT and (not settings.keep_going or isinstance(error, OSError)):
+            raise
+        return Outcome(job, None, str(error) if code is not None else f"{type(error).__name__}: {error}")
 
 
-def _gpu_is_lost() -> bool:
-    """Has an error ended all that this process can do on a GPU? It need not be its own: under CUDA MPS a fault of one
-    process ends the others' work as well."""
-    import torch
+def _begin_or_go_on(job: GridJob, settings: JobSettings, how: dict[str, Any]) -> dict[str, Any]:
+    if not RunFolder(job.folder).recipe.exists():
+        try:
+            return api.run(job.reading, job.folder, data_dir=settings.data, scale=settings.scale, **how).data
+        except SameRun:  # another process has begun it since, and has finished it or died
+            pass
+    return api.resume(job.folder, data_dir=settings.data, **how).data
 
-    try:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
+
+def _divergence(job: GridJob) -> str | None:
+    """The error with which an unfinished run ended, if it diverged."""
+    log = read_log(job.folder)
+    if job.finished or not log.failed:
+        return None
+    kind, _, message = log.notes[-1].message.partition(": ")
+    return message if kind == "Diverged" else None
+
+
+def _run_alone(queue: Queue, settings: JobSettings, output: Output) -> None:
+    """One job after the other, in this process."""
+    waited = False
+    while not queue.done:
+        job = queue.take()
+        if job is None:
+            if not waited:
+                output.say("waiting for runs that another process has begun")
+            waited = True
+            time.sleep(workers.POLL)
+            continue
+        outcome = _run_one(job, settings, _number(queue), queue.was_held(job), output)
+        if outcome is None:
+            output.held(job)
+            queue.hold(job)
+        else:
+            queue.finish(outcome)
+
+
+def _representatives(jobs: Sequence[GridJob]) -> list[GridJob]:
+    first_of_row = _first_by(jobs, lambda job: job.row)
+    first_of_seed = _first_by(jobs, lambda job: job.recipe.seed)
+    return [*first_of_row, *(job for job in first_of_seed if job not in first_of_row)]
+
+
+def _first_by(jobs: Iterable[GridJob], key: Callable[[GridJob], Any]) -> list[GridJob]:
+    first: dict[Any, GridJob] = {}
+    for job in jobs:
+        first.setdefault(key(job), job)
+    return list(first.values())
+
+
+def _check_folder(job: GridJob, settings: JobSettings) -> None:
+    """An existing folder must belong to the same run, begun by this command or by `everfed run`."""
+    run = RunFolder(job.folder)
+    if not run.recipe.exists():
+        return
+    scale = run.read_settings().get("scale", 1.0)
+    stored = settled(read(str(run.recipe))).model_copy(update={"compare": None})
+    if to_toml(stored) != to_toml(job.recipe) or scale != settings.scale:
+        raise UserError(
+            f"{job.folder} belongs to another recipe or --scale; nothing was overwritten. "
+            "Choose another --out, or remove the folder"
+        )
+
+
+def _run_one(job: GridJob, settings: JobSettings, number: str, was_held: bool, output: Output) -> Outcome | None:
+    title = f"{number} {job.title}"
+    with output.watch(job, title) as observers:
+        outcome = attempt(job, settings, observers, was_held)
+    if outcome is not None and outcome.problem:  # a job that failed is a result; the others go on
+        output.fault(f"{title}: {outcome.problem}")
+    return outcome

@@ -63,7 +63,7 @@ def private(say: Callable[[str], None]) -> Iterator[dict[str, str] | None]:
         for path in environment.values():
             Path(path).mkdir()
         # the daemon numbers the GPUs that it sees anew, and a client's CUDA_VISIBLE_DEVICES would then name others
-        from everfed.engines.queues import take_back
+        from everfed.engines.slots import take_back
 
         whole = {**os.environ, **environment}
         take_back(whole)

@@ -17,7 +17,7 @@ class Comparison:
     note: about the scores."""
 
     folder: Path
-    rows: Sequence[summary.Row]
+    rows: Sequence[summary.TableRow]
     heading: str
     note: str = ""
 
@@ -25,7 +25,7 @@ class Comparison:
     def results(self) -> dict[str, list[Result]]:
         """The finished runs of every row, by seed."""
         return {
-            row.name: [Result(outcome.cell.folder, outcome.result) for outcome in row.outcomes if outcome.result]
+            row.name: [Result(outcome.job.folder, outcome.result) for outcome in row.outcomes if outcome.result]
             for row in self.rows
         }
 
@@ -33,7 +33,7 @@ class Comparison:
     def problems(self) -> dict[Path, str]:
         """Run folders of runs that failed, with the error."""
         failed = (outcome for row in self.rows for outcome in row.outcomes if outcome.result is None)
-        return {outcome.cell.folder: outcome.problem for outcome in failed}
+        return {outcome.job.folder: outcome.problem for outcome in failed}
 
     @property
     def best(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.experiments.cells import Outcome
+from everfed.experiments.jobs import Outcome
 from everfed.metrics.scores import METRICS, PERCENT, Score, plain_text, score_of
 from everfed.reports.markdown import markdown_table
 from everfed.store.files import write_atomic
@@ -20,7 +20,7 @@ COSTS = (("Bytes up", "bytes_up"), ("Time", "seconds"))
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One method or one cell of a grid. spreads: {metric: {mean, deviation, count}}; empty when no seed finished."""
 
     name: str
@@ -42,12 +42,12 @@ class Row:
         return score.better * self.mean(score.main) if score.main in self.spreads else -float("inf")
 
 
-def rows(outcomes: Sequence[Outcome]) -> list[Row]:
+def rows(outcomes: Sequence[Outcome]) -> list[TableRow]:
     """Outcomes by row, the best first; rows without a finished run come last."""
     grouped: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        grouped.setdefault(outcome.cell.row, []).append(outcome)
-    found = [Row(name, tuple(group), _spreads(group)) for name, group in grouped.items()]
+        grouped.setdefault(outcome.job.row, []).append(outcome)
+    found = [TableRow(name, tuple(group), _spreads(group)) for name, group in grouped.items()]
     return sorted(found, key=lambda row: row.rank, reverse=True)
 
 
@@ -73,7 +73,7 @@ def _numbers(result: dict[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in numbers.items() if isinstance(value, (int, float))}
 
 
-def table(found: Sequence[Row], heading: str) -> tuple[list[str], list[list[str]]]:
+def table(found: Sequence[TableRow], heading: str) -> tuple[list[str], list[list[str]]]:
     """(columns, lines), fractions in per cent; columns without a value are left out."""
     from everfed.reports.progress import duration, size
 
@@ -96,7 +96,7 @@ def _text(spread: dict[str, float] | None, kind: str) -> str:
     return mean if spread["count"] == 1 else f"{mean} ± {text(scale * spread['deviation'])}"
 
 
-def as_dict(found: Sequence[Row]) -> list[dict[str, Any]]:
+def as_dict(found: Sequence[TableRow]) -> list[dict[str, Any]]:
     """The rows as in the JSON file."""
     return [
         {
@@ -104,8 +104,8 @@ def as_dict(found: Sequence[Row]) -> list[dict[str, Any]]:
             "metrics": row.spreads,
             "runs": [
                 {
-                    "seed": outcome.cell.recipe.seed,
-                    "folder": str(outcome.cell.folder),
+                    "seed": outcome.job.recipe.seed,
+                    "folder": str(outcome.job.folder),
                     "metrics": outcome.result["metrics"] if outcome.result else None,
                     "problem": outcome.problem or None,
                 }
@@ -116,7 +116,7 @@ def as_dict(found: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def write(folder: Path, stem: str, found: Sequence[Row], heading: str, facts: dict[str, Any]) -> None:
+def write(folder: Path, stem: str, found: Sequence[TableRow], heading: str, facts: dict[str, Any]) -> None:
     """stem.json, stem.md and stem.csv in `folder`."""
     content = {**facts, "deviation": "population", "rows": as_dict(found)}
     _write(folder / f"{stem}.json", json.dumps(content, indent=2) + "\n")
@@ -129,7 +129,7 @@ def _write(path: Path, text: str) -> None:
     write_atomic(path, text.encode(), shared=True)
 
 
-def _csv(found: Sequence[Row]) -> str:
+def _csv(found: Sequence[TableRow]) -> str:
     keys = sorted({key for row in found for key in row.spreads})
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")

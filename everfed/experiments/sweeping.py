@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.api import CHECKPOINT_EVERY, Observer
 from everfed.errors import RecipeError
-from everfed.experiments import cells
 from everfed.experiments.grid import Grid, Shown, Streams, checked_jobs, streams_of
+from everfed.experiments.jobs import JobSettings, key_of_set, new_job
 from everfed.experiments.result import Comparison
 from everfed.recipe import Recipe, Sets, Source, as_entries, read
 
@@ -62,7 +62,7 @@ def sweep(
     """
     axes = [[as_entries({key: value})[0] for value in values] for key, values in grid.items()]
     planned = plan(recipe, axes, seeds, out, method=method, sets=as_entries(sets), stream=stream, scale=scale)
-    settings = cells.Settings(data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
+    settings = JobSettings(data_dir, scale, checkpoint_every, track=track, jobs=checked_jobs(jobs, stream))
     return planned.run(settings, Shown(progress, observers))
 
 
@@ -87,7 +87,7 @@ def plan(
     folder = Path(out) if out is not None else Path("runs") / name
     numbers, make = list(seeds) if seeds is not None else [base.seed], streams_of(stream)
     found = [
-        cells.new_cell(
+        new_job(
             as_arguments(combination),
             recipe,
             folder / f"{folder_name(combination)}-{seed}",
@@ -107,7 +107,7 @@ def plan(
 def _held_out(base: Recipe, sets: Sequence[str], own: bool) -> dict[str, str]:
     """{key: --set} that make a run score on validation data, holding some out where the recipe does not. own: the
     stream was made in Python, and holds out what it holds out."""
-    if any(".".join(cells.key_of_set(entry)) == SPLIT for entry in sets):
+    if any(".".join(key_of_set(entry)) == SPLIT for entry in sets):
         raise RecipeError(f"{SPLIT} cannot be set here: a sweep chooses on validation data, never on test data")
     needed = {SPLIT: f"{SPLIT}=validation"}
     if not own and not (base.stream.model_extra or {}).get("validation"):

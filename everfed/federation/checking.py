@@ -19,9 +19,9 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import Reply, synchronises
 from everfed.core.context import Moment, Setup
-from everfed.core.message import MODEL
-from everfed.core.message import Model
-from everfed.core.phase import EVALUATE, Phase, When, TRAIN
+from everfed.core.handle import Client
+from everfed.core.message import MODEL, Model, Values
+from everfed.core.phase import EVALUATE, TRAIN, Phase, When
 from everfed.core.reduce import Collect
 from everfed.core.tree import Tree
 
@@ -90,15 +90,20 @@ def expected_reply(setup: Setup, phase: Phase, moment: Moment, model: Model) -> 
     A reply may be as large as 64 models (a collected pool of tasks, say)."""
     reducers = {EVALUATE: {"counts": None}} if phase.name == EVALUATE else setup.method.reducers(phase)
     silent = phase.name == TRAIN and not synchronises(setup.server(TRAIN, moment))
+    training = phase.name == TRAIN and not silent
     added_up = {f"{p}/{k}" for p, keys in reducers.items() for k, r in keys.items() if not isinstance(r, Collect)}
     outer = phase.when is not When.INSIDE
     added = {part.name: part.adds for part in setup.method.protections if part.adds and outer}
     return Expected(
         {**({} if silent else {part: frozenset(keys) for part, keys in reducers.items()}), **added},
-        _uploaded(setup, moment, model) if phase.name == TRAIN and not silent else {},
+        _tensors(setup.method.aggregator.name, uploaded(setup, moment, model)) if training else {},
         frozenset(added_up),
         Limits(bytes=largest_reply(model)),
     )
+
+
+def _tensors(part: str, values: Values) -> dict[str, Spec]:
+    return {f"{part}/{key}": Spec.of(value) for key, value in values.items() if isinstance(value, Tensor)}
 
 
 def largest_reply(model: Model) -> int:
@@ -106,10 +111,11 @@ def largest_reply(model: Model) -> int:
     return 64 * tree.tensor_bytes({MODEL: dict(model)}) + (1 << 20)
 
 
-def _uploaded(setup: Setup, moment: Moment, model: Model) -> dict[str, Spec]:
-    aggregator = setup.method.aggregator
-    sent = aggregator.upload(model, {MODEL: dict(model)}, setup.server(TRAIN, moment))
-    return {f"{aggregator.name}/{key}": Spec.of(value) for key, value in sent.items() if isinstance(value, Tensor)}
+def uploaded(setup: Setup, moment: Moment, model: Model) -> Values:
+    """What a client would send that left the model as it was."""
+    aggregator, context = setup.method.aggregator, setup.server(TRAIN, moment)
+    client = Client(aggregator.name, {}, context, {MODEL: dict(model)}, model, setup.facts.blank, read_only=True)
+    return aggregator.upload(client)
 
 
 def check_reply(reply: Any, expected: Expected) -> Refusal | None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from everfed.core.client import Reply
-from everfed.core.message import Message, Cached, PerClient, addressed
+from everfed.core.message import Cached, Message, PerClient, addressed
 from everfed.core.tree import Tree, TreeError, from_bytes, to_bytes
 from everfed.federation.packet import PacketError, digest
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
-from everfed.core.message import MODEL
 from everfed.core.message import Model
 from everfed.core.part import overrides
-from everfed.core.phase import Phase, TRAIN
+from everfed.core.phase import Phase
 from everfed.core.reduce import Mean
-from everfed.federation.checking import Expected, Reason, Refusal
+from everfed.federation.checking import Expected, Reason, Refusal, uploaded
 
 FEWEST = 3  # replies below which there is no majority to compare with
 
@@ -59,7 +58,7 @@ def find_outliers(
     """The clients whose trained models are too far from the model that they were sent: more than `factor` times the
     median of all replies, which a minority cannot move beyond what honest clients send."""
     part = setup.method.aggregator
-    unmoved = part.upload(model, {MODEL: dict(model)}, setup.server(TRAIN, moment))
+    unmoved = uploaded(setup, moment, model)
     refused: dict[int, Refusal] = {}
     for key, base in unmoved.items():
         if not isinstance(base, Tensor) or not base.is_floating_point():
@@ -88,7 +87,7 @@ class SampleClaims:
 
     def __init__(self, setup: Setup, allowed: Callable[[int], int | None] = lambda client: None) -> None:
         self.setup, self.allowed = setup, allowed
-        self._rehearses = any(overrides(part, "dataset") for part in setup.method.parts)  # samples of earlier tasks
+        self._rehearses = any(overrides(part, "receive") for part in setup.method.parts)  # samples of earlier tasks
         self._held: dict[tuple[int, int], int] = {}  # (client, task) -> samples in the server's own stream
 
     def capped(self, phase: Phase, moment: Moment, claims: Mapping[int, int]) -> dict[int, int]:

@@ -11,9 +11,8 @@ import torch
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Place, Setup
 from everfed.core.engine import Absent, ClientError, PhaseCall
-from everfed.core.message import MODEL, Message, unwrap
-from everfed.core.message import Model
-from everfed.core.phase import Phase, TRAIN
+from everfed.core.message import MODEL, Message, Model, unwrap
+from everfed.core.phase import TRAIN, Phase
 from everfed.engines.base import BuildModule, OneTrainer, new_trainer
 from everfed.federation.checking import Refusal, check_reply, expected_reply, largest_reply
 from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply

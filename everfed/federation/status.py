@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 from everfed.federation.roster import ROSTER
 from everfed.federation.serving import IDENTITY
+from everfed.store.event_log import clients_of, events, read_log
 from everfed.store.run import RunError, RunFolder
+
+TROUBLES = ("failed", "rejected", "late")
 
 
 def status(run: Path) -> dict[str, Any]:
@@ -17,45 +20,33 @@ def status(run: Path) -> dict[str, Any]:
     folder = RunFolder.open(run)
     if not (run / IDENTITY).exists():
         raise RunError(f"{run} is not a federation, or has not begun: it has no {IDENTITY}")
-    events = _events(folder.events)
     names = json.loads((run / ROSTER).read_text()) if (run / ROSTER).exists() else {}
-    phases = [event for event in events if event["event"] == "phase"]
-    faults = [event for event in events if event["event"] == "fault"]
+    phases, failed = events(run, "phase"), read_log(run).last_kind == "fault"
+    answers = Counter(
+        client for event in phases for client in clients_of(event) if str(client) not in event.get("absent", {})
+    )
+    happened = defaultdict[int, list[dict[str, Any]]](list)
+    for event in events(run, "client"):
+        happened[event["client"]].append(event)
     return {
-        "state": "finished"
-        if folder.result.exists()
-        else "failed"
-        if faults and events[-1] is faults[-1]
-        else "unfinished",
+        "state": "finished" if folder.result.exists() else "failed" if failed else "unfinished",
         "round": phases[-1]["round"] + 1 if phases else 0,
         "epoch": json.loads((run / IDENTITY).read_text())["epoch"],
-        "clients": [_client(client, name, events) for name, client in sorted(names.items(), key=lambda one: one[1])],
+        "clients": [
+            _client(client, name, answers[client], happened[client])
+            for name, client in sorted(names.items(), key=lambda one: one[1])
+        ],
     }
 
 
-def _client(client: int, name: str, events: list[dict[str, Any]]) -> dict[str, Any]:
-    own = [event for event in events if event["event"] == "client" and event["client"] == client]
-    kinds = Counter(event["kind"] for event in own)
+def _client(client: int, name: str, answers: int, own: list[dict[str, Any]]) -> dict[str, Any]:
     moves = [event["kind"] for event in own if event["kind"] in ("connected", "gone")]
-    troubles = [event["reason"] for event in own if event["kind"] in ("failed", "rejected", "late")]
-    phases = [event for event in events if event["event"] == "phase" and client in _clients(event)]
+    troubles = [event["reason"] for event in own if event["kind"] in TROUBLES]
     return {
         "client": client,
         "name": name,
         "state": moves[-1] if moves else "unknown",
-        "answers": sum(str(client) not in event.get("absent", {}) for event in phases),
-        "failures": kinds["failed"] + kinds["rejected"] + kinds["late"],
+        "answers": answers,
+        "failures": len(troubles),
         "trouble": troubles[-1] if troubles else "",
     }
-
-
-def _clients(event: dict[str, Any]) -> list[int]:
-    clients = event["clients"]
-    return clients if isinstance(clients, list) else []
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1] if line]

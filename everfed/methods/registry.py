@@ -60,8 +60,8 @@ PARTS: dict[str, str] = {
     "hgp": "features.calibration:HGP",
     "ranpac": "features.ridge:RanPAC",
     "ridge": "features.ridge:Ridge",
-    "ala": "personal.ala:ALA",
-    "dbe": "personal.dbe:DBE",
+    "ala": "personal.fedala:ALA",
+    "dbe": "personal.feddbe:DBE",
     "fedas": "personal.fedas:FedAS",
     "fedl2p": "personal.fedl2p:FedL2P",
     "fedweit": "personal.fedweit:FedWeIT",
@@ -263,6 +263,12 @@ def part_class(name: str) -> type[Part]:
             "own is named package.module:Name"
         )
     return found
+
+
+def name_of(part: type[Part]) -> str:
+    """The name by which `part_class` finds this part again."""
+    path = f"{part.__module__}:{part.__qualname__}"
+    return part.name if path == f"everfed.methods.{PARTS.get(part.name)}" else path
 
 
 def part_classes() -> dict[str, type[Part]]:

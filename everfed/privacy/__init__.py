@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.core.context import Ledger, Setup
 from everfed.core.engine import Engine
+from everfed.core.method import Method
 from everfed.core.server import RunState
-from everfed.core.legacy import CompositionError, Method
+from everfed.errors import CompositionError
 
 if TYPE_CHECKING:
     from everfed.recipe import PrivacySection

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from everfed.core.client import Reply
+from everfed.core.handle import Client
 from everfed.core.message import MODEL
-from everfed.core.tree import leaves
-from everfed.core.legacy import Context, Message, Tree
+from everfed.core.tree import Tree, leaves
 from everfed.privacy import masking
 from everfed.privacy.members import Members, set_text, to_bytes, to_tensor
 
@@ -30,39 +30,40 @@ class ProtocolError(ValueError):
     """A request that no honest server makes; the client does not answer it."""
 
 
-def with_new_keys(own: Tree, ctx: Context) -> tuple[Tree, Tree]:
+def with_new_keys(own: Tree, client: Client) -> tuple[Tree, Tree]:
     """(the state with fresh keys, the public ones to advertise, signed where this client has a long-lived key)."""
     private = [masking.new_private(), masking.new_private()]
     public = b"".join(masking.public_of(key) for key in private)
-    credentials = None if ctx.attempt is None else ctx.attempt.credentials
+    credentials = None if client.attempt is None else client.attempt.credentials
     signed = {}
     if credentials is not None:
-        signature = credentials.sign(_statement(own, client_of(ctx), public, own["form"], ctx))
+        signature = credentials.sign(_statement(own, client.id, public, own["form"], client))
         signed["signed"] = f"{credentials.name} {signature.hex()}"
     return {**own, "private": to_tensor(b"".join(private))}, {"keys": to_tensor(public), **signed}
 
 
-def _statement(own: Tree, client: int, keys: bytes, form: str, ctx: Context) -> bytes:
-    """What a client signs when it advertises keys: they are its own, for this phase of this run and no other."""
-    return json.dumps(["secure", *_where(own, ctx), client, keys.hex(), form]).encode()
+def _statement(own: Tree, number: int, keys: bytes, form: str, client: Client) -> bytes:
+    """What a client signs when it advertises keys: they are its own, for this phase of this run and no other, and for
+    what it was asked. Who was asked otherwise does not find it signed."""
+    return json.dumps(["secure", *_where(own, client), own["asked"], number, keys.hex(), form]).encode()
 
 
-def unknown_members(own: Tree, members: Members, ctx: Context) -> list[int]:
+def unknown_members(own: Tree, members: Members, client: Client) -> list[int]:
     """The members whose keys are not signed by a client that this one knows from elsewhere than the server; none where
     it knows no clients."""
-    credentials = None if ctx.attempt is None else ctx.attempt.credentials
+    credentials = None if client.attempt is None else client.attempt.credentials
     if credentials is None:
         return []
     found = []
-    names = Counter(members.signed.get(client, "").partition(" ")[0] for client in members.clients)
-    for client in members.clients:
-        name, _, signature = members.signed.get(client, "").partition(" ")
-        statement = _statement(own, client, members.keys[client], members.forms[client], ctx)
+    names = Counter(members.signed.get(number, "").partition(" ")[0] for number in members.clients)
+    for number in members.clients:
+        name, _, signature = members.signed.get(number, "").partition(" ")
+        statement = _statement(own, number, members.keys[number], members.forms[number], client)
         problem = credentials.problem(name, _from_hex(signature), statement)
         if problem or (names[name] > 1 and name):
-            _LOG.warning("no shares for client %d: %s", client, problem or f"{name} has several numbers")
-            found.append(client)
-    return [client for client in found if client != ctx.client]
+            _LOG.warning("no shares for client %d: %s", number, problem or f"{name} has several numbers")
+            found.append(number)
+    return [number for number in found if number != client.id]
 
 
 def _from_hex(text: str) -> bytes:
@@ -72,18 +73,19 @@ def _from_hex(text: str) -> bytes:
         return b""
 
 
-def ledger_keys(own: Tree, ctx: Context) -> list[str]:
-    """What a sum that is opened is recorded under: the phase of the run; the reply, which another run may ask for."""
-    if ctx.attempt is None:  # a simulation: its clients' store is saved and restored with the server's state
+def ledger_keys(own: Tree, client: Client) -> list[str]:
+    """What a sum that is opened is recorded under: the phase of the run; the model, at any repeat and for any server of
+    the same recipe; the reply, whoever asks for it."""
+    if client.attempt is None:  # a simulation: its clients' store is saved and restored with the server's state
         return []
-    phase = f"opened {ctx.attempt.run} {own['phase']} {own['place']}"
-    return [phase, f"opened {own['result']}"] if own["result"] else [phase]
+    phase = f"{client.attempt.run} {own['phase']} {own['place']}"
+    return [f"opened {name}" for name in (phase, own["model"], own["result"]) if name]
 
 
-def require_same_set(own: Tree, clients: Iterable[int], ctx: Context) -> None:
+def require_same_set(own: Tree, clients: Iterable[int], client: Client) -> None:
     """Raises ProtocolError where this reply, or this phase, was opened in a sum of other clients."""
-    for key in ledger_keys(own, ctx):
-        known = ctx.attempt.ledger.find(key) if ctx.attempt else None
+    for key in ledger_keys(own, client):
+        known = client.attempt.ledger.find(key) if client.attempt else None
         if known is not None and known != set_text(clients):
             raise ProtocolError(
                 f"this reply to phase {own['phase']!r} was opened in a sum of clients {known}; the difference to a sum "
@@ -92,12 +94,25 @@ def require_same_set(own: Tree, clients: Iterable[int], ctx: Context) -> None:
             )
 
 
-def reply_digest(phase: str, message: Message, reply: Reply, ctx: Context) -> str:
-    """Digest of a reply and of the model that it answers, whichever run asks; "" for a reply without values."""
-    if ctx.attempt is None or not reply.values:
+def model_digest(phase: str, reply: Reply, client: Client) -> str:
+    """Digest of the model that a reply answers, in a phase of a round of a recipe; "" without either."""
+    model = dict(client.messages.get(MODEL, {}))
+    if client.attempt is None or not reply.values or not model:
         return ""
-    content = hashlib.blake2b(json.dumps([phase, place_of(ctx), reply.samples, reply.steps]).encode(), digest_size=32)
-    for path, leaf in leaves({"reply": reply.values, "model": dict(message.get(MODEL, {}))}):
+    return _digest([client.attempt.recipe, phase, client.round], {"model": model})
+
+
+def reply_digest(phase: str, reply: Reply, client: Client) -> str:
+    """Digest of a reply and of the model that it answers, whichever run asks; "" for a reply without values."""
+    if client.attempt is None or not reply.values:
+        return ""
+    about = [phase, client.round, reply.samples, reply.steps]
+    return _digest(about, {"reply": reply.values, "model": dict(client.messages.get(MODEL, {}))})
+
+
+def _digest(about: list[str | int], tree: Tree) -> str:
+    content = hashlib.blake2b(json.dumps(about).encode(), digest_size=32)
+    for path, leaf in leaves(tree):
         content.update(path.encode())
         if isinstance(leaf, Tensor):
             content.update(to_bytes(leaf.reshape(-1).view(torch.uint8)))
@@ -125,26 +140,20 @@ def vote_text(members: Members, sharing: list[int], alive: list[int], voter: int
     return members.sum_of(sharing) + f"client {voter} opens {set_text(alive)}".encode()
 
 
-def letter_context(own: Tree, members: Members, sender: int, receiver: int, ctx: Context) -> bytes:
+def letter_context(own: Tree, members: Members, sender: int, receiver: int, client: Client) -> bytes:
     """What a letter is bound to, so that it opens at no other time, for no other client and in no other group."""
-    return json.dumps([*_where(own, ctx), sender, receiver, members.digest.hex()]).encode()
+    return json.dumps([*_where(own, client), sender, receiver, members.digest.hex()]).encode()
 
 
-def _where(own: Tree, ctx: Context) -> list[str | int]:
+def _where(own: Tree, client: Client) -> list[str | int]:
     """The run, and the phase in it."""
-    return ["" if ctx.attempt is None else ctx.attempt.run, own["epoch"], own["phase"], own["place"]]
+    return ["" if client.attempt is None else client.attempt.run, own["epoch"], own["phase"], own["place"]]
 
 
-def place_of(ctx: Context) -> str:
+def place_of(client: Client) -> str:
     """Round and repeat."""
-    return f"{ctx.round}.{ctx.repeat}"
+    return f"{client.round}.{client.repeat}"
 
 
-def epoch_of(ctx: Context) -> int:
-    return 0 if ctx.attempt is None else ctx.attempt.epoch
-
-
-def client_of(ctx: Context) -> int:
-    if ctx.client is None:
-        raise ProtocolError("no client")
-    return ctx.client
+def epoch_of(client: Client) -> int:
+    return 0 if client.attempt is None else client.attempt.epoch

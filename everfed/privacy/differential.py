@@ -24,24 +24,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed.core.client import Reply, synchronises
+from everfed.core.client import Reply
 from everfed.core.context import Setup
-from everfed.core.legacy import Reduced, Weights, options_of
+from everfed.core.handle import Handle
+from everfed.core.part import Reduced, Weights, options_of
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
-from everfed.core.legacy import (
+from everfed.errors import Fault
+from everfed.method import (
     MODEL,
+    Client,
     CompositionError,
-    Context,
-    Message,
     Method,
     Optimizer,
     Part,
     Phase,
     Protection,
-    Slots,
+    Server,
     State,
     Tree,
+    option,
 )
 from everfed.privacy import accountant
 from everfed.privacy.encoding import flat
@@ -52,62 +54,60 @@ CENTRAL, LOCAL = "central", "local"
 Means = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> a mean (else a sum)?
 
 
-class BudgetSpent(RuntimeError):
+class BudgetSpent(Fault):
     """The next release would cost more than is left; nothing of it was released."""
 
 
 @dataclass(frozen=True)
 class DifferentialPrivacy(Protection):
-    """kind: "central" or "local". noise: standard deviation in units of `clip`. clip: the largest L2 norm of a value.
-    delta: at which epsilon is reported. budget: the epsilon that may be spent, 0 for any. seed: -1 for a secret key;
-    any other makes the noise a function of seed and place alone, so that simulations on different engines can be
-    compared, and protects nothing. means, model: `private` sets them."""
+    """A seed makes the noise a function of seed and place alone, so that simulations on different engines can be
+    compared; it then protects nothing. means, model: `private` sets them."""
 
-    kind: str = CENTRAL
-    noise: float = 1.0
-    clip: float = 1.0
-    delta: float = 1e-5
-    budget: float = 0.0
-    seed: int = -1
+    kind: str = option(CENTRAL, one_of=(CENTRAL, LOCAL), about="who adds the noise: the server, or each client")
+    noise: float = option(1.0, above=0, about="standard deviation in units of clip")
+    clip: float = option(1.0, above=0, about="the largest L2 norm of a value")
+    delta: float = option(1e-5, above=0, below=1, about="at which epsilon is reported")
+    budget: float = option(0.0, at_least=0, about="the epsilon that may be spent; 0: any")
+    seed: int = option(-1, about="-1: a secret key; any other: noise that can be computed")
     means: Means = field(default_factory=dict)
     model: str = ""
 
     name = NAME
 
-    def __post_init__(self) -> None:
-        if self.kind not in (CENTRAL, LOCAL):
-            raise ValueError(f"kind must be 'central' or 'local'; got {self.kind!r}")
-        if not (self.noise > 0 and self.clip > 0 and 0 < self.delta < 1 and self.budget >= 0):
-            raise ValueError("noise and clip must be above 0, delta between 0 and 1, budget at least 0")
-
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         accountant.check_installed()
         return ("privacy.dp.seed is set: the noise can be computed, and protects nothing",) if self.seed >= 0 else ()
 
-    # on the client -----------------------------------------------------------------------------------------------
-    def client_slots(self, ctx: Context) -> Tree:
-        """history: digest of all messages so far. release, multiplier: of the last reply, for the client's ledger."""
-        key = {"key": self._new_key(f"client {ctx.client}")} if self.kind == LOCAL else {}
-        return {**key, "history": _to_tensor(bytes(32)), "release": "", "multiplier": 0.0}
+    def init(self, side: Client | Server) -> None:
+        """Server: spent is {number of values: releases}; release, values: of the last one, for the ledger of the run.
+        Client: history is the digest of all messages so far; release, multiplier: of the last reply, for its ledger."""
+        if isinstance(side, Server):
+            side.state = {"key": self._new_key("server"), "spent": {}, "release": "", "values": 0}
+            return
+        key = {"key": self._new_key(f"client {side.id}")} if self.kind == LOCAL else {}
+        side.state = {**key, "history": _to_tensor(bytes(32)), "release": "", "multiplier": 0.0}
 
-    def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[Slots, Reply]:
+    # on the client -----------------------------------------------------------------------------------------------
+    def seal(self, client: Client, phase: Phase, reply: Reply) -> Reply:
         """Clip every value and, if local, add noise. Counts and losses are not protected, so they are not sent; nor are
         scores on the client's own tests."""
-        own = {**self.client_slots(ctx), **client.get(self.name, {})}
-        own["history"] = _to_tensor(tree_digest({"message": message, "history": own["history"]}, _place(ctx)))
+        if "history" not in client.state:  # a server that resumed its run under another recipe
+            self.init(client)
+        own, message = client.state, client.messages
+        own["history"] = _to_tensor(tree_digest({"message": message, "history": own["history"]}, _place(client)))
         sent = {} if phase.name == EVALUATE else flat(reply.values)
         clipped = {path: self._clipped(path, value, message) for path, value in sent.items() if not _empty(value)}
-        content = tree_digest({"values": clipped, "history": own["history"], "key": own.get("key")}, _place(ctx))
+        content = tree_digest({"values": clipped, "history": own["history"], "key": own.get("key")}, _place(client))
         values: dict[str, Tree] = {}
         for path, value in sent.items():
             part, key = path.split("/", 1)
             values.setdefault(part, {})[key] = (
-                self._sent(path, value, clipped[path], content, message, own, ctx) if path in clipped else value
+                self._sent(path, value, clipped[path], content, client) if path in clipped else value
             )
         own |= {"release": content.hex() if clipped else "", "multiplier": self.multiplier(len(clipped))}
-        return own, Reply(values)
+        return Reply(values)
 
-    def _clipped(self, path: str, value: Any, message: Message) -> Tensor:
+    def _clipped(self, path: str, value: Any, message: Mapping[str, Any]) -> Tensor:
         """In float64; of the model, the update."""
         if isinstance(value, Tensor) and not value.is_floating_point():
             raise CompositionError(f"privacy.dp: {path} is of whole numbers, which clipping and noise would spoil")
@@ -115,15 +115,13 @@ class DifferentialPrivacy(Protection):
             return clip_norm(value.double() - message[MODEL]["params"].double(), self.clip)
         return clip_norm(torch.as_tensor(value, dtype=torch.float64), self.clip)
 
-    def _sent(
-        self, path: str, value: Any, clipped: Tensor, content: bytes, message: Message, own: Tree, ctx: Context
-    ) -> Any:
+    def _sent(self, path: str, value: Any, clipped: Tensor, content: bytes, client: Client) -> Any:
         """In the form in which the part sends it."""
         if self.kind == LOCAL:
-            clipped = clipped + self._noise(own["key"], content, path, clipped, ctx) * self.noise * self.clip
+            clipped = clipped + self._noise(client, content, path, clipped) * self.noise * self.clip
         if not isinstance(value, Tensor):
             return float(clipped)
-        return (clipped + message[MODEL]["params"].double() if path == self.model else clipped).to(value.dtype)
+        return (clipped + client.received["params"].double() if path == self.model else clipped).to(value.dtype)
 
     def multiplier(self, values: int) -> float:
         """The noise of a release of so many values in units of its sensitivity; 0 for no release."""
@@ -135,43 +133,41 @@ class DifferentialPrivacy(Protection):
         return 1.0 if self.kind == CENTRAL else 2.0
 
     # on the server -----------------------------------------------------------------------------------------------
-    def server_slots(self, ctx: Context) -> Tree:
-        """spent: {number of values: releases}. release, values: of the last one, for the ledger of the run."""
-        return {"key": self._new_key("server"), "spent": {}, "release": "", "values": 0}
-
-    def release(
-        self, server: State, phase: Phase, reduced: Reduced, weights: Weights, ctx: Context
-    ) -> tuple[Slots, Reduced]:
+    def release(self, server: Server, phase: Phase, reduced: Reduced, weights: Weights) -> Reduced:
         """Account for what is about to be released; noise on sums and means, if central."""
-        own, found = server[self.name], {p: v for p, v in flat(reduced).items() if not _empty(v)}
-        if not found or (phase.name == TRAIN and not synchronises(ctx)):
-            return None, reduced
+        released = self._released(server, phase, reduced, weights)
+        server.report("epsilon", self.spent(server.state["spent"]))
+        server.report("delta", self.delta)
+        return released
+
+    def _released(self, server: Server, phase: Phase, reduced: Reduced, weights: Weights) -> Reduced:
+        own, found = server.state, {p: v for p, v in flat(reduced).items() if not _empty(v)}
+        if not found or (phase.name == TRAIN and not server.synchronises):
+            return reduced
         spent = {**own["spent"], str(len(found)): own["spent"].get(str(len(found)), 0) + 1}
         after = self.spent(spent)
         if self.budget and after > self.budget:
             raise BudgetSpent(
-                f"privacy.dp.budget = {self.budget:g}: phase {phase.name!r} of round {ctx.round} would raise epsilon "
-                f"to {after:.3f}; {self.spent(own['spent']):.3f} is spent (delta = {self.delta:g})"
+                f"privacy.dp.budget = {self.budget:g}: phase {phase.name!r} of round {server.round} would raise "
+                f"epsilon to {after:.3f}; {self.spent(own['spent']):.3f} is spent (delta = {self.delta:g})"
             )
         counts = {path: _weight(weights, path) for path in found}
-        content = tree_digest({"values": found, "counts": counts, "key": own["key"]}, _place(ctx))
+        content = tree_digest({"values": found, "counts": counts, "key": own["key"]}, _place(server))
         if self.kind == CENTRAL:
             noisy: Reduced = {part: dict(values) for part, values in reduced.items()}
             for path, value in found.items():
                 part, key = path.split("/", 1)
                 scale = self.noise * self.clip / (counts[path] if self.means[phase.name][path] else 1.0)
                 exact = torch.as_tensor(value).double()
-                hidden = exact + self._noise(own["key"], content, path, exact, ctx) * scale
+                hidden = exact + self._noise(server, content, path, exact) * scale
                 noisy[part][key] = hidden.to(value.dtype) if isinstance(value, Tensor) else float(hidden)
             reduced = noisy
-        return {**own, "spent": spent, "release": content.hex(), "values": len(found)}, reduced
+        own |= {"spent": spent, "release": content.hex(), "values": len(found)}
+        return reduced
 
     def spent(self, releases: Mapping[str, int]) -> float:
         """Epsilon at `delta`; of a client that took part in everything, if local."""
         return accountant.epsilon(self.noise, {int(k): n for k, n in releases.items()}, self.delta, self.sensitivity)
-
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        return {"epsilon": self.spent(server[self.name]["spent"]), "delta": self.delta}
 
     def summary(self, server: State) -> dict[str, Any]:
         spent = server[self.name]["spent"]
@@ -184,15 +180,15 @@ class DifferentialPrivacy(Protection):
         key = secrets.token_bytes(32) if self.seed < 0 else hashlib.sha256(f"{self.seed} {who}".encode()).digest()
         return _to_tensor(key)
 
-    def _noise(self, key: Tensor, content: bytes, path: str, like: Tensor, ctx: Context) -> Tensor:
-        """Standard normal numbers of this key, release and path."""
-        release = content if self.seed < 0 else _place(ctx).encode()
-        numbers = standard_normal(_to_bytes(key), release + path.encode(), like.numel())
+    def _noise(self, side: Handle, content: bytes, path: str, like: Tensor) -> Tensor:
+        """Standard normal numbers of this side's key, release and path."""
+        release = content if self.seed < 0 else _place(side).encode()
+        numbers = standard_normal(_to_bytes(side.state["key"]), release + path.encode(), like.numel())
         return torch.from_numpy(numbers).reshape(like.shape).to(like.device)
 
 
-def _place(ctx: Context) -> str:
-    return f"{ctx.round}/{ctx.phase}/{ctx.repeat}"
+def _place(side: Handle) -> str:
+    return f"{side.round}/{side.phase}/{side.repeat}"
 
 
 def _to_tensor(data: bytes) -> Tensor:

@@ -18,6 +18,7 @@ the same phase of the same run, in any other set: the difference of two such sum
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,34 +28,34 @@ from typing import Any
 import numpy as np
 import torch
 
-from everfed.core.client import Reply, synchronises
+from everfed.core.client import Reply
+from everfed.core.handle import Handle
 from everfed.core.phase import EVALUATE, TRAIN
 from everfed.core.reduce import Total
-from everfed.core.legacy import (
+from everfed.method import (
+    Client,
     Collect,
     CompositionError,
-    Context,
-    Data,
-    Message,
     Method,
     Optimizer,
     Part,
     Phase,
-    Position,
     Protection,
     Reducer,
-    State,
     Tree,
+    Values,
+    When,
+    option,
 )
 from everfed.privacy import masking, shamir
 from everfed.privacy.bindings import (
     MASKS,
     ProtocolError,
-    client_of,
     epoch_of,
     ledger_keys,
     letter_context,
     letter_secret,
+    model_digest,
     place_of,
     private_keys,
     reply_digest,
@@ -64,7 +65,7 @@ from everfed.privacy.bindings import (
     vote_text,
     with_new_keys,
 )
-from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text
+from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text, is_finite
 from everfed.privacy.members import (
     FEWEST,
     Members,
@@ -77,6 +78,7 @@ from everfed.privacy.members import (
     sized,
     to_bytes,
     to_tensor,
+    where,
 )
 
 NAME = "secure"
@@ -93,31 +95,23 @@ REPLIES = {
 VECTORS = (b"narrow", b"wide")
 _IDLE = "idle"
 LONGEST_SIGNED = 1000  # characters of a name and a signature
-_KEPT = ("phase", "place", "epoch", "result", "reply", "form")  # through a change of keys
+_KEPT = ("phase", "place", "epoch", "asked", "model", "result", "reply", "form")  # through a change of keys
+Request = Mapping[str, Any]
 Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted by samples?
 
 
 @dataclass(frozen=True)
 class SecureAggregation(Protection):
-    """threshold: the share of a phase's clients that must stay to its end. clip, bits: floats are clipped to
-    [-clip, clip] and sent in steps of 2 clip / 2^bits. weighing: what is added up, and how; `secured` fills it in."""
+    """weighing: what is added up, and how; `secured` fills it in."""
 
-    threshold: float = 2 / 3
-    clip: float = 16.0
-    bits: int = 24
+    threshold: float = option(2 / 3, above=0.5, at_most=1, about="share of a phase's clients that must stay to its end")
+    clip: float = option(16.0, above=0, below=math.inf, about="floats are clipped to [-clip, clip]")
+    bits: int = option(24, at_least=8, at_most=28, about="floats are sent in steps of 2 clip / 2^bits")
     weighing: Weighing = field(default_factory=dict)
 
     name = NAME
-    adds = frozenset({"keys", "form", "signed"})
+    adds = frozenset({"keys", "form", "signed", "asked", "broken"})
     per_epoch = True
-
-    def __post_init__(self) -> None:
-        if not 0.5 < self.threshold <= 1:
-            raise ValueError(f"threshold must be above 0.5 and at most 1; got {self.threshold}")
-        if not 8 <= self.bits <= 28:
-            raise ValueError(f"bits must be 8 to 28; got {self.bits}")
-        if not (math.isfinite(self.clip) and self.clip > 0):
-            raise ValueError(f"clip must be above 0; got {self.clip}")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         masking.check_installed()
@@ -125,106 +119,109 @@ class SecureAggregation(Protection):
 
     def phases(self) -> tuple[Phase, ...]:
         return tuple(
-            Phase(
-                step,
-                position=Position.INSIDE,
-                reduce={key: Collect() for key in keys},
-                run=partial(self._run, step),
-            )
+            Phase(step, when=When.INSIDE, reduce={key: Collect() for key in keys}, run=partial(self._run, step))
             for step, keys in REPLIES.items()
         )
 
-    def adds_up(self, phase: Phase, ctx: Context) -> bool:
+    def adds_up(self, phase: Phase, side: Handle) -> bool:
         """Are there replies to protect?"""
-        return bool(self.weighing.get(phase.name)) and (phase.name != TRAIN or synchronises(ctx))
+        return bool(self.weighing.get(phase.name)) and (phase.name != TRAIN or side.synchronises)
 
     def code(self, phase: str, clients: int) -> Code:
         weighted = frozenset(path for path, weighed in self.weighing[phase].items() if weighed)
         return Code(self.clip, self.bits, clients, weighted)
 
     # the phase itself --------------------------------------------------------------------------------------------
-    def seal(self, client: State, phase: Phase, message: Message, reply: Reply, ctx: Context) -> tuple[Tree, Reply]:
+    def seal(self, client: Client, phase: Phase, reply: Reply) -> Reply:
         """Keep the reply; advertise keys. Sample counts, steps and losses are not sent either."""
-        if not self.adds_up(phase, ctx):
-            return {"step": _IDLE}, Reply({})
+        if not self.adds_up(phase, client):
+            client.state = {"step": _IDLE}
+            return Reply({})
         unknown = set(flat(reply.values)) - set(self.weighing[phase.name])
         if unknown:
             raise CompositionError(f"phase {phase.name!r} replied {', '.join(sorted(unknown))} without a reducer")
+        broken = not is_finite(reply)
+        if broken:  # it has nothing to add up, and must not be counted among those that have
+            reply = Reply({})
         form = form_to_text(form_of(reply.values))
         own = {
             "phase": phase.name,
-            "place": place_of(ctx),
-            "epoch": epoch_of(ctx),
-            "result": reply_digest(phase.name, message, reply, ctx),
+            "place": place_of(client),
+            "epoch": epoch_of(client),
+            "asked": "" if client.attempt is None else client.attempt.asked,
+            "model": model_digest(phase.name, reply, client),
+            "result": reply_digest(phase.name, reply, client),
             "reply": {"values": reply.values, "samples": reply.samples, "steps": reply.steps, "loss": _loss(reply)},
             "form": form,
             "step": SHARE,
         }
-        own, advertised = with_new_keys(own, ctx)
-        return own, Reply({self.name: {**advertised, "form": form}})
+        client.state, advertised = with_new_keys(own, client)
+        said = {**advertised, "form": form, **({"asked": own["asked"]} if own["asked"] else {})}
+        return Reply({self.name: {**said, "broken": True} if broken else said})
 
     # the steps inside it -----------------------------------------------------------------------------------------
-    def _run(self, step: str, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        own, request = client.get(self.name, {}), message.get(self.name, {})
+    def _run(self, step: str, client: Client) -> Values:
+        own = client.state
         at = own.get("step", "nothing")
         expected = at in REPLIES if step == KEYS else at == step
-        if not expected or own.get("place") != place_of(ctx) or own.get("epoch") != epoch_of(ctx):
+        if not expected or own.get("place") != place_of(client) or own.get("epoch") != epoch_of(client):
             raise ProtocolError(
-                f"asked for {step} at {place_of(ctx)} in epoch {epoch_of(ctx)} of the server, but this client is at "
-                f"{at} of {own.get('place', 'no place')}, "
-                f"epoch {own.get('epoch', 'none')}; a phase begins with fresh keys"
+                f"asked for {step} at {place_of(client)} in epoch {epoch_of(client)} of the server, but this client is "
+                f"at {at} of {own.get('place', 'no place')}, epoch {own.get('epoch', 'none')}; a phase begins with "
+                "fresh keys"
             )
         steps = {SHARE: self._share, MASK: self._mask, AGREE: self._agree}
         steps |= {RECOVER: self._recover, UNMASK: self._unmask, KEYS: self._renew}
-        return steps[step](own, request, ctx)
+        client.state, reply = steps[step](own, client.message, client)
+        return reply
 
-    def _share(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+    def _share(self, own: Tree, request: Request, client: Client) -> tuple[Tree, Tree]:
         """Check who is to be added up with, and split the secrets among them."""
-        members, me = self._members(own, request), client_of(ctx)
+        members, me = self._members(own, request), client.id
         private = private_keys(own)
         if members.keys.get(me) != b"".join(map(masking.public_of, private)) or members.forms[me] != own["form"]:
             raise ProtocolError("the server passes on other keys, or another form, than this client's")
         if len(members.clients) < FEWEST:
             raise ProtocolError(f"{len(members.clients)} clients; secure aggregation needs {FEWEST}")
-        self._form(own, members, ctx)
-        unknown = unknown_members(own, members, ctx)
+        if not self._form(own, members, client):
+            raise ProtocolError(f"no value is in the replies of {self._needed(members)} of the members: no sum")
+        unknown = unknown_members(own, members, client)
         if unknown:
             return own, {"complaints": torch.tensor(unknown)}
         seed, count = masking.new_seed(), len(members.clients)
         dealing = shamir.deal(private[0], seed, needed(count, self.threshold), count, members.dealer(me))
         shares = dict(zip(members.clients, dealing.shares, strict=True))
-        letters = {
-            str(peer): to_tensor(
-                masking.encrypt(letter_secret(own, members, peer), share, letter_context(own, members, me, peer, ctx))
-            )
-            for peer, share in shares.items()
-            if peer != me
-        }
+
+        def sealed(peer: int, share: bytes) -> bytes:
+            about = letter_context(own, members, me, peer, client)
+            return masking.encrypt(letter_secret(own, members, peer), share, about)
+
+        letters = {str(peer): to_tensor(sealed(peer, share)) for peer, share in shares.items() if peer != me}
         kept = {"members": members.to_tree(), "seed": to_tensor(seed), "shares": {str(me): to_tensor(shares[me])}}
         reply = {"letters": letters, "commitments": to_tensor(dealing.commitments), "proof": to_tensor(dealing.proof)}
         return {**own, **kept, "step": MASK}, reply
 
-    def _mask(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+    def _mask(self, own: Tree, request: Request, client: Client) -> tuple[Tree, Tree]:
         """Check the shares that the others sent, and keep them; mask the reply. Names the senders of bad ones instead:
         nothing is sent then, and the server begins again without the liar."""
-        members, me = self._members(own, own["members"]), client_of(ctx)
+        members, me = self._members(own, own["members"]), client.id
         sharing = _clients_of(request, "sharing")
         if len(sharing) < self._needed(members) or not {me} <= set(sharing) <= set(members.clients):
             raise ProtocolError(f"{len(sharing)} of {len(members.clients)} clients shared their keys")
-        require_same_set(own, sharing, ctx)
-        shares = {peer: self._opened(own, members, peer, request, ctx) for peer in sharing if peer != me}
+        require_same_set(own, sharing, client)
+        shares = {peer: self._opened(own, members, peer, request, client) for peer in sharing if peer != me}
         liars = [peer for peer, share in shares.items() if share is None]
         if liars:
             return own, {"complaints": torch.tensor(liars)}
         received = {str(peer): to_tensor(share) for peer, share in shares.items() if share is not None}
-        vectors = self._masked(own, members, sharing, ctx)
+        vectors = self._masked(own, members, sharing, client)
         kept = {key: value for key, value in own.items() if key != "seed"}
         kept |= {"step": AGREE, "sharing": request["sharing"], "shares": {**own["shares"], **received}}
         return kept, {"narrow": as_sent(vectors[0]), "wide": as_sent(vectors[1])}
 
-    def _opened(self, own: Tree, members: Members, peer: int, request: Tree, ctx: Context) -> bytes | None:
+    def _opened(self, own: Tree, members: Members, peer: int, request: Request, client: Client) -> bytes | None:
         """The shares in a peer's letter; None where it cannot be opened or they are not what the peer committed to."""
-        me, count = client_of(ctx), len(members.clients)
+        me, count = client.id, len(members.clients)
         letter = sized(request.get("letters", {}).get(str(peer)), masking.NONCE + shamir.DEALT + masking.TAG)
         commitments = sized(request.get("commitments", {}).get(str(peer)), count * shamir.COMMITMENT)
         proof = sized(request.get("proofs", {}).get(str(peer)), self._needed(members) * shamir.SHARE)
@@ -232,28 +229,32 @@ class SecureAggregation(Protection):
             raise ProtocolError(f"no letter of client {peer}, or none of the right size")
         secret = letter_secret(own, members, peer)
         try:
-            share = masking.decrypt(secret, letter, letter_context(own, members, peer, me, ctx))
+            share = masking.decrypt(secret, letter, letter_context(own, members, peer, me, client))
         except ValueError:
             return None
         place, threshold = members.share_place(me), self._needed(members)
         return share if shamir.is_sound(share, place, commitments, proof, threshold, members.dealer(peer)) else None
 
-    def _masked(self, own: Tree, members: Members, sharing: list[int], ctx: Context) -> list[np.ndarray]:
-        form, code = self._form(own, members, ctx), self.code(own["phase"], len(members.clients))
-        private, me, bound = private_keys(own), client_of(ctx), members.sum_of(sharing)
+    def _masked(self, own: Tree, members: Members, sharing: list[int], client: Client) -> list[np.ndarray]:
+        form, code = self._form(own, members, client), self.code(own["phase"], len(members.clients))
+        private, me, bound = private_keys(own), client.id, members.sum_of(sharing)
         secrets = {peer: masking.agree(private[0], members.mask_key(peer), MASKS) for peer in sharing if peer != me}
         encoded = zip(encode(_reply(own["reply"]), form, code), VECTORS, strict=True)
         return [masked(vector, me, to_bytes(own["seed"]), secrets, part + bound) for vector, part in encoded]
 
-    def _agree(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+    def _agree(self, own: Tree, request: Request, client: Client) -> tuple[Tree, Tree]:
         """Vote for the set that is to be opened, in a way that each member of it can check."""
-        members, me, alive = self._members(own, own["members"]), client_of(ctx), _clients_of(request, "alive")
+        members, me, alive = self._members(own, own["members"]), client.id, _clients_of(request, "alive")
         sharing = client_list(own["sharing"])
         if not {me} <= set(alive) <= set(sharing):
             raise ProtocolError("the set to open is not one of clients that shared their keys, with this one")
         if len(alive) < self._needed(members):
             raise ProtocolError(f"{len(alive)} of {len(members.clients)} clients are left; too few to open a sum")
-        require_same_set(own, alive, ctx)
+        for path in self._form(own, members, client):
+            having = sum(path in json.loads(members.forms[peer]) for peer in alive)
+            if having < self._needed(members):
+                raise ProtocolError(f"{path} is in the replies of {having} of the clients that are left: no sum")
+        require_same_set(own, alive, client)
         votes = {
             str(peer): to_tensor(masking.mac(vote_secret(own, members, peer), vote_text(members, sharing, alive, me)))
             for peer in alive
@@ -262,49 +263,50 @@ class SecureAggregation(Protection):
         gone = set(sharing) - set(alive)
         return {**own, "step": RECOVER if gone else UNMASK, "alive": request["alive"]}, {"votes": votes}
 
-    def _recover(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+    def _recover(self, own: Tree, request: Request, client: Client) -> tuple[Tree, Tree]:
         """Shares of the mask keys of those that are gone. They open nothing yet."""
-        self._require_votes(own, request, ctx)
+        self._require_votes(own, request, client)
         gone = set(client_list(own["sharing"])) - set(client_list(own["alive"]))
         keys = {str(peer): to_tensor(shamir.key_share(to_bytes(own["shares"][str(peer)]))) for peer in sorted(gone)}
         return {**own, "step": UNMASK}, {"keys": keys}
 
-    def _unmask(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+    def _unmask(self, own: Tree, request: Request, client: Client) -> tuple[Tree, Tree]:
         """Shares of the seeds of those that are there; recorded before they are sent."""
-        doubts = self._require_votes(own, request, ctx)
+        doubts = self._require_votes(own, request, client)
         alive = client_list(own["alive"])
-        require_same_set(own, alive, ctx)
-        if ctx.attempt is not None:
-            for key in ledger_keys(own, ctx):
-                ctx.attempt.ledger.record(key, set_text(alive))
+        require_same_set(own, alive, client)
+        if client.attempt is not None:
+            for key in ledger_keys(own, client):
+                client.attempt.ledger.record(key, set_text(alive))
         seeds = {str(peer): to_tensor(shamir.seed_share(to_bytes(own["shares"][str(peer)]))) for peer in alive}
         return {"step": _IDLE}, {"seeds": seeds, **({"doubts": torch.tensor(doubts)} if doubts else {})}
 
-    def _renew(self, own: Tree, request: Tree, ctx: Context) -> tuple[Tree, Tree]:
+    def _renew(self, own: Tree, request: Request, client: Client) -> tuple[Tree, Tree]:
         """Fresh keys for the same reply. Shares of the old ones are dropped: what was masked with them stays masked."""
-        return with_new_keys({**{key: own[key] for key in _KEPT}, "step": SHARE}, ctx)
+        return with_new_keys({**{key: own[key] for key in _KEPT}, "step": SHARE}, client)
 
     # checks ------------------------------------------------------------------------------------------------------
     def _needed(self, members: Members) -> int:
         return needed(len(members.clients), self.threshold)
 
-    def _members(self, own: Tree, request: Tree) -> Members:
+    def _members(self, own: Tree, request: Request) -> Members:
         try:
-            return Members.from_tree(request, f"{own['phase']} {own['place']}")
+            return Members.from_tree(request, where(own["phase"], own["place"], own["asked"]))
         except ValueError as error:
             raise ProtocolError(str(error)) from error
 
-    def _form(self, own: Tree, members: Members, ctx: Context) -> Form:
+    def _form(self, own: Tree, members: Members, client: Client) -> Form:
         """The form of the sum, from what the members advertised."""
         try:
-            return members.form(frozenset(self.weighing[own["phase"]]), largest_form(ctx.facts.layout.size))
+            allowed, largest = frozenset(self.weighing[own["phase"]]), largest_form(client.layout.size)
+            return members.form(allowed, largest, self._needed(members))
         except EncodingError as error:
             raise ProtocolError(str(error)) from error
 
-    def _require_votes(self, own: Tree, request: Tree, ctx: Context) -> list[int]:
+    def _require_votes(self, own: Tree, request: Request, client: Client) -> list[int]:
         """At least `threshold` clients, this one included, voted for the set that this one voted for. Returns those
         whose vote is for something else."""
-        members, me = self._members(own, own["members"]), client_of(ctx)
+        members, me = self._members(own, own["members"]), client.id
         sharing, alive = client_list(own["sharing"]), client_list(own["alive"])
         cast = by_client(request.get("votes"), masking.MAC)
         equal = {
@@ -357,7 +359,7 @@ def _weighing(reducers: Mapping[str, Mapping[str, Reducer]]) -> dict[str, bool]:
     return found
 
 
-def _clients_of(request: Tree, key: str) -> list[int]:
+def _clients_of(request: Request, key: str) -> list[int]:
     try:
         return client_list(request.get(key))
     except ValueError as error:

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Each, Tree
+from everfed.core.message import PerClient
+from everfed.core.tree import Tree
+from everfed.errors import Fault
 from everfed.privacy import masking, shamir
 from everfed.privacy.encoding import EncodingError, Sums, common_form, decode, sizes
 from everfed.privacy.members import Members, by_client, client_list, needed, set_text, sized, to_tensor
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 Vectors = tuple[np.ndarray, np.ndarray]  # narrow, wide
 
 
-class TooFewClients(RuntimeError):
+class TooFewClients(Fault):
     """A sum that cannot be unmasked: too few clients stayed. The run can be resumed when they are back."""
 
 
@@ -49,7 +51,7 @@ class SecureSum:
     def __init__(self, phase: SecurePhase, members: Members) -> None:
         self.phase, self.members, self.part = phase, members, phase.engine.part
         self.threshold = needed(len(members.clients), self.part.threshold)
-        self.form = common_form(phase.forms[client] for client in members.clients)
+        self.form = common_form((phase.forms[client] for client in members.clients), self.threshold)
         self.code = self.part.code(phase.phase.name, len(members.clients))
 
     def run(self) -> Sums | None:
@@ -59,6 +61,8 @@ class SecureSum:
         vectors = self._mask(dealt)
         alive = sorted(vectors)
         self.phase.require(alive, self.members.clients)
+        if any(sum(path in self.phase.forms[client] for client in alive) < self.threshold for path in self.form):
+            raise Left  # too few of those that have a value are there; the others begin again without it
         votes = self._agree(alive)
         gone = [client for client in sharing if client not in vectors]
         keys = self._recover(dealt, votes, gone) if gone else {}
@@ -92,7 +96,7 @@ class SecureSum:
         sharing = sorted(dealt)
         letters = {c: {str(peer): dealt[peer].letters[str(c)] for peer in sharing if peer != c} for c in sharing}
         message = {
-            "letters": Each(letters),
+            "letters": PerClient(letters),
             "sharing": torch.tensor(sharing),
             "commitments": {str(client): to_tensor(one.commitments) for client, one in dealt.items()},
             "proofs": {str(client): to_tensor(one.proof) for client, one in dealt.items()},
@@ -177,7 +181,7 @@ class SecureSum:
 
     def _reveal(self, step: str, votes: dict[int, Tree]) -> dict[int, Tree]:
         """Ask those that voted for their shares."""
-        answers = self.phase.request(step, sorted(votes), {NAME: {"votes": Each(votes)}}, counts=False)
+        answers = self.phase.request(step, sorted(votes), {NAME: {"votes": PerClient(votes)}}, counts=False)
         self.phase.require_enough(sorted(answers), self.members.clients)
         return answers
 

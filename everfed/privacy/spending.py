@@ -13,8 +13,9 @@ from typing import Any
 
 from everfed.core.client import Reply
 from everfed.core.context import Place
+from everfed.core.message import State
+from everfed.core.method import Method
 from everfed.core.server import RunState
-from everfed.core.legacy import Method, State
 from everfed.privacy import accountant
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy
 from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
@@ -102,7 +103,7 @@ class RunLedger:
         known = Counter(self._values(lambda entry: entry["place"] <= place))
         counted = dict(known | Counter(own["spent"]))
         if counted != own["spent"]:
-            state.set_slots(NAME, {**own, "spent": counted})
+            state.server = {**state.server, NAME: {**own, "spent": counted}}
 
     def _values(self, wanted: Callable[[dict[str, Any]], bool]) -> list[str]:
         return [str(entry["values"]) for entry in self.file.entries if wanted(entry)]

@@ -15,9 +15,9 @@ from everfed import engines, models, privacy, streams
 from everfed.core.context import Context, Facts, Setup, TrainOptions
 from everfed.core.handle import Server
 from everfed.core.layout import Layout, attach
+from everfed.core.message import Model
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
-from everfed.core.message import Model
 from everfed.core.stream import Stream, digest_of
 from everfed.data.sources import data_folder
 from everfed.errors import RecipeError, place_of

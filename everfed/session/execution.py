@@ -10,14 +10,13 @@ import torch
 from everfed import engines, privacy
 from everfed.core.context import Place
 from everfed.core.engine import Engine
-from everfed.core.phase import EVALUATE
-from everfed.core.server import RunState
 from everfed.core.evaluate import EvalOptions
-from everfed.core.server import Runner
+from everfed.core.phase import EVALUATE
+from everfed.core.server import Runner, RunState
 from everfed.core.tree import on_device
 from everfed.data.errors import DataError
 from everfed.engines.group import Group
-from everfed.engines.rank_checkpoints import RankCheckpoints
+from everfed.engines.ranks import RankCheckpoints
 from everfed.methods import monitor
 from everfed.session import saved_model
 from everfed.session.assembly import Assembly, fingerprint
@@ -26,8 +25,9 @@ from everfed.session.reporting import Observer, announce, buffer_reporter, fan_o
 from everfed.session.result import result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
-from everfed.store.ledger import Ledger
-from everfed.store.run import EventLog, RunFolder
+from everfed.store.event_log import EventLog
+from everfed.store.ledger import LedgerFile
+from everfed.store.run import RunFolder
 
 LEDGER = "ledger.jsonl"  # of a federation: what its clients were asked to reveal
 
@@ -88,7 +88,7 @@ def _drive(
     if build_engine is None:
         engine, ledger = engines.build(recipe.engine, setup, store, assembly.build_module, notify, group), None
     else:
-        engine, ledger = build_engine(assembly, notify, lambda: alone.durable), Ledger(folder.path / LEDGER)
+        engine, ledger = build_engine(assembly, notify, lambda: alone.durable), LedgerFile(folder.path / LEDGER)
     engine = privacy.wrap(engine, setup, str(where), notify, ledger)
     try:
         announce(notify, assembly, state)

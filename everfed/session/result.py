@@ -10,9 +10,9 @@ import torch
 
 import everfed
 from everfed import engines
+from everfed.core.evaluate import RULES, row_value
 from everfed.core.message import State
 from everfed.core.server import RunState
-from everfed.core.evaluate import RULES, row_value
 from everfed.core.stream import Stream
 from everfed.metrics import convergence, language
 from everfed.metrics import matrix as accuracy_matrix

@@ -21,8 +21,7 @@ from everfed.core.context import Context, Facts, Moment, TrainOptions
 from everfed.core.data import Data
 from everfed.core.handle import Server
 from everfed.core.layout import EXTRAS, AddsParameters, Extras, Layout
-from everfed.core.message import MODEL
-from everfed.core.message import Model, State
+from everfed.core.message import MODEL, Model, State
 from everfed.core.part import options_of, overrides
 from everfed.core.phase import EVALUATE
 from everfed.data import transforms
@@ -51,10 +50,10 @@ class Description:
     kind, options, rebuilding: of `models.build`. input_shape: of one network input. dtype: of samples before they are
     normalised: uint8 images 0..255, float32, or int64 tokens. mean, std: subtracted and divided by, per channel, after
     uint8 is scaled to [0, 1]; both empty where nothing is, mean None where the stream has its own way. score: what
-    outputs are scored by; with "accuracy" they are logits of the classes. recipe: digest of what decides
-    the run's numbers (`assembly.fingerprint`). adapted: the parts that changed the network, {part: "module:Name",
-    option: value}, in order. tasks: of the run, for which such parts keep adapters or prompts. personal: how many
-    parameters every client has of its own, which in the file are as at the beginning.
+    outputs are scored by; with "accuracy" they are logits of the classes. recipe: digest of what decides the run's
+    numbers (`assembly.fingerprint`). adapted: the parts that changed the network, {part: its name in the registry, or
+    "module:Name" of a user's own, option: value}, in order. tasks: of the run, for which such parts keep adapters or
+    prompts. personal: how many parameters every client has of its own, which in the file are as at the beginning.
     """
 
     kind: str
@@ -102,7 +101,7 @@ def describe(assembly: Assembly, module: nn.Module) -> Description:
         module.rebuilding() if isinstance(module, Rebuilds) else {},
         fingerprint(assembly),
         [
-            {"part": f"{type(part).__module__}:{type(part).__qualname__}", **options_of(part)}
+            {"part": methods.name_of(type(part)), **options_of(part)}
             for part in assembly.setup.method.parts
             if overrides(part, "adapt")
         ],

@@ -8,14 +8,13 @@ import itertools
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from everfed.errors import FAULT, UserError, exit_code
-from everfed.store.files import FOLDER_MODE, make_folder, private, remove_temporaries, write_atomic
+from everfed.store.files import FOLDER_MODE, make_folder, remove_temporaries, write_atomic
 from everfed.store.lock import Locked, locked
 
 RECIPE, EVENTS, RESULT, MODEL = "recipe.toml", "events.jsonl", "result.json", "model.safetensors"
@@ -29,7 +28,7 @@ class RunError(UserError):
     """A folder that is not a run, belongs to another one, or cannot be written."""
 
 
-class Held(RunError):
+class RunHeld(RunError):
     """A run that another process is at."""
 
 
@@ -110,7 +109,7 @@ class RunFolder:
                 with self._writing(remedy):
                     stack.enter_context(locked(self.path / LOCK))
             except Locked as error:
-                raise Held(f"{self.path} is being run by another process") from error
+                raise RunHeld(f"{self.path} is being run by another process") from error
             self._tidy()
             yield
 
@@ -305,42 +304,3 @@ def writing(folder: Path, remedy: str = REMEDY) -> Iterator[None]:
 def _cannot_write(folder: Path, error: OSError, remedy: str = REMEDY) -> RunError:
     reason = f"cannot write the run folder {folder}: {error.strerror or error}"
     return RunError(f"{reason}. {remedy}" if remedy else reason)
-
-
-class EventLog:
-    """events.jsonl: append-only, one JSON object per line. After a resume, later lines of a round supersede earlier.
-
-    Every line is one unbuffered write: an event is in the file even if the process is killed right after it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._folder = path.parent
-        with writing(self._folder):
-            _cut_half_line(path)
-            self._file = open(path, "ab", buffering=0, opener=private)  # noqa: SIM115 - closed by close()
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        line = json.dumps({"time": round(time.time(), 3), **event}).encode() + b"\n"
-        with writing(self._folder):
-            while line:  # on a disk that becomes full only a part may be written
-                line = line[self._file.write(line) :]
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _cut_half_line(path: Path) -> None:
-    """Remove the half line that a killed run may have left, so that the next event starts there."""
-    if not path.exists():
-        return
-    with open(path, "rb+") as file:
-        keep = end = file.seek(0, os.SEEK_END)
-        while keep and not _ends_line(file, keep):
-            keep -= 1
-        if keep < end:
-            file.truncate(keep)
-
-
-def _ends_line(file: Any, position: int) -> bool:
-    file.seek(position - 1)
-    return bool(file.read(1) == b"\n")

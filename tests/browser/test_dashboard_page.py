@@ -13,8 +13,8 @@ import pytest
 
 from everfed.store.run import EVENTS
 from tests.browser.conftest import EVERYWHERE
-from tests.report.folders import create, evaluation, finished, log, long_run, phase, start
-from tests.report.serving import served, until
+from tests.reports.folders import create, evaluation, finished, log, long_run, phase, start
+from tests.reports.serving import served, until
 from tests.support.child import Child
 
 pytestmark = pytest.mark.browser

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.folders import evaluation, finished, log, long_run, phase
 
 from everfed.reports import write
 from tests.browser.conftest import EVERYWHERE
+from tests.reports.folders import evaluation, finished, log, long_run, phase
 
 pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}

@@ -10,19 +10,19 @@ import torch
 
 from everfed import engines
 from everfed.core.data import device_memory
-from everfed.engines import captured
-from everfed.engines.device_data import DeviceData
+from everfed.engines import captured_steps
+from everfed.engines.graphs import DeviceData
 from everfed.engines.slots import Tuner
-from everfed.experiments import jobs
-from everfed.experiments.cells import Outcome, Queue, Settings
+from everfed.experiments import workers
 from everfed.experiments.choice import Choice
+from everfed.experiments.jobs import JobSettings, Outcome, Queue
 from everfed.recipe import EngineSection
 
 GIB = 1 << 30
 
 
 def test_every_run_has_the_same_share_of_the_gpu_and_all_together_leave_room_for_contexts() -> None:
-    shares = jobs._shares(Choice(4, pinned=False))
+    shares = workers._shares(Choice(4, pinned=False))
     assert [share.gpu_memory for share in shares] == [0.225] * 4
     assert all(share.cores is None for share in shares)
 
@@ -33,7 +33,7 @@ def test_a_worker_limits_itself_on_every_gpu_it_sees(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda share, device: limits.update({device: share})
     )
-    jobs._limit_gpu_memory(0.225)
+    workers._limit_gpu_memory(0.225)
     assert limits == {0: 0.225, 1: 0.225}
 
 
@@ -65,7 +65,7 @@ def test_free_memory_is_what_the_process_may_still_have(
     device = torch.device("cuda")
     assert device_memory(device) == (pytest.approx(free * GIB, abs=1), pytest.approx(allowed * GIB, abs=1))
     assert DeviceData(device)._kept.limit == pytest.approx(0.3 * free * GIB, abs=1)
-    captured.release_memory(device)
+    captured_steps.release_memory(device)
     assert bool(released) == (free < 0.2 * allowed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert engines.state_budget(EngineSection()) == pytest.approx(max(2 * GIB, free * GIB / 4), abs=1)
@@ -80,15 +80,15 @@ def test_after_an_error_on_a_gpu_the_next_run_has_a_new_process(
     """An illegal access ends all that a process can do on a GPU; the next run in it would fail as well."""
     stopped: list[bool] = []
     cell = SimpleNamespace(folder="run")
-    outcome = SimpleNamespace(cell=cell, problem=problem)
+    outcome = SimpleNamespace(job=cell, problem=problem)
     worker: Any = SimpleNamespace(
-        cell=cell, share=jobs.Share(cores), stop=lambda: stopped.append(True),
+        job=cell, share=workers.Share(cores), stop=lambda: stopped.append(True),
         pipe=SimpleNamespace(recv=lambda: ("outcome", outcome)),
     )  # fmt: skip
     queue: Any = SimpleNamespace(finish=lambda given: None)
-    workers = [worker]
-    jobs._receive(worker, queue, workers, Settings(), lambda cell, event: None)
-    assert (worker in workers, stopped) == (goes_on, [] if goes_on else [True])
+    pool = [worker]
+    workers._receive(worker, queue, pool, JobSettings(), lambda cell, event: None)
+    assert (worker in pool, stopped) == (goes_on, [] if goes_on else [True])
 
 
 def lost(message: str) -> Any:
@@ -109,29 +109,29 @@ def test_a_run_that_lost_the_gpu_has_no_outcome(monkeypatch: pytest.MonkeyPatch,
             raise RuntimeError("CUDA error: device-side assert triggered")
         return Outcome(SimpleNamespace(), None, "RuntimeError: CUDA error: device-side assert triggered")  # type: ignore[arg-type]
 
-    assert jobs._answer(attempt)[0] == ("bug" if raised else "outcome")  # no GPU was used
+    assert workers._answer(attempt)[0] == ("bug" if raised else "outcome")  # no GPU was used
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert jobs._answer(attempt)[0] == ("bug" if raised else "outcome")  # the GPU is well
+    assert workers._answer(attempt)[0] == ("bug" if raised else "outcome")  # the GPU is well
     monkeypatch.setattr(torch.cuda, "synchronize", lost("CUDA error"))
-    assert jobs._answer(attempt) == ("lost", "RuntimeError: CUDA error: device-side assert triggered")
+    assert workers._answer(attempt) == ("lost", "RuntimeError: CUDA error: device-side assert triggered")
 
 
 def test_a_run_that_lost_the_gpu_goes_on_once_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     cell: Any = SimpleNamespace(folder="run", title="ideal seed 3", finished=False)
     queue = Queue([cell])
-    monkeypatch.setattr(jobs, "Worker", lambda settings, share: started.append(share) or new_worker())
+    monkeypatch.setattr(workers, "JobWorker", lambda settings, share: started.append(share) or new_worker())
 
     def new_worker() -> Any:
         pipe = SimpleNamespace(recv=lambda: ("lost", "CUDA error: invalid program counter"))
-        return SimpleNamespace(cell=None, share=jobs.Share(None), stop=lambda: None, pipe=pipe)
+        return SimpleNamespace(job=None, share=workers.Share(None), stop=lambda: None, pipe=pipe)
 
     for last in (False, True):
         worker = new_worker()
-        worker.cell = queue.take()
-        assert worker.cell is cell and not queue.done
-        jobs._receive(worker, queue, [worker], Settings(keep_going=True), lambda cell, event: None)
+        worker.job = queue.take()
+        assert worker.job is cell and not queue.done
+        workers._receive(worker, queue, [worker], JobSettings(keep_going=True), lambda cell, event: None)
         assert queue.done == last
     assert len(started) == 2
     assert queue.in_order()[0].problem == "ideal seed 3, 2 times: CUDA error: invalid program counter"

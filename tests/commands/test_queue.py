@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from everfed.commands.cells import Beside, Terminal
+from everfed.commands.terminal import Beside, Terminal
 from everfed.engines.calibration import CALL_SECONDS, OneClient
 from everfed.errors import UserError
-from everfed.experiments import cells, choice, jobs
-from everfed.experiments.cells import Cell, Outcome, Queue, Settings
+from everfed.experiments import choice, jobs, workers
 from everfed.experiments.choice import Choice, choose
 from everfed.experiments.grid import Shown
+from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
 from everfed.recipe import Places, read
 from everfed.reports.progress import Several
 from everfed.store.lock import locked
@@ -63,13 +63,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     table = str(folder / "table.toml")
     Path(table).write_text(TABLE)
     grid = [
-        cells.new_cell(
-            method, str(folder / "table.toml"), folder / f"{method}-{seed}", method=method, seed=seed, sets=[]
-        )
+        jobs.new_job(method, str(folder / "table.toml"), folder / f"{method}-{seed}", method=method, seed=seed, sets=[])
         for method in METHODS
         for seed in SEEDS
     ]
-    cells.run(grid, settings(jobs=1))
+    jobs.run_all(grid, settings(jobs=1))
     return numbers(folder)
 
 
@@ -173,35 +171,35 @@ def _child(pid: int) -> int:
 
 
 @pytest.fixture
-def cell(work: Path) -> Callable[[str], Cell]:
+def cell(work: Path) -> Callable[[str], GridJob]:
     recipe = read(work / "table.toml", sets=["engine.kind=auto"])
-    return lambda name: Cell(name, recipe, work / name, Places("table.toml"))
+    return lambda name: GridJob(name, recipe, work / name, Places("table.toml"))
 
 
-def settings(**more: Any) -> Settings:
-    return Settings(None, 1.0, 5.0, False, **more)
+def settings(**more: Any) -> JobSettings:
+    return JobSettings(None, 1.0, 5.0, False, **more)
 
 
 def test_a_held_cell_comes_after_all_others_and_comes_again(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(cells, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     one, two = cell("one"), cell("two")
     queue = Queue([one, two])
     assert queue.take() is one and not queue.was_held(one)
     queue.hold(one)
     assert queue.take() is two
     assert queue.take() is None, "it was just looked at"
-    now[0] += jobs.POLL
+    now[0] += workers.POLL
     assert queue.take() is one and queue.was_held(one)
     queue.finish(Outcome(two, {}))
     assert not queue.done
     queue.finish(Outcome(one, {}))
-    assert queue.done and [outcome.cell for outcome in queue.in_order()] == [one, two]
+    assert queue.done and [outcome.job for outcome in queue.in_order()] == [one, two]
 
 
 def test_cells_may_follow_from_an_outcome(cell: Any) -> None:
     one, next_ = cell("one"), cell("next")
-    queue = Queue([one], lambda outcome: [next_] if outcome.cell is one else [])
+    queue = Queue([one], lambda outcome: [next_] if outcome.job is one else [])
     assert queue.take() is one
     queue.finish(Outcome(one, {}))
     assert not queue.done and queue.take() is next_
@@ -212,13 +210,13 @@ def test_cells_may_follow_from_an_outcome(cell: Any) -> None:
 def test_a_cell_that_follows_from_several_outcomes_is_one_cell(cell: Any) -> None:
     """Tries of a method that another process has finished meanwhile: each is the last one, and the tests come after."""
     one, two, test = cell("one"), cell("two"), cell("test")
-    queue = Queue([one, two], lambda outcome: [] if outcome.cell is test else [replace(test)])
+    queue = Queue([one, two], lambda outcome: [] if outcome.job is test else [replace(test)])
     for tried in (queue.take(), queue.take()):
         queue.finish(Outcome(tried, {}))
     assert queue.total == 3
     assert queue.take() == test and queue.take() is None
     queue.finish(Outcome(test, {}))
-    assert queue.done and [outcome.cell for outcome in queue.in_order()] == [one, two, test]
+    assert queue.done and [outcome.job for outcome in queue.in_order()] == [one, two, test]
 
 
 def test_a_divergence_elsewhere_is_the_outcome_and_nothing_else_is(cell: Any) -> None:
@@ -226,13 +224,13 @@ def test_a_divergence_elsewhere_is_the_outcome_and_nothing_else_is(cell: Any) ->
     own.folder.mkdir()
     log = own.folder / "events.jsonl"
     log.write_text('{"event": "start"}\n{"event": "fault", "message": "Diverged: the loss is not finite"}\n')
-    outcome = cells.attempt(own, settings(), [], was_held=True)
+    outcome = jobs.attempt(own, settings(), [], was_held=True)
     assert outcome == Outcome(own, None, "the loss is not finite")
     with log.open("a") as file:
         file.write('{"event": "sta')  # another process has begun to go on with it
-    assert cells._divergence(own) == "the loss is not finite"
+    assert jobs._divergence(own) == "the loss is not finite"
     log.write_text('{"event": "fault", "message": "KeyboardInterrupt: "}\n')
-    assert cells._divergence(own) is None
+    assert jobs._divergence(own) is None
 
 
 def test_a_run_that_another_process_begins_meanwhile_is_not_taken_for_something_else(
@@ -262,13 +260,13 @@ def test_before_the_first_run_one_cell_of_every_row_and_of_every_seed_is_checked
 ) -> None:
     """Of the seeds 0, 1 and 2 in two rows: a-0 and b-0 for the rows, a-1 and a-2 for the other seeds."""
     checked = list[str]()
-    monkeypatch.setattr(cells, "check_run", lambda cell, settings: checked.append(cell.folder.name))
+    monkeypatch.setattr(jobs, "check_run", lambda cell, settings: checked.append(cell.folder.name))
     table = [
         replace(cell(f"{row}-{seed}"), row=row, recipe=cell("any").recipe.model_copy(update={"seed": seed}))
         for row in "ab"
         for seed in range(3)
     ]
-    cells.check(table, settings())
+    jobs.check(table, settings())
     assert checked == ["a-0", "b-0", "a-1", "a-2"]
 
 
@@ -361,23 +359,23 @@ class Killed:
 def killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers whose processes were killed."""
     context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Killed)
-    monkeypatch.setattr(jobs.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(workers.multiprocessing, "get_context", lambda _: context)
 
 
 class Recorded(Queue):
     """taken: the cells that were handed out."""
 
-    def __init__(self, *cells: Cell) -> None:
+    def __init__(self, *cells: GridJob) -> None:
         super().__init__(cells)
-        self.taken = list[Cell]()
+        self.taken = list[GridJob]()
 
-    def take(self) -> Cell | None:
+    def take(self) -> GridJob | None:
         found = super().take()
         self.taken += [found] if found else []
         return found
 
 
-def unseen(cell: Cell, event: dict[str, Any]) -> None:
+def unseen(cell: GridJob, event: dict[str, Any]) -> None:
     raise AssertionError(f"{cell.title} has no events: {event}")
 
 
@@ -385,7 +383,7 @@ def unseen(cell: Cell, event: dict[str, Any]) -> None:
 def test_a_cell_whose_process_was_killed_twice_is_given_up(cell: Any) -> None:
     one, two = cell("one"), cell("two")
     queue = Recorded(one, two)
-    jobs.run(queue, settings(keep_going=True), Choice(1), unseen)
+    workers.run(queue, settings(keep_going=True), Choice(1), unseen)
     assert queue.taken == [one, one, two, two]
     problems = [outcome.problem for outcome in queue.in_order()]
     assert problems == [
@@ -398,16 +396,16 @@ def test_a_cell_whose_process_was_killed_twice_is_given_up(cell: Any) -> None:
 def test_a_cell_whose_process_was_killed_twice_ends_the_command(cell: Any) -> None:
     queue = Recorded(cell("one"), cell("two"))
     with pytest.raises(UserError, match="the process of one seed 0 was killed by signal 9, 2 times"):
-        jobs.run(queue, settings(), Choice(1), unseen)
+        workers.run(queue, settings(), Choice(1), unseen)
     assert [cell.row for cell in queue.taken] == ["one", "one"]
 
 
 @pytest.mark.usefixtures("killed")
 def test_the_death_of_a_process_is_printed(cell: Any) -> None:
     lines = list[str]()
-    queue, workers = Queue([cell("one")], say=lines.append), list[jobs.Worker]()
-    jobs._hand_out(queue, workers, settings(), [jobs.Share([0])])
-    jobs._receive(workers[0], queue, workers, settings(), unseen)
+    queue, pool = Queue([cell("one")], say=lines.append), list[workers.JobWorker]()
+    workers._hand_out(queue, pool, settings(), [workers.Share([0])])
+    workers._receive(pool[0], queue, pool, settings(), unseen)
     assert lines == [
         "one seed 0: its process was killed by signal 9; another process resumes it from its last checkpoint"
     ]
@@ -415,13 +413,13 @@ def test_the_death_of_a_process_is_printed(cell: Any) -> None:
 
 @pytest.mark.usefixtures("killed")
 def test_a_worker_in_the_place_of_one_that_died_has_its_cores(cell: Any) -> None:
-    queue, workers = Queue([cell("one"), cell("two"), cell("three")]), list[jobs.Worker]()
-    shares = [jobs.Share([0, 3]), jobs.Share([1, 4]), jobs.Share([2])]
-    jobs._hand_out(queue, workers, settings(), shares)
-    for dead in tuple(workers[1:]):
-        jobs._receive(dead, queue, workers, settings(), unseen)
-        assert dead not in workers
-    assert [worker.share for worker in workers] == shares
+    queue, pool = Queue([cell("one"), cell("two"), cell("three")]), list[workers.JobWorker]()
+    shares = [workers.Share([0, 3]), workers.Share([1, 4]), workers.Share([2])]
+    workers._hand_out(queue, pool, settings(), shares)
+    for dead in tuple(pool[1:]):
+        workers._receive(dead, queue, pool, settings(), unseen)
+        assert dead not in pool
+    assert [worker.share for worker in pool] == shares
 
 
 @pytest.mark.usefixtures("killed")
@@ -430,17 +428,17 @@ def test_the_limit_is_of_one_cell_however_long_its_worker_has_been_there(
 ) -> None:
     """A limit of 10 s: the second cell begins 8 s after the first one and is given up after 18 s."""
     now = [100.0]
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     two, queue, limited = cell("two"), Queue([]), settings(limit=10.0)
-    workers = [jobs.Worker(limited, jobs.Share([0]))]
-    workers[0].begin(cell("one"), False)
+    pool = [workers.JobWorker(limited, workers.Share([0]))]
+    pool[0].begin(cell("one"), False)
     now[0] = 108.0
-    workers[0].begin(two, False)
+    pool[0].begin(two, False)
     now[0] = 118.0
-    jobs._enforce_limit(queue, workers, limited)
+    workers._enforce_limit(queue, pool, limited)
     assert not queue.outcomes
     now[0] = 118.5
-    jobs._enforce_limit(queue, workers, limited)
+    workers._enforce_limit(queue, pool, limited)
     assert list(queue.outcomes.values()) == [Outcome(two, None, "took longer than the limit of 10 s for a run")]
 
 
@@ -448,11 +446,11 @@ def test_the_limit_is_of_one_cell_however_long_its_worker_has_been_there(
 
 
 @pytest.fixture
-def at_work(work: Path, request: pytest.FixtureRequest) -> jobs.Worker:
+def at_work(work: Path, request: pytest.FixtureRequest) -> workers.JobWorker:
     """A worker in the middle of a long run. Its parameter: the cores of its share."""
     sets = ["train.rounds_per_task=100000"]
-    cell = cells.new_cell("fedavg", str(work / "table.toml"), work / "long", method="fedavg", seed=0, sets=sets)
-    worker = jobs.Worker(settings(), jobs.Share(request.param))
+    cell = jobs.new_job("fedavg", str(work / "table.toml"), work / "long", method="fedavg", seed=0, sets=sets)
+    worker = workers.JobWorker(settings(), workers.Share(request.param))
     worker.begin(cell, False)
     while worker.pipe.recv()[1]["event"] != "phase":
         pass
@@ -460,16 +458,18 @@ def at_work(work: Path, request: pytest.FixtureRequest) -> jobs.Worker:
 
 
 @pytest.mark.parametrize("at_work", [None], indirect=True)
-def test_a_run_on_a_gpu_ends_by_itself(at_work: jobs.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_gpu_ends_by_itself(at_work: workers.JobWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, it would take the runs beside it along (CUDA MPS)."""
-    monkeypatch.setattr(jobs, "PATIENCE", HANG)
+    monkeypatch.setattr(workers, "PATIENCE", HANG)
     at_work.stop()
     assert at_work.process.exitcode == 0
 
 
 @pytest.mark.parametrize("at_work", [None], indirect=True)
-def test_a_run_on_a_gpu_that_does_not_end_is_killed(at_work: jobs.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "PATIENCE", 0.1)
+def test_a_run_on_a_gpu_that_does_not_end_is_killed(
+    at_work: workers.JobWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "PATIENCE", 0.1)
     assert at_work.process.pid is not None
     os.kill(at_work.process.pid, signal.SIGSTOP)
     at_work.stop()
@@ -477,7 +477,7 @@ def test_a_run_on_a_gpu_that_does_not_end_is_killed(at_work: jobs.Worker, monkey
 
 
 @pytest.mark.parametrize("at_work", [[0]], indirect=True)
-def test_a_run_on_cores_is_killed_at_once(at_work: jobs.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_cores_is_killed_at_once(at_work: workers.JobWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     join, waited = at_work.process.join, list[float | None]()
     monkeypatch.setattr(at_work.process, "join", lambda timeout=None: waited.append(timeout))
     at_work.stop()
@@ -551,6 +551,6 @@ def test_what_the_command_line_says_is_done(cell: Any) -> None:
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-    assert [share.cores for share in jobs._shares(Choice(2))] == [[0, 2, 4], [1, 3]]
-    assert [share.cores for share in jobs._shares(Choice(6))] == [[0], [1], [2], [3], [4], [0]]
-    assert [share.cores for share in jobs._shares(Choice(2, pinned=False))] == [None, None]
+    assert [share.cores for share in workers._shares(Choice(2))] == [[0, 2, 4], [1, 3]]
+    assert [share.cores for share in workers._shares(Choice(6))] == [[0], [1], [2], [3], [4], [0]]
+    assert [share.cores for share in workers._shares(Choice(2, pinned=False))] == [None, None]

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from everfed import engines
-from everfed.experiments import cells, choice, jobs, mps, pace
-from everfed.experiments.cells import Cell, Outcome, Queue, Settings
+from everfed.experiments import choice, jobs, mps, pace, workers
 from everfed.experiments.choice import Choice, choose
-from everfed.experiments.jobs import Limits, Share
+from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
 from everfed.experiments.pace import Pace, Timed
+from everfed.experiments.workers import Share, WorkerLimits
 from everfed.recipe import Places, read
 from tests.support.waiting import HANG
 
@@ -150,11 +150,11 @@ name = "fedavg"
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Callable[..., list[Cell]]:
-    def new(*seeds: int, sets: Sequence[str] = (), folder: str = "runs") -> list[Cell]:
+def table(tmp_path: Path) -> Callable[..., list[GridJob]]:
+    def new(*seeds: int, sets: Sequence[str] = (), folder: str = "runs") -> list[GridJob]:
         (tmp_path / "table.toml").write_text(TABLE)
         recipes = {seed: read(tmp_path / "table.toml", seed=seed, sets=sets) for seed in seeds}
-        return [Cell("fedavg", recipes[seed], tmp_path / folder / str(seed), Places("table.toml")) for seed in seeds]
+        return [GridJob("fedavg", recipes[seed], tmp_path / folder / str(seed), Places("table.toml")) for seed in seeds]
 
     return new
 
@@ -171,15 +171,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_several_cells_on_a_gpu_are_measured(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "one run on the GPU at first, then more while all together become faster, at most 8 on 16 cores"
-    assert choose(table(0, 1), Settings()) == Choice(8, f"{why} (--jobs N chooses a number)", False, True)
-    assert choose(table(0), Settings()) == Choice(1, "one run at a time on the GPU")
-    assert choose(table(0, 1, sets=["engine.kind=ranks"]), Settings()) == Choice(1, "one run at a time on the GPU")
+    assert choose(table(0, 1), JobSettings()) == Choice(8, f"{why} (--jobs N chooses a number)", False, True)
+    assert choose(table(0), JobSettings()) == Choice(1, "one run at a time on the GPU")
+    assert choose(table(0, 1, sets=["engine.kind=ranks"]), JobSettings()) == Choice(1, "one run at a time on the GPU")
     note = "they take turns on the GPU: nvidia-cuda-mps-control is not installed"
-    assert choose(table(0, 1), Settings(jobs=3)) == Choice(3, f"3 runs side by side; {note}", False)
+    assert choose(table(0, 1), JobSettings(jobs=3)) == Choice(3, f"3 runs side by side; {note}", False)
     monkeypatch.setattr(choice, "_fit_in_memory", lambda: 3)
-    assert choose(table(0, 1), Settings()).jobs == 3
+    assert choose(table(0, 1), JobSettings()).jobs == 3
     monkeypatch.setattr(engines, "cores", lambda: 3)
-    assert choose(table(0, 1), Settings()) == Choice(
+    assert choose(table(0, 1), JobSettings()) == Choice(
         1, "one run at a time on the GPU: no second one on 3 cores and in the memory that is free; "
         f"--jobs N runs several side by side ({note})",
     )  # fmt: skip
@@ -191,15 +191,15 @@ def test_a_table_on_a_gpu_runs_in_processes_as_many_as_are_measured(
 ) -> None:
     ran, said = list[Choice](), list[str]()
 
-    def run(queue: Queue, settings: Settings, choice: Choice, show: jobs.Show) -> None:
+    def run(queue: Queue, settings: JobSettings, choice: Choice, show: workers.Show) -> None:
         ran.append(choice)
         while cell := queue.take():
             queue.finish(Outcome(cell, {}))
 
-    output = cells.Output()
-    monkeypatch.setattr(jobs, "run", run)
+    output = jobs.Output()
+    monkeypatch.setattr(workers, "run", run)
     monkeypatch.setattr(output, "say", said.append)
-    assert len(cells.run(table(0, 1), Settings(), output=output)) == 2
+    assert len(jobs.run_all(table(0, 1), JobSettings(), output=output)) == 2
     assert ran[0].measured and said == [ran[0].why]
 
 
@@ -212,7 +212,7 @@ class Pipes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parent, self.worker = multiprocessing.Pipe()
         self.shares: list[float] = []
-        monkeypatch.setattr(jobs, "_limit_gpu_memory", self.shares.append)
+        monkeypatch.setattr(workers, "_limit_gpu_memory", self.shares.append)
 
 
 @pytest.fixture
@@ -221,25 +221,25 @@ def pipes(monkeypatch: pytest.MonkeyPatch) -> Pipes:
 
 
 def test_a_run_waits_between_two_phases_until_it_may_go_on(pipes: Pipes) -> None:
-    pipes.parent.send(Limits(0.45, waits=True))
-    waiting = threading.Thread(target=jobs._heed, args=(pipes.worker,), daemon=True)
+    pipes.parent.send(WorkerLimits(0.45, waits=True))
+    waiting = threading.Thread(target=workers._heed, args=(pipes.worker,), daemon=True)
     waiting.start()
     assert pipes.parent.poll(HANG) and pipes.parent.recv()[0] == "waits"
-    pipes.parent.send(Limits(0.3, waits=True))
+    pipes.parent.send(WorkerLimits(0.3, waits=True))
     waiting.join(0.05)
     assert waiting.is_alive() and not pipes.parent.poll()
-    pipes.parent.send(Limits(0.3, waits=False))
+    pipes.parent.send(WorkerLimits(0.3, waits=False))
     waiting.join(HANG)
     assert not waiting.is_alive() and pipes.shares == [0.45, 0.3, 0.3]
-    jobs._heed(pipes.worker)  # nothing was sent: it goes on at once
+    workers._heed(pipes.worker)  # nothing was sent: it goes on at once
 
 
 def test_a_run_that_waits_ends_with_its_command(pipes: Pipes) -> None:
     """As BrokenPipeError, which is no outcome of a cell."""
-    pipes.parent.send(Limits(0.45, waits=True))
+    pipes.parent.send(WorkerLimits(0.45, waits=True))
     pipes.parent.close()
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
-        jobs._heed(pipes.worker)
+        workers._heed(pipes.worker)
 
 
 @pytest.mark.parametrize("timed", [True, False])
@@ -249,21 +249,21 @@ def test_a_worker_sends_times_and_memory_where_they_are_wanted(
     """Its process has the environment of its share, and limits before the first cell are no cell."""
     phase = {"event": "phase", "round": 3, "task": 1, "seconds": 0.5}
 
-    def attempt(cell: str, settings: Settings, observers: Sequence[Any], was_held: bool) -> Outcome | None:
+    def attempt(cell: str, settings: JobSettings, observers: Sequence[Any], was_held: bool) -> Outcome | None:
         observers[0]({"event": "start"})
         observers[0](phase)
         pipes.parent.close()
         return None
 
     sent: list[Any] = []
-    monkeypatch.setattr(cells, "attempt", attempt)
+    monkeypatch.setattr(jobs, "attempt", attempt)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(jobs, "_gpu_memory", lambda second: (0.2, 0.7))
+    monkeypatch.setattr(workers, "_gpu_memory", lambda second: (0.2, 0.7))
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "before")
-    pipes.parent.send(Limits(0.45, waits=True))
+    pipes.parent.send(WorkerLimits(0.45, waits=True))
     pipes.parent.send(("cell", False))
     worker = SimpleNamespace(recv=pipes.worker.recv, send=sent.append, poll=lambda: False)
-    jobs._work(worker, Settings(), Share(None, 0.9, {"CUDA_MPS_PIPE_DIRECTORY": "own"}, timed))  # type: ignore[arg-type]
+    workers._work(worker, JobSettings(), Share(None, 0.9, {"CUDA_MPS_PIPE_DIRECTORY": "own"}, timed))  # type: ignore[arg-type]
     assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] == "own" and pipes.shares == [0.9, 0.45]
     times = [content for kind, content in sent if kind == "phase"]
     assert times == [Timed(3, 1, 0.5, times[0].ended, 0.2, 0.7)] * timed if timed else not times
@@ -271,13 +271,13 @@ def test_a_worker_sends_times_and_memory_where_they_are_wanted(
 
 
 def test_the_memory_of_a_process_and_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs._gpu_memory.cache_clear()
-    assert jobs._gpu_memory(1) == (0.0, 1.0)
+    workers._gpu_memory.cache_clear()
+    assert workers._gpu_memory(1) == (0.0, 1.0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 80))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 10)
-    assert jobs._gpu_memory(1) == (0.0, 1.0) and jobs._gpu_memory(2) == (0.125, 0.75)
-    jobs._gpu_memory.cache_clear()
+    assert workers._gpu_memory(1) == (0.0, 1.0) and workers._gpu_memory(2) == (0.125, 0.75)
+    workers._gpu_memory.cache_clear()
 
 
 class Process:
@@ -285,8 +285,8 @@ class Process:
 
     made: list[Process]
 
-    def __init__(self, settings: Settings, share: Share) -> None:
-        self.share, self.limits, self.cell, self.since = share, Limits(share.gpu_memory, False), None, 0.0
+    def __init__(self, settings: JobSettings, share: Share) -> None:
+        self.share, self.limits, self.job, self.since = share, WorkerLimits(share.gpu_memory, False), None, 0.0
         self.sent: list[Any] = []
         self.ended = ""
         self.answers: list[tuple[str, Any]] = []
@@ -294,7 +294,7 @@ class Process:
         self.process = SimpleNamespace(exitcode=-signal.SIGKILL)
         Process.made.append(self)
 
-    begin, limit, run = jobs.Worker.begin, jobs.Worker.limit, jobs.Worker.run
+    begin, limit, run = workers.JobWorker.begin, workers.JobWorker.limit, workers.JobWorker.run
 
     def receive(self) -> tuple[str, Any]:
         if not self.answers:
@@ -314,13 +314,13 @@ class Process:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     Process.made = []
-    monkeypatch.setattr(jobs, "Worker", Process)
+    monkeypatch.setattr(workers, "JobWorker", Process)
     return Process.made
 
 
 def handed_out(queue: Queue, workers: list[Any], pace: Pace) -> None:
-    jobs._hand_out(queue, workers, Settings(), jobs._shares(Choice(8, "", False, True), pace, {"A": "b"}))
-    jobs._follow(pace, queue, workers)
+    workers._hand_out(queue, workers, JobSettings(), workers._shares(Choice(8, "", False, True), pace, {"A": "b"}))
+    workers._follow(pace, queue, workers)
 
 
 def test_runs_are_added_held_and_given_less_memory(table: Any, processes: list[Process]) -> None:
@@ -330,11 +330,11 @@ def test_runs_are_added_held_and_given_less_memory(table: Any, processes: list[P
     pace.number = 2
     handed_out(queue, workers, pace)
     assert [process.share.gpu_memory for process in processes] == [0.45, 0.45]
-    assert processes[0].sent[1:] == [Limits(0.45, waits=False)] and len(processes[1].sent) == 1
+    assert processes[0].sent[1:] == [WorkerLimits(0.45, waits=False)] and len(processes[1].sent) == 1
     pace.held = frozenset({processes[1].run})
     handed_out(queue, workers, pace)
     handed_out(queue, workers, pace)
-    assert processes[1].sent[1:] == [Limits(0.45, waits=True)] and len(processes[0].sent) == 2
+    assert processes[1].sent[1:] == [WorkerLimits(0.45, waits=True)] and len(processes[0].sent) == 2
 
 
 def test_a_run_that_waited_goes_on(table: Any, processes: list[Process]) -> None:
@@ -345,7 +345,7 @@ def test_a_run_that_waited_goes_on(table: Any, processes: list[Process]) -> None
     for held in ({processes[0].run}, set()):
         pace.held = frozenset(held)
         handed_out(queue, workers, pace)
-    assert processes[0].sent[1:] == [Limits(0.45, waits=True), Limits(0.45, waits=False)]
+    assert processes[0].sent[1:] == [WorkerLimits(0.45, waits=True), WorkerLimits(0.45, waits=False)]
     assert len(processes[1].sent) == 1
 
 
@@ -358,14 +358,14 @@ def test_no_place_above_the_number_is_given_to_another_run(table: Any, processes
     pace.number = 1
     for running in (3, 2, 1, 1):
         handed_out(queue, workers, pace)
-        assert sum(worker.cell is not None for worker in workers) == len(workers) == running
+        assert sum(worker.job is not None for worker in workers) == len(workers) == running
         assert all(worker.limits.gpu_memory == pytest.approx(0.9 / running) for worker in workers)
         workers[0].answers = [("held", None)]
-        jobs._receive(workers[0], SimpleNamespace(hold=lambda cell: None), workers, Settings(), unseen, pace)  # type: ignore[arg-type]
+        workers._receive(workers[0], SimpleNamespace(hold=lambda cell: None), workers, JobSettings(), unseen, pace)  # type: ignore[arg-type]
     assert [process.ended for process in processes] == ["left", "left", ""]
 
 
-def unseen(cell: Cell, event: dict[str, Any]) -> None:
+def unseen(cell: GridJob, event: dict[str, Any]) -> None:
     raise AssertionError(event)
 
 
@@ -385,9 +385,9 @@ def test_a_run_that_may_have_failed_for_the_others_has_another_try(
     pace.number = 2
     handed_out(queue, workers, pace)
     first, second = processes
-    cell: Any = second.cell
+    cell: Any = second.job
     second.answers = [(kind, Outcome(cell, None, text) if kind == "outcome" else text)] if kind else []
-    jobs._receive(second, queue, workers, Settings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
+    workers._receive(second, queue, workers, JobSettings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
     assert workers == [first] and second.ended == "stopped" and not queue.outcomes and pace.number == 1
     why = {"lost": FAULT, "": "its process was killed by signal 9"}.get(kind, "the GPU's memory is full")
     assert lines == [
@@ -396,11 +396,11 @@ def test_a_run_that_may_have_failed_for_the_others_has_another_try(
     ]
     handed_out(queue, workers, pace)
     assert len(processes) == 2 and queue.waiting
-    first.cell = None
+    first.job = None
     handed_out(queue, workers, pace)
-    assert first.cell is cell and first.limits.gpu_memory == 0.9
+    assert first.job is cell and first.limits.gpu_memory == 0.9
     first.answers = [("outcome", Outcome(cell, None, OUT))]
-    jobs._receive(first, queue, workers, Settings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
+    workers._receive(first, queue, workers, JobSettings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
     assert queue.outcomes[cell.folder].problem == OUT and queue.died(cell) == 1
 
 
@@ -409,9 +409,9 @@ def test_times_reach_the_pace_and_are_ignored_where_there_is_none(table: Any, pr
     handed_out(queue, workers, pace)
     for number in range(12):
         processes[0].answers = [("phase", Timed(number, 0, 1.0, float(number)))] * 2
-        jobs._receive(workers[0], queue, workers, Settings(), unseen)
+        workers._receive(workers[0], queue, workers, JobSettings(), unseen)
         assert pace.number == (2 if number > 10 else 1)
-        jobs._receive(workers[0], queue, workers, Settings(), unseen, pace)
+        workers._receive(workers[0], queue, workers, JobSettings(), unseen, pace)
 
 
 # processes -----------------------------------------------------------------------------------------------------------
@@ -440,8 +440,8 @@ class Holding(Pace):
         self.stopped = True
 
 
-def numbers(table: Sequence[Cell]) -> list[Any]:
-    found = [outcome.result or {} for outcome in cells.run(table, Settings(jobs=1))]
+def numbers(table: Sequence[GridJob]) -> list[Any]:
+    found = [outcome.result or {} for outcome in jobs.run_all(table, JobSettings(jobs=1))]
     return [(result["metrics"], result["accuracy_matrix"]) for result in found]
 
 
@@ -450,11 +450,11 @@ def test_runs_that_were_added_and_held_have_the_numbers_of_one_process(
     table: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real processes, on the CPU; their CUDA MPS is the stand-in."""
-    monkeypatch.setattr(jobs, "Pace", Holding)
+    monkeypatch.setattr(workers, "Pace", Holding)
     lines: list[str] = []
     side_by_side, events = table(0, 1, 2), list[str]()
     queue = Queue(side_by_side, say=lines.append)
-    jobs.run(queue, Settings(), Choice(8, "", False, True), lambda cell, event: events.append(event["event"]))
+    workers.run(queue, JobSettings(), Choice(8, "", False, True), lambda cell, event: events.append(event["event"]))
     assert Holding.made[0].stopped and Holding.made[0].others >= 3
     assert lines == [SHARED] and events.count("end") == 3 and set(events) >= {"start", "phase", "evaluation"}
     assert all(cell.finished for cell in side_by_side)
@@ -477,7 +477,7 @@ def test_real_runs_are_measured(table: Any, monkeypatch: pytest.MonkeyPatch, con
 
     queue = Queue(table(0, 1, 2, sets=["train.rounds_per_task=100000"]), say=say)
     with pytest.raises(Found):
-        jobs.run(queue, Settings(), Choice(2, "", False, True), lambda cell, event: None)
+        workers.run(queue, JobSettings(), Choice(2, "", False, True), lambda cell, event: None)
     assert lines[1].startswith("2 runs at a time on the GPU: all together, 2 are ")
     assert lines[1].endswith(" times as fast as 1; more are not tried (--jobs N chooses another number)")
     assert control()[-1].startswith("quit ")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from everfed.core.layout import Layout
 from everfed.core.replica import Replica, frozen_forward, initial_weights
 from everfed.core.tree import clone, equal
-from everfed.core.legacy import Batch, Method, Part, Step, compose
+from everfed.method import Batch, Method, Part, Step, compose
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.toy import Bench, Norm
 

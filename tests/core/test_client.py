@@ -10,16 +10,14 @@ import torch
 
 from everfed.core import tree
 from everfed.core.client import OWN, Reply, new_state, run_client, synchronises
-from everfed.core.context import Context, Hidden, TrainOptions
-from everfed.core.message import unwrap
+from everfed.core.context import Hidden, TrainOptions
+from everfed.core.evaluate import EvalSpec
+from everfed.core.handle import Server
+from everfed.core.message import State, unwrap
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.legacy import Part
-from everfed.core.message import State
-from everfed.core.legacy import Cohort, END, Phase
-from everfed.core.phase import EVALUATE
-from everfed.core.evaluate import EvalSpec
-from everfed.core.tree import Tree
+from everfed.core.part import Part
+from everfed.core.phase import END, EVALUATE, Cohort, Phase
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.presets import each_preset
 from tests.support.toy import Bench, Norm, Toy
@@ -38,8 +36,12 @@ def called(bench: Bench, state: State | None = None, client: int = 0, round_inde
 def first_message(bench: Bench) -> dict[str, tree.Tree]:
     """What a client receives first of all."""
     method, ctx = bench.build_method(), bench.context().at(client=None)
-    server = {"model": dict(bench.model()), **{part.name: part.server_slots(ctx) for part in method.parts}}
-    sent = {part.name: part.broadcast(server, ctx) for part in method.parts}
+    server: State = {"model": dict(bench.model())}
+    for part in method.parts:
+        handle = Server(part.name, server, ctx)
+        part.init(handle)
+        server = handle.states
+    sent = {part.name: part.broadcast(Server(part.name, server, ctx)) for part in method.parts}
     return unwrap({"model": server["model"], **{name: values for name, values in sent.items() if values}})
 
 
@@ -59,7 +61,7 @@ def test_the_same_call_twice_gives_the_same_bits_and_changes_nothing(name: str) 
 @pytest.mark.parametrize("optimizer", [STEP, Optimizer("adam", lr=0.01)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("name", ["ogd", "si", "fedala", "fedssi", "ewc", "lwf", "er"])
 def test_a_call_in_a_later_task_changes_nothing_that_it_was_given(name: str, optimizer: Optimizer) -> None:
-    """When every slot is in use."""
+    """When all of the state is in use."""
     bench = Bench(name, train=TrainOptions(1, 5, optimizer))
     state = bench.run(rounds=3).clients[0]
     before = tree.clone(state)
@@ -72,7 +74,7 @@ def test_a_call_in_a_later_task_changes_nothing_that_it_was_given(name: str, opt
     ("name", "optimizer", "shared"),
     [("ogd", STEP, {"basis"}), ("ogd", Optimizer("adam", lr=0.01), {"basis"}), ("si", STEP, {"omega", "anchor"})],
 )
-def test_slots_that_steps_do_not_change_are_not_copied(name: str, optimizer: Optimizer, shared: set[str]) -> None:
+def test_state_that_steps_do_not_change_is_not_copied(name: str, optimizer: Optimizer, shared: set[str]) -> None:
     bench = Bench(name, train=TrainOptions(1, 5, optimizer))
     state = bench.run(rounds=3).clients[0]
     after, _ = called(bench, state, round_index=3)
@@ -109,7 +111,7 @@ def test_a_client_without_data_sends_nothing() -> None:
     assert state["memory"]["host"]["n"] == 0
 
 
-def test_a_new_client_has_empty_slots() -> None:
+def test_a_new_client_has_empty_state() -> None:
     state = Bench("fedgp+der").new_client()
     assert set(state) == {OWN, "memory"} and state[OWN] == {}
     assert {k: tuple(state["memory"][k].shape) for k in ("x", "y", "logits")} == {
@@ -206,11 +208,11 @@ def test_the_servers_own_phases_have_a_trainer_and_know_the_task() -> None:
         name: ClassVar[str] = "looks"
 
         def phases(self) -> tuple[Phase, ...]:
-            return (Phase("look", cohort=Cohort.SERVER, when=END, update=self._look),)
+            return (Phase("look", cohort=Cohort.SERVER, rounds=END, update=self._look),)
 
-        def _look(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-            outputs = ctx.train.outputs(server["model"], ctx.facts.blank.x)
-            return {"task": ctx.task, "outputs": outputs}
+        def _look(self, server: Server) -> None:
+            outputs = server.trainer.outputs(server.model, server.facts.blank.x)
+            server.state = {"task": server.context.task, "outputs": outputs}
 
     for stream, known in ((Toy(), True), (Toy(task_ids=False), False)):
         bench = Bench(lambda: compose(FedAvg(), Looks()), stream=stream)
@@ -224,6 +226,20 @@ def test_the_servers_own_phases_have_a_trainer_and_know_the_task() -> None:
 def test_the_learning_rate_follows_the_rounds_of_a_task() -> None:
     bench = Bench(train=TrainOptions(1, 5, Optimizer(lr=0.1, schedule="linear")))
     assert [bench.context(round_index=r).rate for r in range(4)] == pytest.approx([0.1, 0.05, 0.1, 0.05])
+
+
+def test_the_learning_rate_follows_the_clock_of_the_client() -> None:
+    """Where clients change tasks on their own, the rounds behind the server's task say nothing of theirs."""
+
+    class Clocked(Toy):
+        def clock_of(self, client: int, index: int) -> tuple[int, int]:
+            return (3, 4) if client == 1 else (index % 2, 2)
+
+    bench = Bench(stream=Clocked(), train=TrainOptions(1, 5, Optimizer(lr=0.1, schedule="linear")))
+    assert [bench.context(client).progress for client in (0, 1)] == [(0, 2), (3, 4)]
+    assert [bench.context(client).rate for client in (0, 1)] == pytest.approx([0.1, 0.025])
+    hidden = bench.change(stream=Clocked(boundaries=False))
+    assert hidden.context(1).progress == (0, 2)  # a clock tells when a task begins
 
 
 @pytest.mark.parametrize(("logits", "allowed"), [("full", None), ("seen", (0, 1, 2, 3)), ("task", (2, 3))])

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from everfed.core.context import Setup
 from everfed.core.engine import Engine
+from everfed.core.evaluate import EvalOptions, EvalSpec, score_tasks
 from everfed.core.message import Model
-from everfed.core.evaluate import EvalOptions
-from everfed.core.evaluate import EvalSpec, score_tasks
 from everfed.core.stream import RoundPlan
 from everfed.engines.eager import Eager
 from everfed.engines.processes import Processes

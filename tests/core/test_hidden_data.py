@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from everfed.core.context import Context, Hidden
-from everfed.core.data import Data
 from everfed.core.engine import ClientError
+from everfed.core.handle import Client, Server
+from everfed.core.message import Model
 from everfed.core.method import compose
-from everfed.core.legacy import HELD_OUT, Part
-from everfed.core.message import Model, State
+from everfed.core.part import HELD_OUT, Part, Personal
+from everfed.core.phase import Cohort, Phase
 from everfed.core.step import Step
-from everfed.core.stream import HeldOut, _VISIBLE
-from everfed.core.tree import Tree
+from everfed.core.stream import _VISIBLE, HeldOut
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.streams import build
 from tests.support.toy import Bench, Toy
@@ -46,22 +46,18 @@ class Thief(Part):
         if where == self.where and ctx.current_task == 1:
             STEALS[self.what](ctx)
 
-    def receive(
-        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
-    ) -> tuple[Tree | None, Model]:
-        self._steal("receive", ctx)
-        return None, model
+    def receive(self, client: Client) -> None:
+        self._steal("receive", client.context)
 
-    def dataset(self, client: State, data: Data, ctx: Context) -> Data:
-        self._steal("dataset", ctx)
-        return data
+    def start(self, client: Client) -> None:
+        self._steal("start", client.context)
 
     def loss(self, step: Step) -> torch.Tensor | None:
-        self._steal("loss", step.ctx)
+        self._steal("loss", step.context)
         return None
 
 
-@pytest.mark.parametrize("where", ["receive", "dataset", "loss"])
+@pytest.mark.parametrize("where", ["receive", "start", "loss"])
 @pytest.mark.parametrize("what", sorted(STEALS))
 def test_a_part_that_reads_what_is_not_its_own_is_refused(what: str, where: str) -> None:
     with pytest.raises(ClientError, match=r"client 0 failed .* (declare|declares) '(history|held_out)'") as caught:
@@ -71,11 +67,12 @@ def test_a_part_that_reads_what_is_not_its_own_is_refused(what: str, where: str)
 
 def test_hooks_that_run_while_models_are_scored_do_not_see_the_tests_either() -> None:
     @dataclass(frozen=True)
-    class Cheat(Part):
+    class Cheat(Personal):
         name: ClassVar[str] = "cheat"
 
-        def personalise(self, client: State, message: dict[str, Tree], model: Model, ctx: Context) -> Model:
-            return {**model, "params": model["params"] * len(ctx.held_out.get(None, 0, "test", ctx.train.device))}
+        def personalise(self, client: Client) -> Model:
+            tests = client.held_out.get(None, 0, "test", client.device)
+            return {**client.model, "params": client.model["params"] * len(tests)}
 
     with pytest.raises(ClientError, match="test sets are for scoring"):
         Bench(lambda: compose(FedAvg(), Cheat())).run()
@@ -85,15 +82,38 @@ def test_a_part_that_declares_it_measures_on_the_tests() -> None:
     @dataclass(frozen=True)
     class Looks(Part):
         name: ClassVar[str] = "looks"
-        needs: ClassVar[frozenset[str]] = frozenset({HELD_OUT})
 
-        def receive(
-            self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
-        ) -> tuple[Tree | None, Model]:
-            return {"seen": len(ctx.held_out.get(ctx.client, 1, "test", ctx.train.device))}, model
+        def needs(self) -> set[str]:
+            return {HELD_OUT}
+
+        def receive(self, client: Client) -> None:
+            client.state["seen"] = len(client.held_out.get(client.id, 1, "test", client.device))
 
     run = Bench(lambda: compose(FedAvg(), Looks())).run()
     assert run.clients[0]["looks"] == {"seen": len(Toy().test(1))}
+
+
+def test_on_the_server_too() -> None:
+    @dataclass(frozen=True)
+    class Watches(Part):
+        name: ClassVar[str] = "watches"
+        declares: bool = True
+
+        def needs(self) -> set[str]:
+            return {HELD_OUT} if self.declares else set()
+
+        def phases(self) -> tuple[Phase, ...]:
+            return (Phase("watch", Cohort.SERVER, update=self._watch),)
+
+        def _watch(self, server: Server) -> None:
+            tests = server.held_out.get(None, 0, "test", server.device)
+            right = server.trainer.outputs(server.model, tests.x).argmax(1) == tests.y
+            server.report("accuracy", float(right.float().mean()))
+
+    run = Bench(lambda: compose(FedAvg(), Watches())).run()
+    assert [event["accuracy"] for event in run.events if event.get("part") == "watches"][-1] > 0.3
+    with pytest.raises(Hidden, match="must declare 'held_out'"):
+        Bench(lambda: compose(FedAvg(), Watches(declares=False))).run()
 
 
 def test_what_training_needs_of_a_stream_is_visible() -> None:

@@ -1,4 +1,4 @@
-"""What a message costs: every tensor by its size, and each version of a `Once` payload once per client."""
+"""What a message costs: every tensor by its size, and each version of a `Cached` payload once per client."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.legacy import Each, Once
-from everfed.core.message import Traffic, addressed, common, own, payload_bytes, unwrap, versions, with_own
+from everfed.core.message import (
+    Cached,
+    PerClient,
+    Traffic,
+    addressed,
+    common,
+    own,
+    payload_bytes,
+    unwrap,
+    versions,
+    with_own,
+)
 
 MESSAGE = {
-    "model": {"params": Once(3, torch.zeros(10)), "counters": Once(3, torch.zeros(2, dtype=torch.int64))},
-    "gan": {"net": Once("v1", {"a": torch.zeros(5), "deep": {"b": torch.zeros(7, dtype=torch.uint8)}}), "on": True},
+    "model": {"params": Cached(3, torch.zeros(10)), "counters": Cached(3, torch.zeros(2, dtype=torch.int64))},
+    "gan": {"net": Cached("v1", {"a": torch.zeros(5), "deep": {"b": torch.zeros(7, dtype=torch.uint8)}}), "on": True},
     "gp": {"reference": torch.zeros(10)},
 }
 
@@ -29,7 +39,9 @@ def test_held_versions_are_not_sent_again_and_others_are() -> None:
 
 
 def test_a_version_is_held_by_key_not_by_part() -> None:
-    assert payload_bytes({"a": {"x": Once(1, torch.zeros(1)), "y": Once(1, torch.zeros(1))}}, {"a/x": 1}) == {"a": 4}
+    assert payload_bytes({"a": {"x": Cached(1, torch.zeros(1)), "y": Cached(1, torch.zeros(1))}}, {"a/x": 1}) == {
+        "a": 4
+    }
 
 
 def test_parts_read_payloads_not_wrappers() -> None:
@@ -63,7 +75,7 @@ def test_scalars_are_free() -> None:
 
 
 def test_each_client_receives_its_own_payload_and_nobody_elses() -> None:
-    letters = Each({0: {"a": torch.zeros(2)}, 2: {"b": torch.zeros(3)}})
+    letters = PerClient({0: {"a": torch.zeros(2)}, 2: {"b": torch.zeros(3)}})
     message = {"secure": {"letters": letters, "round": 1}, "gp": {"reference": torch.zeros(10)}}
     assert addressed(message, 0)["secure"] == {"letters": letters.values[0], "round": 1}
     assert addressed(message, 1)["secure"] == {"round": 1}

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed.core.context import Context
-from everfed.core.data import Data
+from everfed.core.gradient import Gradient
+from everfed.core.handle import Client
+from everfed.core.message import Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.legacy import BOUNDARIES, Part, TASK_ID, options_of
-from everfed.core.part import CompositionError
-from everfed.core.legacy import ALWAYS, BEGIN, Cohort, END, FIRST, Phase, Position, When, every
-from everfed.core.message import State
+from everfed.core.part import BOUNDARIES, TASK_ID, CompositionError, Part, options_of
+from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, Rounds, When, every
 from everfed.core.reduce import Collect, Mean, Reducer
 from everfed.core.step import Step
 from everfed.core.tree import Tree
@@ -34,9 +33,9 @@ from everfed.methods.replay.memory import Memory
 from tests.support.toy import Toy
 
 
-def nothing(client: State, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree | None, Tree]:
+def nothing(client: Client) -> Values:
     """A phase's work on a client that does nothing."""
-    return None, {}
+    return {}
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,17 @@ class WithPhase(Part):
 @dataclass(frozen=True)
 class NeedsBoundaries(Part):
     name: ClassVar[str] = "edge"
-    needs: ClassVar[frozenset[str]] = frozenset({BOUNDARIES})
+
+    def needs(self) -> set[str]:
+        return {BOUNDARIES}
 
 
 @dataclass(frozen=True)
 class NeedsTask(Part):
     name: ClassVar[str] = "task"
-    needs: ClassVar[frozenset[str]] = frozenset({TASK_ID})
+
+    def needs(self) -> set[str]:
+        return {TASK_ID}
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class OtherObjective(Objective):
 class Forward(Part):
     name: ClassVar[str] = "forward"
 
-    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, state: Tree, message: Tree) -> Tensor:
         return torch.zeros(1)
 
 
@@ -115,8 +118,8 @@ class OtherForward(Forward):
 class Misspelt(Part):
     name: ClassVar[str] = "misspelt"
 
-    def gradent(self, step: Step, gradient: Tensor) -> Tensor:
-        return -gradient
+    def gradent(self, step: Step, gradient: Gradient) -> Tensor:
+        return -gradient.vector
 
 
 LOGITS = Memory(size=4, logits=True)
@@ -203,8 +206,8 @@ BLIND = Toy(boundaries=False, task_ids=False)
     "part",
     [
         NeedsBoundaries(),
-        WithPhase(Phase("x", when=BEGIN, run=nothing)),
-        WithPhase(Phase("x", when=END, run=nothing)),
+        WithPhase(Phase("x", rounds=BEGIN, run=nothing)),
+        WithPhase(Phase("x", rounds=END, run=nothing)),
     ],
 )
 def test_a_stream_that_hides_boundaries_is_refused(part: Part) -> None:
@@ -238,8 +241,8 @@ def test_order_phases_and_aggregator() -> None:
     method = methods.build("fedgp+der")
     assert [part.name for part in method.parts] == ["fedavg", "memory", "der", "fedgp"]
     assert method.aggregator.name == "fedavg" == method.train_phase().owner
-    assert [phase.name for phase in method.phases(Position.AFTER)] == ["reference"]
-    assert method.phases(Position.BEFORE) == ()
+    assert [phase.name for phase in method.phases(When.AFTER)] == ["reference"]
+    assert method.phases(When.BEFORE) == ()
     assert not method.personal
 
 
@@ -330,9 +333,9 @@ def test_a_user_s_own_part_enters_by_its_name() -> None:
 
 
 # phases --------------------------------------------------------------------------------------------------------------
-def due(when: When, rounds: int = 6) -> list[int]:
+def due(when: Rounds, rounds: int = 6) -> list[int]:
     stream = Toy(tasks=2, rounds_per_task=3)
-    return [index for index in range(rounds) if Phase("x", when=when).due(index, stream.round(index), rounds)]
+    return [index for index in range(rounds) if Phase("x", rounds=when).due(index, stream.round(index), rounds)]
 
 
 def test_in_which_rounds_a_phase_runs() -> None:
@@ -346,7 +349,7 @@ def test_in_which_rounds_a_phase_runs() -> None:
 
 def test_a_phase_may_leave_out_the_last_round() -> None:
     stream = Toy(tasks=2, rounds_per_task=3)
-    phase = Phase("x", when=END, in_last_round=False)
+    phase = Phase("x", rounds=END, in_last_round=False)
     assert [index for index in range(6) if phase.due(index, stream.round(index), 6)] == [2]
 
 
@@ -365,8 +368,8 @@ def test_who_takes_part_in_a_phase() -> None:
     assert Phase("a").clients(plan) == (2,)
     assert Phase("a", cohort=Cohort.ALL).clients(plan) == (0, 1, 2)
     assert Phase("a", cohort=Cohort.SERVER).clients(plan) == ()
-    assert Phase("a", cohort=Cohort.BOUNDARY, when=END).clients(plan) == (0, 1, 2)
-    assert Phase("a", cohort=Cohort.BOUNDARY, when=BEGIN).clients(plan) == ()
+    assert Phase("a", cohort=Cohort.BOUNDARY, rounds=END).clients(plan) == (0, 1, 2)
+    assert Phase("a", cohort=Cohort.BOUNDARY, rounds=BEGIN).clients(plan) == ()
 
 
 def test_ideal_takes_any_stream_and_no_buffer() -> None:

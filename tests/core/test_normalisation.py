@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
-from everfed.core.method import Method
+from everfed.core.method import Method, compose
 from everfed.core.ops import minibatch_sizes, normalised_apart
 from everfed.core.optimizer import Optimizer
+from everfed.core.part import Part
 from everfed.core.replica import Replica
-from everfed.core.legacy import Part, compose
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.der import DER
 from everfed.methods.replay.memory import Memory
@@ -40,7 +40,7 @@ class Forwarding(Part):
 
     name = "forwarding"
 
-    def forward(self, module: nn.Module, x: Tensor, own: Any, message: Any) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, state: Any, message: Any) -> Tensor:
         outputs: Tensor = module(x)
         return outputs
 

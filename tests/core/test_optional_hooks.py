@@ -10,16 +10,13 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from everfed.core.context import Context
-from everfed.core.data import Data
-from everfed.core.layout import Extras, registered
-from everfed.core.message import MODEL
+from everfed.core.handle import Client, Handle, Server
+from everfed.core.layout import EXTRAS, AddsParameters, Extras, registered
+from everfed.core.message import Values
 from everfed.core.method import Method, compose
-from everfed.core.message import Model, State
-from everfed.core.legacy import Part
-from everfed.core.legacy import BEGIN, Cohort, END, Phase, Position
+from everfed.core.part import Part, Personal
+from everfed.core.phase import BEGIN, END, Cohort, Phase, When
 from everfed.core.reduce import Reducer, Sum
-from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree, tensor_bytes
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.toy import Bench, Toy
@@ -39,10 +36,10 @@ class AtTaskEnds(Part):
     name: ClassVar[str] = "ends"
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("work", cohort=Cohort.ALL, when=END, in_last_round=False, run=self._work),)
+        return (Phase("work", cohort=Cohort.ALL, rounds=END, in_last_round=False, run=self._work),)
 
-    def _work(self, client: State, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree | None, Tree]:
-        return None, {}
+    def _work(self, client: Client) -> Values:
+        return {}
 
 
 def test_a_phase_that_skips_the_last_round_costs_nothing_there() -> None:
@@ -60,8 +57,8 @@ class Halved(Part):
 
     name: ClassVar[str] = "halved"
 
-    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Tree | None, Model]:
-        return None, {**model, "params": (server[MODEL]["params"] + model["params"]) / 2}
+    def update(self, server: Server) -> None:
+        server.model = {**server.model, "params": (server.before["params"] + server.model["params"]) / 2}
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,8 @@ class Shifted(Part):
 
     name: ClassVar[str] = "shifted"
 
-    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Tree | None, Model]:
-        return None, {**model, "params": model["params"] + 1.0}
+    def update(self, server: Server) -> None:
+        server.model = {**server.model, "params": server.model["params"] + 1.0}
 
 
 def test_the_aggregate_is_changed_in_part_order() -> None:
@@ -90,15 +87,16 @@ class Restores(Part):
 
     def phases(self) -> tuple[Phase, ...]:
         return (
-            Phase("keep", Cohort.SERVER, BEGIN, Position.BEFORE, update=self._keep),
-            Phase("restore", Cohort.SERVER, END, update_model=self._restore),
+            Phase("keep", Cohort.SERVER, BEGIN, When.BEFORE, update=self._keep),
+            Phase("restore", Cohort.SERVER, END, update=self._restore),
         )
 
-    def _keep(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        return {"kept": dict(server[MODEL])}
+    def _keep(self, server: Server) -> None:
+        server.state = {"kept": dict(server.model)}
 
-    def _restore(self, server: State, model: Model, ctx: Context) -> tuple[Tree | None, Model]:
-        return {"restored": 1}, dict(server[self.name]["kept"])
+    def _restore(self, server: Server) -> None:
+        server.model = dict(server.state["kept"])
+        server.state = {"restored": 1}
 
 
 def test_a_phase_may_change_the_model_and_clients_receive_the_new_version() -> None:
@@ -107,38 +105,38 @@ def test_a_phase_may_change_the_model_and_clients_receive_the_new_version() -> N
     between, restored = bench.run(rounds=1), bench.run(rounds=2)
     assert torch.equal(between.params, plain.params)
     assert torch.equal(restored.params, start)
-    assert restored.state.server["restores"] == {"restored": 1}  # slots and model together
+    assert restored.state.server["restores"] == {"restored": 1}  # state and model together
     assert (between.state.version, restored.state.version) == (1, 3)  # two aggregations and a restored model
     assert restored.state.traffic.down["fedavg"] == 2 * 3 * tensor_bytes(bench.model())
     assert not torch.equal(bench.run(rounds=3).params, start)
 
 
 @dataclass(frozen=True)
-class Offset(Part):
+class Offset(AddsParameters, Part):
     """Adds a trained number, shared by all clients, to all outputs."""
 
     name: ClassVar[str] = "offset"
 
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        return {"by.class": torch.zeros(ctx.facts.classes)}
+    def parameters(self, server: Server) -> dict[str, Tensor]:
+        return {"by.class": torch.zeros(server.facts.classes)}
 
-    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, state: Tree, message: Tree) -> Tensor:
         offset: Tensor = cast(Extras, module.extras)[self.name]["by.class"]
-        return module(x) + offset + float(own.get("host", {}).get("bonus", 0.0))  # type: ignore[no-any-return]
+        return module(x) + offset + float(state.get("host", {}).get("bonus", 0.0))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class OwnOffset(Offset):
+class OwnOffset(Offset, Personal):
     """The same with a number of each client's own; scored with a bonus where the task is known."""
 
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        return {}
+    def parameters(self, server: Server) -> dict[str, Tensor]:
+        return {"by.class": torch.full((server.facts.classes,), 0.5)}
 
-    def personal_parameters(self, ctx: Context) -> dict[str, Tensor]:
-        return {"by.class": torch.full((ctx.facts.classes,), 0.5)}
+    def is_personal(self, parameter: str) -> bool:
+        return parameter.startswith(EXTRAS)
 
-    def slots_for_task(self, own: Tree, task: int) -> Tree:
-        return {**own, "host": {"bonus": float(task)}}
+    def state_for_task(self, state: Tree, task: int) -> Tree:
+        return {**state, "host": {"bonus": float(task)}}
 
 
 def test_shared_extra_parameters_are_trained_and_averaged() -> None:
@@ -177,11 +175,10 @@ class Replaces(Part):
     def reducers(self) -> Mapping[str, Reducer]:
         return {"one": Sum()}
 
-    def reply(
-        self, client: State, message: dict[str, Tree], fitted: Fitted, data: Data, ctx: Context
-    ) -> tuple[Tree | None, Tree]:
-        assert torch.equal(fitted.start["params"], message[MODEL]["params"])
-        return None, {MODEL: {**fitted.model, "params": torch.zeros_like(fitted.model["params"])}, "one": 1.0}
+    def reply(self, client: Client) -> Values:
+        assert torch.equal(client.fitted.start["params"], client.received["params"])
+        client.model = {**client.model, "params": torch.zeros_like(client.model["params"])}
+        return {"one": 1.0}
 
 
 def test_a_reply_may_replace_the_trained_model() -> None:
@@ -191,25 +188,27 @@ def test_a_reply_may_replace_the_trained_model() -> None:
 
 
 @dataclass(frozen=True)
-class Slots(Part):
-    """Sets its slots in round 0, leaves them alone in round 1, removes them in round 2."""
+class Remembers(Part):
+    """Writes its state in round 0, leaves it alone in round 1, empties it in round 2."""
 
-    name: ClassVar[str] = "slots"
+    name: ClassVar[str] = "remembers"
 
-    def _slots(self, ctx: Context) -> Tree | None:
-        return {0: {"a": 1}, 1: None}.get(ctx.round, {})
+    def _write(self, side: Handle) -> None:
+        if side.round == 0:
+            side.state["a"] = 1
+        elif side.round == 2:
+            side.state = {}
 
-    def update(self, server: State, reduced: Tree, ctx: Context) -> Tree | None:
-        return self._slots(ctx)
+    def update(self, server: Server) -> None:
+        self._write(server)
 
-    def reply(
-        self, client: State, message: dict[str, Tree], fitted: Fitted, data: Data, ctx: Context
-    ) -> tuple[Tree | None, Tree]:
-        return self._slots(ctx), {}
+    def reply(self, client: Client) -> Values:
+        self._write(client)
+        return {}
 
 
-def test_none_leaves_slots_alone_and_an_empty_tree_removes_them_on_both_sides() -> None:
+def test_state_stays_until_it_is_written_and_an_empty_one_is_removed_on_both_sides() -> None:
     for rounds, expected in ((1, {"a": 1}), (2, {"a": 1}), (3, None)):
-        outcome = with_parts(Slots()).run(rounds=rounds)
-        assert outcome.state.server.get("slots") == expected
-        assert outcome.clients[0].get("slots") == expected
+        outcome = with_parts(Remembers()).run(rounds=rounds)
+        assert outcome.state.server.get("remembers") == expected
+        assert outcome.clients[0].get("remembers") == expected

@@ -12,10 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.legacy import Once
-from everfed.core.message import payload_bytes, unwrap, versions
-from everfed.core.pieces import PIECES, Pieces, Spans, TRAINED, assembled, cut, from_text, joined, only_trained, pasted, rest, shortened, to_text, trained_spans
-from everfed.core.legacy import MODEL, Context, Layout, Message, Method, Model, Part, State, Step, Tree, compose
+from everfed.core.message import Message, payload_bytes, unwrap, versions
+from everfed.core.pieces import (
+    PIECES,
+    TRAINED,
+    Pieces,
+    Spans,
+    assembled,
+    cut,
+    from_text,
+    joined,
+    only_trained,
+    pasted,
+    rest,
+    shortened,
+    to_text,
+    trained_spans,
+)
+from everfed.method import MODEL, Cached, Client, Gradient, Layout, Method, Part, Server, Step, compose
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.server_optimizer import FedAvgM
 from tests.support.toy import Bench, Toy
@@ -54,16 +68,16 @@ class Alternating(Part):
         middle = layout.shared // 2
         return {"first": (slice(0, middle),), "second": (slice(middle, layout.shared),)}
 
-    def trained(self, piece: str, server: State, ctx: Context) -> bool:
-        return piece == ("first", "second")[ctx.round % 2]
+    def trained(self, piece: str, server: Server) -> bool:
+        return piece == ("first", "second")[server.round % 2]
 
-    def receive(self, client: State, message: Message, model: Model, data: object, ctx: Context) -> tuple[Tree, Model]:
-        spans = trained_spans(message)
+    def receive(self, client: Client) -> None:
+        spans, params = trained_spans(client.messages), client.model["params"]
         assert spans is not None
-        return {"mask": pasted(torch.zeros_like(model["params"]), spans, torch.ones(len(model["params"])))}, model
+        client.state["mask"] = pasted(torch.zeros_like(params), spans, torch.ones(len(params)))
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        return gradient * step.state[self.name]["mask"]
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        return gradient.vector * step.state["mask"]
 
 
 def alternating() -> Method:
@@ -78,8 +92,8 @@ def pieces_of(bench: Bench) -> Pieces:
 
 def test_a_client_puts_the_vector_together_again() -> None:
     bench = Bench(alternating)
-    ctx, pieces, model = bench.setup().server("train", None), pieces_of(bench), bench.model()
-    message = pieces.split({MODEL: {k: Once(7, v) for k, v in model.items()}}, {"second": 3}, {}, ctx)
+    server, pieces, model = bench.server("alternating"), pieces_of(bench), bench.model()
+    message = pieces.split({MODEL: {k: Cached(7, v) for k, v in model.items()}}, {"second": 3}, server)
     assert versions(message)["pieces/second"] == 3
     short = unwrap(message)
     assert len(short[MODEL]["params"]) == len(model["params"]) // 2
@@ -116,9 +130,9 @@ def test_only_what_a_round_trains_is_sent_and_changes() -> None:
 
 def test_a_client_that_holds_a_piece_is_not_sent_it_again() -> None:
     bench = Bench(alternating)
-    ctx, pieces, model = bench.setup().server("train", None), pieces_of(bench), bench.model()
-    whole = {MODEL: {"params": Once(1, model["params"])}}
-    message = pieces.split(whole, {"second": 3}, {}, ctx)
+    server, pieces, model = bench.server("alternating"), pieces_of(bench), bench.model()
+    whole = {MODEL: {"params": Cached(1, model["params"])}}
+    message = pieces.split(whole, {"second": 3}, server)
     assert payload_bytes(message, {"pieces/second": 3})["pieces"] == 0
     assert payload_bytes(message, {"pieces/second": 2})["pieces"] == 4 * (
         len(model["params"]) // 2 + len(model["params"]) % 2

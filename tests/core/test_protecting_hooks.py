@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from everfed.core.client import Reply
-from everfed.core.legacy import Reduced, Weights
+from everfed.core.message import Values
+from everfed.core.part import Reduced, Weights
 from everfed.core.tree import map_tensors
-from everfed.core.legacy import MODEL, Context, Data, Method, Part, Phase, Position, Protection, State, Tree, compose
+from everfed.method import MODEL, Client, Method, Part, Phase, Protection, Server, Tree, When, compose
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.project.fedgp import FedGP
 from everfed.methods.replay.memory import Memory
@@ -22,21 +23,16 @@ class Doubles(Protection):
 
     name = "doubles"
 
-    def seal(
-        self, client: State, phase: Phase, message: dict[str, Tree], reply: Reply, ctx: Context
-    ) -> tuple[Tree, Reply]:
-        assert MODEL in message
-        times = client.get(self.name, {}).get("sealed", 0)
-        return {"sealed": times + 1}, replace(reply, values=scaled(reply.values, 2.0))
+    def seal(self, client: Client, phase: Phase, reply: Reply) -> Reply:
+        assert MODEL in client.messages
+        client.state["sealed"] = client.state.get("sealed", 0) + 1
+        return replace(reply, values=scaled(reply.values, 2.0))
 
-    def release(
-        self, server: State, phase: Phase, reduced: Reduced, weights: Weights, ctx: Context
-    ) -> tuple[Tree, Reduced]:
-        log = server.get(self.name, {}).get("log", "")
-        return {"log": f"{log}{phase.name}:{weights[phase.owner]} "}, scaled(reduced, 0.5)
-
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        return {"phases": float(server[self.name]["log"].count(":{"))} if self.name in server else {}
+    def release(self, server: Server, phase: Phase, reduced: Reduced, weights: Weights) -> Reduced:
+        log = server.state.get("log", "") + f"{phase.name}:{weights[phase.owner]} "
+        server.state["log"] = log
+        server.report("phases", float(log.count(":{")))
+        return scaled(reduced, 0.5)
 
 
 def scaled(values: Tree, factor: float) -> Tree:
@@ -69,9 +65,9 @@ class Inner(Doubles):
     name = "doubles"
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("never", position=Position.INSIDE, run=self._never),)
+        return (Phase("never", when=When.INSIDE, run=self._never),)
 
-    def _never(self, client: State, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[None, Tree]:
+    def _never(self, client: Client) -> Values:
         raise AssertionError("never")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,23 +13,21 @@ from torch import Tensor
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.context import Context, Moment, Setup, TrainOptions
-from everfed.core.data import Data
+from everfed.core.context import Moment, Setup, TrainOptions
 from everfed.core.engine import Absent, ClientError, Engine
-from everfed.core.message import Message
+from everfed.core.evaluate import EvalOptions, EvalSpec
+from everfed.core.events import Diverged
+from everfed.core.handle import Client, Server
+from everfed.core.message import Message, Model, Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.message import Model, State
-from everfed.core.legacy import Part
-from everfed.core.legacy import ALWAYS, BEGIN, Cohort, END, Phase, Position, When
+from everfed.core.part import Part
+from everfed.core.phase import ALWAYS, BEGIN, END, TRAIN, Cohort, Phase, Rounds, When
 from everfed.core.reduce import Sum
-from everfed.core.events import Diverged
-from everfed.core.evaluate import EvalOptions
-from everfed.core.server import RunState, Runner
-from everfed.core.evaluate import EvalSpec
+from everfed.core.server import Runner, RunState, batchable, plan_of
 from everfed.core.step import Step
+from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
-from everfed.core.tree import Tree
 from everfed.engines.eager import Eager
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.store.clients import ClientStore
@@ -45,8 +43,8 @@ STEP = Optimizer(lr=0.1)
 class Counting(Part):
     """Asks clients for their number of samples in a phase of its own, `repeat` times or until the count is 100."""
 
-    phase: When = ALWAYS
-    position: Position = Position.AFTER
+    rounds: Rounds = ALWAYS
+    when: When = When.AFTER
     cohort: Cohort = Cohort.SAMPLED
     repeat: int = 1
 
@@ -56,20 +54,19 @@ class Counting(Part):
         on_server = self.cohort is Cohort.SERVER
         return (
             Phase(
-                "count", self.cohort, self.phase, self.position, {} if on_server else {"n": Sum()}, self.repeat,
-                run=None if on_server else self._count, update=self._add, done=self._done,
+                "count", self.cohort, self.rounds, self.when, {} if on_server else {"n": Sum()}, self.repeat,
+                run=None if on_server else self._count, update=self._add,
             ),
         )  # fmt: skip
 
-    def _count(self, client: State, message: dict[str, Tree], data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        return {"calls": int(client.get("counting", {}).get("calls", 0)) + 1}, {"n": float(len(data))}
+    def _count(self, client: Client) -> Values:
+        client.state["calls"] = client.state.get("calls", 0) + 1
+        return {"n": float(len(client.data))}
 
-    def _add(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        own = server.get(self.name, {"total": 0.0, "times": 0})
-        return {"total": own["total"] + (reduced.get("n") or 0.0), "times": own["times"] + 1}
-
-    def _done(self, server: State, ctx: Context) -> bool:
-        return bool(server["counting"]["total"] >= 100)
+    def _add(self, server: Server) -> bool:
+        total = server.state.get("total", 0.0) + (server.reduced.get("n") or 0.0)
+        server.state = {"total": total, "times": server.state.get("times", 0) + 1}
+        return total >= 100
 
 
 def counting(**options: Any) -> Bench:
@@ -96,15 +93,15 @@ def test_fedgp_takes_its_reference_after_every_aggregation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("when", "position", "expected"),
+    ("rounds", "when", "expected"),
     [
-        (ALWAYS, Position.BEFORE, ["count", "train", "count", "train", "evaluate"] * 2),
-        (BEGIN, Position.BEFORE, ["count", "train", "train", "evaluate"] * 2),
-        (END, Position.AFTER, ["train", "train", "count", "evaluate"] * 2),
+        (ALWAYS, When.BEFORE, ["count", "train", "count", "train", "evaluate"] * 2),
+        (BEGIN, When.BEFORE, ["count", "train", "train", "evaluate"] * 2),
+        (END, When.AFTER, ["train", "train", "count", "evaluate"] * 2),
     ],
 )
-def test_phases_before_and_after(when: When, position: Position, expected: list[str]) -> None:
-    assert [name for _, name in phases(counting(phase=when, position=position).run())] == expected
+def test_phases_before_and_after(rounds: Rounds, when: When, expected: list[str]) -> None:
+    assert [name for _, name in phases(counting(rounds=rounds, when=when).run())] == expected
 
 
 def test_scores_may_be_taken_more_often() -> None:
@@ -340,6 +337,38 @@ def test_after_rounds_without_data_a_client_does_not_go_on_from_old_weights() ->
     assert torch.equal(started[4], bench.run(rounds=4).params)
 
 
+class Noting(Toy):
+    """Every round has a note of its own."""
+
+    def round(self, index: int) -> RoundPlan:
+        return replace(super().round(index), notes={"round": index})
+
+
+def test_a_note_is_of_the_round_that_drew_its_participants() -> None:
+    setup = equalised(2).change(stream=Noting(tasks=1, rounds_per_task=4)).setup()
+    assert [plan_of(setup, index).notes for index in range(4)] == [{"round": 0}, {}, {"round": 2}, {}]
+
+
+# phases that are sent together ---------------------------------------------------------------------------------------
+def together(*phases: Phase) -> list[int]:
+    """Which of these phases go with the first one."""
+    return batchable(phases, 0, Toy().round(0))
+
+
+def test_phases_are_sent_together_while_the_server_stays_as_it_is() -> None:
+    quiet, asks, changes = Phase("a"), Phase("b", reduce={"n": Sum()}), Phase("c", update=lambda server: None)
+    alone, silent = Phase("d", Cohort.SERVER), Phase("e", sends=False)
+    assert together(quiet, quiet, asks) == [1, 2]
+    assert together(quiet, asks, quiet) == [1]  # what the second brings may change what the third sends
+    assert together(quiet, changes, quiet) == [1]
+    assert together(quiet, asks, quiet, silent) == [1]
+    assert together(asks, silent, silent) == [1, 2]  # nothing is sent that could have changed
+    assert together(asks, silent, quiet) == [1]
+    assert together(Phase(TRAIN), quiet) == []
+    assert together(quiet, alone, quiet) == []
+    assert together(quiet, replace(quiet, repeat=2)) == []
+
+
 # order, absence, faults ----------------------------------------------------------------------------------------------
 class Backwards(Eager):
     """Runs clients last to first, and replies in the order it must."""
@@ -410,7 +439,7 @@ class Poison(Part):
     name: ClassVar[str] = "poison"
 
     def loss(self, step: Step) -> Tensor | None:
-        return torch.tensor(math.inf) if (step.ctx.client, step.ctx.round) == (1, 2) else None
+        return torch.tensor(math.inf) if (step.context.client, step.context.round) == (1, 2) else None
 
 
 def test_divergence_stops_the_run_before_aggregation() -> None:
@@ -434,12 +463,9 @@ def test_divergence_stops_the_run_before_aggregation() -> None:
 class Broken(Part):
     name: ClassVar[str] = "broken"
 
-    def receive(
-        self, client: State, message: dict[str, Tree], model: Model, data: Data, ctx: Context
-    ) -> tuple[Tree | None, Model]:
-        if ctx.client == 2:
+    def receive(self, client: Client) -> None:
+        if client.id == 2:
             raise ValueError("no such thing")
-        return None, model
 
 
 def test_a_failing_client_is_named() -> None:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed.core.context import Context, TrainOptions
-from everfed.core.layout import Layout
+from everfed.core.context import TrainOptions
+from everfed.core.handle import Server
+from everfed.core.layout import AddsParameters, Layout
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.legacy import Part
+from everfed.core.part import Part
 from everfed.core.step import Step, Substep, Substeps
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.parity.test_wire import assert_same
@@ -23,7 +24,7 @@ from tests.support.wire import run_over_wire
 
 
 @dataclass(frozen=True)
-class Follower(Part):
+class Follower(AddsParameters, Part):
     """A number of its own that runs after the model's parameter v: its loss is 0.5 (u - v)^2."""
 
     after_it: bool = True
@@ -32,7 +33,7 @@ class Follower(Part):
 
     name: ClassVar[str] = "follower"
 
-    def extra_parameters(self, ctx: Context) -> dict[str, Tensor]:
+    def parameters(self, server: Server) -> dict[str, Tensor]:
         return {"u": torch.zeros(1)}
 
     def substeps(self, layout: Layout) -> tuple[Substep, ...]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import run_client
 from everfed.core.context import Moment, TrainOptions
+from everfed.core.gradient import Gradient
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.legacy import Part
+from everfed.core.part import Part
 from everfed.core.step import Step
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.rehearsal_free import one_parameter
@@ -46,16 +47,16 @@ class Term(Part):
 class Twice(Part):
     name: ClassVar[str] = "twice"
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        return 2.0 * gradient
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        return 2.0 * gradient.vector
 
 
 @dataclass(frozen=True)
 class Plus(Part):
     name: ClassVar[str] = "plus"
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        return gradient + 1.0
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        return gradient.vector + 1.0
 
 
 def test_the_loss_is_the_sum_of_the_objective_and_all_terms() -> None:

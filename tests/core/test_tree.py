@@ -19,7 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.tree import TreeError, clone, equal, from_bytes, leaves, map_tensors, tensor_bytes, to_bytes, to_chunks
+from everfed.core.tree import (
+    TreeError,
+    clone,
+    equal,
+    from_bytes,
+    leaves,
+    map_tensors,
+    tensor_bytes,
+    to_bytes,
+    to_chunks,
+)
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

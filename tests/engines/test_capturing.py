@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from everfed.engines.capturing import Capturing
+from everfed.engines.capture_thread import Capturing
 from tests.support.waiting import HANG
 
 SLOTS, STEPS = 4, 60

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from everfed.engines.queues import choose_queues
-from everfed.experiments import jobs
+from everfed.engines.slots import choose_queues
+from everfed.experiments import workers
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -76,14 +76,14 @@ def test_a_worker_under_mps_has_cudas_own_number(monkeypatch, daemon: Path) -> N
     where = {"CUDA_MPS_PIPE_DIRECTORY": os.environ["CUDA_MPS_PIPE_DIRECTORY"]}
     choose_queues()
     assert os.environ[VARIABLE] == "32"
-    monkeypatch.setattr(jobs.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
     daemon.touch()
     seen: list[str | None] = []
-    monkeypatch.setattr(jobs, "_limit_gpu_memory", lambda _: seen.append(os.environ.get(VARIABLE)))
+    monkeypatch.setattr(workers, "_limit_gpu_memory", lambda _: seen.append(os.environ.get(VARIABLE)))
 
     class Closed:
         def recv(self) -> None:
             raise EOFError
 
-    jobs._work(Closed(), None, jobs.Share(None, 0.5, where))
+    workers._work(Closed(), None, workers.Share(None, 0.5, where))
     assert seen == [None]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everfed.engines.remembered import Remembered, key_of
+from everfed.engines.calibration import Remembered, key_of
 
 
 @pytest.fixture(autouse=True)

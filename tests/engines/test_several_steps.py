@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everfed.engines import captured
-from everfed.core.legacy import Optimizer, TrainOptions
+from everfed.core.context import TrainOptions
+from everfed.core.optimizer import Optimizer
+from everfed.engines import captured_steps
 from tests.support.cuda import Device
 from tests.support.toy import Bench, Norm, Toy
 
@@ -26,8 +27,8 @@ def bench(method: str, epochs: int = 2) -> Bench:
 
 @pytest.fixture(autouse=True)
 def three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "SEVERAL", 3)
-    monkeypatch.setattr(captured, "OFTEN", 4)
+    monkeypatch.setattr(captured_steps, "SEVERAL", 3)
+    monkeypatch.setattr(captured_steps, "OFTEN", 4)
 
 
 def test_several_steps_at_once_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def test_long_steps_are_captured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_step_that_is_timed_is_the_one_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last minibatch of a client that fills its tables to the end: there is no row for a step after it."""
-    monkeypatch.setattr(captured, "_room", lambda needed, before: max(int(needed), before))
+    monkeypatch.setattr(captured_steps, "_room", lambda needed, before: max(int(needed), before))
     case = bench("fedavg", epochs=1)
     model, _ = trained(case, monkeypatch, milliseconds=0.1)
     assert torch.equal(model, case.run().params)

@@ -9,7 +9,7 @@ import pytest
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.trainer import Fitted, Job, Trainer
-from everfed.engines.captured import signature
+from everfed.engines.captured_steps import signature
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench
 
@@ -24,7 +24,7 @@ def test_no_new_kind_of_step_appears_after_the_second_task(method: str, monkeypa
     steps = Trainer._steps
 
     def noted(self: Trainer, job: Job) -> Fitted:
-        kinds[job.ctx.round // ROUNDS].add(signature(job))
+        kinds[job.context.round // ROUNDS].add(signature(job))
         return steps(self, job)
 
     monkeypatch.setattr(Trainer, "_steps", noted)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everfed.core.context import Place, Setup
-from everfed.core.server import RunState, Runner
+from everfed.core.server import Runner, RunState
 from everfed.engines.eager import Eager
 from everfed.federation import packet as wire
 from everfed.federation.engine import Federated, RunIdentity

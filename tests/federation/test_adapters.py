@@ -12,7 +12,7 @@ from everfed.core import tree
 from everfed.models.vit import ViT
 from tests.federation.field import field, outcome, simulated
 from tests.federation.loop import federated, loop_of
-from tests.parts.test_lora import ClassToy
+from tests.methods.test_lora import ClassToy
 from tests.support.toy import Bench, Toy, comparable
 
 NETWORK = 'model={ kind = "vit", patch = 2, width = 512, depth = 1, heads = 8 }'

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from everfed.core.client import Reply
 from everfed.core.context import Moment, TrainOptions
-from everfed.core.optimizer import Optimizer
-from everfed.core.phase import EVALUATE
 from everfed.core.message import Model
-from everfed.core.legacy import Phase
+from everfed.core.optimizer import Optimizer
+from everfed.core.phase import EVALUATE, Phase
 from everfed.core.server import Runner
 from everfed.core.tree import TreeError, from_bytes, to_bytes
 from everfed.federation.checking import Expected, Limits, Reason, Spec, check_reply, expected_reply

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from everfed.core import tree
-from everfed.core.legacy import Each, Once
-from everfed.core.message import Message
+from everfed.core.message import Cached, Message, PerClient
 from everfed.federation import codec
 from everfed.federation.codec import MessageEncoder, to_message
 from everfed.federation.packet import digest
@@ -27,7 +26,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tree.Tree]:
 
 
 def test_what_goes_to_everybody_is_made_once(made: list[tree.Tree]) -> None:
-    encoder = MessageEncoder({"model": {"params": Once(3, torch.ones(4))}, "part": {"n": 1}})
+    encoder = MessageEncoder({"model": {"params": Cached(3, torch.ones(4))}, "part": {"n": 1}})
     encoded = [encoder.encode(client) for client in (0, 1, 1)]
     assert encoded[0] == encoded[1] == encoded[2] and len(made) == 2  # the payload and the body
     body = encoded[0].body
@@ -35,7 +34,7 @@ def test_what_goes_to_everybody_is_made_once(made: list[tree.Tree]) -> None:
 
 
 def test_what_is_for_one_client_is_made_for_it_and_named_without_being_kept(made: list[tree.Tree]) -> None:
-    message: Message = {"part": {"own": Each({0: torch.zeros(2), 1: torch.ones(2)}), "all": 5}}
+    message: Message = {"part": {"own": PerClient({0: torch.zeros(2), 1: torch.ones(2)}), "all": 5}}
     encoder = MessageEncoder(message)
     first, second = encoder.encode(0), encoder.encode(1)
     assert first.body != second.body and len(made) == 2

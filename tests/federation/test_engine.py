@@ -16,9 +16,9 @@ import torch
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.engine import ClientError
+from everfed.core.evaluate import EvalOptions
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
-from everfed.core.evaluate import EvalOptions
 from everfed.core.server import RunState
 from everfed.federation import request as wire
 from everfed.federation.packet import Packet, PacketError

@@ -27,7 +27,7 @@ from everfed.federation.journal import Journal
 from everfed.federation.packet import Packet, digest
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import RECIPE, REPLY, Answer, Request, Step
-from everfed.core.legacy import Mean, Method, Part
+from everfed.method import Mean, Method, Part
 from everfed.methods import registry as methods
 from everfed.privacy.secure import MASK, NAME, SHARE, UNMASK, secured
 from everfed.privacy.secure_engine import Secured, TooFewClients
@@ -301,6 +301,6 @@ def test_a_client_that_dies_between_its_ledger_and_its_journal_answers_the_same_
 
 
 def server_ledger(folder: Path) -> Any:
-    from everfed.store.ledger import Ledger
+    from everfed.store.ledger import LedgerFile
 
-    return Ledger(folder / "server" / "ledger.jsonl")
+    return LedgerFile(folder / "server" / "ledger.jsonl")

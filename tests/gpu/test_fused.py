@@ -11,18 +11,18 @@ from torch.nn import functional
 
 from everfed import models
 from everfed.core import ops as loss
-from everfed.core import replica as replicas
 from everfed.core import ops as rows_of
-from everfed.core.context import Setup
+from everfed.core import replica as replicas
+from everfed.core.context import Setup, TrainOptions
+from everfed.core.gradient import squared_norm
 from everfed.core.layout import Layout
+from everfed.core.optimizer import Optimizer
 from everfed.core.replica import Replica, adopt_dropout
 from everfed.data import transforms
-from everfed.engines import captured
+from everfed.engines import captured_steps
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.kernels import load_kernels
-from everfed.core.legacy import Optimizer, TrainOptions
-from everfed.methods.project.projection import squared_norm
 from everfed.models import convolution, fused
 from everfed.store.clients import ClientStore
 from tests.support.kernels import error
@@ -321,9 +321,9 @@ def test_cross_entropy(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "fedgp+der"])
 def test_several_short_steps_in_one_graph_equal_eager_ones(method: str, monkeypatch) -> None:
-    monkeypatch.setattr(captured, "OFTEN", 3)
-    monkeypatch.setattr(captured, "SEVERAL", 3)
-    monkeypatch.setattr(captured, "_SHORT", 1e6)
+    monkeypatch.setattr(captured_steps, "OFTEN", 3)
+    monkeypatch.setattr(captured_steps, "SEVERAL", 3)
+    monkeypatch.setattr(captured_steps, "_SHORT", 1e6)
     stream = Toy(clients=3, samples=23, augmented=True)
     case = Bench(method, stream=stream, train=TrainOptions(2, 4, Optimizer(lr=0.1)), module=Norm)
 

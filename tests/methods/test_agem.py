@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.context import TrainOptions
+from everfed.core.gradient import Gradient, project
 from everfed.core.optimizer import Optimizer
 from everfed.methods.project.agem import AGEM
-from everfed.methods.project.projection import project
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
@@ -25,8 +25,9 @@ def with_replay(g: Tensor, g_b: Tensor | None) -> Tensor:
     """A-GEM's rule with the replayed gradient given; None: the buffer is empty."""
     rows = torch.zeros(0 if g_b is None else 1, dtype=torch.int64)
     stored = {"x": torch.zeros(2, 1), "y": torch.zeros(2, dtype=torch.int64)}
-    step = SimpleNamespace(rows={"agem": {"rows": rows}}, state={"memory": stored}, task_gradient=lambda x, y: g_b)
-    return AGEM().gradient(step, g)  # type: ignore[arg-type]
+    memory = SimpleNamespace(state=stored)
+    step = SimpleNamespace(rows={"rows": rows}, of=lambda part: memory, task_gradient=lambda x, y: g_b)
+    return AGEM().gradient(step, Gradient.of(None, g)).vector  # type: ignore[arg-type]
 
 
 def test_an_empty_buffer_is_fedavg_bit_for_bit() -> None:

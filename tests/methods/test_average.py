@@ -31,7 +31,7 @@ def averaged(part: FedAvg, *models: tuple[dict[str, Tensor], int]) -> dict[str, 
     reduction = Reduction({"fedavg": dict(part.reducers())})
     for client, (model, samples) in enumerate(models):
         reduction.add(client, {"fedavg": model}, float(samples))
-    return part.aggregate({"model": models[0][0]}, reduction.result()["fedavg"], None)  # type: ignore[arg-type]
+    return dict(part.aggregate(Bench().server("fedavg", {"model": models[0][0]}, reduced=reduction.result()["fedavg"])))
 
 
 def test_one_client_is_taken_over_exactly() -> None:
@@ -113,8 +113,8 @@ def test_integer_buffers_keep_their_type() -> None:
 
 
 def test_what_no_client_sent_stays_as_it_was() -> None:
-    server = {"params": torch.ones(2), "stats": torch.full((1,), 7.0)}
-    made = FedAvg().aggregate({"model": server}, {"params": torch.zeros(2), "stats": None}, None)  # type: ignore[arg-type]
+    model, sent = {"params": torch.ones(2), "stats": torch.full((1,), 7.0)}, {"params": torch.zeros(2), "stats": None}
+    made = FedAvg().aggregate(Bench().server("fedavg", {"model": model}, reduced=sent))
     assert made["params"].tolist() == [0.0, 0.0] and made["stats"].tolist() == [7.0]
 
 
@@ -122,7 +122,6 @@ def test_what_no_client_sent_stays_as_it_was() -> None:
 @pytest.mark.parametrize("batchnorm", ["mean", "local"])
 def test_statistics_that_stay_local_are_not_uploaded(reducer: str, batchnorm: str) -> None:
     bench = Bench(module=Norm, train=TrainOptions(1, 5, Optimizer(lr=0.1), batchnorm=batchnorm))
-    model = bench.model()
-    sent = FedAvg(reducer=reducer).upload(model, {"model": dict(model)}, bench.context())
+    sent = FedAvg(reducer=reducer).upload(bench.client("fedavg"))
     first = "params" if reducer == "mean" else "update"
     assert set(sent) == ({first} if batchnorm == "local" else {first, "stats", "counters"})

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from everfed import models
 from everfed.core import random, tree
-from everfed.core.legacy import Data, Mean, Optimizer, Position, TrainOptions
+from everfed.method import Data, Mean, Optimizer, Server, TrainOptions, When
 from everfed.methods.replay import coordinated
-from everfed.methods.replay.coordinated import SELECT, Coordinated
-from everfed.methods.replay.coordination import coordinate
+from everfed.methods.replay.coordinated import SELECT, Coordinated, coordinate
 from everfed.methods.replay.diversity import Candidates, select
-from everfed.methods.replay.gradient_rows import GradientOptions, gradients_at
-from everfed.methods.replay.memory import NAME, stored
-from everfed.methods.replay.policies import make_policy
+from everfed.methods.replay.memory import NAME, make_policy, stored
 from everfed.methods.replay.policy import Pool
+from everfed.methods.replay.sample_gradients import GradientOptions, gradients_at
 from tests.support.phases import phase_of
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square
 from tests.support.wire import run_over_wire
@@ -106,7 +104,7 @@ def test_projected_gradients_are_computed_once_a_selection(
     anew = Pool.gradients
 
     def counted(pool: Pool) -> Tensor:
-        calls.append(pool.ctx.client)
+        calls.append(pool.client.id)
         return anew(pool)
 
     monkeypatch.setattr(Pool, "gradients", counted)
@@ -153,48 +151,49 @@ def test_identical_clients_have_no_target() -> None:
 
     stream = Same(clients=3, tasks=2)
     train = TrainOptions(1, 100, Optimizer(lr=0.1))
-    policy, running = Coordinated(exchanges=1), bench(stream=stream, exchanges=1, train=train)
-    targets = [policy_target(policy, running, client) for client in range(3)]
+    running = bench(stream=stream, exchanges=1, train=train)
+    targets = [policy_target(running, client) for client in range(3)]
     assert all(target.abs().max() <= 1e-6 for target in targets)
 
 
-def exchanged(running: Bench, clients: range | list[int]) -> dict[int, Any]:
-    """{client: (its slots after one exchange, what it sent)} at the first model."""
-    run, message = phase_of(running.build_method().part(NAME), SELECT).run, {"model": running.model()}
-    return {
-        c: run(running.new_client(c), message, running.stream.data(c, 0), running.context(c, 1, SELECT))
-        for c in clients
-    }
+def exchanged(running: Bench, clients: range | list[int]) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+    """{client: (its states after one exchange, what it sent)} at the first model."""
+    run, found = phase_of(running.build_method().part(NAME), SELECT).run, {}
+    for number in clients:
+        client = running.client(NAME, None, number, round_index=1, phase=SELECT)
+        reply = run(client)  # type: ignore[misc]
+        found[number] = client.states, reply
+    return found
 
 
-def policy_target(policy: Coordinated, running: Bench, client: int) -> Tensor:
+def policy_target(running: Bench, client: int) -> Tensor:
     sent = exchanged(running, range(running.stream.clients))
     mean = torch.stack([reply["sum"] for _, reply in sent.values()]).double().mean(0).float()
-    own, data = sent[client][0], running.stream.data(client, 0)
-    ctx = running.context(client, 1, "remember")
-    candidates = Candidates.of(pool(running, data, ctx).gradients())
-    target = policy._target(candidates, own["host"], {"mean": mean}, ctx)
+    choosing = pool(running, sent[client][0], client, message={"mean": mean})
+    target = coordinated._target(Candidates.of(choosing.gradients()), choosing)
     assert target is not None
     return target
 
 
-def pool(running: Bench, data: Data, ctx: Any) -> Any:
-    return Pool(data.x, data.y, data.ids, len(data), 0, 0, running.model(), GradientOptions(), ctx)
+def pool(running: Bench, states: dict[str, Any], client: int = 0, index: int = 1, **sent: Any) -> Pool:
+    """What a client chooses from, at the first model."""
+    messages = {NAME: sent.get("message", {})}
+    handle = running.client(NAME, states, client, round_index=index, phase="remember", messages=messages)
+    return running.build_method().part(NAME).pool(handle)
 
 
 def test_gradients_of_an_earlier_round_are_not_used() -> None:
     """A client may have left between an exchange and its choice; it comes back with another model."""
     running = bench(exchanges=1, projection=30)
-    data = running.stream.data(0, 0)
-    host = exchanged(running, [0])[0][0]["host"]
-    now, later = (pool(running, data, running.context(0, index, "remember")) for index in (1, 3))
-    assert coordinated._gradients(now, host) is host["sent"]["gradients"]
-    assert torch.equal(coordinated._gradients(later, host), later.gradients())
+    states = exchanged(running, [0])[0][0]
+    now, later = (pool(running, states, index=index) for index in (1, 3))
+    assert coordinated._gradients(now) is states[NAME]["host"]["sent"]["gradients"]
+    assert torch.equal(coordinated._gradients(later), later.gradients())
 
 
 def test_targets_sum_to_zero() -> None:
-    running, policy = bench(exchanges=1), Coordinated(exchanges=1)
-    targets = torch.stack([policy_target(policy, running, client) for client in range(4)])
+    running = bench(exchanges=1)
+    targets = torch.stack([policy_target(running, client) for client in range(4)])
     longest = max(reply["sum"].norm() for _, reply in exchanged(running, range(4)).values())
     assert targets.sum(0).abs().max() <= 1e-6 * longest
     assert targets.abs().max() > 1e-2
@@ -219,14 +218,14 @@ class Means:
         self.squares: list[float] = []
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> Means:
-        plain = coordinated._keep_mean
+        plain = Coordinated._keep_mean
 
-        def update(server: Any, reduced: Any, ctx: Any) -> Any:
-            slots = plain(server, reduced, ctx)
-            self.squares.append(slots["square"])
-            return slots
+        def update(policy: Coordinated, server: Server) -> bool:
+            done = plain(policy, server)
+            self.squares.append(server.state["square"])
+            return done
 
-        monkeypatch.setattr(coordinated, "_keep_mean", update)
+        monkeypatch.setattr(Coordinated, "_keep_mean", update)
         return self
 
 
@@ -272,7 +271,7 @@ def test_a_vector_up_and_a_vector_down_per_client_and_exchange(exchanges: int) -
 def test_nothing_else_is_sent_and_it_may_be_summed_in_secret() -> None:
     running = bench(exchanges=2)
     method = running.build_method()
-    phases = {phase.name: phase for phase in method.phases(Position.AFTER)}
+    phases = {phase.name: phase for phase in method.phases(When.AFTER)}
     assert dict(phases[SELECT].reduce) == {"sum": Mean()} and dict(phases["remember"].reduce) == {}
     assert method.reveals() == {}
     for _, reply in exchanged(running, range(4)).values():
@@ -342,11 +341,10 @@ def test_nothing_is_sent_when_no_client_has_data() -> None:
 
 def test_what_was_sent_in_another_round_does_not_count() -> None:
     """A client that sent once and was then away chooses by itself, not by weights of other samples."""
-    running, policy = bench(exchanges=1), Coordinated(exchanges=1)
-    own, reply = exchanged(running, [0])[0]
-    ctx, data = running.context(0, 3, "remember"), running.stream.data(0, 1)
-    candidates = Candidates.of(pool(running, data, ctx).gradients())
-    assert policy._target(candidates, own["host"], {"mean": reply["sum"]}, ctx) is None
+    running = bench(exchanges=1)
+    states, reply = exchanged(running, [0])[0]
+    choosing = pool(running, states, index=3, message={"mean": reply["sum"]})
+    assert coordinated._target(Candidates.of(choosing.gradients()), choosing) is None
 
 
 @pytest.mark.parametrize("kind", ["uncoordinated", "coordinated"])
@@ -367,8 +365,8 @@ def test_zero_gradients_duplicates_and_all_of_them(kind: str, y: list[int], size
 
 def test_between_exchanges_a_client_remembers_its_weights_and_nothing_else() -> None:
     running = bench(exchanges=2)
-    own, _ = exchanged(running, [0])[0]
-    extra = tree.tensor_bytes(own) - tree.tensor_bytes(running.new_client()[NAME])
+    states, _ = exchanged(running, [0])[0]
+    extra = tree.tensor_bytes(states[NAME]) - tree.tensor_bytes(running.new_client()[NAME])
     assert extra == 8 * 12  # one float64 for each of its samples, whatever the network
 
 
@@ -392,7 +390,7 @@ def select_with_a_thousand_clients() -> None:
 def test_a_thousand_clients_select_together_in_bounded_memory() -> None:
     """Their gradients, kept, would be 1,000 x 20 x 21,004 x 4 bytes = 1.7 GB. In a process of its own, whose allocator
     returns large pieces to the system instead of leaving holes between the clients' small ones."""
-    code = "from tests.parts.test_coordinated import *; select_with_a_thousand_clients()"
+    code = "from tests.methods.test_coordinated import *; select_with_a_thousand_clients()"
     settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=settings)
     assert done.returncode == 0, done.stderr

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from everfed.methods.replay.coordination import client_step, client_target, coordinate
+from everfed.methods.replay.coordinated import client_step, client_target, coordinate
 from everfed.methods.replay.diversity import Candidates, objective, select
 from everfed.methods.replay.near_optimality import draw_gradients
-from everfed.methods.replay.random_projection import RandomProjection
+from everfed.methods.replay.sample_gradients import RandomProjection
 
 quick = settings(max_examples=15)
 

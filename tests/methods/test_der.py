@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from everfed.core.trainer import Trainer
-from everfed.core.legacy import Batch, Optimizer, TrainOptions
+from everfed.method import Batch, Optimizer, TrainOptions
 from everfed.methods.replay.der import DER, DERPlusPlus
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
@@ -84,15 +84,15 @@ def test_the_term_is_the_mean_over_batch_and_classes(m: int, classes: int, weigh
     generator = torch.Generator().manual_seed(m)
     h, z = (torch.randn(m, classes, generator=generator) for _ in range(2))
     batch = Batch(torch.zeros(m), torch.zeros(m), extra={"logits": z}, outputs=h)
-    term = DER(weight).loss(SimpleNamespace(batches={"der": batch}))  # type: ignore[arg-type]
+    term = DER(weight).loss(SimpleNamespace(batches={"rows": batch}))  # type: ignore[arg-type]
     assert float(term) == pytest.approx(weight * float((h - z).square().sum()) / (m * classes), rel=1e-5)
 
 
 def expected_gradient(trainer: Trainer, seen: Seen, alpha: float, beta: float, name: str) -> torch.Tensor:
     trainer.replica.params.copy_(seen.params)
     loss = functional.cross_entropy(trainer.forward(seen.x), seen.y)
-    if name in seen.batches:
-        x, _, extra = seen.batches[name]
+    if f"{name}/rows" in seen.batches:
+        x, _, extra = seen.batches[f"{name}/rows"]
         loss = loss + alpha * (trainer.forward(x) - extra["logits"]).square().mean()
     if f"{name}/labelled" in seen.batches:
         x, y, _ = seen.batches[f"{name}/labelled"]
@@ -110,20 +110,20 @@ def test_the_gradient_is_that_of_the_published_loss(name: str, alpha: float, bet
     log, trainer = watched(bench, rounds=2), bench.trainer()
     assert any(seen.batches for seen in log)
     for seen in log:
-        assert (name in seen.batches) == bool(alpha and len(seen.batches))
+        assert (f"{name}/rows" in seen.batches) == bool(alpha and len(seen.batches))
         expected = expected_gradient(trainer, seen, alpha, beta, name)
         assert torch.allclose(seen.gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_second_draw_is_independent_of_the_first() -> None:
     log = [seen for seen in watched(der("der++", size=12, batch=4)) if len(seen.batches) == 2]
-    same = [torch.equal(seen.batches["der++"][0], seen.batches["der++/labelled"][0]) for seen in log]
+    same = [torch.equal(seen.batches["der++/rows"][0], seen.batches["der++/labelled"][0]) for seen in log]
     assert len(same) > 20 and sum(same) <= 2
 
 
 def test_the_first_draw_of_both_methods_is_of_the_same_size() -> None:
     log = watched(der(size=12, batch=4), rounds=1)
-    assert [len(seen.batches["der"][1]) if seen.batches else 0 for seen in log if seen.client == 0] == [
+    assert [len(seen.batches["der/rows"][1]) if seen.batches else 0 for seen in log if seen.client == 0] == [
         0,
         4,
         4,
@@ -136,7 +136,7 @@ def test_the_first_draw_of_both_methods_is_of_the_same_size() -> None:
 def test_another_number_of_classes_is_an_error() -> None:
     batch = Batch(torch.zeros(3), torch.zeros(3), extra={"logits": torch.zeros(3, 4)}, outputs=torch.zeros(3, 5))
     with pytest.raises(RuntimeError, match="size"):
-        DER().loss(SimpleNamespace(batches={"der": batch}))  # type: ignore[arg-type]
+        DER().loss(SimpleNamespace(batches={"rows": batch}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "forwards"), [("der", 2), ("der++", 3)])
@@ -150,6 +150,6 @@ def test_the_term_pulls_the_current_outputs_towards_the_stored_ones() -> None:
     """d/dh of the mean of (h - z)^2 over 2 samples and 3 classes is 2 (h - z) / 6, with h = 1 and z = 0."""
     z, h = torch.zeros(2, 3), torch.ones(2, 3, requires_grad=True)
     batch = Batch(torch.zeros(2), torch.zeros(2), extra={"logits": z}, outputs=h)
-    term = DERPlusPlus(weight=1.0, label_weight=0.0).loss(SimpleNamespace(batches={"der++": batch}))  # type: ignore[arg-type]
+    term = DERPlusPlus(weight=1.0, label_weight=0.0).loss(SimpleNamespace(batches={"rows": batch}))  # type: ignore[arg-type]
     term.backward()
     assert torch.allclose(batch.outputs.grad, torch.full((2, 3), 2 / 6))

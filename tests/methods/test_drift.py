@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everfed.core import tree
-from everfed.core.legacy import CompositionError, Optimizer, TrainOptions, compose
+from everfed.method import CompositionError, Optimizer, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.feddyn import FedDyn

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
+from everfed.core.handle import Server
 from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.phase import TRAIN
-from everfed.core.legacy import Phase
+from everfed.core.phase import TRAIN, Phase
 from everfed.methods import registry as methods
 from everfed.methods.common.features import class_means, features
 from everfed.methods.personal.fedas import FedAS, alignment_loss, fisher_trace, shares
@@ -28,14 +29,19 @@ def whole(bench: Bench) -> dict[str, Any]:
 
 
 # aggregation ---------------------------------------------------------------------------------------------------------
-def aggregated(bases: list[list[float]], traces: list[float]) -> torch.Tensor:
+def aggregated(bases: list[list[float]], traces: list[float]) -> Tensor:
     reduced = {
         "params": {client: torch.tensor(base) for client, base in enumerate(bases)},
         "trace": {client: torch.tensor(trace) for client, trace in enumerate(traces)},
     }
-    empty = torch.zeros(0)
-    server = {MODEL: {"params": torch.zeros(2), "stats": empty, "counters": empty}}
-    return FedAS().aggregate(server, reduced, None)["params"]  # type: ignore[arg-type]
+    return aggregate(torch.zeros(2), reduced)
+
+
+def aggregate(params: Tensor, reduced: dict[str, Any]) -> Tensor:
+    """The new parameters, without statistics."""
+    model = {"params": params, "stats": torch.zeros(0), "counters": torch.zeros(0)}
+    server: Server = Bench("fedas").server("fedas", {MODEL: model}, reduced=reduced)
+    return FedAS().aggregate(server)["params"]
 
 
 def test_equal_traces_give_the_plain_mean() -> None:
@@ -52,16 +58,15 @@ def test_no_information_at_all_falls_back_to_the_uniform_mean() -> None:
 
 
 def test_no_reply_leaves_the_model() -> None:
-    server = {MODEL: {"params": torch.ones(2), "stats": torch.zeros(0), "counters": torch.zeros(0)}}
-    assert torch.equal(FedAS().aggregate(server, {"params": None}, None)["params"], torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(aggregate(torch.ones(2), {"params": None}), torch.ones(2))
 
 
 def test_the_trace_is_positive_and_sums_squared_gradients() -> None:
     bench = Bench("fedas")
-    ctx, data, model = bench.context(), bench.stream.data(0, 0), whole(bench)
-    trace = float(fisher_trace(model, data, ctx))  # minibatches of 5, 5 and 2 samples
+    client = bench.client("fedas", model=whole(bench))
+    trace, data = float(fisher_trace(client)), client.data  # minibatches of 5, 5 and 2 samples
     parts = [(data.x[a:b], data.y[a:b]) for a, b in ((0, 5), (5, 10), (10, 12))]
-    gradients = [ctx.train.gradient(ctx, model, x, y, mode="eval", tag="t") for x, y in parts]
+    gradients = [client.gradient(x, y, mode="eval", tag="t") for x, y in parts]
     assert trace > 0
     assert trace == pytest.approx(sum(float(g.square().sum()) for g in gradients), rel=1e-5)
 
@@ -113,8 +118,9 @@ def test_class_means_by_hand() -> None:
 
 
 def aligned(model: dict[str, Any], previous: dict[str, Any], bench: Bench, **options: Any) -> dict[str, Any]:
-    part = FedAS(**options)
-    return part.start({"fedas": previous}, {}, model, bench.stream.data(0, 0), bench.context())[1]
+    client = bench.client("fedas", {"fedas": previous}, model=model)
+    FedAS(**options).start(client)
+    return client.model
 
 
 def test_alignment_draws_the_base_to_the_previous_one_and_spares_the_head() -> None:
@@ -135,9 +141,11 @@ def distance(bench: Bench, model: dict[str, Any], previous: dict[str, Any]) -> f
 
 
 def test_the_first_round_and_zero_epochs_do_not_align() -> None:
-    bench, part = Bench("fedas"), FedAS()
+    bench = Bench("fedas")
     model = whole(bench)
-    assert part.start({}, {}, model, bench.stream.data(0, 0), bench.context())[1] is model
+    client = bench.client("fedas", {}, model=model)
+    FedAS().start(client)
+    assert client.model is model
     assert aligned(model, whole(bench), bench, align_epochs=0) is model
 
 

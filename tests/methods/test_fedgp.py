@@ -14,16 +14,15 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
-from everfed.core.method import compose
-from everfed.core.optimizer import Optimizer
-from everfed.core.legacy import with_slots
-from everfed.core.reduce import Reduction
 from everfed.core.evaluate import EvalOptions
+from everfed.core.gradient import Gradient, project
+from everfed.core.method import compose
+from everfed.core.optimizer import Group, Optimizer
+from everfed.core.reduce import Reduction
 from everfed.core.server import Runner
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.project.fedgp import FedGP
-from everfed.methods.project.projection import project
 from everfed.methods.replay.memory import NAME, Memory
 from everfed.store.clients import ClientStore
 from tests.support.phases import phase_of
@@ -176,9 +175,9 @@ def test_a_client_with_an_empty_buffer_is_left_out_of_the_mean() -> None:
 
 
 def test_when_all_buffers_are_empty_training_goes_on_unprojected() -> None:
-    g = torch.tensor([1.0, 2.0])
-    assert FedGP().gradient(SimpleNamespace(message={}), g) is g  # type: ignore[arg-type]
-    assert FedGP().broadcast({"model": {}}, None) == {}  # type: ignore[arg-type]
+    g = Gradient.of(None, torch.tensor([1.0, 2.0]))  # type: ignore[arg-type]
+    assert FedGP().gradient(SimpleNamespace(message={}, state={}), g) is g  # type: ignore[arg-type]
+    assert FedGP().broadcast(gp().server("fedgp")) == {}
     assert torch.equal(gp(size=0).run().params, Bench().run().params)
 
 
@@ -193,7 +192,7 @@ def test_a_reference_that_is_not_finite_stops_the_run() -> None:
     reduction = Reduction({"fedgp": dict(phase.reduce)})
     reduction.add(0, {"fedgp": {"gradient": torch.tensor([1.0, float("nan")])}}, 1.0)
     with pytest.raises(FloatingPointError, match="buffer gradient is not finite"):
-        phase.update({}, reduction.result()["fedgp"], None)  # type: ignore[arg-type]
+        phase.update(gp().server("fedgp", reduced=reduction.result()["fedgp"]))  # type: ignore[misc]
 
 
 # no side effects -----------------------------------------------------------------------------------------------------
@@ -234,15 +233,20 @@ def test_agem_and_fedgp_project_in_this_order() -> None:
     """g_c = (1, -1), g_b = (0, 1), g_ref = (-1, 1): inner (1, 0), outer (0.5, 0.5)."""
     g_c, g_b, g_ref = torch.tensor([1.0, -1.0]), torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 1.0])
     stored = {"x": torch.zeros(2, 1), "y": torch.zeros(2, dtype=torch.int64)}
-    parts, message, state = methods.build("fedgp+agem").parts, {"fedgp": {"reference": g_ref}}, {NAME: stored}
-    for part in parts:
-        state = with_slots(state, part.name, part.receive(state, message, {}, None, None)[0])  # type: ignore[arg-type]
-    rows = {"agem": {"rows": torch.zeros(1, dtype=torch.int64)}}
-    step = SimpleNamespace(rows=rows, state=state, message=message, task_gradient=lambda x, y: g_b)
-    gradient, on_the_way = g_c, []
-    for part in parts:
-        gradient = part.gradient(step, gradient)  # type: ignore[arg-type]
-        on_the_way.append((part.name, gradient.tolist()))
+    message, states = {"fedgp": {"reference": g_ref}}, {NAME: stored}
+    gradient, on_the_way = Gradient.of(None, g_c), []  # type: ignore[arg-type]
+    for part in methods.build("fedgp+agem").parts:
+        client = gp().client(part.name, states, messages=message)
+        part.receive(client)
+        own = SimpleNamespace(
+            rows={"rows": torch.zeros(1, dtype=torch.int64)},
+            state=client.state,
+            message=client.message,
+            of=lambda name: SimpleNamespace(state=states[name]),
+            task_gradient=lambda x, y: g_b,
+        )
+        gradient = part.gradient(own, gradient)  # type: ignore[arg-type, assignment]
+        on_the_way.append((part.name, gradient.vector.tolist()))
     assert on_the_way[-2:] == [("agem", [1.0, 0.0]), ("fedgp", [0.5, 0.5])]
 
 
@@ -266,6 +270,8 @@ def test_it_must_be_the_last_rule_and_wants_plain_sgd() -> None:
     assert compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer("sgd")).warnings == ()
     assert "reference" in compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer("adam")).warnings[0]
     assert "momentum" in compose(FedAvg(), Memory(), FedGP(), optimizer=Optimizer(momentum=0.9)).warnings[0]
+    grouped = Optimizer("adam", groups=[Group(["*bias"], lr=0.5)])
+    assert "adam and groups" in compose(FedAvg(), Memory(), FedGP(), optimizer=grouped).warnings[0]
 
 
 def test_the_reference_carries_over_task_boundaries() -> None:

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from everfed.core.context import Context, TrainOptions
+from everfed.core.context import TrainOptions
+from everfed.core.handle import Client
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
 from everfed.methods.personal.fedl2p import FedL2P, Look, spread
-from everfed.methods.personal.meta_nets import MetaNets, Sites, clamped, symmetric_divergence
-from everfed.methods.personal.moments import input_moments
+from everfed.methods.personal.meta_nets import MetaNets, Sites, clamped, input_moments, symmetric_divergence
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
 QUICK = {"fedl2p": {"epochs": 2, "hidden": 5}}
@@ -26,10 +26,17 @@ def norm_bench(**fields: Any) -> Bench:
     return Bench("fedl2p", QUICK, module=Norm, **fields)
 
 
-def looked(bench: Bench) -> tuple[Look, Context, Any]:
-    ctx = bench.context()
-    model, data = bench.model(), bench.stream.data(0, 0)
-    return Look.at(model, data, ctx), ctx, model
+def looked(bench: Bench) -> tuple[Look, Client]:
+    client = bench.client("fedl2p")
+    return Look.at(client, client.data), client
+
+
+def first_nets(bench: Bench, part: FedL2P) -> Tensor:
+    """The meta-nets before the first round."""
+    server = bench.server("fedl2p", phase="init")
+    part.init(server)
+    meta: Tensor = server.state["meta"]
+    return meta
 
 
 # the meta-nets -------------------------------------------------------------------------------------------------------
@@ -84,7 +91,8 @@ def test_the_divergence_by_hand() -> None:
 
 # statistics ----------------------------------------------------------------------------------------------------------
 def test_beta_zero_keeps_the_stored_statistics_and_one_takes_the_clients() -> None:
-    look, _, model = looked(norm_bench())
+    look, client = looked(norm_bench())
+    model = client.model
     assert torch.equal(look.mixed(model, torch.zeros(1))["stats"], model["stats"])
     own = look.mixed(model, torch.ones(1))["stats"]
     assert torch.allclose(own, torch.cat(look.client["norm"]), atol=1e-6)
@@ -94,8 +102,8 @@ def test_beta_zero_keeps_the_stored_statistics_and_one_takes_the_clients() -> No
 
 def test_client_statistics_are_those_of_the_layers_inputs() -> None:
     bench = norm_bench()
-    look, ctx, _ = looked(bench)
-    module, x = bench.bare_module(), ctx.train.stream.inputs(bench.stream.data(0, 0).x)
+    look, client = looked(bench)
+    module, x = bench.bare_module(), client.trainer.stream.inputs(client.data.x)
     inside = module.conv(x)
     mean, var = look.client["norm"]
     assert torch.allclose(mean, inside.mean((0, 2, 3)), atol=1e-5)
@@ -105,10 +113,9 @@ def test_client_statistics_are_those_of_the_layers_inputs() -> None:
 
 
 def test_input_moments_are_taken_in_chunks_too() -> None:
-    bench = norm_bench()
-    ctx, x = bench.context(), bench.stream.data(0, 0).x
-    once = input_moments(ctx.train, bench.model(), x, ["conv"])["conv"].overall()
-    many = input_moments(ctx.train, bench.model(), x.repeat(200, 1, 1, 1), ["conv"])["conv"].overall()  # 2400 samples
+    client = norm_bench().client("fedl2p")
+    once = input_moments(client, client.data.x, ["conv"])["conv"].overall()
+    many = input_moments(client, client.data.x.repeat(200, 1, 1, 1), ["conv"])["conv"].overall()  # 2400 samples
     assert torch.allclose(torch.stack(once), torch.stack(many), atol=1e-6)
 
 
@@ -129,11 +136,11 @@ def test_fine_tuning_mixes_the_minibatchs_statistics_with_the_stored_ones() -> N
     """One step on all samples, written down: the loss sees (1 - beta) stored + beta minibatch, with the gradient of the
     minibatch's; afterwards the model has (1 - beta) stored + beta running, which began at mean 0 and variance 1."""
     bench = Bench("fedl2p", QUICK, module=Plain, train=TrainOptions(1, 12, Optimizer(lr=0.1)))
-    look, ctx, model = looked(bench)
-    data, beta, rate = bench.stream.data(0, 0), 0.3, 0.1
-    tuned, seen = FedL2P(epochs=1).tune(model, look, torch.full((6,), rate), torch.tensor([beta]), data, ctx)
+    look, client = looked(bench)
+    data, beta, rate = client.data, 0.3, 0.1
+    tuned, seen = FedL2P(epochs=1).tune(client, look, torch.full((6,), rate), torch.tensor([beta]), data)
 
-    module, x = bench.bare_module(), ctx.train.stream.inputs(data.x)
+    module, x = bench.bare_module(), client.trainer.stream.inputs(data.x)
     inside = module.conv(x)
     (mean, var), axes = (t.view(1, 3, 1, 1) for t in look.stored["norm"]), (0, 2, 3)
     mean = (1 - beta) * mean + beta * inside.mean(axes, keepdim=True)
@@ -143,7 +150,7 @@ def test_fine_tuning_mixes_the_minibatchs_statistics_with_the_stored_ones() -> N
     loss = torch.nn.functional.cross_entropy(outputs, data.y)
     gradient = torch.autograd.grad(loss, [module.conv.weight, module.head.weight])
     for name, before, slope in zip(("conv", "head"), (module.conv, module.head), gradient, strict=True):
-        found = ctx.facts.layout.param(f"{name}.weight").view(tuned["params"])
+        found = client.layout.param(f"{name}.weight").view(tuned["params"])
         assert torch.allclose(found, before.weight - rate * slope, atol=1e-6)
 
     running = (0.1 * inside.mean(axes), 0.9 + 0.1 * inside.var(axes))  # torch's momentum; unbiased
@@ -153,19 +160,18 @@ def test_fine_tuning_mixes_the_minibatchs_statistics_with_the_stored_ones() -> N
 
 
 def test_with_beta_zero_fine_tuning_uses_and_keeps_the_stored_statistics() -> None:
-    bench = norm_bench()
-    look, ctx, model = looked(bench)
-    tuned, _ = FedL2P(epochs=3).tune(model, look, torch.full((6,), 0.1), torch.zeros(1), bench.stream.data(0, 0), ctx)
+    look, client = looked(norm_bench())
+    tuned, _ = FedL2P(epochs=3).tune(client, look, torch.full((6,), 0.1), torch.zeros(1), client.data)
+    model = client.model
     assert torch.equal(tuned["stats"], model["stats"]) and not torch.equal(tuned["params"], model["params"])
 
 
 # rates ---------------------------------------------------------------------------------------------------------------
 def test_a_factor_of_zero_freezes_a_tensor() -> None:
-    bench, part = Bench("fedl2p", QUICK), FedL2P(epochs=2)
-    ctx, model, data = bench.context(), bench.model(), bench.stream.data(0, 0)
-    look, rates = Look.at(model, data, ctx), torch.tensor([0.0, 0.1, 0.1, 0.0])
-    tuned = part.tune(model, look, rates, torch.zeros(0), data, ctx)[0]["params"]
-    moved = [not torch.equal(e.view(tuned), e.view(model["params"])) for e in ctx.facts.layout.params]
+    look, client = looked(Bench("fedl2p", QUICK))
+    rates, received = torch.tensor([0.0, 0.1, 0.1, 0.0]), client.model["params"]
+    tuned = FedL2P(epochs=2).tune(client, look, rates, torch.zeros(0), client.data)[0]["params"]
+    moved = [not torch.equal(e.view(tuned), e.view(received)) for e in client.layout.params]
     assert moved == [False, True, True, False]
 
 
@@ -185,12 +191,12 @@ def test_the_hypergradient_of_a_rate_by_hand(terms: int) -> None:
     """L_T = (w - a)^2 / 2, L_V = (w - b)^2 / 2: u = r (w - a), du/dw = r, and Eq. 7 is a geometric sum."""
     a, b, w, rate, step = 2.0, -1.0, 0.7, 0.4, 0.1
     bench = scalar_bench({(0, 0): (torch.ones(1, 1), torch.tensor([a]))})
-    ctx, part = bench.context(), FedL2P(hidden=5, terms=terms, base_rate=rate, step=step)
-    batch = bench.stream.data(0, 0)
-    model = {**bench.model(), "params": torch.tensor([w])}
-    look, nets = Look.at(model, batch, ctx), part.nets(ctx.facts.layout)
+    part = FedL2P(hidden=5, terms=terms, base_rate=rate, step=step)
+    client = bench.client("fedl2p", model={**bench.model(), "params": torch.tensor([w])})
+    batch = client.data
+    look, nets = Look.at(client, batch), part.nets(client.layout)
     held = type(batch)(batch.x, torch.tensor([b]), batch.ids)
-    found = part.hypergradient(nets.vector(), nets, look, model, batch, held, ctx)
+    found = part.hypergradient(client, nets.vector(), nets, look, client.model, batch, held)
     series = sum((1 - step * rate) ** j for j in range(terms))
     expected = -step * series * (w - b) * (w - a)  # with respect to the rate; the factor is 1
     assert float(found[0]) == pytest.approx(expected, rel=1e-4)  # the base rate
@@ -199,25 +205,21 @@ def test_the_hypergradient_of_a_rate_by_hand(terms: int) -> None:
 
 def test_the_direct_gradient_reaches_the_bn_net() -> None:
     """With no indirect path (step 0) the gradient is that of the validation loss through beta, checked numerically."""
-    bench, part = norm_bench(), FedL2P(hidden=3, step=0.0)
-    look, ctx, model = looked(bench)
-    data = bench.stream.data(0, 0)
-    nets = part.nets(ctx.facts.layout)
-    meta = nets.vector()
-    found = part.hypergradient(meta, nets, look, model, data, data, ctx)
-    tensors = {e.name: e.view(model["params"]) for e in ctx.facts.layout.params}
-    losses = [float(look.loss(tensors, torch.tensor([0.5 + h]), data, ctx)) for h in (1e-2, -1e-2)]
+    part, (look, client) = FedL2P(hidden=3, step=0.0), looked(norm_bench())
+    data, nets = client.data, part.nets(client.layout)
+    found = part.hypergradient(client, nets.vector(), nets, look, client.model, data, data)
+    tensors = {e.name: e.view(client.model["params"]) for e in client.layout.params}
+    losses = [float(look.loss(client, tensors, torch.tensor([0.5 + h]), data)) for h in (1e-2, -1e-2)]
     assert float(found[-1]) == pytest.approx((losses[0] - losses[1]) / 2e-2, abs=2e-3)
 
 
 def test_norms_by_hand_equal_torchs() -> None:
-    bench = norm_bench()
-    look, ctx, model = looked(bench)
-    data = bench.stream.data(0, 0)
-    tensors = {e.name: e.view(model["params"]) for e in ctx.facts.layout.params}
+    look, client = looked(norm_bench())
+    data, model = client.data, client.model
+    tensors = {e.name: e.view(model["params"]) for e in client.layout.params}
     for beta in (0.0, 0.3, 1.0):
-        ours = look.loss(tensors, torch.tensor([beta]), data, ctx)
-        outputs = ctx.train.outputs(look.mixed(model, torch.tensor([beta])), data.x)
+        ours = look.loss(client, tensors, torch.tensor([beta]), data)
+        outputs = client.outputs(data.x, model=look.mixed(model, torch.tensor([beta])))
         assert float(ours) == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, data.y)), abs=1e-5)
 
 
@@ -225,7 +227,7 @@ def test_norms_by_hand_equal_torchs() -> None:
 def test_the_base_is_fedavgs_and_the_meta_nets_move() -> None:
     outcome = Bench("fedl2p", QUICK).run()
     assert torch.allclose(outcome.params, Bench("fedavg").run().params, atol=1e-6)
-    first = FedL2P(hidden=5).server_slots(Bench("fedl2p", QUICK).setup().server("init"))["meta"]
+    first = first_nets(Bench("fedl2p", QUICK), FedL2P(hidden=5))
     meta = outcome.state.server["fedl2p"]["meta"]
     assert meta.shape == first.shape and not torch.equal(meta, first)
     assert (meta - first).abs().max() <= 4 * 3 * 1e-3 + 1e-6  # 4 rounds of 3 clamped steps at 1e-3, averaged
@@ -237,9 +239,9 @@ def test_the_model_is_tuned_anew_for_every_outer_batch(retune: bool, times: int,
     rates: list[float] = []
     tune = FedL2P.tune
 
-    def spy(self: FedL2P, model: Any, look: Look, given: Tensor, *rest: Any) -> Any:
+    def spy(self: FedL2P, client: Client, look: Look, given: Tensor, *rest: Any) -> Any:
         rates.append(float(given[0]))
-        return tune(self, model, look, given, *rest)
+        return tune(self, client, look, given, *rest)
 
     monkeypatch.setattr(FedL2P, "tune", spy)
     options = {"fedl2p": {"epochs": 1, "hidden": 5, "base_rate": 0.1, "meta_lr": 0.5, "retune": retune}}
@@ -251,7 +253,7 @@ def test_the_base_rates_have_a_learning_rate_of_their_own() -> None:
     """1e-4 in the authors' code, against 1e-3 of the meta-nets; every step is clamped to 1."""
     bench = Bench("fedl2p", {"fedl2p": {"epochs": 2, "hidden": 5, "base_rate": 0.1}}, Toy(tasks=1, rounds_per_task=1))
     part = FedL2P(hidden=5, base_rate=0.1)
-    moved = (bench.run().state.server["fedl2p"]["meta"] - part.server_slots(bench.setup().server("init"))["meta"]).abs()
+    moved = (bench.run().state.server["fedl2p"]["meta"] - first_nets(bench, part)).abs()
     base, nets = moved[:4], moved[4:]
     assert 0 < base.max() <= 3 * 1e-4 + 1e-7
     assert part._steps(part.nets(bench.layout()))[:5].tolist() == pytest.approx([1e-4] * 4 + [1e-3])

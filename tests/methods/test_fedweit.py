@@ -11,17 +11,25 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from everfed.core.context import TrainOptions
+from everfed.core.handle import Client
 from everfed.core.layout import registered
+from everfed.core.message import State
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.message import State
-from everfed.core.tree import tensor_bytes
+from everfed.core.tree import Tree, tensor_bytes
 from everfed.methods import registry as methods
 from everfed.methods.common.layers import hidden_weights
-from everfed.methods.personal.decomposed import channel_means, composed, large, least_entropy, pruned
-from everfed.methods.personal.fedweit import FedWeIT
-from everfed.methods.personal.sparse import dense, sparse
+from everfed.methods.personal.fedweit import (
+    FedWeIT,
+    channel_means,
+    composed,
+    dense,
+    large,
+    least_entropy,
+    pruned,
+    sparse,
+)
 from everfed.methods.regularise.fedprox import FedProx
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Outcome, Toy
@@ -54,6 +62,13 @@ def part_of(b: Bench) -> FedWeIT:
     return part
 
 
+def newcomer(b: Bench) -> Client:
+    """A client that received the first model, before its first task began."""
+    model = b.model()
+    params = torch.cat([model["params"], b.setup().facts.personal])
+    return b.client("fedweit", model={**model, "params": params}, messages={"model": model})
+
+
 # 1 -------------------------------------------------------------------------------------------------------------------
 def test_an_open_mask_and_no_adaptive_leave_the_base() -> None:
     base = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
@@ -66,24 +81,25 @@ def test_an_open_mask_and_no_adaptive_leave_the_base() -> None:
 def test_the_networks_forward_pass_is_the_plain_one_then(module: Any) -> None:
     b = bench(module=module)
     plain = Bench("fedavg", module=module)
-    ctx, own = b.context(), part_of(b)._begin({}, b.context())
-    params = part_of(b)._fresh(torch.cat([b.model()["params"], ctx.facts.personal]), b.model()["params"], ctx)
+    client = newcomer(b)
+    part_of(b)._begin(client)
+    params = part_of(b)._fresh(client)
     for layer in range(len(hidden_weights(b.layout()))):
         piece(b, "adaptive", params, layer).zero_()
         piece(b, "mask", params, layer).fill_(100.0)
     x = b.stream.data(0, 0).x
-    found = ctx.train.outputs({**b.model(), "params": params}, x, {"fedweit": own})
+    found = client.outputs(x, model={**b.model(), "params": params})
     assert torch.allclose(found, plain.trainer().outputs(plain.model(), x), atol=1e-5)
 
 
-def second_task() -> tuple[Bench, Outcome, State, Tensor]:
-    """After a first task, client 0 receives the second task's first message: (bench, run so far, slots, parameters)."""
+def second_task() -> tuple[Bench, Outcome, Tree, Tensor]:
+    """After a first task, client 0 receives the second task's first message: (bench, run so far, state, parameters)."""
     b = bench(stream=Toy(tasks=3))
     state = b.run(rounds=2)
     start = {**state.state.model, "params": torch.cat([state.params, state.clients[0]["client"]["personal"]])}
-    message, ctx = {"model": state.state.model}, b.context(round_index=2)
-    own, model = part_of(b).receive(state.clients[0], message, start, b.stream.data(0, 1), ctx)
-    return b, state, own, model["params"]
+    client = b.client("fedweit", state.clients[0], model=start, messages={"model": state.state.model}, round_index=2)
+    part_of(b).receive(client)
+    return b, state, client.state, client.model["params"]
 
 
 def test_a_task_begins_with_a_third_of_the_first_weights_as_its_adaptive() -> None:
@@ -138,10 +154,10 @@ def test_the_regularisers_gradient() -> None:
     def step(own: dict[str, Any], **options: Any) -> Tensor:
         settings = {"sparsity": 0.0, "retention": 0.0, "weight_decay": 0.0, **options}
         b = bench(train=TrainOptions(1, 12, Optimizer(lr=1.0)), **settings)
-        ctx = b.context()
-        params = part_of(b)._fresh(torch.cat([b.model()["params"], ctx.facts.personal]), b.model()["params"], ctx)
-        model, state = {**b.model(), "params": params}, {"client": {}, "fedweit": own}
-        fitted = ctx.train.fit(ctx, b.build_method().parts, model, params, state, {}, b.stream.data(0, 0))
+        client = newcomer(b)
+        params = part_of(b)._fresh(client)
+        state = {"client": {}, "fedweit": own}
+        fitted = client.fit(b.build_method().parts, model={**b.model(), "params": params}, state=state, tag="train")
         return torch.stack([params, fitted.model["params"]])
 
     b = bench()
@@ -201,9 +217,11 @@ def test_channels_are_averaged_over_their_senders() -> None:
 
 
 def test_where_the_aggregate_is_zero_a_client_keeps_its_own_value() -> None:
-    received, own = torch.tensor([0.0, 2.0, 0.0]), {"base": torch.tensor([5.0, 6.0, 7.0])}
-    merged = FedWeIT()._merged(own, received, torch.tensor([0.0, 2.0, 0.0, 9.0]))
-    assert merged.tolist() == [5.0, 2.0, 7.0, 9.0]
+    received = {"params": torch.tensor([0.0, 2.0, 0.0])}
+    state = {"fedweit": {"base": torch.tensor([5.0, 6.0, 7.0])}}
+    model = {"params": torch.tensor([0.0, 2.0, 0.0, 9.0])}
+    client = bench().client("fedweit", state, model=model, messages={"model": received})
+    assert FedWeIT().personalise(client)["params"].tolist() == [5.0, 2.0, 7.0, 9.0]
 
 
 def test_a_client_that_joins_late_goes_on_from_the_first_model_there() -> None:
@@ -211,7 +229,7 @@ def test_a_client_that_joins_late_goes_on_from_the_first_model_there() -> None:
     stopped = b.run(rounds=2)
     aggregate = stopped.state.model["params"]
     assert (aggregate == 0).any()
-    merged = part_of(b)._merged(stopped.clients[1]["fedweit"], aggregate, aggregate)
+    merged = part_of(b).personalise(b.client("fedweit", stopped.clients[1], model=stopped.state.model))["params"]
     assert torch.equal(merged[aggregate == 0], b.model()["params"][aggregate == 0])
 
 
@@ -284,7 +302,7 @@ def test_one_forward_pass_per_task_and_no_task_id() -> None:
         ctx.train.outputs(model, x, {"fedweit": own})
         assert Counting.passes == tasks
     Counting.passes = 0
-    ctx.train.outputs(model, x, {"fedweit": part_of(b).slots_for_task(state["fedweit"], 1)})
+    ctx.train.outputs(model, x, {"fedweit": part_of(b).state_for_task(state["fedweit"], 1)})
     assert Counting.passes == 1
 
 
@@ -300,7 +318,7 @@ def test_knowing_the_task_means_answering_with_its_weights() -> None:
     model = {**outcome.state.model, "params": whole(b, state)}
     for task, classes in enumerate(((0, 1), (2, 3))):
         found = ctx.train.outputs(
-            model, b.stream.test(task).x, {"fedweit": part_of(b).slots_for_task(state["fedweit"], task)}
+            model, b.stream.test(task).x, {"fedweit": part_of(b).state_for_task(state["fedweit"], task)}
         )
         assert set(found.argmax(1).tolist()) <= set(classes)
 

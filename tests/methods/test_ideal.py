@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from everfed.core.legacy import CompositionError, Data, compose
+from everfed.method import CompositionError, Data, compose
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.ideal import Ideal
@@ -24,9 +24,9 @@ class Shifted(Toy):
 
 
 def seen_by(bench: Bench, client: int, round_index: int) -> Data:
-    ctx = bench.context(client, round_index)
-    task = bench.stream.round(round_index).tasks[client]
-    return bench.build_method().part("ideal").dataset({}, bench.stream.data(client, task), ctx)
+    handle = bench.client("ideal", {}, client, round_index=round_index)
+    bench.build_method().part("ideal").receive(handle)
+    return handle.data
 
 
 def test_the_first_task_is_fedavg_bit_for_bit_and_the_second_is_not() -> None:

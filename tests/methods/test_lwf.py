@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed.core.context import TrainOptions
-from everfed.core.optimizer import Optimizer
 from everfed.core.message import Model
+from everfed.core.optimizer import Optimizer
 from everfed.core.trainer import Fitted
 from everfed.core.tree import clone, equal, tensor_bytes
 from everfed.methods import registry as methods

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from everfed.core.data import Table, minibatches
-from everfed.core.legacy import Optimizer, TrainOptions
-from everfed.methods.replay.memory import NAME, Memory, filled, replay_rows, reservoir_rows
-from everfed.methods.replay.reservoir import nothing_offered, offers
+from everfed.method import Optimizer, TrainOptions
+from everfed.methods.replay.memory import NAME, Memory, replay_rows, stored
+from everfed.methods.replay.reservoir import nothing_offered, offers, reservoir_rows
 from tests.support.toy import Bench, Norm, Toy
 
 
@@ -161,7 +161,7 @@ def test_offering_at_every_visit_counts_visits() -> None:
 def test_every_visit_fills_the_buffer_with_repetitions_and_first_visit_does_not() -> None:
     def repeated(offer: str) -> int:
         own = er(offer, size=30, epochs=5, stream=Toy(tasks=1)).run().clients[0][NAME]
-        rows = filled(own, 30)
+        rows = len(stored(own))
         return rows - len(torch.unique(own["x"][:rows].flatten(1), dim=0))
 
     assert repeated("first_visit") == 0
@@ -172,7 +172,7 @@ def test_every_visit_fills_the_buffer_with_repetitions_and_first_visit_does_not(
 def test_a_buffer_never_exceeds_its_size_and_is_filled_from_the_front(size: int) -> None:
     own = er(size=size).run().clients[1][NAME]
     rows = min(24, size)
-    assert filled(own, size) == rows and len(own["x"]) == size + 1
+    assert len(stored(own)) == rows and len(own["x"]) == size + 1
     assert (own["x"][:rows].flatten(1).sum(1) > 0).all()
     assert not own["x"][rows:].any()  # the spare row, too, is wiped: what was rejected is not kept
 
@@ -225,8 +225,8 @@ def test_x_y_and_logits_stay_aligned_under_ten_thousand_offers() -> None:
         rows = torch.from_numpy(reservoir_rows(np.ones(len(ids), dtype=bool), n, 50, rng))
         outputs = ids.float().unsqueeze(1).repeat(1, 3) + 0.5
         step = SimpleNamespace(
-            state={NAME: own},
-            rows={NAME: {"rows": rows}},
+            state=own,
+            rows={"rows": rows},
             x=ids.float().unsqueeze(1).repeat(1, 2),
             y=ids,
             outputs=outputs,
@@ -247,8 +247,8 @@ def test_replayed_rows_are_distinct_and_older_than_the_step(size: int, batch: in
     bench = Bench("er", {"memory": {"size": size}, "er": {"batch": batch}})
     part = Memory(size=size)
     schedule = minibatches(np.arange(samples), 2, 5, np.random.default_rng(0))
-    _, tables = part.plan({NAME: bench.new_client()[NAME]}, schedule, {}, bench.context())
-    drawn = replay_rows({NAME: tables}, batch, np.random.default_rng(1))
+    tables = part.plan(bench.client(NAME), schedule)
+    drawn = replay_rows(bench.client("er", plans={NAME: tables}), batch, "test")
     before = 0
     for step in range(schedule.steps):
         rows = drawn.row(step).tolist()

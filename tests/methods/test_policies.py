@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import tree
-from everfed.core.legacy import CLASSES, CompositionError, Data, Optimizer, TrainOptions, Tree
+from everfed.method import CLASSES, EAGER, Client, CompositionError, Data, Optimizer, TrainOptions, option
 from everfed.methods import registry as methods
+from everfed.methods.common.features import features
 from everfed.methods.replay.diversity import select
-from everfed.methods.replay.gradient_rows import GradientOptions, features_at, gradients_at
-from everfed.methods.replay.memory import NAME, Memory, filled, stored
-from everfed.methods.replay.policies import POLICIES, ReFed, make_policy
+from everfed.methods.replay.memory import NAME, POLICIES, Memory, make_policy, stored
 from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.refed import ReFed
+from everfed.methods.replay.sample_gradients import GradientOptions, gradients_at
 from tests.support.phases import phase_of
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy
@@ -63,7 +64,7 @@ def test_a_buffer_holds_different_samples_of_its_own_client_with_their_labels(ki
     outcome = ended(kind, size)
     for client, state in outcome.clients.items():
         own, kept = state[NAME], buffer(outcome, client)
-        count = filled(own, size)
+        count = int(own["host"]["stored"])
         assert count == len(kept) <= size and len(own["x"]) == size + 1
         assert not own["x"][count:].any() and not own["y"][count:].any()
         assert len(set(kept.ids.tolist())) == count
@@ -174,9 +175,9 @@ def test_online_policies_need_no_boundaries() -> None:
         ({"kind": f"{__name__}:Newest", "share": 2.0}, "method.memory.policy.share must be at most 1"),
         ({"kind": "naive-uniform", "p": 1}, r"policy.p is not an option of 'naive-uniform'; it has none"),
         ({"kind": "coordinated", "swaps": 1}, "policy.swaps is not an option of 'coordinated'; it has exchanges"),
-        ({"kind": "fixed-proportion", "proportion": 1.0}, "policy.proportion must lie strictly between 0 and 1"),
-        ({"kind": "re-fed", "informative": 0.0}, "policy.lambda must lie strictly between 0 and 1"),
-        ({"kind": "re-fed", "power": 3}, "policy.power must be 1"),
+        ({"kind": "fixed-proportion", "proportion": 1.0}, "policy.proportion must be below 1"),
+        ({"kind": "re-fed", "informative": 0.0}, "policy.informative must be positive"),
+        ({"kind": "re-fed", "power": 3}, "policy.power must be one of 1, 2"),
         ({"kind": "uncoordinated", "relaxation": "linear"}, "policy.relaxation must be one of"),
         ({"kind": "gss-greedy", "references": 0}, "policy.references must be at least 1"),
         ({"kind": "gss-cluster", "growth": 0.0}, "policy.growth must be positive"),
@@ -208,7 +209,7 @@ def test_parts_with_policies_are_values() -> None:
     assert Memory(policy=table).chooser == Memory(policy=make_policy(table)).chooser
     assert Memory(policy=table) == Memory(policy=dict(table)) != Memory(policy="coordinated")
     assert hash(Memory(policy=table)) == hash(Memory(policy=dict(table)))
-    assert Memory(policy="gss-greedy").capturable is False and Memory().capturable is True
+    assert Memory(policy="gss-greedy").needs() == {EAGER} and not Memory().needs()
 
 
 def test_options_stay_as_they_were_given() -> None:
@@ -227,7 +228,7 @@ def test_a_policy_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("everfed.methods.replay.memory.make_policy", counted)
     part = Memory(policy="herding")
-    assert part.chooser is part.chooser and part.capturable and part.needs == {CLASSES} and part.phases()
+    assert part.chooser is part.chooser and part.needs() == {CLASSES} and part.phases()
     assert made == ["herding"]
 
 
@@ -245,16 +246,12 @@ def test_what_a_choice_sends_and_when() -> None:
 class Newest(Policy):
     """The last samples of the pool's new ones, at most `share` of the buffer."""
 
-    share: float = 1.0
+    share: float = option(1.0, at_most=1)
 
     needs_model = False
 
-    def __post_init__(self) -> None:
-        if self.share > 1:
-            raise ValueError(f"share must be at most 1; got {self.share}")
-
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
-        return np.arange(pool.new)[-int(self.share * size) :], host
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        return np.arange(pool.new)[-int(self.share * size) :]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +273,7 @@ def test_a_policy_of_ones_own(policy: Any, expected: int) -> None:
 
 def test_a_policy_that_does_not_choose_is_refused_when_it_should() -> None:
     with pytest.raises(CompositionError, match=r"policy 'Policy' has a phase to choose in, but no choose\(\)"):
-        phase_of(Memory(policy=Policy), "remember").run(bench("reservoir").new_client(), {}, LONG.data(0, 0), None)
+        phase_of(Memory(policy=Policy), "remember").run(bench("reservoir").client(NAME))  # type: ignore[misc]
 
 
 def test_presets_are_named_after_their_policies() -> None:
@@ -335,8 +332,10 @@ def test_a_client_with_a_buffer_and_no_new_data_trains_on_the_buffer() -> None:
 
 def test_per_step_replay_leaves_the_data_as_it_is() -> None:
     part = methods.build("er").part("er")
-    data = LONG.data(0, 0)
-    assert part.dataset({}, data, bench("reservoir").context()) is data
+    client = bench("reservoir").client("er")
+    before = client.data
+    part.receive(client)
+    assert client.data is before
     with pytest.raises(methods.MethodError, match="method.er.mode must be one of per_step, union"):
         methods.build("er", {"er": {"mode": "both"}})
 
@@ -365,8 +364,10 @@ def shares(kind: Any, size: int, tasks: int, clients: int = 400, samples: int = 
     for client in range(clients):
         state = new
         for task in range(tasks):
-            ctx = setup.server("remember").at(round=task, client=client, trainer=trainer)
-            state = {NAME: choose(state, {}, data[task], ctx)[0]}
+            context = setup.server("remember").at(round=task, client=client, trainer=trainer)
+            handle = Client(NAME, state, context, {}, None, data[task])
+            choose(handle)  # type: ignore[misc]
+            state = handle.states
         counts += np.bincount(stored(state[NAME]).ids // 10_000, minlength=tasks)
     return counts / clients
 
@@ -467,7 +468,7 @@ def test_greedy_never_replaces_without_opposition() -> None:
 def test_greedy_fills_up_as_fast_as_samples_come() -> None:
     running = bench("gss-greedy", 7, mode="per_step", train=TrainOptions(2, 5, Optimizer(lr=0.1)))
     log = [seen for seen in watched(running, 1) if seen.client == 0]
-    assert [len(seen.batches["er"][1]) if seen.batches else 0 for seen in log] == [0, 5, 7, 7, 7, 7]
+    assert [len(seen.batches["er/rows"][1]) if seen.batches else 0 for seen in log] == [0, 5, 7, 7, 7, 7]
     own = running.run().clients[0][NAME]
     scores = own["host"]["scores"]
     assert own["host"]["n"] == 36 and ((scores >= 0) & (scores <= 2)).all()
@@ -498,11 +499,11 @@ def test_clusters_keep_their_distance() -> None:
 def test_features_are_what_the_last_layer_is_fed_with() -> None:
     running, data = Bench(), Toy().data(0, 0)
     model = running.model()
-    features = features_at(running.context(), model, data.x)
+    found = features(running.trainer(), model, data.x)
     module = running.build_module().eval()
     head = [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1]
-    assert features.shape == (12, 8)
-    torch.testing.assert_close(head(features), module(data.x.float() / 255), rtol=1e-5, atol=1e-6)
+    assert found.shape == (12, 8)
+    torch.testing.assert_close(head(found), module(data.x.float() / 255), rtol=1e-5, atol=1e-6)
 
 
 def test_every_class_seen_gets_an_equal_share() -> None:
@@ -534,8 +535,8 @@ def test_old_classes_are_cut_to_their_first_exemplars() -> None:
 
 # Re-Fed --------------------------------------------------------------------------------------------------------------
 def pool_of(running: Bench, data: Data) -> Pool:
-    ctx = running.context(0, 1, "remember")
-    return Pool(data.x, data.y, data.ids, len(data), 0, 0, running.model(), GradientOptions(), ctx)
+    client = running.client(NAME, {}, round_index=1, phase="remember")
+    return Pool(client, data.x, data.y, data.ids, len(data), 0, 0, {}, GradientOptions())
 
 
 def test_one_pass_ranks_by_gradient_norms() -> None:

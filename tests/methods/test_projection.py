@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.methods.project.projection import check_finite, project
+from everfed.core.gradient import project
+from everfed.methods.project.fedgp import finite
 
 
 @st.composite
@@ -119,9 +120,9 @@ def test_long_vectors_are_multiplied_in_float64() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_reference_that_is_not_finite_is_refused(bad: float) -> None:
     with pytest.raises(FloatingPointError, match="the reference is not finite"):
-        check_finite(torch.tensor([1.0, bad]), "the reference")
+        finite(torch.tensor([1.0, bad]), "the reference")
     fine = torch.ones(2)
-    assert check_finite(fine, "the reference") is fine
+    assert finite(fine, "the reference") is fine
 
 
 @pytest.mark.parametrize("step", [1e-2, 1e-3, 1e-4])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.methods.replay.random_projection import RandomProjection
+from everfed.methods.replay.sample_gradients import RandomProjection
 
 
 def by_definition(rows: torch.Tensor, size: int, seed: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from everfed.core.legacy import Data, Optimizer, TrainOptions
+from everfed.method import Data, Optimizer, TrainOptions
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Norm, Toy
 
@@ -43,20 +43,20 @@ def test_a_buffer_of_no_rows_is_fedavg_bit_for_bit() -> None:
 def test_how_many_are_replayed(size: int, batch: int, expected: list[int]) -> None:
     """min(b_r, what is stored before this step): minibatches of 5, 5 and 2."""
     log = watched(er(size, batch, train=ONE_EPOCH, stream=Toy(clients=1)), rounds=1)
-    assert [len(seen.batches["er"][1]) if seen.batches else 0 for seen in log] == expected
+    assert [len(seen.batches["er/rows"][1]) if seen.batches else 0 for seen in log] == expected
 
 
 def test_samples_are_not_replayed_in_the_step_that_first_offers_them() -> None:
     for seen in watched(er(100, 100, train=ONE_EPOCH), rounds=1):
         current = {tuple(x.flatten().tolist()) for x in seen.x}
-        replayed = {tuple(x.flatten().tolist()) for x in seen.batches["er"][0]} if seen.batches else set()
+        replayed = {tuple(x.flatten().tolist()) for x in seen.batches["er/rows"][0]} if seen.batches else set()
         assert not current & replayed
 
 
 def test_replayed_samples_are_different_ones() -> None:
     for seen in watched(er(10, 6)):
         if seen.batches:
-            x = seen.batches["er"][0].flatten(1)
+            x = seen.batches["er/rows"][0].flatten(1)
             assert len(torch.unique(x, dim=0)) == len(x)
 
 
@@ -67,7 +67,7 @@ def test_the_loss_is_the_mean_over_all_samples_together() -> None:
     for seen in watched(bench, rounds=2):
         x, y = seen.x, seen.y
         if seen.batches:
-            x, y = torch.cat([x, seen.batches["er"][0]]), torch.cat([y, seen.batches["er"][1]])
+            x, y = torch.cat([x, seen.batches["er/rows"][0]]), torch.cat([y, seen.batches["er/rows"][1]])
         trainer.replica.params.copy_(seen.params)
         loss = functional.cross_entropy(trainer.forward(x), y)
         grads = torch.autograd.grad(loss, trainer.replica.trainable)
@@ -89,7 +89,7 @@ def test_earlier_tasks_are_replayed() -> None:
     bench = er(12, 12)
     old = {tuple(x.flatten().tolist()) for x in bench.stream.data(0, 0).x}
     later = [seen for seen in watched(bench) if seen.client == 0 and seen.round == 3]
-    assert any(tuple(x.flatten().tolist()) in old for seen in later for x in seen.batches["er"][0])
+    assert any(tuple(x.flatten().tolist()) in old for seen in later for x in seen.batches["er/rows"][0])
 
 
 def test_a_union_holds_every_sample_once() -> None:
@@ -99,6 +99,8 @@ def test_a_union_holds_every_sample_once() -> None:
     kept = Data.union([data.take(np.array([10, 11])), Data(data.x[:1], data.y[:1], np.array([50]))])
     ids = torch.tensor([10, 11, 50, -1])
     held = {"memory": {"x": kept.x, "y": kept.y, "host": {"ids": ids, "stored": 3}}}
-    found = bench.build_method().part("er").dataset(held, data, bench.context())
+    client = bench.client("er", held, data=data)
+    bench.build_method().part("er").receive(client)
+    found = client.data
     assert found.ids.tolist() == [*range(12), 50]
     assert torch.equal(found.x[12], data.x[0]) and torch.equal(found.y[:12], data.y)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from everfed.methods.replay.diversity import Candidates
-from everfed.methods.replay.random_projection import RandomProjection
 from everfed.methods.replay.sample_gradients import (
+    RandomProjection,
     activation_bytes,
     bytes_needed,
     last_layer,

@@ -18,13 +18,13 @@ from everfed.methods.replay.capped_simplex import (
     largest_eigenvalue,
     noisy_uniform,
     pairwise_descent,
+    project_capped_simplex,
     refine_by_swaps,
 )
 from everfed.methods.replay.diversity import (
     Candidates,
     convex_weights,
     objective,
-    project_capped_simplex,
     select,
     zero_diagonal_weights,
 )

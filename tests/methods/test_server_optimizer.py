@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed.core import tree
-from everfed.core.legacy import with_slots
-from everfed.core.legacy import MODEL, CompositionError, Context, Optimizer, State, TrainOptions, compose
+from everfed.core.context import Context
+from everfed.method import MODEL, CompositionError, Optimizer, Server, State, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.server_optimizer import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
@@ -20,7 +20,7 @@ from everfed.privacy.secure import secured
 from tests.support.rehearsal_free import one_parameter
 from tests.support.toy import Bench, Linear, Norm, Toy
 
-CTX: Context = None  # type: ignore[assignment]  # no optimiser reads it
+CONTEXT: Context = None  # type: ignore[assignment]  # no optimiser reads it
 PRESETS = ("fedavgm", "fedadam", "fedyogi", "fedadagrad")
 NON_ADAPTIVE = {"beta1": 0.0, "lr": 1e6, "tau": 1e6}
 
@@ -29,15 +29,17 @@ def exact(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def path(part: ServerOptimizer, *deltas: Tensor, slots: dict[str, Tensor] | None = None) -> tuple[list[Tensor], State]:
+def path(part: ServerOptimizer, *deltas: Tensor, state: dict[str, Tensor] | None = None) -> tuple[list[Tensor], State]:
     """(parameters after every round, server state): from 0, with the given updates."""
-    server: State = {MODEL: {"params": torch.zeros_like(deltas[0])}, **({part.name: slots} if slots else {})}
+    states: State = {MODEL: {"params": torch.zeros_like(deltas[0])}, **({part.name: state} if state else {})}
     visited = []
     for delta in deltas:
-        own, model = part.update_model(server, {"params": server[MODEL]["params"] + delta}, CTX)
-        server = {**with_slots(server, part.name, own), MODEL: model}
-        visited.append(model["params"])
-    return visited, server
+        before = states[MODEL]
+        server = Server(part.name, states, CONTEXT, before=before, model={"params": before["params"] + delta})
+        part.update(server)
+        states = {**server.states, MODEL: server.model}
+        visited.append(server.model["params"])
+    return visited, states
 
 
 def scalars(part: ServerOptimizer, *deltas: float) -> list[float]:
@@ -74,7 +76,7 @@ def test_v_begins_at_tau_squared_or_at_zero() -> None:
 @pytest.mark.parametrize(("part", "expected"), [(FedAdam, 0.9901), (FedYogi, 0.9999)])
 def test_yogi_forgets_slowly(part: type[FedAdam], expected: float) -> None:
     one = exact(1.0)
-    _, server = path(part(), exact(0.1), slots={"m": torch.zeros_like(one), "v": one})
+    _, server = path(part(), exact(0.1), state={"m": torch.zeros_like(one), "v": one})
     assert float(server[part.name]["v"]) == pytest.approx(expected)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from typing import Any
+=======
+import pytest
+>>>>>>> main
 
 import pytest
 

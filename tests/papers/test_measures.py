@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from everfed.experiments.papers.measures import MEASURES, MIB, Sample, curves, events, measure
+from everfed.experiments.papers.measures import MEASURES, MIB, Sample, curves, measure
 from everfed.experiments.papers.tables import papers
+<<<<<<< HEAD
+=======
+from everfed.store.event_log import events
+>>>>>>> main
 from tests.papers.made import M1, result, sample, write_events
 
 
@@ -130,7 +134,7 @@ def test_measurements_of_parts(tmp_path: Path) -> None:
     write_events(tmp_path, *measured, {"event": "checkpoint", "round": 1}, {**measured[1], "temporal_cosine": 0.6})
     assert value("temporal_cosine", sample(folder=tmp_path), "cosine") == pytest.approx(0.4)
     assert value("spatial_cosine", sample(folder=tmp_path), "cosine") is None
-    assert len(list(events(tmp_path, "measure"))) == 2
+    assert len(events(tmp_path, "measure")) == 2
 
 
 def test_the_gap_is_that_of_each_tasks_best_round(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everfed.errors import UserError
-from everfed.experiments.cells import new_cell
+from everfed.experiments.jobs import new_job
 from everfed.experiments.papers import targets
 from everfed.experiments.papers.measures import MEASURES
 from everfed.experiments.papers.planning import experiments, plan
@@ -53,7 +53,7 @@ def test_every_cell_runs_or_says_why_not(table: Table) -> None:
     assert len({(c.dataset, c.setting, c.method, c.metric) for c in cells}) == len(cells)
     for experiment in experiments(cells):
         method = experiment.method or None
-        new_cell("", experiment.recipe, None, method=method, seed=0, sets=experiment.sets)  # type: ignore[arg-type]
+        new_job("", experiment.recipe, None, method=method, seed=0, sets=experiment.sets)  # type: ignore[arg-type]
 
 
 def test_recipes_of_tables_are_mapped() -> None:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from everfed.core.client import Reply
-from everfed.core.context import Context, Setup
+from everfed.core.context import Setup
 from everfed.core.engine import Engine
+from everfed.core.handle import Server
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
-from everfed.core.legacy import Phase
+from everfed.core.phase import Phase
 from everfed.methods import registry as methods
 from everfed.privacy.accountant import epsilon
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy, check_setup, clip_norm, private
@@ -60,13 +61,12 @@ def test_what_is_not_finite_cannot_be_clipped() -> None:
 
 def test_of_the_model_it_is_the_update_that_is_clipped() -> None:
     bench = Bench("fedavg")
-    part = private(bench.build_method(), clip=0.5).part(NAME)
-    base = bench.model()["params"]
-    message = {"model": dict(bench.model())}
+    own = protected(bench, clip=0.5)
+    part, base = own.build_method().part(NAME), bench.model()["params"]
     for step, expected in ((3.0, 0.5), (1e-3, 1e-3)):
         direction = torch.ones_like(base) / math.sqrt(len(base))
         reply = Reply({"fedavg": {"params": base + step * direction}}, 9, 2, 1.0)
-        _, sent = part.seal({}, Phase("train"), message, reply, bench.context())
+        sent = part.seal(own.client(NAME), Phase("train"), reply)
         assert float((sent.values["fedavg"]["params"] - base).norm()) == pytest.approx(expected, rel=1e-3)
         assert (sent.samples, sent.steps, sent.loss) == (0, 0, None)  # not protected, so not sent
 
@@ -79,10 +79,16 @@ def test_with_much_room_and_hardly_any_noise_it_is_the_plain_run() -> None:
 
 # noise ---------------------------------------------------------------------------------------------------------------
 def released(part: DifferentialPrivacy, value: Any, weight: float, round_index: int = 0) -> Any:
-    ctx = Bench("fedavg").context(round_index=round_index)
-    server = {NAME: part.server_slots(ctx)}
+    server = initial(part, round_index)
     weights = {"fedavg": {"params": weight}}
-    return part.release(server, Phase("train"), {"fedavg": {"params": value}}, weights, ctx)[1]["fedavg"]["params"]
+    return part.release(server, Phase("train"), {"fedavg": {"params": value}}, weights)["fedavg"]["params"]
+
+
+def initial(part: Any, round_index: int = 0) -> Server:
+    """The server's handle of its first state."""
+    server = Bench("fedavg").server(NAME, round_index=round_index)
+    part.init(server)
+    return server
 
 
 def central(**options: Any) -> DifferentialPrivacy:
@@ -103,23 +109,23 @@ def test_a_mean_of_k_clients_gets_noise_of_noise_times_clip_by_k() -> None:
 def test_every_place_has_noise_of_its_own(kind: str) -> None:
     """The same noise twice could be subtracted: another round, phase, repeat or value draws anew, the same one not;
     with a seed, too, where the place alone decides."""
-    part, ctx = central(kind=kind, seed=1), Bench("fedavg").context()
-    key, like = part.server_slots(ctx)["key"], torch.zeros(8, dtype=torch.float64)
+    part, like = central(kind=kind, seed=1), torch.zeros(8, dtype=torch.float64)
+    server = initial(part)
 
-    def drawn(path: str, place: Context) -> tuple[float, ...]:
-        return tuple(part._noise(key, b"", path, like, place).tolist())
+    def drawn(path: str, **place: Any) -> tuple[float, ...]:
+        there = Server(NAME, server.states, server.context.at(**place))
+        return tuple(part._noise(there, b"", path, like).tolist())
 
-    places = [ctx, ctx.at(round=1), ctx.at(phase="reference"), ctx.at(repeat=1)]
-    found = [*(drawn("fedavg/params", place) for place in places), drawn("fedavg/other", ctx)]
+    places: list[dict[str, Any]] = [{}, {"round": 1}, {"phase": "reference"}, {"repeat": 1}]
+    found = [*(drawn("fedavg/params", **place) for place in places), drawn("fedavg/other")]
     assert len(set(found)) == 5
-    assert drawn("fedavg/params", ctx) == found[0]
+    assert drawn("fedavg/params") == found[0]
 
 
 def test_a_sum_gets_noise_of_noise_times_clip() -> None:
     part = private(methods.build("fedcurv"), noise=2.0, clip=3.0).part(NAME)
-    ctx = Bench("fedavg").context()
     reduced = {"fedcurv": {"u": torch.zeros(40_000, dtype=torch.float64)}}
-    out = part.release({NAME: part.server_slots(ctx)}, Phase("train"), reduced, {"fedcurv": {"u": 5.0}}, ctx)[1]
+    out = part.release(initial(part), Phase("train"), reduced, {"fedcurv": {"u": 5.0}})
     assert abs(float(out["fedcurv"]["u"].std()) / 6.0 - 1) < 5 / math.sqrt(2 * 40_000)
 
 
@@ -127,18 +133,16 @@ def test_local_noise_is_added_by_every_client_to_its_own() -> None:
     bench = Bench(
         "fedavg", module=lambda shape, classes: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2000))
     )
-    part = private(bench.build_method(), "local", noise=2.0, clip=0.5).part(NAME)
-    message = {"model": dict(bench.model())}
+    own = protected(bench, kind="local", noise=2.0, clip=0.5)
+    part, base = own.build_method().part(NAME), bench.model()["params"]
     sent = []
     for client in (0, 1):
-        ctx = bench.context(client)
-        reply = Reply({"fedavg": {"params": message["model"]["params"].clone()}}, 1, 1, 0.1)
-        sent.append(part.seal({NAME: part.client_slots(ctx)}, Phase("train"), message, reply, ctx)[1])
-    noise = [(s.values["fedavg"]["params"] - message["model"]["params"]).double().numpy() for s in sent]
+        reply = Reply({"fedavg": {"params": base.clone()}}, 1, 1, 0.1)
+        sent.append(part.seal(own.client(NAME, number=client), Phase("train"), reply))
+    noise = [(s.values["fedavg"]["params"] - base).double().numpy() for s in sent]
     assert abs(noise[0].std() - 1.0) < 0.03 and abs(np.corrcoef(noise[0], noise[1])[0, 1]) < 0.03
-    server = {NAME: part.server_slots(bench.context())}
-    given = {"fedavg": {"params": torch.ones(3)}}
-    after = part.release(server, Phase("train"), given, {"fedavg": {"params": 2.0}}, bench.context())[1]
+    released = {"fedavg": {"params": torch.ones(3)}}
+    after = part.release(initial(part), Phase("train"), released, {"fedavg": {"params": 2.0}})
     assert torch.equal(after["fedavg"]["params"], torch.ones(3))  # the server adds none
 
 

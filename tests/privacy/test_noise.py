@@ -18,8 +18,7 @@ from scipy import stats
 
 from everfed.core import tree
 from everfed.core.client import Reply
-from everfed.core.phase import EVALUATE
-from everfed.core.legacy import Phase
+from everfed.core.phase import EVALUATE, Phase
 from everfed.core.server import RunState
 from everfed.federation.codec import to_reply
 from everfed.federation.request import Answer
@@ -105,11 +104,11 @@ def test_a_sum_over_another_set_of_clients_gets_other_noise() -> None:
     """With the same noise the difference of the two releases would be that of the sums, exactly."""
     bench = Bench("fedcurv")
     part = private(bench.build_method(), noise=20.0).part(NAME)
-    ctx = bench.context()
-    server = {NAME: part.server_slots(ctx)}
+    server = bench.server(NAME)
+    part.init(server)
     of_three, of_two = torch.full((500,), 3.0, dtype=torch.float64), torch.full((500,), 2.0, dtype=torch.float64)
     found = [
-        part.release(server, Phase("train"), {"fedcurv": {"u": total}}, {"fedcurv": {"u": weight}}, ctx)[1]
+        part.release(server, Phase("train"), {"fedcurv": {"u": total}}, {"fedcurv": {"u": weight}})
         for total, weight in ((of_three, 3.0), (of_two, 2.0), (of_three, 3.0), (of_three, 2.0))
     ]
     noise = [
@@ -138,14 +137,14 @@ def test_a_resumed_run_with_a_secret_key_ends_in_the_same_bits(kind: str) -> Non
 def test_replies_depend_on_every_message_before() -> None:
     """Equal replies to two histories differ in their noise, so that a server cannot compare what is behind it."""
     bench = protected(Bench("fedavg"), kind="local", noise=1.0)
-    part, ctx, phase = bench.build_method().part(NAME), bench.context(), Phase("train")
+    part = bench.build_method().part(NAME)
     base = bench.model()["params"]
     reply = Reply({"fedavg": {"params": base.clone()}})
     sent = []
-    state = {NAME: part.client_slots(ctx)}
+    state = bench.new_client()
     for extra in (0.0, 1.0, 0.0):
-        message = {"model": dict(bench.model()), "other": {"x": torch.tensor([extra])}}
-        sent.append(part.seal(state, phase, message, reply, ctx)[1].values["fedavg"]["params"])
+        client = bench.client(NAME, state, messages={"other": {"x": torch.tensor([extra])}})
+        sent.append(part.seal(client, Phase("train"), reply).values["fedavg"]["params"])
     assert torch.equal(sent[0], sent[2]) and not torch.equal(sent[0], sent[1])
 
 
@@ -153,10 +152,10 @@ def test_replies_depend_on_every_message_before() -> None:
 def test_scores_on_clients_own_tests_do_not_leave_them() -> None:
     bench = Bench("fedavg")
     for kind in ("central", "local"):
-        part = private(bench.build_method(), kind).part(NAME)
-        state, message = {NAME: part.client_slots(bench.context())}, {"model": dict(bench.model())}
+        own = protected(bench, kind=kind)
+        part, client = own.build_method().part(NAME), own.client(NAME, phase=EVALUATE)
         counts = Reply({EVALUATE: {"counts": torch.ones((2, 4), dtype=torch.int64)}})
-        sent = part.seal(state, Phase(EVALUATE), message, counts, bench.context(phase=EVALUATE))[1]
+        sent = part.seal(client, Phase(EVALUATE), counts)
         assert sent == Reply({})
 
 

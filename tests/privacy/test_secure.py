@@ -21,9 +21,9 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.events import Diverged
-from everfed.core.message import Message
+from everfed.core.message import Message, PerClient
 from everfed.engines.processes import Processes
-from everfed.core.legacy import CompositionError, Each, Phase
+from everfed.method import CompositionError, Phase
 from everfed.methods import registry as methods
 from everfed.privacy.members import needed
 from everfed.privacy.secure import (
@@ -205,11 +205,11 @@ def test_nothing_but_keys_letters_masked_vectors_and_shares_arrives() -> None:
 
 def test_a_client_without_values_sends_as_much_as_the_others() -> None:
     seen: list[tuple[str, int, Reply]] = []
-    secure_run(Bench("fedgp", stream=Toy(tasks=1, rounds_per_task=1, sizes={(1, 0): 0})), seen=seen)
+    secure_run(Bench("fedgp", stream=Toy(tasks=1, rounds_per_task=1, clients=4, sizes={(1, 0): 0})), seen=seen)
     sizes = {
-        client: [tree.tensor_bytes(r.values) for p, c, r in seen if c == client and p == MASK] for client in range(3)
+        client: [tree.tensor_bytes(r.values) for p, c, r in seen if c == client and p == MASK] for client in range(4)
     }
-    assert sizes[0] == sizes[1] == sizes[2] and len(sizes[0]) == 2
+    assert sizes[0] == sizes[1] == sizes[2] == sizes[3] and len(sizes[0]) == 2
 
 
 # other engines -------------------------------------------------------------------------------------------------------
@@ -378,7 +378,8 @@ CHEATS: dict[str, tuple[str, Change, str]] = {
     "strangers alive": (AGREE, lambda a: {"alive": torch.tensor([0, 1, 2, 3, 9])}, NO_SET),
     "no votes": (UNMASK, lambda a: {}, "^1 clients agree on the set to open; 4 are needed"),
     "votes of another set": (
-        UNMASK, lambda a: {"votes": Each({c: flipped(v) for c, v in a["votes"].values.items()})}, "^1 clients agree",
+        UNMASK, lambda a: {"votes": PerClient({c: flipped(v) for c, v in a["votes"].values.items()})},
+        "^1 clients agree",
     ),
 }  # fmt: skip
 
@@ -400,13 +401,12 @@ def test_clients_refuse_a_server_that_cheats(name: str) -> None:
 
 def test_a_step_is_taken_once() -> None:
     part = secured(methods.build("fedavg")).part(NAME)
-    ctx = Bench("fedavg").context(phase=UNMASK)
     request = {NAME: {"alive": torch.tensor([0]), "gone": torch.tensor([])}}
     here = {"place": "0.0", "epoch": 0}
     places = ({}, {"step": "idle"}, {"step": "idle", **here}, {"step": MASK, **here}, {"step": UNMASK, "place": "7.0"})
     for state in ({NAME: own} for own in places):
         with pytest.raises(ProtocolError, match="but this client is at"):
-            phase_of(part, UNMASK).run(state, request, Bench().stream.data(0, 0), ctx)  # type: ignore[misc]
+            phase_of(part, UNMASK).run(Bench().client(NAME, state, phase=UNMASK, messages=request))  # type: ignore[misc]
 
 
 # clients that cheat --------------------------------------------------------------------------------------------------

@@ -170,9 +170,9 @@ def test_the_budget_of_a_run_counts_what_was_released_before_it_was_resumed(tmp_
     state = RunState(bench.run(rounds=1).state.server)
     for place, name in ((1, "a"), (2, "b"), (2, "c")):
         state.round, own = place, state.server[NAME]
-        state.set_slots(NAME, {**own, "release": name, "values": 1})
+        state.server = {**state.server, NAME: {**own, "release": name, "values": 1}}
         record(state)
-    state.set_slots(NAME, {**state.server[NAME], "release": "d"})
+    state.server = {**state.server, NAME: {**state.server[NAME], "release": "d"}}
     with pytest.raises(BudgetSpent, match=r"would raise epsilon to .* made before the run was resumed"):
         record(state)
     assert len(ledger(tmp_path)) == 3

@@ -10,7 +10,8 @@ from typing import Any
 
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.recipe import Recipe, to_toml
-from everfed.store.run import EVENTS, EventLog, RunFolder
+from everfed.store.event_log import EventLog
+from everfed.store.run import EVENTS, RunFolder
 
 Event = dict[str, Any]
 # Three tasks: Acc = (0.5 + 0.6 + 0.9) / 3, forgetting = ((0.8 - 0.5) + (0.7 - 0.6)) / 2

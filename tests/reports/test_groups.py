@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.report.folders import create, finished
 
 from everfed.reports.colours import DARK, LIGHT, ON_DARK, ON_LIGHT
 from everfed.reports.groups import COLOURS, Colours, by_stream, grouped
 from everfed.reports.read import read_runs
+from tests.reports.folders import create, finished
 
 
 def test_runs_that_differ_in_their_seed_or_engine_are_one_experiment(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, long_run, phase, result, start
 
 from everfed.reports import rerun
 from everfed.reports.heatmaps import matrix as shaded_matrix
 from everfed.reports.html import POLICY, render
 from everfed.reports.read import read_run, read_runs
+from tests.reports.folders import create, evaluation, finished, log, long_run, phase, result, start
 
 
 class Tags(HTMLParser):

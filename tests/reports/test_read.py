@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.report.folders import MATRIX, create, evaluation, finished, log, phase, start, whole
 
 from everfed.errors import UserError
 from everfed.reports.read import find_runs, read_run, read_runs
+from tests.reports.folders import MATRIX, create, evaluation, finished, log, phase, start, whole
 
 
 def test_a_finished_run(tmp_path: Path) -> None:

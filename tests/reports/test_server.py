@@ -17,13 +17,13 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from tests.report.folders import create, evaluation, finished, log, phase, start
-from tests.report.serving import events, get, served, until
 
 from everfed.errors import UserError
 from everfed.reports import dashboard, live
 from everfed.reports.access import check_token, is_loopback
 from everfed.reports.server import create_app, serve
+from tests.reports.folders import create, evaluation, finished, log, phase, start
+from tests.reports.serving import events, get, served, until
 from tests.support.waiting import HANG
 
 pytest.importorskip("fastapi", reason="the dashboard needs everfed[ui]")
@@ -302,7 +302,7 @@ def test_damaged_and_outside_runs_are_reported(tmp_path: Path) -> None:
 COMMAND = f"""
 import typer
 from everfed.commands.ui import ui
-from everfed.report import server
+from everfed.reports import server
 
 server.GRACE = {HANG}
 app = typer.Typer()

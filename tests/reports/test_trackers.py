@@ -10,11 +10,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from tests.report.folders import evaluation, phase, recipe, start, whole
 
 from everfed.errors import UserError
 from everfed.reports import trackers
 from everfed.reports.trackers import Event, numbers, scalars, tracker
+from tests.reports.folders import evaluation, phase, recipe, start, whole
 
 Track = Callable[[str, list[Event]], None]
 

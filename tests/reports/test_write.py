@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import typer
-from tests.report.folders import finished
 from typer.testing import CliRunner
 
 from everfed.commands.report import report
 from everfed.errors import UserError
 from everfed.reports import write
+from tests.reports.folders import finished
 
 TABLES = {"comparison", "cost", "bytes_by_part", "accuracy_matrix", "runs"}
 

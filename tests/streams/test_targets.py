@@ -16,8 +16,8 @@ from everfed import streams
 from everfed.cli import app
 from everfed.core import tree
 from everfed.core.context import Setup, TrainOptions
-from everfed.core.optimizer import Optimizer
 from everfed.core.evaluate import EvalOptions
+from everfed.core.optimizer import Optimizer
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
 from everfed.data.sources import load

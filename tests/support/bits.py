@@ -80,7 +80,12 @@ def recipe(method: str, how: str = "eager") -> Table:
         "seed": 3,
         "stream": stream,
         "model": network,
-        "train": {"rounds_per_task": rounds, "local_epochs": 3 if network is VIT else 1, "batch_size": 10, "optimizer": optimizer},
+        "train": {
+            "rounds_per_task": rounds,
+            "local_epochs": 3 if network is VIT else 1,
+            "batch_size": 10,
+            "optimizer": optimizer,
+        },
         "method": {"name": method, "defaults": SMALL},
         "engine": {**engine, "device": "cpu"},
     }
@@ -173,7 +178,9 @@ def phases(events: list[Table]) -> list[list[Any]]:
     found = {}
     for event in events:
         if event["event"] == "phase":
-            found[event["round"], event["phase"], event["repeat"]] = [event.get(key) for key in ("bytes_up", "bytes_down", "loss")]
+            found[event["round"], event["phase"], event["repeat"]] = [
+                event.get(key) for key in ("bytes_up", "bytes_down", "loss")
+            ]
     return [[*key, *value] for key, value in sorted(found.items())]
 
 

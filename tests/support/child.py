@@ -196,7 +196,7 @@ def _serve(module: str, arguments: list[str], cwd: str, logs: Sequence[str], fat
 
 
 def _halt_at(fate: Fate) -> None:
-    from everfed.store.run import EventLog
+    from everfed.store.event_log import EventLog
 
     written = EventLog.__call__
 

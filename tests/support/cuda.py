@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from everfed.core.context import Setup
-from everfed.engines.captured import CapturedTrainer
-from everfed.engines.capturing import Capturing
+from everfed.engines.capture_thread import Capturing
+from everfed.engines.captured_steps import CapturedTrainer
 from everfed.engines.eager import Eager
 from everfed.engines.graphs import Graphs
 from everfed.store.clients import ClientStore

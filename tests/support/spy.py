@@ -8,14 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from everfed.core.method import Method, compose
-from everfed.core.legacy import Part
-from everfed.core.step import Step
+from everfed.method import Gradient, Method, Part, Step, compose
 
 
 @dataclass
 class Seen:
-    """One step. params: before the step. batches: {name: (x, y, extra)} that parts brought."""
+    """One step. params: before the step. batches: {"part/key": (x, y, extra)} that parts brought."""
 
     client: int
     round: int
@@ -31,15 +29,23 @@ class Seen:
 class Spy(Part):
     """Keeps what it sees in a list that belongs to the test. It changes nothing."""
 
-    log: list[Seen] = field(default_factory=list)
+    log: list[Seen] = field(default_factory=list, compare=False)
 
     name: ClassVar[str] = "spy"
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        batches = {n: (b.x.clone(), b.y.clone(), dict(b.extra)) for n, b in step.batches.items()}
-        where = (int(step.ctx.client or 0), step.ctx.round)
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient:
+        batches = {
+            key if key == part or key.startswith(f"{part}/") else f"{part}/{key}": (
+                b.x.clone(),
+                b.y.clone(),
+                dict(b.extra),
+            )
+            for part, own in step.training.batches.items()
+            for key, b in own.items()
+        }
+        where = (int(step.context.client or 0), step.context.round)
         now = (step.params.clone(), step.x.clone(), step.y.clone(), step.outputs.detach().clone())
-        self.log.append(Seen(*where, *now, batches, gradient.clone()))
+        self.log.append(Seen(*where, *now, batches, gradient.vector.clone()))
         return gradient
 
 

@@ -21,15 +21,15 @@ from everfed.core.client import new_state
 from everfed.core.context import Context, Facts, Moment, Setup, TrainOptions
 from everfed.core.data import Data
 from everfed.core.engine import Engine
-from everfed.core.handle import Client, Server
-from everfed.core.layout import Layout, attach
-from everfed.core.method import Method
-from everfed.core.optimizer import Optimizer
-from everfed.core.message import MODEL, Model, State
-from everfed.core.phase import Phase
 from everfed.core.evaluate import EvalOptions
 from everfed.core.events import Event
-from everfed.core.server import RunState, Runner
+from everfed.core.handle import Client, Server
+from everfed.core.layout import Layout, attach
+from everfed.core.message import MODEL, Model, State
+from everfed.core.method import Method
+from everfed.core.optimizer import Optimizer
+from everfed.core.phase import Phase
+from everfed.core.server import Runner, RunState
 from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager
@@ -356,12 +356,14 @@ class Bench:
         data = more.pop("data", None)
         if data is None:
             data = self.stream.data(number, self.stream.round(index).tasks[number])
-        return Client(part, self.new_client(number) if states is None else states, context, messages, model, data, **more)
+        return Client(
+            part, self.new_client(number) if states is None else states, context, messages, model, data, **more
+        )
 
     def server(self, part: str, states: State | None = None, **more: Any) -> Server:
-        """The handle of a hook of `part` on the server. more: round_index, phase; reduced, before, model of `Server`."""
+        """The handle of a hook of `part` on the server. more: round_index, phase, repeat; reduced, before, model."""
         index, phase = more.pop("round_index", 0), more.pop("phase", "train")
-        moment = Moment(index, self.stream.round(index))
+        moment = Moment(index, self.stream.round(index), more.pop("repeat", 0))
         context = self.setup().server(phase, moment, self.trainer() if phase != "train" else None)
         return Server(part, {MODEL: self.model(), **(states or {})}, context, **more)
 

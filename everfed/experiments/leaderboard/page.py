@@ -1,15 +1,11 @@
 """The leaderboard's pages, from the records alone: a table and two pictures for every stream, as Markdown between the
-marks of a page and as one HTML file whose tables can be sorted.
-
-<!-- leaderboard: rotated-digits -->
-...
-<!-- leaderboard: end -->
+marks of a page (`leaderboard: STREAM`, or `leaderboard: all` for accuracies alone, with a page for every stream beside
+it), and as one HTML file whose tables can be sorted.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,15 +17,18 @@ from everfed.errors import UserError
 from everfed.experiments.leaderboard import pareto, records, tuning
 from everfed.experiments.leaderboard.records import Record
 from everfed.methods import registry as methods
+from everfed.privacy.reveals import seen
 from everfed.recipe import read, settled
 from everfed.reports.colours import variables
 from everfed.reports.html import POLICY, asset
 from everfed.reports.markdown import markdown_table
 from everfed.reports.markup import Html, tag
 from everfed.reports.progress import size
+from everfed.store import marked
 from everfed.store.files import make_folder, write_atomic
 
-_MARKED = re.compile(r"(<!-- leaderboard: (?!end)(\S+) -->\n)(.*?)(<!-- leaderboard: end -->)", re.DOTALL)
+ALL = "all"  # the mark of the table of all streams; pages of single streams lie beside it then
+KIND = "leaderboard"  # of the marks
 PERSONAL = "†"
 NOTE = (
     "Mean ± population deviation over the seeds of the test; accuracy, forgetting and learning accuracy in per cent. "
@@ -50,7 +49,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class Sortable:
     """text: as it is shown. value: what the column is sorted by."""
 
     text: str
@@ -58,7 +57,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MethodFacts:
     """What a method needs and shows, whatever the numbers. sees: what the server sees of single clients."""
 
     sees: str
@@ -71,36 +70,37 @@ class Facts:
 
 
 def write(root: Path, page: Path | None, html: Path | None) -> list[Path]:
-    """Write the pages that are named and the pictures of the Markdown one; returns the files."""
+    """Write the pages that are named, with the pages and pictures of single streams beside the Markdown one; returns
+    the files."""
     found = records.read_all(root)
-    written: list[Path] = []
-    if page is not None:
-        text = renewed(marked(page), found, page.stem)
-        for name, drawing in _pictures(found).items():
-            written.append(_save(page.parent / page.stem / f"{name}.svg", drawing))
-        written.append(_save(page, text))
-    if html is not None:
-        written.append(_save(html, report(found)))
-    return written
+    texts = {} if page is None else {page: renewed(marked_page(page), found, page.stem), **beside(page, found)}
+    return [_save(path, text) for path, text in {**texts, **({html: report(found)} if html else {})}.items()]
 
 
-def marked(page: Path) -> str:
+def marked_page(page: Path) -> str:
     """The text of a Markdown page. Raises UserError where it cannot be read or no place in it is marked."""
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--page {page} cannot be read: {error.strerror or error}") from error
-    if not _MARKED.search(text):
+    text = marked.read_page(page)
+    if not marked.names(text, KIND):
         raise UserError(
-            f"--page {page} has no place for the leaderboard; mark it with <!-- leaderboard: STREAM --> and "
-            f"<!-- leaderboard: end -->. Streams: {', '.join(tuning.streams())}"
+            f"--page {page} has no place for the leaderboard; mark it with <!-- {KIND}: STREAM --> and "
+            f"<!-- {KIND}: end -->. Streams: {ALL}, {', '.join(tuning.streams())}"
         )
     return text
 
 
 def renewed(text: str, found: Sequence[Record], pictures: str) -> str:
     """A Markdown page with every marked part written anew. pictures: the folder of the pictures beside the page."""
-    return _MARKED.sub(lambda mark: f"{mark[1]}{_section(mark[2], found, pictures)}\n{mark[4]}", text)
+    return marked.renewed(
+        text, KIND, lambda name: _all(found, pictures) if name == ALL else _section(name, found, pictures)
+    )
+
+
+def beside(page: Path, found: Sequence[Record]) -> dict[Path, str]:
+    """The files in the folder of a page's name: a page for every stream, and the pictures."""
+    texts = {f"{name}.svg": drawing for name, drawing in _pictures(found).items()}
+    for stream in tuning.streams() if ALL in marked.names(page.read_text(encoding="utf-8"), KIND) else ():
+        texts[f"{stream}.md"] = f"# Leaderboard: {stream}\n\n{_section(stream, found, '.')}\n"
+    return {page.parent / page.stem / name: text for name, text in texts.items()}
 
 
 def report(found: Sequence[Record]) -> str:
@@ -126,7 +126,7 @@ def report(found: Sequence[Record]) -> str:
 # tables ----------------------------------------------------------------------------------------------------------
 
 
-def rows(found: Sequence[Record]) -> list[list[Cell]]:
+def rows(found: Sequence[Record]) -> list[list[Sortable]]:
     """A row for every method of one stream that has test numbers, the most accurate first."""
     tested = [record for record in found if records.finished_tests(record)]
     fedavg = next((record for record in tested if record["method"] == "fedavg"), None)
@@ -134,31 +134,31 @@ def rows(found: Sequence[Record]) -> list[list[Cell]]:
     return sorted(lines, key=lambda line: line[1].value, reverse=True)
 
 
-def _row(record: Record, fedavg: Record | None) -> list[Cell]:
+def _row(record: Record, fedavg: Record | None) -> list[Sortable]:
     facts = facts_of(record["stream"], record["method"])
     kept = records.mean(record, "kept_bytes") or 0.0
     samples = stored_samples(record)
     return [
-        Cell(_named(record), record["method"]),
+        Sortable(_named(record), record["method"]),
         *(_percent(record, key) for key in records.SCORES),
         *(_bytes(records.mean(record, key) or 0.0) for key in ("bytes_up", "bytes_down")),
         _time(record, fedavg),
-        Cell("all data", float("inf")) if facts.keeps_all else _bytes(kept),
-        Cell("all", float("inf")) if facts.keeps_all else Cell(f"{samples:.0f}", samples),
-        Cell(facts.sees or "sums only", facts.sees),
-        Cell("yes" if facts.secure else "no", "yes" if facts.secure else "no"),
-        Cell("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
-        Cell(chosen := chosen_settings(record), chosen),
+        Sortable("all data", float("inf")) if facts.keeps_all else _bytes(kept),
+        Sortable("all", float("inf")) if facts.keeps_all else Sortable(f"{samples:.0f}", samples),
+        Sortable(facts.sees or "sums only", facts.sees),
+        Sortable("yes" if facts.secure else "no", "yes" if facts.secure else "no"),
+        Sortable("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
+        Sortable(chosen := chosen_settings(record), chosen),
     ]
 
 
-def _time(record: Record, fedavg: Record | None) -> Cell:
+def _time(record: Record, fedavg: Record | None) -> Sortable:
     """Seconds over FedAvg's; none where the tests ran on another kind of device than FedAvg's."""
     if fedavg is None or _devices(record) != _devices(fedavg):
-        return Cell("-", float("inf"))
+        return Sortable("-", float("inf"))
     seconds, base = records.mean(record, "seconds"), records.mean(fedavg, "seconds")
     ratio = seconds / base if seconds and base else float("inf")
-    return Cell(f"{ratio:.2f}" if math.isfinite(ratio) else "-", ratio)
+    return Sortable(f"{ratio:.2f}" if math.isfinite(ratio) else "-", ratio)
 
 
 def _devices(record: Record) -> set[str]:
@@ -171,19 +171,15 @@ def _named(record: Record) -> str:
     return f"{record['method']} {PERSONAL}" if personal else str(record["method"])
 
 
-def facts_of(stream: str, method: str) -> Facts:
+def facts_of(stream: str, method: str) -> MethodFacts:
     """From the method itself, with the options that the stream's recipe sets."""
     section = settled(read(f"{tuning.RECIPES}{stream}", method=method)).method
     built = methods.build(section.name, section.model_extra)
-    single = [
-        f"{part}/{key}"
-        for phase in built.scheduled_phases()
-        for part, keys in built.reducers(phase).items()
-        for key, reducer in keys.items()
-        if not reducer.secure
-    ]
-    sees = f"every client's {', '.join(dict.fromkeys(single))}" if single else ""
-    return Facts(sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs for part in built.parts))
+    single = dict.fromkeys(value for _, value in seen(built, single=True))
+    sees = f"every client's {', '.join(single)}" if single else ""
+    return MethodFacts(
+        sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs() for part in built.parts)
+    )
 
 
 def stored_samples(record: Record) -> float:
@@ -222,20 +218,37 @@ def _needs_boundaries(part: Part) -> bool:
     return BOUNDARIES in part.needs() or any(phase.needs_boundaries for phase in part.phases())
 
 
-def _percent(record: Record, key: str) -> Cell:
+def _percent(record: Record, key: str) -> Sortable:
     value = records.mean(record, key)
     if value is None:
-        return Cell("-", float("-inf"))
+        return Sortable("-", float("-inf"))
     deviation = records.deviation(record, key)
     count = len(records.finished_tests(record))
-    return Cell(f"{100 * value:.1f}" + (f" ± {100 * deviation:.1f}" if count > 1 else ""), value)
+    return Sortable(f"{100 * value:.1f}" + (f" ± {100 * deviation:.1f}" if count > 1 else ""), value)
 
 
-def _bytes(count: float) -> Cell:
-    return Cell(size(round(count)), count)
+def _bytes(count: float) -> Sortable:
+    return Sortable(size(round(count)), count)
 
 
 # Markdown --------------------------------------------------------------------------------------------------------
+
+
+def _all(found: Sequence[Record], folder: str) -> str:
+    """A row for every method with its accuracy on every stream, the highest mean first; methods without a number on one
+    of them come last."""
+    tested = {(one["method"], one["stream"]): one for one in found if records.finished_tests(one)}
+    streams = [stream for stream in tuning.streams() if any(known == stream for _, known in tested)]
+    lines: list[tuple[bool, float, list[str]]] = []
+    for method in dict.fromkeys(method for method, _ in tested):
+        own = {stream: tested[method, stream] for stream in streams if (method, stream) in tested}
+        cells = {stream: _percent(record, "acc") for stream, record in own.items()}
+        name = next(iter(map(_named, own.values())))
+        mean = sum(float(cell.value) for cell in cells.values()) / len(cells)
+        texts = [cells[stream].text if stream in cells else "-" for stream in streams]
+        lines.append((len(own) == len(streams), mean, [name, *texts]))
+    links = [f"[{stream}]({folder}/{stream}.md)" for stream in streams]
+    return markdown_table(["method", *links], [line for *_, line in sorted(lines, reverse=True)])
 
 
 def _section(stream: str, found: Sequence[Record], pictures: str) -> str:

@@ -5,8 +5,7 @@ A measure is None where a run did not measure it: a GPU's memory on a CPU, a cur
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from everfed import metrics
 from everfed.metrics.convergence import Curves
 from everfed.metrics.numbers import mean
 from everfed.recipe.schema import Logits
+from everfed.store.event_log import events
 
 Result = dict[str, Any]
 MIB = 2**20
@@ -214,16 +214,6 @@ def _train_seconds(first: bool) -> Callable[[Path], float | None]:
         return sum(values) / len(values) if values else None
 
     return found
-
-
-def events(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The events of one kind; of rounds that were run again after an interruption the newest."""
-    newest: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in (folder / "events.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["event"] == kind:
-            newest[tuple(event.get(key) for key in ("round", "phase", "repeat", "part"))] = event
-    yield from newest.values()
 
 
 def _mean(name: str) -> Callable[[Path], float | None]:

@@ -55,6 +55,7 @@ def of_run(folder: Path, *, shared: bool = False, remark: str = "") -> Record:
     result = run.read_result() or _of_diverged(run)
     if result is None:
         raise UserError(f"{folder} has no result.json: the run is not finished; `everfed resume {folder}` finishes it")
+<<<<<<< HEAD
     measured = from_events(folder) if "diverged" not in result and run.events.exists() else {}
     return make(result, settings_of(read_recipe(str(run.recipe))), measured, shared=shared, remark=remark)
 
@@ -110,6 +111,10 @@ def _of_diverged(run: RunFolder) -> dict[str, Any] | None:
         "cost": {},
         "environment": {"engine": recipe.engine.kind, "precision": recipe.engine.precision},
     }
+=======
+    events = from_events(folder)
+    return make(result, settings_of(read_recipe(str(run.recipe))), events, shared=shared, remark=remark)
+>>>>>>> main
 
 
 def make(

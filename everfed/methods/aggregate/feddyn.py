@@ -16,40 +16,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.client import synchronises
-from everfed.core.legacy import (
+from everfed.method import (
     Aggregator,
-    MODEL,
-    Context,
-    Data,
-    Fitted,
+    Client,
+    Gradient,
     Mean,
-    Message,
     Model,
     Optimizer,
     Part,
     Reducer,
-    Slots,
-    State,
+    Server,
     Step,
     Sum,
-    Tree,
+    Values,
+    option,
     refuse_personal,
+    refuse_pieces,
 )
-from everfed.methods.aggregate.fedavg import refuse_pieces, replaced, sent
-from everfed.methods.common.checks import positive
 
 
 @dataclass(frozen=True)
 class FedDyn(Aggregator):
-    """alpha: of the regulariser; the paper tunes it in {0.1, 0.01, 0.001}."""
-
-    alpha: float = 0.01
+    alpha: float = option(0.01, above=0, about="of the regulariser; the paper tunes it in {0.1, 0.01, 0.001}")
 
     name = "feddyn"
-
-    def __post_init__(self) -> None:
-        positive(self, "alpha")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
@@ -57,45 +47,25 @@ class FedDyn(Aggregator):
         return ()
 
     # on the client ---------------------------------------------------------------------------------------------------
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        gradient = gradient.add(step.params - step.received, alpha=self.alpha)
-        own = step.state.get(self.name, {})
-        return gradient - own["h"] if "h" in own else gradient
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        vector = gradient.vector.add(step.params - step.received, alpha=self.alpha)
+        return vector - step.state["h"] if "h" in step.state else vector
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
-        if not synchronises(ctx):
-            return None, {}
-        params = fitted.model["params"]
-        change = self.alpha * (message[MODEL]["params"].to(params.device) - params)
-        own = client.get(self.name, {})
-        return {"h": own["h"].to(params.device) + change if own else change}, {"clients": 1}
-
-    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
-        return sent(model, ctx)
+    def reply(self, client: Client) -> Values:
+        if not client.synchronises:
+            return {}
+        client.state["h"] = client.state.get("h", 0.0) - self.alpha * client.update
+        return {"clients": 1}
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
         return {"params": Mean(), "stats": Mean(), "counters": Mean(), "clients": Sum()}
 
-    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        model = replaced(server[MODEL], reduced)
-        if reduced.get("params") is None:
+    def aggregate(self, server: Server) -> Model:
+        model, mean = super().aggregate(server), server.reduced.get("params")
+        if mean is None:
             return model
-        h = self._h(server.get(self.name, {}), server[MODEL]["params"], reduced, ctx)
-        return {**model, "params": reduced["params"] - h / self.alpha}
-
-    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
-        """Keeps x for `update`, which sees the new model only."""
-        return {**server.get(self.name, {}), "before": server[MODEL]["params"]}, model
-
-    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        own = server[self.name]
-        if reduced.get("params") is None:
-            return {key: value for key, value in own.items() if key != "before"}
-        return {"h": self._h(own, own["before"], reduced, ctx)}
-
-    def _h(self, own: Tree, before: Tensor, reduced: Tree, ctx: Context) -> Tensor:
-        """h after a round from the model `before`."""
-        mean = reduced["params"]
-        h = own["h"].to(mean.device) if "h" in own else torch.zeros_like(mean)
-        return h - self.alpha * float(reduced["clients"]) / ctx.facts.clients * (mean - before.to(mean.device))
+        h = server.state["h"].to(mean.device) if "h" in server.state else torch.zeros_like(mean)
+        rate = self.alpha * float(server.reduced["clients"]) / server.facts.clients
+        server.state["h"] = h - rate * (mean - server.model["params"].to(mean.device))
+        return {**model, "params": mean - server.state["h"] / self.alpha}

@@ -13,39 +13,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everfed.core.client import synchronises
-from everfed.core.legacy import (
+from everfed.method import (
     Aggregator,
-    MODEL,
+    Client,
     CompositionError,
-    Context,
-    Data,
-    Fitted,
     Mean,
-    Message,
     Model,
     Optimizer,
     Part,
     Reducer,
-    Slots,
-    State,
-    Tree,
+    Server,
+    Values,
+    option,
     refuse_personal,
+    refuse_pieces,
 )
-from everfed.methods.aggregate.fedavg import refuse_pieces, replaced, sent
-from everfed.methods.common.checks import one_of
 
 
 @dataclass(frozen=True)
 class FedNova(Aggregator):
-    """weighting: p_i, "samples" (n_i / n, as published) or "uniform"."""
-
-    weighting: str = "samples"
+    weighting: str = option(
+        "samples", one_of=("samples", "uniform"), about="p_i: n_i / n (samples, as published), or 1/K (uniform)"
+    )
 
     name = "fednova"
-
-    def __post_init__(self) -> None:
-        one_of(self, weighting=("samples", "uniform"))
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
@@ -57,29 +48,25 @@ class FedNova(Aggregator):
             )
         return ()
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def reply(self, client: Client) -> Values:
         """d_i and |a_i|_1, which is added up between synchronisations."""
-        steps = client.get(self.name, {}).get("steps", 0.0) + steps_of(fitted.steps, ctx.options.optimizer.momentum)
-        if not synchronises(ctx):
-            return {"steps": steps}, {}
-        params = fitted.model["params"]
-        update = (params - message[MODEL]["params"].to(params.device)) / steps
-        return {}, {"update": update, "steps": steps}
+        steps = client.state.get("steps", 0.0) + steps_of(client.fitted.steps, client.options.optimizer.momentum)
+        client.state = {} if client.synchronises else {"steps": steps}
+        return {"update": client.update / steps, "steps": steps} if client.synchronises else {}
 
-    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
+    def upload(self, client: Client) -> Values:
         """What is not normalised: BatchNorm's statistics."""
-        return {key: value for key, value in sent(model, ctx).items() if key != "params"}
+        return {key: value for key, value in super().upload(client).items() if key != "params"}
 
     def reducers(self) -> Mapping[str, Reducer]:
         mean = Mean(weighted=self.weighting == "samples")
         return {"update": mean, "steps": mean, "stats": mean, "counters": mean}
 
-    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        model = replaced(server[MODEL], reduced)
-        if reduced.get("update") is None:
+    def aggregate(self, server: Server) -> Model:
+        model, update = super().aggregate(server), server.reduced.get("update")
+        if update is None:
             return model
-        update = reduced["update"] * float(reduced["steps"])
-        return {**model, "params": model["params"].to(update.device) + update}
+        return {**model, "params": model["params"].to(update.device) + update * float(server.reduced["steps"])}
 
 
 def steps_of(steps: int, momentum: float = 0.0) -> float:

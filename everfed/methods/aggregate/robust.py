@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed.core.reduce import Reducing, Shared
-from everfed.core.legacy import Reducer, Tree
+from everfed.core.reduce import Reducer, Reducing, Shared
+from everfed.core.tree import Tree
+from everfed.errors import Fault
 
 _AT_ONCE = 1 << 22  # numbers of all replies that are worked on at a time
 _ITERATIONS, _TOLERANCE = 1000, 1e-10  # of the geometric median; the second is the change of a weight at which it ends
 _SMOOTHING = 1e-6  # the least distance, in units of the median norm: no division by zero at a client's own update
 
 
-class TooFewReplies(ValueError):
+class TooFewReplies(Fault):
     """Not enough replies for what the reducer cuts off."""
 
 

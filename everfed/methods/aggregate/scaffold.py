@@ -12,42 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from everfed.core.client import synchronises
-from everfed.core.legacy import (
+from everfed.method import (
     BEGIN,
-    MODEL,
+    Client,
     Cohort,
     CompositionError,
-    Context,
-    Data,
-    Fitted,
-    Message,
-    Model,
+    Gradient,
     Optimizer,
     Part,
     Phase,
-    Position,
     Reducer,
-    Slots,
-    State,
+    Server,
     Step,
     Sum,
-    Tree,
-    options_of,
+    Values,
+    When,
+    option,
     refuse_personal,
+    refuse_pieces,
 )
-from everfed.methods.aggregate.fedavg import refuse_pieces
 
 
 @dataclass(frozen=True)
 class Scaffold(Part):
-    """reset: begin with zero control variates in every task, for those of the last one correct its drift."""
-
-    reset: bool = False
+    reset: bool = option(
+        False, about="begin every task with zero control variates: those of the last correct its drift"
+    )
 
     name = "scaffold"
 
@@ -55,57 +48,53 @@ class Scaffold(Part):
         refuse_personal(self, parts)
         refuse_pieces(self, parts)
         _require_plain_sgd(optimizer)
-        if any(options_of(part).get("weighting") == "samples" for part in parts):
+        if any(getattr(part, "weighting", None) == "samples" for part in parts):
             raise CompositionError("part 'scaffold' counts every client the same: method.fedavg.weighting = 'uniform'")
         return ()
 
-    def phases(self) -> tuple[Phase, ...]:
-        begin = Phase("reset-variates", Cohort.SERVER, BEGIN, Position.BEFORE, update=self._forget)
-        return (begin,) if self.reset else ()
+    def phases(self) -> Sequence[Phase]:
+        return [Phase("reset-variates", Cohort.SERVER, BEGIN, When.BEFORE, update=self.forget)] if self.reset else []
 
-    def _forget(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        return {}
+    def forget(self, server: Server) -> None:
+        server.state = {}
 
     # on the client ---------------------------------------------------------------------------------------------------
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        return dict(server.get(self.name, {}))
+    def broadcast(self, server: Server) -> Values:
+        return server.state
 
-    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
+    def receive(self, client: Client) -> None:
         """A task's first round forgets the last one's variate."""
-        own = client.get(self.name)
-        return ({} if own and self.reset and own["task"] != ctx.current_task else None), model
+        if self.reset and client.state and client.state["task"] != client.task:
+            client.state = {}
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        own, server = step.state.get(self.name, {}), step.message.get(self.name, {})
-        if "c" in own:
-            gradient = gradient - own["c"]
-        return gradient + server["c"] if "c" in server else gradient
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient | Tensor:
+        if "c" in step.state:
+            gradient = Gradient.of(step.replica, gradient.vector - step.state["c"])
+        return gradient.vector + step.message["c"] if "c" in step.message else gradient
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def reply(self, client: Client) -> Values:
         """Option II. Between synchronisations K eta is added up."""
-        own = client.get(self.name, {})
-        path = own.get("path", 0.0) + fitted.steps * ctx.rate
-        if not synchronises(ctx):
-            return {**own, "path": path, "task": ctx.current_task}, {}
+        path = client.state.get("path", 0.0) + client.fitted.steps * client.rate
+        if not client.synchronises:
+            client.state |= {"path": path, "task": client.task}
+            return {}
         if path == 0.0:
-            return None, {}
-        params = fitted.model["params"]
-        change = (message[MODEL]["params"].to(params.device) - params) / path  # c_i+ - c_i, without - c
-        if "c" in message.get(self.name, {}):
-            change = change - message[self.name]["c"].to(params.device)
-        c = change + own["c"].to(params.device) if "c" in own else change
-        return {"c": c, "task": ctx.current_task}, {"change": change}
+            return {}
+        y = client.model["params"]
+        change = (client.received["params"].to(y.device) - y) / path  # c_i+ - c_i, without - c
+        if "c" in client.message:
+            change = change - client.message["c"].to(y.device)
+        client.state = {"c": change + client.state["c"] if "c" in client.state else change, "task": client.task}
+        return {"change": change}
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
         return {"change": Sum()}
 
-    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        if reduced.get("change") is None:
-            return None
-        change = reduced["change"] / ctx.facts.clients
-        own = server.get(self.name, {})
-        return {"c": own["c"].to(change.device) + change if "c" in own else change}
+    def update(self, server: Server) -> None:
+        if server.reduced.get("change") is not None:
+            change = server.reduced["change"] / server.facts.clients
+            server.state["c"] = server.state["c"].to(change.device) + change if "c" in server.state else change
 
 
 def _require_plain_sgd(optimizer: Optimizer) -> None:

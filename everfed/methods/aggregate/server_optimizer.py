@@ -17,38 +17,42 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import (
+from everfed.core.tree import on_device
+from everfed.method import (
     BEGIN,
-    MODEL,
     Cohort,
     CompositionError,
-    Context,
-    Model,
     Optimizer,
     Part,
     Phase,
-    Position,
-    Slots,
-    State,
+    Server,
     Tree,
-    on_device,
+    When,
+    option,
 )
-from everfed.methods.common.checks import at_least, one_of
+
+
+def _rate(default: float) -> Any:
+    return option(default, at_least=0, about="learning rate of the server")
+
+
+def _fraction(default: float, about: str) -> Any:
+    return option(default, at_least=0, below=1, about=about)
+
+
+def _tau(default: float) -> Any:
+    return option(default, at_least=0, about="added to the root, in units of Delta; the larger, the less adaptive")
 
 
 @dataclass(frozen=True)
 class ServerOptimizer(Part, ABC):
-    """lr: of the server. reset: begin anew with every task, so that momentum of an earlier one moves nothing."""
-
-    lr: float = 1.0
-    reset: bool = False
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "lr")
+    lr: float = _rate(1.0)
+    reset: bool = option(False, about="begin anew with every task: momentum of an earlier one moves nothing")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         others = [part.name for part in parts if isinstance(part, ServerOptimizer)]
@@ -56,63 +60,49 @@ class ServerOptimizer(Part, ABC):
             raise CompositionError(f"a method has one server optimiser at most; got {', '.join(others)}")
         return ()
 
-    def phases(self) -> tuple[Phase, ...]:
-        begin = Phase("reset-moments", cohort=Cohort.SERVER, when=BEGIN, position=Position.BEFORE, update=self._forget)
-        return (begin,) if self.reset else ()
+    def phases(self) -> Sequence[Phase]:
+        return [Phase("reset-moments", Cohort.SERVER, BEGIN, When.BEFORE, update=self.forget)] if self.reset else []
 
-    def _forget(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        return {}
+    def forget(self, server: Server) -> None:
+        server.state = {}
 
-    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
-        aggregate = model["params"]
-        delta = aggregate - server[MODEL]["params"].to(aggregate.device)
+    def update(self, server: Server) -> None:
+        aggregate = server.model["params"]
+        delta = aggregate - server.before["params"].to(aggregate.device)
         if not delta.any():
-            return None, model
-        slots, step = self.step(on_device(server.get(self.name, {}), aggregate.device), delta)
+            return
+        server.state, step = self.step(on_device(server.state, aggregate.device), delta)
         # w + step, written so that a step of Delta gives the aggregate to the bit
-        return slots, {**model, "params": aggregate + (step - delta)}
+        server.model = {**server.model, "params": aggregate + (step - delta)}
 
     @abstractmethod
-    def step(self, slots: Tree, delta: Tensor) -> tuple[Tree, Tensor]:
-        """(slots, what is added to the parameters); `slots` is empty at first."""
+    def step(self, state: Tree, delta: Tensor) -> tuple[Tree, Tensor]:
+        """(state, what is added to the parameters); `state` is empty at first."""
 
 
 @dataclass(frozen=True)
 class FedAvgM(ServerOptimizer):
-    """momentum: beta."""
-
-    momentum: float = 0.9
+    momentum: float = _fraction(0.9, "beta")
 
     name = "fedavgm"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _fraction(self, "momentum")
-
-    def step(self, slots: Tree, delta: Tensor) -> tuple[Tree, Tensor]:
-        v = self.momentum * slots["v"] + delta if slots else delta
+    def step(self, state: Tree, delta: Tensor) -> tuple[Tree, Tensor]:
+        v = self.momentum * state["v"] + delta if state else delta
         return {"v": v}, self.lr * v
 
 
 @dataclass(frozen=True)
 class Adaptive(ServerOptimizer):
-    """tau: added to the root, in units of Delta; the larger, the less adaptive. initial: v before the first round,
-    "tau2" (tau squared, as published) or "zero"."""
+    beta1: float = _fraction(0.9, "of the running mean of updates")
+    tau: float = _tau(0.1)
+    initial: str = option(
+        "tau2", one_of=("tau2", "zero"), about="v before the first round: tau2 (tau squared, as published) or zero"
+    )
 
-    beta1: float = 0.9
-    tau: float = 0.1
-    initial: str = "tau2"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "tau")
-        _fraction(self, "beta1")
-        one_of(self, initial=("tau2", "zero"))
-
-    def step(self, slots: Tree, delta: Tensor) -> tuple[Tree, Tensor]:
+    def step(self, state: Tree, delta: Tensor) -> tuple[Tree, Tensor]:
         first = self.tau**2 if self.initial == "tau2" else 0.0
-        m = self.beta1 * slots.get("m", torch.zeros_like(delta)) + (1.0 - self.beta1) * delta
-        v = self.second(slots.get("v", torch.full_like(delta, first)), delta.square())
+        m = self.beta1 * state.get("m", torch.zeros_like(delta)) + (1.0 - self.beta1) * delta
+        v = self.second(state.get("v", torch.full_like(delta, first)), delta.square())
         root = v.sqrt() + self.tau
         return {"m": m, "v": v}, self.lr * torch.where(root > 0, m / root, m)  # both are 0 where tau and all Delta are
 
@@ -125,9 +115,9 @@ class Adaptive(ServerOptimizer):
 class FedAdagrad(Adaptive):
     """Its rate falls with the sum of all squared updates."""
 
-    lr: float = 0.1
-    beta1: float = 0.0
-    tau: float = 0.01
+    lr: float = _rate(0.1)
+    beta1: float = _fraction(0.0, "of the running mean of updates")
+    tau: float = _tau(0.01)
 
     name = "fedadagrad"
 
@@ -137,15 +127,9 @@ class FedAdagrad(Adaptive):
 
 @dataclass(frozen=True)
 class FedAdam(Adaptive):
-    """beta2: of the running mean of squared updates."""
-
-    beta2: float = 0.99
+    beta2: float = _fraction(0.99, "of the running mean of squared updates")
 
     name = "fedadam"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _fraction(self, "beta2")
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         return self.beta2 * v + (1.0 - self.beta2) * square
@@ -159,8 +143,3 @@ class FedYogi(FedAdam):
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         return v - (1.0 - self.beta2) * square * (v - square).sign()
-
-
-def _fraction(part: ServerOptimizer, name: str) -> None:
-    if not 0.0 <= getattr(part, name) < 1.0:
-        raise ValueError(f"{name} must be in [0, 1); got {getattr(part, name)}")

@@ -16,33 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import (
+from everfed.method import (
+    CLASSES,
     AddsParameters,
     Aggregator,
-    Personal,
-    CLASSES,
-    MODEL,
+    Client,
     Collect,
     CompositionError,
-    Context,
-    Data,
-    Fitted,
     Mean,
-    Message,
     Model,
     Optimizer,
     Part,
+    Personal,
     Reducer,
-    State,
+    Server,
     Step,
-    Tree,
+    Values,
+    option,
 )
-from everfed.methods.common.checks import at_least
 from everfed.methods.common.features import class_means, features, through_head
 from everfed.methods.common.layers import in_precision
 from everfed.methods.project.matching import combine
@@ -50,79 +45,60 @@ from everfed.methods.project.matching import combine
 
 @dataclass(frozen=True)
 class FedAS(AddsParameters, Aggregator, Personal):
-    """head: the layers that stay on the client, by the beginning of their parameters' names. align_epochs, align_lr,
-    align_batch: of the alignment, by SGD."""
-
-    head: str = "head"
-    align_epochs: int = 1
-    align_lr: float = 0.01
-    align_batch: int = 16
+    head: str = option("head", about="the layers that stay on the client, by the beginning of their parameters' names")
+    align_epochs: int = option(1, at_least=0, about="epochs of the alignment")
+    align_lr: float = option(0.01, at_least=0, about="learning rate of the alignment, by SGD")
+    align_batch: int = option(16, at_least=1, about="minibatch of the alignment")
 
     name = "fedas"
-    needs = frozenset({CLASSES})
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, "align_epochs", "align_lr")
-        at_least(self, 1, "align_batch")
+    def needs(self) -> set[str]:
+        return {CLASSES}
 
     def is_personal(self, parameter: str) -> bool:
         return parameter.startswith(f"{self.head}.")
 
-    def server_slots(self, ctx: Context) -> Tree:
-        """No slots; refuses a model without such a head."""
-        layout = ctx.facts.layout
+    def init(self, side: Client | Server) -> None:
+        """Refuses a model without such a head."""
+        layout = side.layout
         if not 0 < layout.shared < layout.size:
             owners = dict.fromkeys(entry.name.partition(".")[0] for entry in layout.params)
             raise CompositionError(
                 f"fedas.head = {self.head!r} must name some layers of the model, not all; it has {', '.join(owners)}"
             )
-        return {}
 
     # on the client -----------------------------------------------------------------------------------------------
-    def start(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[None, Model]:
-        own = client.get(self.name, {})
+    def start(self, client: Client) -> None:
+        own, data = client.state, client.data
         if "params" not in own or self.align_epochs == 0:
-            return None, model
-        trainer = ctx.train
-        known = features(trainer, {k: own[k] for k in ("params", "stats", "counters")}, data.x)
-        means = class_means(known, data.y.to(known.device), ctx.facts.classes)
-        fitted = trainer.fit(
-            ctx.at(rate=self.align_lr),
-            (_alignment(),),
-            model,
-            model["params"],
-            {Alignment.name: {"means": means}},
-            {},
-            data,
+            return
+        known = features(client.trainer, {k: own[k] for k in ("params", "stats", "counters")}, data.x)
+        means = class_means(known, data.y.to(known.device), client.facts.classes)
+        fitted = client.fit(
+            (Alignment(),),
+            state={Alignment.name: {"means": means}},
+            rate=self.align_lr,
             epochs=self.align_epochs,
             batch_size=self.align_batch,
             optimizer=Optimizer("sgd", lr=self.align_lr),
             tag="alignment",
         )
-        return None, {**model, "params": fitted.model["params"]}
+        client.model = {**client.model, "params": fitted.model["params"]}
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        model = {k: v.clone() for k, v in fitted.model.items()}
-        return model, {"trace": fisher_trace(model, data, ctx)}
-
-    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
-        return {"params": model["params"]} if ctx.options.batchnorm == "local" else dict(model)
-
-    def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
-        own = client.get(self.name, {})
-        return {k: own[k].to(v.device) for k, v in model.items()} if "params" in own else model
+    def reply(self, client: Client) -> Values:
+        client.state = {key: value.clone() for key, value in client.model.items()}
+        return {"trace": fisher_trace(client)}
 
     # on the server -----------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
         return {"params": Collect(), "trace": Collect(), "stats": Mean(), "counters": Mean()}
 
-    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        model = {k: v if reduced.get(k) is None else reduced[k] for k, v in server[MODEL].items()}
-        bases: dict[int, Tensor] | None = reduced.get("params")
+    def aggregate(self, server: Server) -> Model:
+        bases: dict[int, Tensor] | None = server.reduced.get("params")
         if not bases:
-            return {**model, "params": server[MODEL]["params"]}
-        traces = torch.stack([reduced["trace"][client].cpu() for client in bases])
-        return {**model, "params": combine(list(bases.values()), shares(traces))}
+            return {**super().aggregate(server), "params": server.model["params"]}
+        traces = torch.stack([server.reduced["trace"][client].cpu() for client in bases])
+        return {**super().aggregate(server), "params": combine(list(bases.values()), shares(traces))}
 
 
 def shares(traces: Tensor) -> Tensor:
@@ -132,12 +108,12 @@ def shares(traces: Tensor) -> Tensor:
     return traces / total if total > 0 else torch.full_like(traces, 1.0 / len(traces))
 
 
-def fisher_trace(model: Model, data: Data, ctx: Context) -> Tensor:
+def fisher_trace(client: Client) -> Tensor:
     """0-d: sum over minibatches of the squared norm of the mean loss's gradient (Eq. 6), in eval mode."""
-    total = torch.zeros((), device=model["params"].device)
-    size = ctx.options.batch_size
+    total, data = torch.zeros((), device=client.model["params"].device), client.data
+    size = client.options.batch_size
     for x, y in zip(data.x.split(size), data.y.split(size), strict=True):
-        total += ctx.train.gradient(ctx, model, x, y, mode="eval", tag="fisher").square().sum()
+        total += client.gradient(x, y, mode="eval", tag="fisher").square().sum()
     return total
 
 
@@ -148,10 +124,9 @@ class Alignment(Part):
     name = "fedas-alignment"
 
     def objective(self, step: Step) -> Tensor:
-        trainer = step.ctx.train
-        with in_precision(trainer):
-            _, found = through_head(step.replica.module, trainer.stream.inputs(step.x))
-        return alignment_loss(found.float(), step.y, step.state[self.name]["means"])
+        with in_precision(step.trainer):
+            _, found = through_head(step.module, step.inputs(step.x))
+        return alignment_loss(found.float(), step.y, step.state["means"])
 
 
 def alignment_loss(found: Tensor, y: Tensor, means: Tensor) -> Tensor:
@@ -159,9 +134,3 @@ def alignment_loss(found: Tensor, y: Tensor, means: Tensor) -> Tensor:
     distances = (found - means.index_select(0, y)).square().mean(1)
     counts = torch.zeros_like(means[:, 0]).index_add_(0, y, torch.ones_like(distances))
     return (distances / counts.index_select(0, y)).sum()
-
-
-@cache
-def _alignment() -> Alignment:
-    """One object, so that an engine that keeps captured steps per part finds them again."""
-    return Alignment()

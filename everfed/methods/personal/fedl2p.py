@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,28 +36,34 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.core.pieces import TrainsPieces
-from everfed.core.legacy import (
-    Personal,
-    MODEL,
+from everfed.method import (
+    Client,
     CompositionError,
-    Context,
     Data,
+    Gradient,
     Layout,
     Mean,
-    Message,
     Model,
     Optimizer,
     Part,
+    Personal,
     Phase,
-    Slots,
-    State,
+    Server,
     Step,
     Tree,
+    Values,
+    option,
 )
-from everfed.methods.common.checks import at_least
 from everfed.methods.common.features import network
-from everfed.methods.personal.meta_nets import MEAN, VARIANCE, MetaNets, Sites, symmetric_divergence
-from everfed.methods.personal.moments import InputMoments, input_moments
+from everfed.methods.personal.meta_nets import (
+    MEAN,
+    VARIANCE,
+    InputMoments,
+    MetaNets,
+    Sites,
+    input_moments,
+    symmetric_divergence,
+)
 
 CLAMP = 1.0  # of every entry of a hypergradient
 BETA = "beta"
@@ -68,30 +73,19 @@ Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class FedL2P(Personal):
-    """epochs: of fine-tuning. outer_epochs, meta_lr: of the meta-nets, by SGD over the held-out `validation` share;
-    base_lr: the same for the base rates. retune: fine-tune anew for every minibatch of that share (False: once a
-    round). terms, step: K and a of Eq. 7. hidden: width of the meta-nets. base_rate: first value of every learned rate.
-    limit: of the factors on it."""
-
-    epochs: int = 15
-    outer_epochs: int = 3
-    meta_lr: float = 1e-3
-    base_lr: float = 1e-4
-    retune: bool = True
-    validation: float = 0.2
-    terms: int = 3
-    step: float = 0.1
-    hidden: int = 100
-    base_rate: float = 1e-3
-    limit: float = 1000.0
+    epochs: int = option(15, at_least=0, about="epochs of fine-tuning")
+    outer_epochs: int = option(3, at_least=0, about="epochs of the meta-nets over the held-out share, by SGD")
+    meta_lr: float = option(1e-3, at_least=0, about="learning rate of the meta-nets")
+    base_lr: float = option(1e-4, at_least=0, about="learning rate of the base rates")
+    retune: bool = option(True, about="fine-tune anew for every held-out minibatch; false: once a round")
+    validation: float = option(0.2, above=0, below=1, about="share of a client's data that is held out")
+    terms: int = option(3, at_least=1, about="K of Eq. 7")
+    step: float = option(0.1, at_least=0, about="a of Eq. 7")
+    hidden: int = option(100, at_least=1, about="width of the meta-nets")
+    base_rate: float = option(1e-3, at_least=0, about="first value of every learned rate")
+    limit: float = option(1000.0, at_least=0, about="upper bound of the factors on the base rates")
 
     name = "fedl2p"
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "epochs", "outer_epochs", "meta_lr", "base_lr", "step", "base_rate", "limit")
-        at_least(self, 1, "terms", "hidden")
-        if not 0.0 < self.validation < 1.0:
-            raise ValueError(f"validation must lie between 0 and 1, both excluded; got {self.validation}")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         for part in parts:
@@ -105,58 +99,59 @@ class FedL2P(Personal):
         return MetaNets(Sites.of(layout), self.hidden, self.base_rate, self.limit)
 
     # the server --------------------------------------------------------------------------------------------------
-    def server_slots(self, ctx: Context) -> Tree:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(ctx.key("meta-nets"))
-            return {"meta": self.nets(ctx.facts.layout).vector()}
+    def init(self, side: Client | Server) -> None:
+        if isinstance(side, Server):
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(side.key("meta-nets"))
+                side.state["meta"] = self.nets(side.layout).vector()
 
     def phases(self) -> tuple[Phase, ...]:
-        phase = Phase(
-            "meta", reduce={"meta": Mean(weighted=True)}, broadcast=self._send, run=self._meta, update=self._average
-        )
-        return (phase,)
+        reduce = {"meta": Mean(weighted=True)}
+        return (Phase("meta", reduce=reduce, broadcast=self._send, run=self._meta, update=self._average),)
 
-    def _send(self, server: State, ctx: Context) -> dict[str, Any]:
-        return dict(server[self.name])
+    def _send(self, server: Server) -> Values:
+        return server.state
 
-    def _average(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        return None if reduced.get("meta") is None else {"meta": reduced["meta"]}
+    def _average(self, server: Server) -> None:
+        if server.reduced.get("meta") is not None:
+            server.state["meta"] = server.reduced["meta"]
 
     # the client --------------------------------------------------------------------------------------------------
-    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, state: Tree, message: Tree) -> Tensor:
         """While a client fine-tunes, BatchNorm mixes the statistics of the minibatch with the stored ones."""
-        if "mixing" not in own:
+        if "mixing" not in state:
             outputs: Tensor = module(x)
             return outputs
-        with mixed_batches(module, own["mixing"]):
+        with mixed_batches(module, state["mixing"]):
             outputs = module(x)
         return outputs
 
-    def _meta(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def _meta(self, client: Client) -> Values:
         """Fine-tune by the meta-nets, keep that model, and send better meta-nets."""
-        if len(data) < 2:
-            return None, {}
-        train, held = self._split(data, ctx)
-        look = Look.at(message[MODEL], train, ctx)
-        nets = self.nets(ctx.facts.layout).to(ctx.train.device)
-        meta = message[self.name]["meta"].to(ctx.train.device)
+        if len(client.data) < 2:
+            return {}
+        train, held = self._split(client)
+        look = Look.at(client, train)
+        nets = self.nets(client.layout).to(client.device)
+        meta = client.message["meta"].to(client.device)
 
         def tune(tag: str) -> tuple[Model, Look]:
             with torch.no_grad():
                 rates, betas = nets.at(meta, look.inputs, look.divergences)
-            return self.tune(message[MODEL], look, rates, betas, train, ctx, tag)
+            return self.tune(client, look, rates, betas, train, tag)
 
-        personal = tuned, seen = tune("tune")
-        for index, (batch, rows) in enumerate(self._outer(train, held, ctx)):
+        tuned, seen = tune("tune")
+        client.state = {key: value.clone() for key, value in tuned.items()}
+        for index, (batch, rows) in enumerate(self._outer(client, train, held)):
             if index and self.retune:
                 tuned, seen = tune(f"tune {index}")
-            gradient = self.hypergradient(meta, nets, seen, tuned, batch, rows, ctx)
+            gradient = self.hypergradient(client, meta, nets, seen, tuned, batch, rows)
             meta = meta - self._steps(nets) * gradient.clamp(-CLAMP, CLAMP)
-        return {k: v.clone() for k, v in personal[0].items()}, {"meta": meta}
+        return {"meta": meta}
 
-    def _outer(self, train: Data, held: Data, ctx: Context) -> Iterator[tuple[Data, Data]]:
+    def _outer(self, client: Client, train: Data, held: Data) -> Iterator[tuple[Data, Data]]:
         """(a minibatch to train on, a held-out one), for every step of the meta-nets."""
-        rng, size = ctx.rng("outer"), ctx.options.batch_size
+        rng, size = client.rng("outer"), client.options.batch_size
         for _ in range(self.outer_epochs):
             for rows in np.array_split(rng.permutation(len(held)), max(1, -(-len(held) // size))):
                 yield train.take(rng.permutation(len(train))[:size]), held.take(rows)
@@ -167,31 +162,26 @@ class FedL2P(Personal):
         steps[: nets.base_rates.numel()] = self.base_lr
         return steps
 
-    def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
-        own = client.get(self.name, {})
-        return {k: own[k].to(v.device) for k, v in model.items()} if "params" in own else model
-
-    def _split(self, data: Data, ctx: Context) -> tuple[Data, Data]:
-        order = ctx.rng("validation").permutation(len(data))
+    def _split(self, client: Client) -> tuple[Data, Data]:
+        data = client.data
+        order = client.rng("validation").permutation(len(data))
         held = min(max(1, round(self.validation * len(data))), len(data) - 1)
         return data.take(np.sort(order[held:])), data.take(np.sort(order[:held]))
 
     def tune(
-        self, model: Model, look: Look, rates: Tensor, betas: Tensor, data: Data, ctx: Context, tag: str = "tune"
+        self, client: Client, look: Look, rates: Tensor, betas: Tensor, data: Data, tag: str = "tune"
     ) -> tuple[Model, Look]:
         """The model fine-tuned with a rate per tensor, its statistics mixed; and `look` with those that this left."""
+        model = client.model
         if self.epochs == 0:
             return look.mixed(model, betas), look
-        vector = spread(rates, ctx.facts.layout)
         own: Tree = {"mixing": look.mixing(betas)} if look.sites.norms else {}
-        fitted = ctx.train.fit(
-            ctx.at(rate=1.0),
-            (self, _rates()),
-            look.reset(model),
-            model["params"],
-            {self.name: own, Rates.name: {"rates": vector}},
-            {},
-            data,
+        fitted = client.fit(
+            (self, Rates()),
+            model=look.reset(model),
+            data=data,
+            state={self.name: own, Rates.name: {"rates": spread(rates, client.layout)}},
+            rate=1.0,
             epochs=self.epochs,
             optimizer=Optimizer("sgd", lr=1.0),
             tag=tag,
@@ -201,18 +191,18 @@ class FedL2P(Personal):
 
     @sdpa_kernel(SDPBackend.MATH)  # fused kernels of attention have no second derivatives
     def hypergradient(
-        self, meta: Tensor, nets: MetaNets, look: Look, tuned: Model, batch: Data, held: Data, ctx: Context
+        self, client: Client, meta: Tensor, nets: MetaNets, look: Look, tuned: Model, batch: Data, held: Data
     ) -> Tensor:
         """(M,) gradient of the validation loss with respect to the meta-nets (Eq. 7)."""
         meta = meta.detach().requires_grad_()
         rates, betas = nets.at(meta, look.inputs, look.divergences)
-        tensors = {e.name: e.view(tuned["params"]).detach().clone().requires_grad_() for e in ctx.facts.layout.params}
+        tensors = {e.name: e.view(tuned["params"]).detach().clone().requires_grad_() for e in client.layout.params}
         learned = [tensors[name] for name in look.sites.tensors]
         gradients = torch.autograd.grad(
-            look.loss(tensors, betas, batch, ctx), learned, create_graph=True, materialize_grads=True
+            look.loss(client, tensors, betas, batch), learned, create_graph=True, materialize_grads=True
         )
         update = [rate * gradient for rate, gradient in zip(rates, gradients, strict=True)]
-        outer = look.loss(tensors, betas, held, ctx)
+        outer = look.loss(client, tensors, betas, held)
         *v, direct = torch.autograd.grad(outer, [*learned, meta], retain_graph=True, materialize_grads=True)
         total = v
         for _ in range(self.terms - 1):
@@ -236,19 +226,20 @@ class Look:
     stored: dict[str, tuple[Tensor, Tensor]]
 
     @staticmethod
-    def at(model: Model, data: Data, ctx: Context) -> Look:
-        layout = ctx.facts.layout
+    def at(client: Client, data: Data) -> Look:
+        """Of the client's model on this data."""
+        layout = client.layout
         sites = Sites.of(layout)
-        seen = input_moments(ctx.train, model, data.x, sites.layers)
-        stats = {entry.name: entry.view(model["stats"]).to(ctx.train.device) for entry in layout.stats}
+        seen = input_moments(client, data.x, sites.layers)
+        stats = {entry.name: entry.view(client.model["stats"]).to(client.device) for entry in layout.stats}
         stored = {norm: (stats[f"{norm}.{MEAN}"], stats[f"{norm}.{VARIANCE}"]) for norm in sites.norms}
-        client = {norm: seen[norm].by_channel() for norm in sites.norms}
-        gaps = [symmetric_divergence(*stored[norm], *client[norm]) for norm in sites.norms]
-        divergences = torch.stack(gaps) if gaps else torch.zeros(0, device=ctx.train.device)
-        return Look(layout, sites, _summary([seen[layer] for layer in sites.layers]), divergences, client, stored)
+        own = {norm: seen[norm].by_channel() for norm in sites.norms}
+        gaps = [symmetric_divergence(*stored[norm], *own[norm]) for norm in sites.norms]
+        divergences = torch.stack(gaps) if gaps else torch.zeros(0, device=client.device)
+        return Look(layout, sites, _summary([seen[layer] for layer in sites.layers]), divergences, own, stored)
 
     def mixing(self, betas: Tensor) -> Tree:
-        """{norm: its beta and stored statistics}, as a step's slots hold them."""
+        """{norm: its beta and stored statistics}, as the state in a step holds them."""
         stored = {norm: dict(zip((MEAN, VARIANCE), self.stored[norm], strict=True)) for norm in self.sites.norms}
         return {norm: {BETA: beta, **stored[norm]} for norm, beta in self._betas(betas)}
 
@@ -279,16 +270,16 @@ class Look:
                 places[f"{norm}.{kind}"].view(stats).copy_(value)
         return {**model, "stats": stats}
 
-    def loss(self, tensors: dict[str, Tensor], betas: Tensor, data: Data, ctx: Context) -> Tensor:
+    def loss(self, client: Client, tensors: dict[str, Tensor], betas: Tensor, data: Data) -> Tensor:
         """The task loss of a network with `tensors`, differentiable in them and in the betas; eval mode otherwise."""
-        trainer, module = ctx.train, ctx.train.replica.module
+        trainer, module = client.trainer, client.trainer.replica.module
         training = module.training
         module.eval()
         x = trainer.stream.inputs(data.x.to(trainer.device))
         with mixed_norms(module, {norm: self.mixture(norm, beta) for norm, beta in self._betas(betas)}):
             outputs = functional_call(module, tensors, (x,))
         module.train(training)
-        return trainer.task_loss(ctx)(outputs, data.y.to(trainer.device))
+        return trainer.task_loss(client.context)(outputs, data.y.to(trainer.device))
 
     def _betas(self, betas: Tensor) -> Iterator[tuple[str, Tensor]]:
         return zip(self.sites.norms, betas, strict=True)
@@ -300,14 +291,9 @@ class Rates(Part):
 
     name = "fedl2p-rates"
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        return gradient * step.state[self.name]["rates"]
-
-
-@cache
-def _rates() -> Rates:
-    """One object, so that an engine that keeps captured steps per part finds them again."""
-    return Rates()
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        rates: Tensor = step.state["rates"]
+        return gradient.vector * rates
 
 
 def spread(rates: Tensor, layout: Layout) -> Tensor:

@@ -25,84 +25,69 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everfed.core.layout import Extras, registered
-from everfed.core.layout import EXTRAS
-from everfed.core.legacy import (
-    Server,
-    Personal,
-    AddsParameters,
-    Aggregator,
+from everfed.core.layout import EXTRAS, Extras, registered
+from everfed.method import (
     BOUNDARIES,
     CLASSES,
     END,
     FIRST,
-    MODEL,
+    AddsParameters,
+    Aggregator,
+    Cached,
+    Client,
     Cohort,
     Collect,
     CompositionError,
-    Context,
-    Data,
     Entry,
-    Fitted,
+    Gradient,
     Layout,
     Mean,
-    Message,
     Model,
-    Once,
     Optimizer,
     Part,
+    Personal,
     Phase,
-    Position,
     Reducer,
-    Slots,
-    State,
+    Server,
     Step,
     Tree,
+    Values,
+    When,
+    option,
     overrides,
 )
-from everfed.methods.common.checks import at_least
 from everfed.methods.common.features import network
-from everfed.methods.common.layers import hidden_weights
+from everfed.methods.common.layers import hidden_names, hidden_weights
 from everfed.methods.common.teacher import classes_of
-from everfed.methods.personal.decomposed import (
-    by_channel,
-    channel_means,
-    composed,
-    large,
-    layers_of,
-    least_entropy,
-    predictions,
-    pruned,
-)
-from everfed.methods.personal.sparse import dense, sparse
 
 MASK_SPREAD = 0.1  # deviation of the first mask logits, so that channels differ from the first round on
+IMPOSSIBLE = -1e4  # far below any real log-probability
 
 
 @dataclass(frozen=True)
 class FedWeIT(AddsParameters, Aggregator, Personal):
-    """sparsity: lambda1, also the size up to which an entry of A is taken for 0 when it is published or scored.
-    retention: lambda2. weight_decay: wd. share: of a layer's channels that are not sent (the quantile of |m|)."""
-
-    sparsity: float = 1e-3
-    retention: float = 100.0
-    weight_decay: float = 1e-4
-    share: float = 0.3
+    sparsity: float = option(
+        1e-3,
+        at_least=0,
+        about="lambda1; also the size up to which an entry of A is taken for 0 when published or scored",
+    )
+    retention: float = option(100.0, at_least=0, about="lambda2")
+    weight_decay: float = option(1e-4, at_least=0, about="wd")
+    share: float = option(
+        0.3, at_least=0, below=1, about="share of a layer's channels that are not sent (the quantile of |m|)"
+    )
 
     name = "fedweit"
-    needs = frozenset({BOUNDARIES, CLASSES})
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, "sparsity", "retention", "weight_decay")
-        if not 0.0 <= self.share < 1.0:
-            raise ValueError(f"share must be in [0, 1); got {self.share}")
+    def needs(self) -> set[str]:
+        return {BOUNDARIES, CLASSES}
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         others = [p.name for p in parts if p is not self and (overrides(p, "gradient") or overrides(p, "loss"))]
@@ -124,22 +109,21 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
 
     def parameters(self, server: Server) -> dict[str, Tensor]:
         """adaptive/, mask/ and attention/ of every hidden layer, and own/ of every other parameter."""
-        ctx = server.context
-        layers = hidden_weights(ctx.facts.layout)
-        others = [e for e in network(ctx.facts.layout) if e not in layers]
+        layers = hidden_weights(server.layout)
+        others = [e for e in network(server.layout) if e not in layers]
         return {
             **{f"adaptive/{e.name}": torch.zeros(e.shape) for e in layers},
             **{f"mask/{e.name}": torch.zeros(e.shape[0]) for e in layers},
-            **{f"attention/{e.name}": torch.zeros(ctx.facts.clients) for e in layers},
+            **{f"attention/{e.name}": torch.zeros(server.facts.clients) for e in layers},
             **{f"own/{e.name}": torch.zeros(e.shape) for e in others},
         }
 
-    def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
-        if module.training or not own.get("tasks"):
-            outputs: Tensor = functional_call(module, self._current(module, own), (x,))
+    def forward(self, module: nn.Module, x: Tensor, state: Tree, message: Tree) -> Tensor:
+        if module.training or not state.get("tasks"):
+            outputs: Tensor = functional_call(module, self._current(module, state), (x,))
             return outputs
-        tasks: dict[str, Tree] = own["tasks"]
-        route = str(own["host"].get("route"))
+        tasks: dict[str, Tree] = state["tasks"]
+        route = str(state["host"].get("route"))
         chosen = [tasks[route]] if route in tasks else list(tasks.values())
         return least_entropy([predictions(module, x, kept) for kept in chosen])
 
@@ -159,61 +143,63 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
             tensors[name] = theta
         return tensors
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
         """The regularisers' gradients (Eq. 4)."""
-        own, layout, w = step.state[self.name], step.layout, step.params
-        gradient = gradient.clone()
+        own, layout, w = step.state, step.layout, step.params
+        vector = gradient.vector.clone()
         for entry in hidden_weights(layout):
             adaptive, mask = self._entry(layout, "adaptive", entry), self._entry(layout, "mask", entry)
             a, m, b = adaptive.view(w), mask.view(w), entry.view(w)
-            adaptive.view(gradient).add_(self.sparsity * a.sign() + self.weight_decay * a)
-            mask.view(gradient).add_(m, alpha=self.weight_decay)
+            adaptive.view(vector).add_(self.sparsity * a.sign() + self.weight_decay * a)
+            mask.view(vector).add_(m, alpha=self.weight_decay)
             if "protect" in own:
                 held = by_channel(own["protect"][entry.name], b) * (b - own["start"][entry.name])
-                entry.view(gradient).add_(held, alpha=self.retention)
+                entry.view(vector).add_(held, alpha=self.retention)
             else:
-                entry.view(gradient).add_(b, alpha=self.weight_decay)
-        return gradient
+                entry.view(vector).add_(b, alpha=self.weight_decay)
+        return vector
 
     # a client's rounds -------------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
         """`base` gives every client the first model, which it keeps where no client ever sends a value."""
-        return (
-            Phase("base", cohort=Cohort.ALL, when=FIRST, position=Position.BEFORE, run=self._keep_base),
-            Phase(
-                "publish",
-                when=END,
-                reduce={"adaptive": Collect()},
-                in_last_round=False,
-                run=self._publish,
-                update=self._published,
-            ),
+        base = Phase("base", cohort=Cohort.ALL, rounds=FIRST, when=When.BEFORE, run=self._keep_base)
+        publish = Phase(
+            "publish",
+            rounds=END,
+            reduce={"adaptive": Collect()},
+            in_last_round=False,
+            run=self._publish,
+            update=self._published,
         )
+        return base, publish
 
-    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
-        own = dict(client.get(self.name, {}))
-        received = message[MODEL]["params"]
-        if ctx.round % ctx.options.sync_every == 0:
-            model = {**model, "params": self._merged(own, received, model["params"])}
-        if own.get("host", {}).get("task") != ctx.current_task:
-            first = cast(Tensor, own.get("first", received))  # a client that came later has nothing earlier
-            model = {**model, "params": self._fresh(model["params"], first, ctx)}
-            own = self._begin(own, ctx)
-        knowledge = message.get(self.name, {}).get("knowledge")
-        return {**own, "knowledge": self._knowledge(knowledge, ctx)} if knowledge else own, model
+    def receive(self, client: Client) -> None:
+        if client.round % client.options.sync_every == 0:
+            client.model = self.personalise(client)
+        if client.state.get("host", {}).get("task") != client.task:
+            client.model = {**client.model, "params": self._fresh(client)}
+            self._begin(client)
+        knowledge = client.message.get("knowledge")
+        if knowledge:
+            client.state["knowledge"] = _knowledge(knowledge, client.layout)
 
-    def _merged(self, own: Tree, received: Tensor, params: Tensor) -> Tensor:
+    def personalise(self, client: Client) -> Model:
         """Own values where no client sent any: there the aggregate is exactly 0."""
-        if "base" not in own:
-            return params
-        base = torch.where(received == 0, own["base"].to(received.device), received)
-        return torch.cat([base, params[len(base) :].to(base.device)])
+        if "base" not in client.state:
+            return client.model
+        received, params = client.received["params"], client.model["params"]
+        base = torch.where(received == 0, client.state["base"].to(received.device), received)
+        return {**client.model, "params": torch.cat([base, params[len(base) :].to(base.device)])}
 
-    def _fresh(self, params: Tensor, first: Tensor, ctx: Context) -> Tensor:
-        """The personal pieces of a new task: A a third of the first model's weights, masks near 0, attention 0, the
-        rest as in the first model."""
-        layout, rng = ctx.facts.layout, ctx.rng("masks")
-        params = params.clone()
+    def state_for_task(self, state: Tree, task: int) -> Tree:
+        return {**state, "host": {**state.get("host", {}), "route": task}}
+
+    def _fresh(self, client: Client) -> Tensor:
+        """The parameters with which a task begins: A a third of the first model's weights, masks near 0, attention 0,
+        the client's own as in the first model."""
+        layout, rng = client.layout, client.rng("masks")
+        first = client.state.get("first", client.received["params"])  # a client that came later has nothing earlier
+        params = client.model["params"].clone()
         params[layout.shared :] = 0.0
         layers = hidden_weights(layout)
         for entry in layers:
@@ -225,37 +211,26 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
                 self._entry(layout, "own", entry).view(params).copy_(entry.view(first))
         return params
 
-    def _begin(self, own: Tree, ctx: Context) -> Tree:
-        """Slots for a new task: the client's own B, and how much earlier tasks hold each of its channels."""
-        own = {**own, "host": {"task": ctx.current_task}}
+    def _begin(self, client: Client) -> None:
+        """For a new task: the client's own B, and how much earlier tasks hold each of its channels."""
+        own, layers = client.state, hidden_weights(client.layout)
+        own["host"] = {"task": client.task}
         masks = [kept["masks"] for kept in own.get("tasks", {}).values()]
-        layers = hidden_weights(ctx.facts.layout)
         if masks:
             own["start"] = {e.name: e.view(own["base"]).clone() for e in layers}
             own["protect"] = {e.name: sum(m[e.name].sigmoid().square() for m in masks) for e in layers}
-        return own
 
-    def _knowledge(self, published: dict[str, Tree], ctx: Context) -> Tree:
-        """{layer: (S, ...) adaptives} and the clients that published them."""
-        holders = sorted(published, key=int)
-        vectors = torch.stack([dense(published[holder]) for holder in holders])
-        layers = hidden_weights(ctx.facts.layout)
-        pieces = vectors.split([entry.size for entry in layers], dim=1)
-        shaped = {e.name: piece.reshape(-1, *e.shape) for e, piece in zip(layers, pieces, strict=True)}
-        return {"holders": torch.tensor([int(holder) for holder in holders]), **shaped}
+    def reply(self, client: Client) -> Values:
+        own, w = client.state, client.model["params"]
+        kept = self._keep(client, own.pop("knowledge", None))
+        own["tasks"] = {**own.get("tasks", {}), str(client.task): kept}
+        own["base"] = w[: client.layout.shared].clone()
+        return {"channels": self._channels(w, client.layout)}
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        own = dict(client[self.name])
-        knowledge = own.pop("knowledge", None)
-        kept = self._keep(fitted.model, knowledge, ctx)
-        own["tasks"] = {**own.get("tasks", {}), str(ctx.current_task): kept}
-        own["base"] = fitted.model["params"][: ctx.facts.layout.shared].clone()
-        return own, {"channels": self._channels(fitted.model["params"], ctx.facts.layout)}
-
-    def _keep(self, model: Model, knowledge: Tree | None, ctx: Context) -> Tree:
+    def _keep(self, client: Client, knowledge: Tree | None) -> Tree:
         """What later predictions for this task need: A and the knowledge it uses as one sparse vector, masks, the
         client's own parameters and statistics, and the task's classes."""
-        layout, w = ctx.facts.layout, model["params"]
+        layout, model, w = client.layout, client.model, client.model["params"]
         layers = hidden_weights(layout)
         return {
             "fixed": sparse(torch.cat([self._fixed(w, e, knowledge, layout).reshape(-1) for e in layers])),
@@ -263,7 +238,7 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
             "own": {e.name: self._entry(layout, "own", e).view(w).clone() for e in network(layout) if e not in layers},
             "stats": model["stats"].clone(),
             "counters": model["counters"].clone(),
-            "classes": classes_of(ctx, [ctx.current_task or 0]).to(w.device),
+            "classes": classes_of(client, [client.task or 0]).to(w.device),
         }
 
     def _fixed(self, w: Tensor, entry: Entry, knowledge: Tree | None, layout: Layout) -> Tensor:
@@ -282,54 +257,147 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
             "kept": torch.cat([kept[e.name] for e in layers]),
         }
 
-    def _keep_base(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        first = message[MODEL]["params"][: ctx.facts.layout.shared]
-        return {**client.get(self.name, {}), "base": first, "first": first}, {}
+    def _keep_base(self, client: Client) -> Values:
+        first = client.model["params"][: client.layout.shared]
+        client.state |= {"base": first, "first": first}
+        return {}
 
-    def _publish(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
+    def _publish(self, client: Client) -> Values:
         """A, of a client that trained on this task."""
-        own, layout, w = client.get(self.name, {}), ctx.facts.layout, message[MODEL]["params"]
-        if own.get("host", {}).get("task") != ctx.current_task or str(ctx.current_task) not in own.get("tasks", {}):
-            return None, {}
-        adaptive = [self._entry(layout, "adaptive", e).view(w).reshape(-1) for e in hidden_weights(layout)]
-        return None, {"adaptive": sparse(pruned(torch.cat(adaptive), self.sparsity))}
+        own, w = client.state, client.model["params"]
+        if own.get("host", {}).get("task") != client.task or str(client.task) not in own.get("tasks", {}):
+            return {}
+        layers = hidden_weights(client.layout)
+        adaptive = [self._entry(client.layout, "adaptive", e).view(w).reshape(-1) for e in layers]
+        return {"adaptive": sparse(pruned(torch.cat(adaptive), self.sparsity))}
 
     # the server --------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
         return {"channels": Collect(), "stats": Mean(), "counters": Mean()}
 
-    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
-        """Statistics; the channels of B are part of `reply`, which sees the masks."""
-        return {} if ctx.options.batchnorm == "local" else {k: model[k] for k in ("stats", "counters")}
+    def upload(self, client: Client) -> Values:
+        """Statistics; the channels of B are part of `reply`."""
+        return {key: value for key, value in super().upload(client).items() if key != "params"}
 
-    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
+    def aggregate(self, server: Server) -> Model:
         """Every channel averaged over the clients that sent it; 0 where none did."""
-        model = {k: v if reduced.get(k) is None else reduced[k] for k, v in server[MODEL].items()}
-        if not reduced.get("channels"):
+        model, replies = super().aggregate(server), list((server.reduced.get("channels") or {}).values())
+        if not replies:
             return model
-        replies, device = list(reduced["channels"].values()), next(iter(reduced["channels"].values()))["values"].device
-        params = model["params"].to(device, copy=True)
-        layers = hidden_weights(ctx.facts.layout)
+        params = model["params"].to(replies[0]["values"].device, copy=True)
+        layers = hidden_weights(server.layout)
         for entry, mean in zip(layers, channel_means(replies, layers), strict=True):
             entry.view(params).copy_(mean)
         return {**model, "params": params}
 
-    def _published(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        if not reduced.get("adaptive"):
-            return None
-        return {"knowledge": {str(client): tree for client, tree in reduced["adaptive"].items()}, "since": ctx.round}
+    def _published(self, server: Server) -> None:
+        adaptives = server.reduced.get("adaptive")
+        if adaptives:
+            knowledge = {str(client): tree for client, tree in adaptives.items()}
+            server.state = {"knowledge": knowledge, "since": server.round}
 
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        own = server.get(self.name)
-        return {"knowledge": Once(own["since"], own["knowledge"])} if own else {}
-
-    # scoring -----------------------------------------------------------------------------------------------------
-    def personalise(self, client: State, message: Message, model: Model, ctx: Context) -> Model:
-        own = client.get(self.name, {})
-        return {**model, "params": self._merged(own, message[MODEL]["params"], model["params"])}
-
-    def state_for_task(self, own: Tree, task: int) -> Tree:
-        return {**own, "host": {**own.get("host", {}), "route": task}}
+    def broadcast(self, server: Server) -> Values:
+        own = server.state
+        return {"knowledge": Cached(own["since"], own["knowledge"])} if own else {}
 
     def _entry(self, layout: Layout, kind: str, entry: Entry) -> Entry:
         return layout.param(registered(self.name, f"{kind}/{entry.name}", personal=True))
+
+
+def _knowledge(published: dict[str, Tree], layout: Layout) -> Tree:
+    """{layer: (S, ...) adaptives} and the clients that published them."""
+    holders = sorted(published, key=int)
+    vectors = torch.stack([dense(published[holder]) for holder in holders])
+    layers = hidden_weights(layout)
+    pieces = vectors.split([entry.size for entry in layers], dim=1)
+    shaped = {e.name: piece.reshape(-1, *e.shape) for e, piece in zip(layers, pieces, strict=True)}
+    return {"holders": torch.tensor([int(holder) for holder in holders]), **shaped}
+
+
+# composed weights, and the predictions of such a network --------------------------------------------------------------
+def composed(base: Tensor, mask: Tensor, fixed: Tensor) -> Tensor:
+    """B (.) sigmoid(m) + A."""
+    return base * by_channel(mask.sigmoid(), base) + fixed
+
+
+def by_channel(values: Tensor, like: Tensor) -> Tensor:
+    """(C,) values shaped to multiply a weight of C output channels."""
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def pruned(values: Tensor, limit: float) -> Tensor:
+    """Entries of at most `limit` in size set to 0."""
+    return torch.where(values.abs() > limit, values, torch.zeros_like(values))
+
+
+def large(mask: Tensor, share: float) -> Tensor:
+    """(C,) bool: which logits are larger in size than all but the upper 1 - share."""
+    return mask.abs() > mask.abs().quantile(share)
+
+
+def channel_means(replies: Sequence[Tree], layers: Sequence[Entry]) -> Iterable[Tensor]:
+    """For every layer, its weights with each channel averaged over the replies that carry it."""
+    sizes = [entry.size // entry.shape[0] for entry in layers for _ in range(entry.shape[0])]
+    repeats = torch.tensor(sizes, device=replies[0]["kept"].device)
+    total = torch.zeros(sum(sizes), dtype=torch.float64, device=repeats.device)
+    count = torch.zeros_like(total)
+    for reply in replies:
+        carried = reply["kept"].repeat_interleave(repeats)
+        total[carried] += reply["values"].double()
+        count[carried] += 1.0
+    means = (total / count.clamp_min(1.0)).float()
+    for entry, piece in zip(layers, means.split([entry.size for entry in layers]), strict=True):
+        yield piece.reshape(entry.shape)
+
+
+def predictions(module: nn.Module, x: Tensor, kept: Tree) -> Tensor:
+    """(n, classes) log-probabilities over the classes of a task, by its weights; IMPOSSIBLE elsewhere."""
+    base = dict(module.named_parameters())
+    names = layers_of(module)
+    pieces = dense(kept["fixed"]).split([base[name].numel() for name in names])
+    tensors: dict[str, Tensor] = dict(kept["own"])
+    for name, piece in zip(names, pieces, strict=True):
+        tensors[name] = composed(base[name], kept["masks"][name], piece.reshape(base[name].shape))
+    outputs = functional_call(module, {**tensors, **_buffers(module, kept)}, (x,)).float()
+    classes = kept["classes"]
+    predicted = torch.full_like(outputs, IMPOSSIBLE)
+    return predicted.index_copy_(1, classes, outputs.index_select(1, classes).log_softmax(1))
+
+
+def least_entropy(predicted: Sequence[Tensor]) -> Tensor:
+    """(n, classes): of the predictions for each sample, the one with the least entropy."""
+    stacked = torch.stack(list(predicted))
+    entropies = -(stacked.exp() * stacked).sum(2)
+    best = entropies.argmin(0)
+    return stacked[best, torch.arange(stacked.shape[1], device=stacked.device)]
+
+
+def _buffers(module: nn.Module, kept: Tree) -> dict[str, Tensor]:
+    """The buffers of the network from the vectors that a layout makes of them."""
+    floats = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
+    whole = [(n, b) for n, b in module.named_buffers() if not b.is_floating_point()]
+    named: dict[str, Tensor] = {}
+    for buffers, vector in ((floats, kept["stats"]), (whole, kept["counters"])):
+        pieces = vector.split([b.numel() for _, b in buffers])
+        named.update((n, piece.reshape(b.shape)) for (n, b), piece in zip(buffers, pieces, strict=True))
+    return named
+
+
+def layers_of(module: nn.Module) -> list[str]:
+    """The names of a network's hidden weights."""
+    return hidden_names((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+
+# vectors that are mostly zero, as trees of their nonzero entries ------------------------------------------------------
+def sparse(vector: Tensor) -> Tree:
+    """{size, indices (k,) int32, values (k,)}: 8 bytes for each entry that is not 0."""
+    if len(vector) >= 2**31:
+        raise ValueError(f"a vector of {len(vector)} entries is too long for 32-bit positions")
+    indices = vector.nonzero().squeeze(1)
+    return {"size": len(vector), "indices": indices.to(torch.int32), "values": vector[indices]}
+
+
+def dense(tree: Tree) -> Tensor:
+    """The vector again."""
+    values: Tensor = tree["values"]
+    return torch.zeros(tree["size"], device=values.device).index_put_((tree["indices"].long(),), values)

@@ -1,15 +1,19 @@
-"""The two meta-nets of FedL2P: from statistics of a client's data to how the model is personalised."""
+"""The two meta-nets of FedL2P, and the statistics of a client's data that they read: from mean and spread of the inputs
+of a network's layers to how the model is personalised."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from everfed.core.legacy import Layout
-from everfed.methods.common.features import network
+from everfed.method import Client, Layout
+from everfed.methods.common.features import CHUNK, network
+from everfed.methods.common.layers import in_precision
 
 MEAN, VARIANCE = "running_mean", "running_var"
 
@@ -80,3 +84,54 @@ def symmetric_divergence(mean: Tensor, var: Tensor, other_mean: Tensor, other_va
     a, b = var + eps, other_var + eps
     gap = (mean - other_mean).square()
     return (((a + gap) / b + (b + gap) / a) / 4.0 - 0.5).mean()
+
+
+# the statistics ------------------------------------------------------------------------------------------------------
+class InputMoments:
+    """Running sums over the samples of one layer's input, by channel, in float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total: Tensor | float = 0.0
+        self.squares: Tensor | float = 0.0
+
+    def add(self, x: Tensor) -> None:
+        """x: (n, channels, ...), or (n, channels)."""
+        rows = x.detach().double().transpose(0, 1).flatten(1)
+        self.count += rows.shape[1]
+        self.total = self.total + rows.sum(1)
+        self.squares = self.squares + rows.square().sum(1)
+
+    def by_channel(self) -> tuple[Tensor, Tensor]:
+        """(mean, variance), each (channels,) float32."""
+        mean = torch.as_tensor(self.total / self.count)
+        variance = (self.squares / self.count - mean.square()).clamp(min=0.0)
+        return mean.float(), variance.float()
+
+    def overall(self) -> tuple[Tensor, Tensor]:
+        """(mean, deviation) over all channels together, 0-d float32."""
+        means = torch.as_tensor(self.total / self.count)
+        mean = means.mean()
+        variance = (torch.as_tensor(self.squares / self.count).mean() - mean.square()).clamp(min=0.0)
+        return mean.float(), variance.sqrt().float()
+
+
+def input_moments(client: Client, x: Tensor, layers: Iterable[str]) -> dict[str, InputMoments]:
+    """Moments of the inputs of `layers` when the client's model runs on samples x (storage form), in eval mode."""
+    trainer = client.trainer
+    trainer.replica.load(client.model)
+    module = trainer.replica.module.eval()
+    seen = {name: InputMoments() for name in layers}
+    handles = [module.get_submodule(n).register_forward_pre_hook(partial(_record, s)) for n, s in seen.items()]
+    try:
+        with torch.no_grad(), in_precision(trainer):
+            for part in x.split(CHUNK):
+                module(trainer.stream.inputs(part.to(trainer.device)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _record(seen: InputMoments, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    seen.add(args[0])

@@ -6,41 +6,25 @@ removed. The memory is the reservoir and includes the current task, as in FedGP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from everfed.core.legacy import Context, Part, Schedule, State, Step, Tables
-from everfed.methods.common.checks import at_least
-from everfed.methods.project.projection import project, squared_norm
+from everfed.method import Client, Gradient, Part, Schedule, Step, Tables, option
 from everfed.methods.replay import memory
-from everfed.methods.replay.er import drawn
 
 
 @dataclass(frozen=True)
 class AGEM(Part):
-    """batch: replayed samples per step."""
-
-    batch: int = 32
+    batch: int = option(32, at_least=1, about="replayed samples per step")
 
     name = "agem"
-    needs = frozenset({memory.NAME})
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, "batch")
+    def needs(self) -> set[str]:
+        return {memory.NAME}
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:
-        return None, {"rows": memory.replay_rows(plans, self.batch, ctx.rng(self.name))}
+    def plan(self, client: Client, schedule: Schedule) -> Tables:
+        return {"rows": memory.replay_rows(client, self.batch, self.name)}
 
-    def conflicts_with(self, step: Step) -> tuple[Tensor, Tensor] | None:
-        """g_b and its squared norm."""
-        replayed = drawn(step, self.name).get(self.name)
-        if replayed is None:
-            return None
-        reference = step.task_gradient(replayed.x, replayed.y)
-        return reference, squared_norm(reference)
-
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        found = self.conflicts_with(step)
-        return gradient if found is None else project(gradient, *found)
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient:
+        for batch in memory.replayed(step).values():
+            gradient = gradient.without_conflict(step.task_gradient(batch.x, batch.y))
+        return gradient

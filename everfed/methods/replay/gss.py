@@ -1,4 +1,4 @@
-"""Gradient-based sample selection, online: GSS-greedy and GSS-clustering as pure buffer updates.
+"""Gradient-based sample selection: GSS-greedy, online, and GSS-clustering, as policies and as pure buffer updates.
 
 Aljundi et al., "Gradient based sample selection for online continual learning", 2019. Both keep samples whose
 gradients differ: greedy by a score per stored sample, clustering by a least distance between stored samples.
@@ -7,11 +7,22 @@ Gradients are those of single-sample losses at the current model; a zero gradien
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.methods.replay.directions import unit_rows
+from everfed.method import EAGER, Client, Phase, Schedule, Step, Table, Tables, Tree, option
+from everfed.methods.replay.diversity import unit_rows
+from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.reservoir import offers
+from everfed.methods.replay.sample_gradients import gradients_here
+
+if TYPE_CHECKING:
+    from everfed.methods.replay.memory import Memory
 
 FIRST_SCORE = 0.1  # of the sample that meets an empty buffer
 _SAME = 1e-12  # distances below are rounding: the two directions are one
@@ -136,3 +147,116 @@ def cluster_select(
         stay, threshold = cluster_offer(units[offered], threshold, n, rng, growth)
         kept = offered[stay]
     return np.sort(kept)
+
+
+# as policies ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class GSSGreedy(Policy):
+    """Online: decides after every training step, at the current weights; scores of stored samples are never
+    refreshed."""
+
+    references: int = option(10, at_least=1, about="n_ref, random stored samples that a new one is compared with")
+
+    kind = "gss-greedy"
+    about = "GSS-greedy: replaces stored samples by ones whose gradients oppose them, step by step"
+    needs_model = False
+
+    def needs(self) -> AbstractSet[str]:
+        return {EAGER}  # where a sample goes depends on its gradient
+
+    def init(self, size: int) -> Tree:
+        return {"scores": torch.zeros(size, dtype=torch.float64)}
+
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+        return ()
+
+    def plan(self, memory: Memory, client: Client, schedule: Schedule) -> Tables:
+        """The buffer takes every sample until it is full, so its fill is known ahead."""
+        host, size = client.state["host"], memory.size
+        offered, seen = offers(memory.offer, host["seen"].numpy(), schedule)
+        places = [np.flatnonzero(fresh) for fresh in offered]
+        before = int(host["n"]) + np.cumsum([0, *map(len, places)])
+        ids = [schedule.ids_of(step)[rows] for step, rows in enumerate(places)]
+        draws = client.rng(self.kind).integers(2**62, size=(schedule.steps, 1))
+        n = int(before[-1])
+        host |= {"n": n, "seen": torch.from_numpy(seen), "stored": min(n, size)}
+        tables = {"fill": [np.array([min(int(k), size)]) for k in before[:-1]], "offered": places, "ids": ids}
+        return {**{name: Table.of(rows) for name, rows in tables.items()}, "draws": Table.of(list(draws))}
+
+    def after(self, memory: Memory, step: Step) -> None:
+        own, rows = step.state, step.rows
+        offered = rows["offered"]
+        if memory.size == 0 or len(offered) == 0:
+            return
+        x, y = step.x.index_select(0, offered), step.y.index_select(0, offered)
+        buffer = _Buffer(self, memory, step, int(rows["fill"][0]), len(offered))
+        rng = np.random.default_rng(int(rows["draws"][0]))
+        gradients = gradients_here(step.context, x, y, memory.gradient_options)
+        for row, gradient in enumerate(gradients):
+            slot = buffer.offer(gradient, rng)
+            if slot is not None:
+                own["x"][slot], own["y"][slot] = x[row], y[row]
+                own["host"]["ids"][slot] = rows["ids"][row].cpu()
+                if memory.logits:
+                    own["logits"][slot] = step.outputs.detach()[offered[row]]
+
+
+class _Buffer:
+    """The stored samples' gradients at the current weights, computed on first use: those of all at once, where as many
+    samples are offered as will need most of them."""
+
+    def __init__(self, policy: GSSGreedy, memory: Memory, step: Step, filled: int, offers: int) -> None:
+        self.references, self.memory, self.filled = policy.references, memory, filled
+        self.own, self.context = step.state, step.context
+        self.all_at_once = offers * policy.references >= filled
+        self.gradients: dict[int, Tensor] = {}
+
+    def offer(self, gradient: Tensor, rng: np.random.Generator) -> int | None:
+        """The row that a sample with this gradient takes, or None."""
+        scores = self.own["host"]["scores"]
+        score = greedy_score(gradient, self._rows(draw_references(self.filled, self.references, rng), gradient))
+        slot = greedy_slot(scores[: self.filled].numpy(), score, self.memory.size, rng)
+        if slot is not None:
+            self.filled = max(self.filled, slot + 1)
+            scores[slot], self.gradients[slot] = score, gradient
+        return slot
+
+    def _rows(self, rows: np.ndarray, like: Tensor) -> Tensor:
+        missing = [int(row) for row in rows if int(row) not in self.gradients]
+        if missing and self.all_at_once:
+            missing = [row for row in range(self.filled) if row not in self.gradients]
+        if missing:
+            index = torch.tensor(missing, device=self.own["x"].device)
+            x, y = (self.own[key].index_select(0, index) for key in ("x", "y"))
+            self.gradients.update(
+                zip(missing, gradients_here(self.context, x, y, self.memory.gradient_options), strict=True)
+            )
+        return torch.stack([self.gradients[int(row)] for row in rows]) if len(rows) else like.new_zeros(0, len(like))
+
+
+@dataclass(frozen=True)
+class GSSCluster(Policy):
+    """At the end of a task its samples are offered in random order to the stored ones; it may keep fewer than the
+    buffer holds."""
+
+    growth: float = option(
+        0.01, above=0, about="beta, by which the least distance between stored samples grows when there are too many"
+    )
+
+    kind = "gss-cluster"
+    about = "GSS-clustering: samples whose gradients are further apart than a growing distance"
+
+    def init(self, size: int) -> Tree:
+        return {"threshold": 0.0}
+
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        kept = np.arange(pool.new, len(pool))
+        if size == 0 or pool.new == 0:
+            return kept[:size]
+        gradients, rng, threshold = pool.gradients(), pool.rng(self.kind), float(pool.state["threshold"])
+        for row in rng.permutation(pool.new):
+            offered = np.append(kept, row)
+            stay, threshold = cluster_offer(gradients[torch.from_numpy(offered)], threshold, size, rng, self.growth)
+            kept = offered[stay]
+        pool.state["threshold"] = threshold
+        return kept

@@ -5,10 +5,46 @@ Rebuffi et al., "iCaRL: Incremental Classifier and Representation Learning", 201
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
 import numpy as np
+import torch
 from torch import Tensor
 
-from everfed.methods.replay.directions import unit_rows
+from everfed.method import CLASSES, Tree
+from everfed.methods.common.features import features
+from everfed.methods.replay.diversity import unit_rows
+from everfed.methods.replay.policy import Policy, Pool
+
+
+@dataclass(frozen=True)
+class Herding(Policy):
+    """Every class that the client has ever seen gets an equal share of the buffer. A class that comes back is herded
+    anew from its new samples and its exemplars together."""
+
+    kind = "herding"
+    about = "iCaRL's herding: exemplars whose mean follows the class mean"
+
+    def needs(self) -> AbstractSet[str]:
+        return {CLASSES}
+
+    def init(self, size: int) -> Tree:
+        return {"classes": torch.zeros(0, dtype=torch.int64)}
+
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        labels = pool.y.cpu().numpy()
+        current = np.unique(labels[: pool.new])
+        seen = np.union1d(pool.state["classes"].numpy(), current)
+        pool.state["classes"] = torch.from_numpy(seen)
+        m = quota(size, len(seen))
+        chosen = [np.zeros(0, dtype=np.int64)]
+        found = features(pool.client.trainer, pool.model, pool.x).cpu() if len(current) else torch.zeros(0, 1)
+        for label in np.unique(labels):
+            rows = np.flatnonzero(labels == label)
+            # stored exemplars are in herding order, so that an old class is cut to its first m
+            chosen.append(rows[herd(found[rows], m)] if label in current else rows[:m])
+        return np.concatenate(chosen)
 
 
 def herd(features: Tensor | np.ndarray, m: int) -> np.ndarray:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everfed.core.legacy import HISTORY, Context, Data, Part, State
+from everfed.method import HISTORY, Client, Data, Part
 
 
 @dataclass(frozen=True)
 class Ideal(Part):
-    """No options."""
-
     name = "ideal"
-    needs = frozenset({HISTORY})
 
-    def dataset(self, client: State, data: Data, ctx: Context) -> Data:
-        earlier = ctx.history()
-        return Data.union([*earlier, data]) if earlier else data
+    def needs(self) -> set[str]:
+        return {HISTORY}
+
+    def receive(self, client: Client) -> None:
+        earlier = client.history()
+        if earlier:
+            client.data = Data.union([*earlier, client.data])

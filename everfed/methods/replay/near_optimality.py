@@ -17,10 +17,9 @@ from math import comb
 
 import numpy as np
 
-from everfed.methods.replay.directions import unit_rows
-from everfed.methods.replay.diversity import select
+from everfed.methods.replay.diversity import select, unit_rows
 from everfed.methods.replay.gss import cluster_select, greedy_select
-from everfed.methods.replay.random_policies import naive_uniform
+from everfed.methods.replay.random_selection import naive_uniform
 
 READINGS = ("per-vector", "per-coordinate")
 Policy = Callable[[np.ndarray, int, np.random.Generator], np.ndarray]

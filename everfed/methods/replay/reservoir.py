@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from everfed.core.ops import put_rows
-from everfed.core.legacy import Context, Phase, Schedule, Step, Table, Tables, Tree
+from everfed.method import Client, Phase, Schedule, Step, Table, Tables
 from everfed.methods.replay.policy import Policy
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reservoir(Policy):
-    """No options."""
-
     kind = "reservoir"
     about = "every sample of the client's life with the same probability; needs no task boundaries"
     needs_model = False
@@ -31,11 +29,11 @@ class Reservoir(Policy):
     def phases(self, memory: Memory) -> tuple[Phase, ...]:
         return ()
 
-    def plan(self, memory: Memory, own: Tree, schedule: Schedule, ctx: Context) -> tuple[Tree, Tables]:
-        host = own["host"]
-        rng, n, size = ctx.rng("reservoir"), int(host["n"]), memory.size
+    def plan(self, memory: Memory, client: Client, schedule: Schedule) -> Tables:
+        host = client.state["host"]
+        rng, n, size = client.rng("reservoir"), int(host["n"]), memory.size
         if memory.offer == "first_visit" and np.isin(schedule.ids, host["seen"].numpy()).all():
-            return host, nothing_offered(schedule, min(n, size), size)
+            return nothing_offered(schedule, min(n, size), size)
         offered, seen = offers(memory.offer, host["seen"].numpy(), schedule)
         ids = host["ids"].numpy().copy()
         rows, fill = [], []
@@ -45,15 +43,14 @@ class Reservoir(Policy):
             ids[rows[-1]] = schedule.ids_of(step)
             n += int(fresh.sum())
         ids[size] = -1
-        host = {**host, "n": n, "seen": torch.from_numpy(seen), "ids": torch.from_numpy(ids), "stored": min(n, size)}
-        return host, {"rows": Table.of(rows), "fill": Table.of(fill)}
+        host |= {"n": n, "seen": torch.from_numpy(seen), "ids": torch.from_numpy(ids), "stored": min(n, size)}
+        return {"rows": Table.of(rows), "fill": Table.of(fill)}
 
     def after(self, memory: Memory, step: Step) -> None:
-        own, rows = step.state[memory.name], step.rows[memory.name]["rows"]
         values = {"x": step.x, "y": step.y}
         if memory.logits:
             values["logits"] = step.outputs.detach()
-        put_rows([own[key] for key in values], rows, list(values.values()))
+        put_rows([step.state[key] for key in values], step.rows["rows"], list(values.values()))
 
 
 def nothing_offered(schedule: Schedule, stored: int, size: int) -> Tables:

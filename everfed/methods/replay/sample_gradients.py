@@ -2,6 +2,11 @@
 
 Two ways to make the rows shorter: differentiate the last layer only, or project every gradient at random. Both are
 approximations of the full gradient's direction; a projected one can stand for it everywhere in a selection.
+
+The projection keeps cosines and is the same at every client. It is a sparse sign matrix with one entry per column: each
+run of k coordinates is shuffled, given random signs and added to the k outputs. Inner products are kept in expectation
+with an error of about 1/sqrt(k) times the lengths, at O(d) work, and the matrix itself is never formed: the shuffle and
+signs of run b come from (seed, b) alone.
 """
 
 from __future__ import annotations
@@ -9,18 +14,118 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
-from everfed.methods.common.per_sample import Loss, Network, closed_forms
-from everfed.methods.replay.random_projection import RandomProjection
+from everfed.core import random
+from everfed.core.context import Context
+from everfed.core.option import Options
+from everfed.method import Model, option
+from everfed.methods.common.per_sample import Loss, Network, closed_forms, constants
+from everfed.naming import with_options
 
 DEFAULT_MEMORY = 2**30
 
 
+# at a client's model --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class GradientOptions(Options):
+    """How policies compute gradients of samples. Drawn augmentations are the same in all exchanges of a round."""
+
+    layers: str = option("all", one_of=("all", "last"), about="differentiate all parameters, or the last layer's")
+    projection: int = option(
+        0,
+        at_least=0,
+        about="dimensions of a random projection, the same at all clients, also of what is sent (0: none)",
+    )
+    memory: float = option(1.0, above=0, about="GiB that gradients may take (twice that where there are draws)")
+    draws: int = option(
+        0,
+        at_least=0,
+        about="mean over so many drawn augmentations of each sample, such as masks of a language model (0: as stored)",
+    )
+
+    @property
+    def limit(self) -> int:
+        """Bytes that gradients may take."""
+        return int(self.memory * 2**30)
+
+    @staticmethod
+    def of(value: Mapping[str, Any] | GradientOptions) -> GradientOptions:
+        """From a table of options. Raises ValueError, which names the key."""
+        return value if isinstance(value, GradientOptions) else with_options(GradientOptions, value, "gradients")
+
+
+def gradients_at(context: Context, model: Model, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:
+    """(n, d) gradients of the n single-sample task losses at `model`, in eval mode; samples in storage form."""
+    context.train.replica.load(model)
+    samples = _drawn(context, x, y, options.draws)
+    total = gradients_here(context, *next(samples), options)
+    for more in samples:
+        total += gradients_here(context, *more, options)
+    return total.div_(options.draws) if options.draws > 1 else total
+
+
+def _drawn(context: Context, x: Tensor, y: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The samples under `draws` augmentations; as they are where there are none."""
+    stream = context.train.stream
+    # not by phase or repeat: a client solves for the same gradients in every exchange
+    rng = random.generator(context.seed, "gradient draws", context.round, context.client)
+    for _ in range(max(1, draws)):
+        drawn = stream.draw_augmentation(rng, len(x)) if draws else None
+        yield (x, y) if drawn is None else stream.augment_samples(x, y, torch.from_numpy(drawn).to(x.device))
+
+
+def gradients_here(context: Context, x: Tensor, y: Tensor, options: GradientOptions) -> Tensor:
+    """The same at the parameters that the replica holds now, such as those of the current training step."""
+    trainer = context.train
+    params = trainer.replica.layout.named(trainer.replica.params)  # float32, whatever the module computes in
+    # one projection for all clients of a run, in all rounds: their sums are added up
+    seed = random.key(context.seed, "gradient projection")
+    return sample_gradients(
+        trainer.replica.module,
+        params,
+        constants(trainer.replica.module),
+        trainer.stream.inputs(x.to(trainer.device)),
+        y.to(trainer.device),
+        trainer.task_loss(context),
+        only=_sendable(context, params, options.layers),
+        projection=RandomProjection(options.projection, seed) if options.projection else None,
+        memory=options.limit,
+    )
+
+
+def norms_at(context: Context, model: Model, x: Tensor, y: Tensor, memory: int) -> Tensor:
+    """(n,) lengths of the full gradients of the single-sample task losses at `model`, in eval mode."""
+    trainer = context.train
+    trainer.replica.load(model)
+    return sample_gradient_norms(
+        trainer.replica.module,
+        trainer.replica.layout.named(trainer.replica.params),
+        constants(trainer.replica.module),
+        trainer.stream.inputs(x.to(trainer.device)),
+        y.to(trainer.device),
+        trainer.task_loss(context),
+        memory=memory,
+    )
+
+
+def _sendable(context: Context, params: dict[str, Tensor], layers: str) -> Sequence[str] | None:
+    """The parameters to differentiate; personal ones never, since what comes of it may be sent."""
+    layout = context.facts.layout
+    shared = [entry.name for entry in layout.params if entry.start < layout.shared]
+    if layers == "last":
+        return last_layer({name: params[name] for name in shared})
+    return None if len(shared) == len(params) else shared
+
+
+# of any network -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Bytes:
     """result: of the returned matrix. per_sample: of one sample in flight, its gradient and activations, estimated."""
@@ -192,3 +297,46 @@ def _eval_mode(module: Module) -> Iterator[None]:
     finally:
         for child in training:
             child.training = True
+
+
+# a random projection --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RandomProjection:
+    """From any d to `size` dimensions. Equal (size, seed) project equally, on every machine and device."""
+
+    size: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+
+    def project(self, rows: Tensor) -> Tensor:
+        """(n, d) -> (n, size). Up to d = size nothing is lost: coordinates are only shuffled and signed."""
+        full, rest = divmod(rows.shape[1], self.size)
+        projected = rows.new_zeros(len(rows), self.size)
+        sources, signs = _full_runs(self, full, rows.device)
+        for piece, places, sign in zip(rows.split(self.size, dim=1), sources, signs, strict=False):
+            projected += piece.index_select(1, places) * sign.to(rows.dtype)
+        if rest:
+            slots, last_signs = map(torch.from_numpy, self.run(full, rest))
+            projected[:, slots.to(rows.device)] += rows[:, -rest:] * last_signs.to(rows)
+        return projected
+
+    def run(self, number: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct output slots and signs of the `length` coordinates of one run."""
+        # raw words, because numpy promises that their stream never changes
+        raw = np.random.PCG64(np.random.SeedSequence([self.seed, number])).random_raw(self.size)
+        return np.argsort(raw, kind="stable")[:length], (raw[:length] & np.uint64(1)).astype(np.int8) * 2 - 1
+
+
+@lru_cache(maxsize=4)  # drawing them takes longer than the projection of a minibatch; 9 bytes a coordinate
+def _full_runs(projection: RandomProjection, runs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(sources, signs), (runs, size) each: output k of a run is its coordinate sources[k], times signs[k]."""
+    sources = np.empty((runs, projection.size), dtype=np.int64)
+    signs = np.empty(sources.shape, dtype=np.int8)
+    for number in range(runs):
+        slots, own = projection.run(number, projection.size)
+        sources[number, slots] = np.arange(projection.size)
+        signs[number, slots] = own
+    return torch.from_numpy(sources).to(device), torch.from_numpy(signs).to(device)

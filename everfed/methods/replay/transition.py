@@ -13,6 +13,7 @@ memory, and otherwise they are replaced. Of a task whose end is not detected not
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,39 +22,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.legacy import Cohort, Context, Phase, Position, Tree
-from everfed.methods.common.checks import at_least, one_of
+from everfed.method import CLASSES, Cohort, Phase, Tree, When, option
 from everfed.methods.common.features import outputs_and_features
-from everfed.methods.common.teacher import classes_of
+from everfed.methods.common.teacher import competing
 from everfed.methods.replay.herding import herd, quota
 from everfed.methods.replay.policy import REMEMBER, Policy, Pool
 
 if TYPE_CHECKING:
     from everfed.methods.replay.memory import Memory
 
-DETECT = ("entropy", "boundary")
-
 
 @dataclass(frozen=True)
 class OnTransition(Policy):
-    """threshold: by how much the entropy must rise. detect: by "entropy", or at the stream's task "boundary".
+    """Every learned class and every current one has the same share of the buffer, chosen by iCaRL's herding. Rows of
+    the buffer: exemplars of learned classes, each class in herding order, then `host/staged` of the current data."""
 
-    Every learned class and every current one has the same share of the buffer, chosen by iCaRL's herding. Rows of the
-    buffer: exemplars of learned classes, each class in herding order, then `host/staged` of the current data.
-    """
-
-    threshold: float = 1.2
-    detect: str = "entropy"
+    threshold: float = option(1.2, at_least=0, about="by how much the entropy must rise")
+    detect: str = option(
+        "entropy", one_of=("entropy", "boundary"), about="by the entropy, or at the stream's task boundary"
+    )
 
     kind = "on-transition"
     about = "GLFC's exemplars: herding, when a client's entropy shows that its task has changed"
-    needs_classes = True
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, "threshold")
-        one_of(self, detect=DETECT)
+    def needs(self) -> AbstractSet[str]:
+        return {CLASSES}
 
-    def host(self, size: int) -> Tree:
+    def init(self, size: int) -> Tree:
         """entropy: H in the last round. signal: did it jump then? task: the last one known. learned: classes with
         exemplars. staged: how many of the stored rows, the last ones, are of current data."""
         none = torch.zeros(0, dtype=torch.int64)
@@ -62,15 +57,16 @@ class OnTransition(Policy):
     def phases(self, memory: Memory) -> tuple[Phase, ...]:
         """Before training, in every round, on every client: a change that only participants could detect would be
         lost on all others."""
-        return (Phase(REMEMBER, Cohort.ALL, position=Position.BEFORE, run=memory.choose),)
+        return (Phase(REMEMBER, Cohort.ALL, when=When.BEFORE, run=memory.choose),)
 
-    def choose(self, pool: Pool, size: int, host: Tree, message: Tree) -> tuple[np.ndarray, Tree]:
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
         if pool.new == 0:  # no entropy to compare
-            return np.arange(pool.stored), {**host, "signal": False}
-        outputs, features = outputs_and_features(pool.ctx.train, pool.weights, pool.x)
-        now = entropy(outputs[: pool.new].index_select(1, competing(pool.ctx).to(outputs.device)))
-        signal = self.fires(now, host, pool.ctx)
-        labels, border = pool.y.numpy(force=True), len(pool) - int(host["staged"])
+            pool.state["signal"] = False
+            return np.arange(pool.stored)
+        outputs, features = outputs_and_features(pool.client.trainer, pool.model, pool.x)
+        now = entropy(outputs[: pool.new].index_select(1, competing(pool.client).to(outputs.device)))
+        signal = self.fires(now, pool)
+        labels, border = pool.y.numpy(force=True), len(pool) - int(pool.state["staged"])
         old = _committed(pool, border, signal)
         m = quota(size, len(np.unique(labels[old])) + len(np.unique(labels[: pool.new])))
 
@@ -82,32 +78,24 @@ class OnTransition(Policy):
             return rows[:m] if (rows < border).all() or (rows >= border).all() else herded(rows)
 
         kept, staged = _by_class(old, labels, cut), _by_class(np.arange(pool.new), labels, herded)
-        task = -1 if pool.ctx.current_task is None else pool.ctx.current_task
+        task = -1 if pool.client.task is None else pool.client.task
         learned = torch.from_numpy(np.unique(labels[kept]))
-        seen = {"entropy": now, "signal": signal, "task": task, "learned": learned, "staged": len(staged)}
-        return np.concatenate([kept, staged]), {**host, **seen}
+        pool.state.update({"entropy": now, "signal": signal, "task": task, "learned": learned, "staged": len(staged)})
+        return np.concatenate([kept, staged])
 
-    def fires(self, now: float, host: Tree, ctx: Context) -> bool:
+    def fires(self, now: float, pool: Pool) -> bool:
         """Has the task changed? The first data a client ever has is a change too, if it is new to the model."""
         if self.detect == "entropy":
-            return bool(now - float(host["entropy"]) > self.threshold)
-        if ctx.current_task is None:
+            return bool(now - float(pool.state["entropy"]) > self.threshold)
+        if pool.client.task is None:
             raise ValueError("memory.policy.detect = 'boundary' needs a stream that tells when a task begins or ends")
-        return bool(host["task"] != ctx.current_task)
+        return bool(pool.state["task"] != pool.client.task)
 
 
 def entropy(outputs: Tensor) -> float:
     """Mean over samples of the entropy of softmax(outputs), in nats, with GLFC's 1e-5 inside the logarithm."""
     p = functional.softmax(outputs, dim=1)
     return float(-(p * torch.log(p + 1e-5)).sum(1).mean())
-
-
-def competing(ctx: Context) -> Tensor:
-    """The outputs that the shared head, grown class by class, would have now: of all tasks so far, with the classes of
-    every client; all, when tasks are hidden."""
-    if ctx.current_task is None:
-        return torch.arange(ctx.facts.classes)
-    return classes_of(ctx, range(ctx.current_task + 1), everyone=True)
 
 
 def _committed(pool: Pool, border: int, signal: bool) -> np.ndarray:

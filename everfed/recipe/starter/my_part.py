@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from everfed.method import Part, Step
+from everfed.method import Gradient, Part, Step, option
 
 
 @dataclass(frozen=True)
 class Clip(Part):
-    """Shortens every gradient to at most `norm`."""
+    """Shortens every gradient that is longer than `norm`."""
 
-    norm: float = 1.0
+    norm: float = option(1.0, above=0, about="the greatest length")
 
-    name: ClassVar[str] = "clip"
+    name = "clip"
 
-    def __post_init__(self) -> None:
-        if not self.norm > 0:
-            raise ValueError(f"norm must be above 0; got {self.norm}")
-
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        """Called in every training step with the whole gradient as one vector."""
-        return gradient * (self.norm / gradient.norm().clamp(min=self.norm))
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        """Called in every training step; `gradient.vector` is the whole gradient, one vector."""
+        return gradient.vector * (self.norm / gradient.vector.norm().clamp(min=self.norm))
