@@ -44,7 +44,6 @@ def record(
     """
     from everfed.experiments.papers import pages as written
     from everfed.experiments.papers import records as kept
-<<<<<<< HEAD
 
     if not runs and pages is None:
         raise UserError("name run folders to record, or a folder for the pages with --pages")
@@ -52,30 +51,3 @@ def record(
     made += written.write(pages, records) if pages is not None else []
     for path in made:
         typer.echo(str(path))
-=======
-    from everfed.store.files import write_atomic
-    from everfed.store.marked import read_page
-
-    if not runs and page is None:
-        raise UserError("name run folders to record, or a page to renew with --page")
-    for folder in _folders(runs or []):
-        typer.echo(str(kept.write(kept.of_run(folder, shared=shared, remark=remark), records)))
-    if page is not None:
-        write_atomic(page, tables.renewed(read_page(page), kept.read_all(records)).encode())
-        typer.echo(str(page))
-
-
-def _folders(given: list[Path]) -> list[Path]:
-    """Run folders, themselves or below the folders given; only finished ones of those below."""
-    from everfed.store.run import RECIPE, RESULT
-
-    found: list[Path] = []
-    for path in given:
-        if not path.exists():
-            raise UserError(f"there is no folder {path}")
-        inside = sorted(result.parent for result in path.rglob(RESULT)) if not (path / RECIPE).exists() else [path]
-        if not inside:
-            raise UserError(f"{path} holds no finished run")
-        found += inside
-    return found
->>>>>>> main

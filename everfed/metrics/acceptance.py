@@ -74,8 +74,8 @@ def levels(gaps: Sequence[Gap]) -> list[str]:
 
 
 def effect(ours: PairedDifference, claimed: float) -> str:
-    """The verdict on a method's difference to its baseline. claimed: the difference of the printed numbers. A difference
-    that the paper does not have counts as one here when it exceeds CLAIM."""
+    """The verdict on a method's difference to its baseline. claimed: the difference of the printed numbers. One that
+    the paper does not have must exceed CLAIM to count here."""
     if ours.low is None or ours.high is None:
         raise ValueError("an effect needs two or more seeds")
     sure = ours.low > 0 or ours.high < 0

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 from typing import Any
-=======
-import pytest
->>>>>>> main
 
 import pytest
 
@@ -35,7 +31,7 @@ def pair(paper: float = 50.0, baseline: float = 40.0, std: float | None = None) 
 @pytest.mark.parametrize(
     ("ours", "paper", "std", "level"),
     [
-        # sample deviations of 1 over three seeds, 1 over five: errors of sqrt(1/3 + 1/5) = 0.73, 4.3 degrees, t 2.1 and 2.7
+        # sample deviations of 1 over three seeds and five: an error of sqrt(1/3 + 1/5) = 0.73, 4.3 degrees of freedom
         ([0.49, 0.50, 0.51], 50.0, 0.8944, "equivalent"),
         ([0.49, 0.50, 0.51], 51.3, 0.8944, "equivalent"),
         ([0.49, 0.50, 0.51], 51.7, 0.8944, "unresolved"),

@@ -8,10 +8,7 @@ import pytest
 
 from everfed.experiments.papers.measures import MEASURES, MIB, Sample, curves, measure
 from everfed.experiments.papers.tables import papers
-<<<<<<< HEAD
-=======
 from everfed.store.event_log import events
->>>>>>> main
 from tests.papers.made import M1, result, sample, write_events
 
 

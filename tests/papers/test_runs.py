@@ -4,69 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-<<<<<<< HEAD:tests/papers/test_runs.py
 from everfed.experiments.papers.records import Record
 from everfed.experiments.papers.runs import every_run
 from everfed.methods import registry as methods
 from everfed.recipe import Recipe
 from tests.papers.test_records import made
-=======
-import pytest
-from typer.testing import CliRunner
-
-from everfed.cli import app
-from everfed.errors import UserError
-from everfed.experiments.papers import records
-from everfed.experiments.papers.page import renewed
-from everfed.experiments.papers.records import FOLDER, Record
-from everfed.methods import registry as methods
-from everfed.recipe import Recipe
-from tests.papers.test_records import made
-
-ROOT = Path(__file__).parents[2]
-PAGE = "# Results\n\n<!-- records: fedgp/table1 -->\nold\n<!-- records: end -->\n\nThe end.\n"
-
-
-def test_the_pages_tables_are_those_of_the_records() -> None:
-    text = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
-    kept = records.read_all(ROOT / FOLDER)
-    assert kept and renewed(text, kept) == text, "renew them with: everfed record --page REPRODUCIBILITY.md"
-
-
-def test_every_record_is_shown_on_the_page() -> None:
-    text = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
-    for record in records.read_all(ROOT / FOLDER):
-        assert f"`{record['recipe']}`:" in text, f"{record['recipe']} has records, but no table of the page"
-
-
-def test_a_table_is_written_between_its_marks(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    records.write(made(accuracy=0.6802), tmp_path / "kept")
-    done = CliRunner().invoke(app, ["record", "--page", str(page), "--records", str(tmp_path / "kept")])
-    assert done.exit_code == 0, done.output
-    text = page.read_text()
-    assert text.startswith("# Results\n\n<!-- records: fedgp/table1 -->\n| Data") and "old" not in text
-    assert text.endswith("<!-- records: end -->\n\nThe end.\n")
-    assert "| 68.02 ± 3.1 | +0.00 (± 6.20)" in text and "| 1 (5)" in text and "reproduced" in text
-    assert renewed(text, records.read_all(tmp_path / "kept")) == text
-
-
-def test_a_changed_number_is_noticed(tmp_path: Path) -> None:
-    before, after = (renewed(PAGE, [made(accuracy=accuracy)]) for accuracy in (0.68, 0.69))
-    assert before != after
-
-
-def test_without_records_the_table_says_so() -> None:
-    assert "<!-- records: fedgp/table1 -->\nNo records.\n<!-- records: end -->" in renewed(PAGE, [])
-
-
-def test_marks_of_no_table_are_refused() -> None:
-    with pytest.raises(UserError, match="there is no table 'fedgp/table0'"):
-        renewed(PAGE.replace("table1", "table0"), [])
-    with pytest.raises(UserError, match="no table to renew"):
-        renewed("# Results\n", [])
->>>>>>> main:tests/papers/test_page.py
 
 
 def of_recipe(method: str, seed: int, settings: dict[str, Any], **scores: float) -> Record:

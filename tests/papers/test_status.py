@@ -64,9 +64,8 @@ def test_what_is_planned_counts_its_runs() -> None:
     """Six methods on CIFAR-100 over three seeds: 18 runs, of which a record of the official split is one."""
 
     def plan(*kept: dict) -> Plan:
-        return next(
-            one for one in planned("fedgp", runs_of(kept)) if "six methods" in one.what and "CIFAR-100" in one.what
-        )
+        found = planned("fedgp", runs_of(kept))
+        return next(one for one in found if "six methods" in one.what and "CIFAR-100" in one.what)
 
     assert (plan().done, plan().runs, plan().minutes) == (0, 18, 46)
     recipe = "fedgp/table1-cifar100"

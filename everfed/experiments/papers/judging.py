@@ -72,10 +72,9 @@ def judge(cells: Iterable[Cell], runs: Runs) -> list[Judged]:
     printed = {(cell.place, cell.method): cell.target.value for cell in found if cell.target}
     measured = [_measured(cell, runs, _paper(cell, printed)) for cell in found]
     by_place = {(one.cell.place, one.cell.method): one for one in measured}
-    with_effects = [
-        replace(one, effect=_effect(one, by_place.get((one.cell.place, one.cell.baseline)))) for one in measured
-    ]
-    return _with_levels(with_effects)
+    baselines = [by_place.get((one.cell.place, one.cell.baseline)) for one in measured]
+    pairs = zip(measured, baselines, strict=True)
+    return _with_levels([replace(one, effect=_effect(one, baseline)) for one, baseline in pairs])
 
 
 def _measured(cell: Cell, runs: Runs, paper: float | None) -> Judged:

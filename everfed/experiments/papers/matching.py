@@ -28,13 +28,11 @@ def runs_of(records: Iterable[Record]) -> Runs:
         if not candidates:
             continue
         experiment, differs = _nearest(record["settings"], candidates)
-        place, rank = (
-            (experiment, record["seed"]),
-            (_lacking(experiment, record, differs), len(differs), _exactness(record)),
-        )
+        run, place = Sample(record, differs=differs), (experiment, record["seed"])
+        rank = len(lacking(experiment, run)), len(differs), _exactness(record)
         if place not in ranks or rank <= ranks[place]:
             ranks[place] = rank
-            found.setdefault(experiment, {})[record["seed"]] = Sample(record, differs=differs)
+            found.setdefault(experiment, {})[record["seed"]] = run
     return found
 
 
@@ -48,10 +46,6 @@ def lacking(experiment: Experiment, run: Sample) -> set[str]:
         for reason in shortfall.of_run(stated, run.result, run.differs)
         if reason not in shortfall.of_settings(stated, settings)
     }
-
-
-def _lacking(experiment: Experiment, record: Record, differs: tuple[str, ...]) -> int:
-    return len(lacking(experiment, Sample(record, differs=differs)))
 
 
 def _exactness(record: Record) -> int:

@@ -27,8 +27,8 @@ class Planned(Section):
     what: str
     minutes: float
     table: str = ""
-    methods: list[str] = []
-    columns: list[str] = []
+    methods: list[str] = Field(default=[])
+    columns: list[str] = Field(default=[])
     seeds: int = 0
     run: str = ""
 
@@ -51,8 +51,8 @@ class Disagreement(Section):
 
     question: str
     seen: list[str]
-    ruled_out: list[str] = []
-    not_tried: list[str] = []
+    ruled_out: list[str] = Field(default=[])
+    not_tried: list[str] = Field(default=[])
     next: str = ""
     minutes: float = 0.0
     predicted: str = ""
@@ -66,12 +66,12 @@ class Notes(Section):
 
     answer: list[str] = Field(min_length=3, max_length=3)
     question: str
-    plot: list[str] = []
-    choices: list[Choice] = []
-    disagreements: list[Disagreement] = []
-    planned: list[Planned] = []
-    recipes: dict[str, str] = {}
-    commands: list[str] = []
+    plot: list[str] = Field(default=[])
+    choices: list[Choice] = Field(default=[])
+    disagreements: list[Disagreement] = Field(default=[])
+    planned: list[Planned] = Field(default=[])
+    recipes: dict[str, str] = Field(default={})
+    commands: list[str] = Field(default=[])
 
     def runs(self) -> list[Planned]:
         """All that is planned: what decides disagreements first."""

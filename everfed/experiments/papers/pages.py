@@ -119,41 +119,37 @@ def _screen(found: Sequence[Findings], records: int) -> str:
     ]
     columns = ["Paper", "Effects confirmed", "Contradicted", "Equivalent", "Differ", "Unresolved", "Cells judged"]
     minutes = sum(plan.minutes for one in found for plan in one.left)
-    return (
-        "\n\n".join(
-            [
-                "# Reproducibility",
-                MADE,
-                f"everfed runs the tables of five papers, and {records} runs have a record in `results/`. This screen counts "
-                "what the records say; a page for each paper has the answer in three sentences, a plot, every cell and what "
-                "is open.",
-                markdown_table([*columns, "Open question"], rows),
-                _RULES,
-                f"What is planned takes about {minutes:,.0f} minutes of one H200; `everfed reproduce --status` lists the runs. "
-                "Numbers from before there were records are on [a page of their own](docs/results/earlier.md); no verdict "
-                "rests on them.",
-                _AGAIN,
-            ]
-        )
-        + "\n"
+    about = (
+        f"everfed runs the tables of five papers, and {records} runs have a record in `results/`. This screen counts\n"
+        "what the records say. A page for each paper has the answer in three sentences, a plot, every cell and what\n"
+        "is open."
     )
+    left = (
+        f"What is planned takes about {minutes:,.0f} minutes of one H200; `everfed reproduce --status` lists the\n"
+        "runs. Numbers from before there were records are on [a page of their own](docs/results/earlier.md); no\n"
+        "verdict rests on them."
+    )
+    table = markdown_table([*columns, "Open question"], rows)
+    return "\n\n".join(["# Reproducibility", MADE, about, table, _RULES, left, _AGAIN]) + "\n"
 
 
 _RULES = """## What a verdict says
 
 A cell is a printed number: a method on a data set under one metric. A number that several tables print counts once.
 
-* **Effect.** The method less its baseline, seed by seed. *Confirmed*: the 95 % interval over seeds excludes 0 and has the
-  paper's sign. *Contradicted*: it excludes 0 with the other sign. Else the effect is unresolved. A printed difference of 2
-  points or less claims nothing; where ours is larger and sure, the page lists it as not in the paper.
-* **Level.** *Equivalent*: two one-sided tests at 5 % place the difference between our mean and the paper's within 3 points.
-  *Differ*: Welch's test says so, with Holm's correction over the table. Else the level is unresolved: seeds differ too much to
-  tell. A run that diverged is a result and is counted as such.
-* **Not judged**: fewer than three seeds, or runs that are not the paper's experiment. Other data, another encoder, size or
-  network, fewer rounds or epochs count as another experiment; `everfed reproduce` finds that from the run's own facts.
+* **Effect.** The method less its baseline, seed by seed. *Confirmed*: the 95 % interval over seeds excludes 0 and has
+  the paper's sign. *Contradicted*: it excludes 0 with the other sign. Else the effect is unresolved. A printed
+  difference of 2 points or less claims nothing; where ours is larger and sure, the page lists it as not in the paper.
+* **Level.** *Equivalent*: two one-sided tests at 5 % place the difference between our mean and the paper's within 3
+  points. *Differ*: Welch's test says so, with Holm's correction over the table. Else the level is unresolved: seeds
+  differ too much to tell. A run that diverged is a result and is counted as such.
+* **Not judged**: fewer than three seeds, or runs that are not the paper's experiment. Other data, another encoder,
+  size or network, fewer rounds or epochs count as another experiment; `everfed reproduce` finds that from the run's
+  own facts.
 
-Deviations are those of the population, ours and the papers': FedGP's code computes them so, the other papers do not say. The
-papers' comparisons are unpaired; here every method of a seed sees the same stream, so seeds differ more than methods do."""
+Deviations are those of the population, ours and the papers': FedGP's code computes them so, the other papers do not
+say. The papers' comparisons are unpaired. Here every method of a seed sees the same stream, so seeds differ more than
+methods do."""
 
 _AGAIN = """## Again
 
@@ -164,8 +160,8 @@ everfed record --pages .
 everfed reproduce --status
 ```
 
-The first runs a table, the second keeps its runs as records, the third writes these pages, the last shows what is left. A test
-fails when the pages and the records differ. [The papers' tables](docs/reproduction.md) explains every option."""
+The first runs a table, the second keeps its runs as records, the third writes these pages, the last shows what is left.
+A test fails when the pages and the records differ. [The papers' tables](docs/reproduction.md) explains every option."""
 
 
 # a paper -----------------------------------------------------------------------------------------------------------
@@ -208,7 +204,8 @@ def _effects(found: Findings) -> list[str]:
     covered = sum(bool(one.effect and one.effect.covers) for one in judged)
     about = (
         f"{found.effects[CONFIRMED]} of {found.claimed} are confirmed, {found.effects[CONTRADICTED]} contradicted; "
-        f"{found.effects[UNCLAIMED]} are not in the paper. {covered} of the {len(judged)} intervals hold the paper's difference."
+        f"{found.effects[UNCLAIMED]} are not in the paper. {covered} of the {len(judged)} intervals hold the paper's "
+        "difference."
     )
     return _section("Effects over the baseline", about, markdown_table(columns, rows))
 
@@ -258,12 +255,8 @@ def _cells(found: Findings, runs: Runs) -> list[str]:
 
 
 def _recipes(found: Findings, records: Sequence[Record]) -> list[str]:
-    own = found.notes.recipes
-    return (
-        ["## Smaller streams", *(_folded(f"`{name}`", about, every_run(name, records)) for name, about in own.items())]
-        if own
-        else []
-    )
+    own = [_folded(f"`{name}`", about, every_run(name, records)) for name, about in found.notes.recipes.items()]
+    return ["## Other settings and smaller streams", *own] if own else []
 
 
 def _commands(found: Findings) -> list[str]:

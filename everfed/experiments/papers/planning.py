@@ -33,8 +33,9 @@ class Cell:
 
     target: what the paper prints, if it does. experiment: the run that gives it; against: the other one it needs.
     missing: why it cannot be run, empty when it can. not_judged: why its number is not held against the paper's.
-    stated: what the paper states about the experiment. seeds: how many the paper's number is a mean over.
-    over_seeds: whether the printed deviation is over these. baseline: the paper's method that this one is compared with, "" for the baseline itself. claimed: the printed difference to it.
+    stated: what the paper states about the experiment. seeds: how many the paper's number is a mean over. over_seeds:
+    whether the printed deviation is over these. baseline: the paper's method that this one is compared with, "" for the
+    baseline itself. claimed: the printed difference to it.
     """
 
     dataset: str

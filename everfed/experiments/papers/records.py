@@ -20,8 +20,9 @@ from everfed.errors import UserError
 from everfed.experiments.papers.measures import from_events
 from everfed.recipe import Recipe, settled
 from everfed.recipe import read as read_recipe
+from everfed.store.event_log import read_log
 from everfed.store.files import digest, make_folder, write_atomic
-from everfed.store.run import EVENTS, RECIPE, RESULT, RunFolder
+from everfed.store.run import RECIPE, RESULT, RunFolder
 
 Record = dict[str, Any]
 FOLDER = Path("results")
@@ -55,8 +56,7 @@ def of_run(folder: Path, *, shared: bool = False, remark: str = "") -> Record:
     result = run.read_result() or _of_diverged(run)
     if result is None:
         raise UserError(f"{folder} has no result.json: the run is not finished; `everfed resume {folder}` finishes it")
-<<<<<<< HEAD
-    measured = from_events(folder) if "diverged" not in result and run.events.exists() else {}
+    measured = from_events(folder) if "diverged" not in result else {}
     return make(result, settings_of(read_recipe(str(run.recipe))), measured, shared=shared, remark=remark)
 
 
@@ -80,12 +80,10 @@ def folders(given: Iterable[Path]) -> list[Path]:
 
 def diverged(folder: Path) -> str:
     """The error with which an unfinished run diverged, if that was the last that it did."""
-    log = folder / EVENTS
-    if (folder / RESULT).exists() or not log.exists():
+    log = read_log(folder)
+    if (folder / RESULT).exists() or not log.failed:
         return ""
-    # behind the last line break there may be half a line of a process that writes it now or was killed
-    last = log.read_text().rpartition("\n")[0].rpartition("\n")[2] or "{}"
-    kind, _, message = json.loads(last).get("message", "").partition(": ")
+    kind, _, message = log.notes[-1].message.partition(": ")
     return message if kind == "Diverged" else ""
 
 
@@ -111,10 +109,6 @@ def _of_diverged(run: RunFolder) -> dict[str, Any] | None:
         "cost": {},
         "environment": {"engine": recipe.engine.kind, "precision": recipe.engine.precision},
     }
-=======
-    events = from_events(folder)
-    return make(result, settings_of(read_recipe(str(run.recipe))), events, shared=shared, remark=remark)
->>>>>>> main
 
 
 def make(

@@ -8,14 +8,12 @@ from pathlib import Path
 
 from everfed.api import CHECKPOINT_EVERY
 from everfed.errors import UserError, is_user_error
-from everfed.experiments import cells
-from everfed.experiments.cells import Cell, Outcome, Settings
 from everfed.experiments.grid import Shown
+from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Output, check_folders, check_run, new_job, run_all
 from everfed.experiments.papers import planning, records
 from everfed.experiments.papers.judging import Runs, judge
 from everfed.experiments.papers.measures import Sample
-from everfed.experiments.papers.planning import Cell as Place
-from everfed.experiments.papers.planning import Experiment
+from everfed.experiments.papers.planning import Cell, Experiment
 from everfed.experiments.papers.tables import find
 from everfed.experiments.papers.writing import Reproduction
 from everfed.experiments.sweeping import folder_name
@@ -39,33 +37,32 @@ def reproduce(
     checkpoint_every: float = CHECKPOINT_EVERY,
     jobs: int = 1,
     progress: bool | None = None,
-    output: cells.Output | None = None,
+    output: Output | None = None,
 ) -> Reproduction:
     """Run a table of a paper ("fedgp/table1") and judge it, as `everfed reproduce` does.
 
     methods: only these, by everfed's names or the paper's; columns: only those whose name contains one of these (lists,
-    or texts with commas). seeds: how many, by default as many as the recipe compares. out: folder of the run folders, by
-    default runs/reproduce; finished runs in it are kept, interrupted ones resumed. scale: a share of the work, or
+    or texts with commas). seeds: how many, by default as many as the recipe compares. out: folder of the run folders,
+    by default runs/reproduce; finished runs in it are kept, interrupted ones resumed. scale: a share of the work, or
     "small". output: shows how far the runs are, instead of `progress`. The rest is as in `everfed.compare`. Raises
     UserError where nothing can be run.
     """
     chosen = find(table)
     if chosen.item.nothing:
         raise UserError(f"{chosen.name} ({chosen.item.about}): there is nothing to run; {chosen.item.nothing}")
-    settings = Settings(data_dir, share(scale), checkpoint_every, track=track, jobs=jobs)
+    settings = JobSettings(data_dir, share(scale), checkpoint_every, track=track, jobs=jobs)
     folder = Path(out) if out is not None else default_folder(settings.scale)
     output = output or Shown(progress, ())
 
-    places = planning.plan(chosen, _names(methods), _names(columns))
-    grid, refused = _grid(planning.experiments(places), folder, seeds, engine, settings)
-    places = [_with_refusal(place, refused) for place in places]
-    wanted = {experiment: grid[experiment] for experiment in planning.experiments(places)}
-    runs = [cell for own in wanted.values() for cell in own]
-    output.say(_announcement(places, runs, settings.scale))
-    outcomes = {outcome.cell.folder: outcome for outcome in cells.run(runs, settings, output=output)}
-    return Reproduction(
-        chosen, settings.scale, folder, judge(places, _ended(wanted, outcomes)), _problems(outcomes.values())
-    )
+    cells = planning.plan(chosen, _names(methods), _names(columns))
+    grid, refused = _grid(planning.experiments(cells), folder, seeds, engine, settings)
+    cells = [_with_refusal(cell, refused) for cell in cells]
+    wanted = {experiment: grid[experiment] for experiment in planning.experiments(cells)}
+    runs = [job for own in wanted.values() for job in own]
+    output.say(_announcement(cells, runs, settings.scale))
+    outcomes = {outcome.job.folder: outcome for outcome in run_all(runs, settings, output=output)}
+    judged = judge(cells, _ended(wanted, outcomes))
+    return Reproduction(chosen, settings.scale, folder, judged, _problems(outcomes.values()))
 
 
 def share(scale: float | str) -> float:
@@ -96,34 +93,34 @@ def _names(chosen: Sequence[str] | str | None) -> list[str]:
 
 
 def _grid(
-    wanted: Sequence[Experiment], folder: Path, seeds: int | None, engine: str | None, settings: Settings
-) -> tuple[dict[Experiment, list[Cell]], dict[Experiment, str]]:
+    wanted: Sequence[Experiment], folder: Path, seeds: int | None, engine: str | None, settings: JobSettings
+) -> tuple[dict[Experiment, list[GridJob]], dict[Experiment, str]]:
     """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
-    grid: dict[Experiment, list[Cell]] = {}
+    grid: dict[Experiment, list[GridJob]] = {}
     refused: dict[Experiment, str] = {}
     for experiment in wanted:
         try:
-            grid[experiment] = _cells(experiment, folder, seeds, engine)
-            unfinished = [cell for cell in grid[experiment] if not cell.finished]
+            grid[experiment] = _jobs(experiment, folder, seeds, engine)
+            unfinished = [job for job in grid[experiment] if not job.finished]
             if unfinished:
-                cells.check_run(unfinished[0], settings)
+                check_run(unfinished[0], settings)
         except Exception as error:
             if not is_user_error(error):
                 raise
             refused[experiment] = str(error)
-    cells.check_folders([cell for e, own in grid.items() if e not in refused for cell in own], settings)
+    check_folders([job for e, own in grid.items() if e not in refused for job in own], settings)
     if refused and len(refused) == len(wanted):
         raise UserError("nothing can be run:\n" + "\n".join(dict.fromkeys(refused.values())))
     return grid, refused
 
 
-def _cells(experiment: Experiment, folder: Path, seeds: int | None, engine: str | None) -> list[Cell]:
+def _jobs(experiment: Experiment, folder: Path, seeds: int | None, engine: str | None) -> list[GridJob]:
     sets = [*experiment.sets, *([f"engine.kind={engine}"] if engine else [])]
     base = experiment.recipe.replace("/", "-")
     parent = folder / (f"{base},{folder_name(experiment.sets)}" if experiment.sets else base)
     name = experiment.method or "parts"
     return [
-        cells.new_cell(
+        new_job(
             f"{experiment.recipe} {name}",
             experiment.recipe,
             parent / f"{name}-{seed}",
@@ -135,30 +132,28 @@ def _cells(experiment: Experiment, folder: Path, seeds: int | None, engine: str 
     ]
 
 
-def _with_refusal(place: Place, refused: dict[Experiment, str]) -> Place:
-    reason = next((refused[run] for run in (place.experiment, place.against) if run in refused), "")
-    return replace(place, missing=place.missing or reason)
+def _with_refusal(cell: Cell, refused: dict[Experiment, str]) -> Cell:
+    reason = next((refused[run] for run in (cell.experiment, cell.against) if run in refused), "")
+    return replace(cell, missing=cell.missing or reason)
 
 
-def _announcement(places: Sequence[Place], runs: Sequence[Cell], scale: float) -> str:
-    done, absent = sum(cell.finished for cell in runs), sum(bool(place.missing) for place in places)
+def _announcement(cells: Sequence[Cell], runs: Sequence[GridJob], scale: float) -> str:
+    done, possible = sum(job.finished for job in runs), sum(not cell.missing for cell in cells)
     small = "" if scale == 1 else f"; --scale {scale:g}: the numbers are not comparable with the paper's"
-    return (
-        f"{len(runs)} runs ({done} finished already); {len(places) - absent} of {len(places)} cells can be run{small}"
-    )
+    return f"{len(runs)} runs ({done} finished already); {possible} of {len(cells)} cells can be run{small}"
 
 
-def _ended(wanted: dict[Experiment, list[Cell]], outcomes: dict[Path, Outcome]) -> Runs:
+def _ended(wanted: dict[Experiment, list[GridJob]], outcomes: dict[Path, Outcome]) -> Runs:
     """The runs that finished, and those that diverged."""
     return {
         experiment: {
-            cell.recipe.seed: Sample(records.of_run(cell.folder))
-            for cell in own
-            if outcomes[cell.folder].result is not None or records.diverged(cell.folder)
+            job.recipe.seed: Sample(records.of_run(job.folder))
+            for job in own
+            if outcomes[job.folder].result is not None or records.diverged(job.folder)
         }
         for experiment, own in wanted.items()
     }
 
 
 def _problems(outcomes: Iterable[Outcome]) -> list[str]:
-    return [f"{one.cell.folder}: {one.problem}" for one in outcomes if one.result is None]
+    return [f"{one.job.folder}: {one.problem}" for one in outcomes if one.result is None]

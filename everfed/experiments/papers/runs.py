@@ -12,7 +12,6 @@ from everfed.experiments.papers.records import Record, complete, settings_of
 from everfed.methods import registry as methods
 from everfed.recipe import parse_set, read
 from everfed.reports.markdown import markdown_table
-from everfed.store import marked
 
 PRECISION = "engine.precision"
 OPTION = "method."  # what the key of a method's option begins with
@@ -23,34 +22,6 @@ _SCORES = {
     "forgetting": ("", "forgetting"),
 }
 _TASK_IL = {"final accuracy, task-IL": ("task", "acc")}  # where it says something else than the final accuracy
-<<<<<<< HEAD:everfed/experiments/papers/runs.py
-=======
-
-
-def renewed(text: str, records: Iterable[Record]) -> str:
-    """The page with every marked table written anew. Raises UserError for a mark of a table that is not there."""
-    records = list(records)
-    runs = runs_of(records)
-    if not marked.names(text, "records"):
-        raise UserError("the page has no table to renew; mark its place with <!-- records: PAPER/TABLE -->")
-
-    def written(name: str) -> str:
-        return every_run(name.removeprefix(RECIPE), records) if name.startswith(RECIPE) else section(name, runs)
-
-    return marked.renewed(text, "records", written)
-
-
-def section(name: str, runs: Runs) -> str:
-    """The cells of a table that records give, and what made them."""
-    judged = [one for one in judge(plan(find(name)), runs) if one.values]
-    if not judged:
-        return "No records."
-    columns, lines = writing.cells(judged)
-    reasons = _numbered([line[-1] for line in lines])
-    table = markdown_table(columns, [[*line[:-1], reasons.get(line[-1], line[-1])] for line in lines])
-    notes = [f"{short.removeprefix(NOT_JUDGED).strip()} {long}" for long, short in reasons.items()]
-    return "\n\n".join([table, *notes, _sources(judged, runs)])
->>>>>>> main:everfed/experiments/papers/page.py
 
 
 def every_run(recipe: str, records: Iterable[Record]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.experiments.papers.cost import training_samples
-from everfed.experiments.papers.judging import DIVERGED, Judged, Runs, judge
+from everfed.experiments.papers.judging import DIVERGED, NOT_JUDGED, Judged, Runs, judge
 from everfed.experiments.papers.listing import experiment_recipe
 from everfed.experiments.papers.matching import lacking, runs_of
 from everfed.experiments.papers.notes import Planned, notes
@@ -78,10 +78,7 @@ class Status:
 
     def line(self) -> list[str]:
         samples = "?" if self.samples is None else f"{self.samples / 1e6:,.1f} M"
-        counts = [
-            _counted(self.levels | ({"not judged": self.unjudged} if self.unjudged else {})),
-            _counted(self.effects),
-        ]
+        counts = [_counted({**self.levels, NOT_JUDGED: self.unjudged}), _counted(self.effects)]
         return [self.table, f"{self.recorded}/{self.cells}", *counts, str(self.runs), samples, self._hours()]
 
     def _hours(self) -> str:
@@ -138,7 +135,7 @@ class Progress:
 
 def progress(prefix: str, folder: Path, rate: float | None = None, seeds: int | None = None) -> Progress:
     """What the records in `folder` give of the tables whose name begins with `prefix`. rate: training samples a second,
-    by default those of the records. seeds: how many of each run are wanted, by default as many as the recipe compares."""
+    by default those of the records. seeds: how many of each run are wanted, by default as many as the recipe has."""
     kept = read_all(folder)
     runs = runs_of(kept)
     rates = Rates(given=rate) if rate else measured_rates(kept)

@@ -21,17 +21,17 @@ from everfed.store.files import write_atomic
 Lines = tuple[list[str], list[list[str]]]
 SHOWN_NAMES = 6  # of methods and columns that a reason is spelled out for
 RULE = (
-    "Ours: mean ± population deviation over seeds. Level: equivalent where two one-sided tests place the difference to "
-    "the paper within 3 points, differs where Welch's test with Holm's correction over the table says so, else "
-    "unresolved. Effect: the mean difference to the baseline over the same seeds with its 95 % interval; confirmed where "
-    "that excludes 0 on the paper's side, contradicted on the other side, else unresolved. Both need three seeds."
+    "Ours: mean ± population deviation over seeds. Level: equivalent where two one-sided tests place the difference "
+    "to the paper within 3 points, differs where Welch's test with Holm's correction over the table says so, else "
+    "unresolved. Effect: the mean difference to the baseline over the same seeds with its 95 % interval; confirmed "
+    "where that excludes 0 on the paper's side, contradicted on the other side, else unresolved. Both need three seeds."
 )
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A table of a paper, run and judged. folder: of the run folders. judged: its cells. problems: runs that failed, with
-    their errors."""
+    """A table of a paper, run and judged. folder: of the run folders. judged: its cells. problems: runs that failed,
+    with their errors."""
 
     table: Table
     scale: float
