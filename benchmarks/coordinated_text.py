@@ -29,7 +29,7 @@ from torch import Tensor
 
 from everfed import streams
 from everfed.data.tokenizer import PAD
-from everfed.experiments.jobs import Job, JobSettings, Outcome, new_job, run_all
+from everfed.experiments.jobs import GridJob, JobSettings, Outcome, new_job, run_all
 from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.policy import Policy, Pool
 from everfed.models.tinybert import TinyBERT
@@ -181,7 +181,7 @@ def prepare(data: Path, work: Path) -> None:
         print(f"pretrained on {recipe.stream.model_extra['left_out']} users: perplexity {perplexity:.1f}", flush=True)
 
 
-def grid(work: Path, sizes: Sequence[int], seeds: Sequence[int], more: Sequence[str] = ()) -> list[Job]:
+def grid(work: Path, sizes: Sequence[int], seeds: Sequence[int], more: Sequence[str] = ()) -> list[GridJob]:
     """No replay, and every strategy with every size. more: settings for all of them."""
     cells = [_cell(work, "no replay", "fedavg", 0, seed, [*more]) for seed in seeds]
     for size in sizes:
@@ -191,7 +191,7 @@ def grid(work: Path, sizes: Sequence[int], seeds: Sequence[int], more: Sequence[
     return cells
 
 
-def _cell(work: Path, name: str, method: str, size: int, seed: int, sets: list[str]) -> Job:
+def _cell(work: Path, name: str, method: str, size: int, seed: int, sets: list[str]) -> GridJob:
     folder = work / "runs" / f"{name.replace(', ', '-').replace(' ', '-')}-{size}-{seed}"
     return new_job(f"{name}|{size}", str(RECIPE), folder, method=method, seed=seed, sets=[*sets_of(work), *sets])
 

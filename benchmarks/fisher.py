@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from benchmarks.measure import Contender, Work, interleave, machine, ratios, summary, write
 from everfed.methods.common.per_sample import Network
-from everfed.methods.common.squared_gradients import squared_gradients
+from everfed.methods.regularise.fisher import squared_gradients
 from everfed.models.resnet import ResNet18
 
 BEFORE = 256 << 20

@@ -15,7 +15,7 @@ from everfed.errors import RecipeError
 from everfed.naming import split_names
 
 if TYPE_CHECKING:
-    from everfed.experiments.jobs import Job, Outcome
+    from everfed.experiments.jobs import GridJob, Outcome
     from everfed.experiments.leaderboard.records import Record
 
 RECORDS = Path("results") / "leaderboard"
@@ -87,7 +87,7 @@ class Board:
     seeds: Sequence[int]
     device: str | None
 
-    def first_jobs(self, places: Iterable[tuple[str, str]]) -> Iterator[Job]:
+    def first_jobs(self, places: Iterable[tuple[str, str]]) -> Iterator[GridJob]:
         """Every try that has no record, and the tests of methods whose tries all have one."""
         for stream, method in places:
             record = self._record(stream, method)
@@ -96,7 +96,7 @@ class Board:
             if not missing:
                 yield from self._tests(record)
 
-    def then(self, outcome: Outcome) -> list[Job]:
+    def then(self, outcome: Outcome) -> list[GridJob]:
         """Keep a finished run; after the last try of a method come its tests."""
         from everfed.experiments.leaderboard import records
 
@@ -129,11 +129,11 @@ class Board:
 
         return tuning.tries(method, stream, number + 1)[number]
 
-    def _try(self, stream: str, method: str, number: int) -> Job:
+    def _try(self, stream: str, method: str, number: int) -> GridJob:
         sets = ["eval.split=validation", *self._sets(stream, method, number)]
         return self._job(stream, method, f"try {number}", TUNING_SEED, sets)
 
-    def _tests(self, record: Record) -> Iterator[Job]:
+    def _tests(self, record: Record) -> Iterator[GridJob]:
         """The tests that have no record, with the best of the tries; none where no try finished."""
         from everfed.experiments.leaderboard.records import best_try, tests_of_best
 
@@ -145,7 +145,7 @@ class Board:
                 name = f"test {seed} try {best['number']}"  # after other tries it would be another run
                 yield self._job(record["stream"], record["method"], name, seed, best["sets"])
 
-    def _job(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> Job:
+    def _job(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> GridJob:
         from everfed.experiments.jobs import new_job
 
         kind = "eager" if self.device == "cpu" else "auto"  # on a CPU runs are side by side, not clients

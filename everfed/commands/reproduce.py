@@ -16,7 +16,7 @@ from everfed.errors import UserError
 from everfed.naming import split_names
 
 if TYPE_CHECKING:
-    from everfed.experiments.jobs import Job, JobSettings, Outcome
+    from everfed.experiments.jobs import GridJob, JobSettings, Outcome
     from everfed.experiments.papers.judging import Runs
     from everfed.experiments.papers.planning import Cell as Place
     from everfed.experiments.papers.planning import Experiment
@@ -152,7 +152,7 @@ def _reproduced(table: Table, selection: Selection, settings: JobSettings) -> Fo
     return Found(table, settings.scale, judged, _problems(outcomes.values()))
 
 
-def _finished(wanted: dict[Experiment, list[Job]], outcomes: dict[Path, Outcome]) -> Runs:
+def _finished(wanted: dict[Experiment, list[GridJob]], outcomes: dict[Path, Outcome]) -> Runs:
     from everfed.experiments.papers import records
     from everfed.experiments.papers.measures import Sample
 
@@ -165,12 +165,12 @@ def _finished(wanted: dict[Experiment, list[Job]], outcomes: dict[Path, Outcome]
 
 def _grid(
     wanted: Sequence[Experiment], selection: Selection, settings: JobSettings
-) -> tuple[dict[Experiment, list[Job]], dict[Experiment, str]]:
+) -> tuple[dict[Experiment, list[GridJob]], dict[Experiment, str]]:
     """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
     from everfed.errors import is_user_error
     from everfed.experiments import jobs
 
-    grid: dict[Experiment, list[Job]] = {}
+    grid: dict[Experiment, list[GridJob]] = {}
     refused: dict[Experiment, str] = {}
     for experiment in wanted:
         try:
@@ -188,7 +188,7 @@ def _grid(
     return grid, refused
 
 
-def _cells(experiment: Experiment, selection: Selection) -> list[Job]:
+def _cells(experiment: Experiment, selection: Selection) -> list[GridJob]:
     from everfed.experiments.jobs import new_job
     from everfed.experiments.sweeping import folder_name
 
@@ -233,7 +233,7 @@ def _problems(outcomes: Iterable[Outcome]) -> list[str]:
 # output ----------------------------------------------------------------------------------------------------------
 
 
-def _announce(places: Sequence[Place], runs: Sequence[Job], settings: JobSettings) -> None:
+def _announce(places: Sequence[Place], runs: Sequence[GridJob], settings: JobSettings) -> None:
     if settings.as_json:
         return
     done = sum((cell.folder / "result.json").exists() for cell in runs)

@@ -13,7 +13,7 @@ import typer
 
 from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
-from everfed.experiments.jobs import MOST_NAMED, Job, Observer, Output
+from everfed.experiments.jobs import MOST_NAMED, GridJob, Observer, Output
 from everfed.metrics.scores import score_of
 from everfed.reports.progress import ProgressState, Several, duration, watching
 
@@ -29,7 +29,7 @@ class Terminal(Output):
         self._as_json, self._several = as_json, Several(0)
         self._beside = Beside(self._several)
 
-    def begin(self, jobs: Sequence[Job]) -> None:
+    def begin(self, jobs: Sequence[GridJob]) -> None:
         self._several = Several(sum(not job.finished for job in jobs))
 
     def say(self, line: str) -> None:
@@ -40,7 +40,7 @@ class Terminal(Output):
         typer.echo(line, err=True)
 
     @contextmanager
-    def watch(self, job: Job, title: str) -> Iterator[Sequence[Observer]]:
+    def watch(self, job: GridJob, title: str) -> Iterator[Sequence[Observer]]:
         was_finished = job.finished
         self._several.begin()
         showing = watching(stdout(), self._as_json, title, several=self._several)
@@ -48,7 +48,7 @@ class Terminal(Output):
             yield (_with_folder(observer, job.folder) if self._as_json else observer), interrupts
         self._several.finished += not was_finished
 
-    def held(self, job: Job) -> None:
+    def held(self, job: GridJob) -> None:
         self._several.finished -= 1
 
     def beside(self) -> AbstractContextManager[object]:
@@ -56,7 +56,7 @@ class Terminal(Output):
         self._beside = Beside(self._several)
         return interrupt_message(same_command)
 
-    def event(self, job: Job, event: dict[str, Any], number: str) -> None:
+    def event(self, job: GridJob, event: dict[str, Any], number: str) -> None:
         if self._as_json:
             typer.echo(json.dumps({"run": str(job.folder), **event}))
             return
@@ -74,7 +74,7 @@ class Beside:
         self._several, self._clock, self._last = several, clock, clock()
         self._runs: dict[Path, ProgressState] = {}
 
-    def update(self, job: Job, event: dict[str, Any]) -> None:
+    def update(self, job: GridJob, event: dict[str, Any]) -> None:
         """Process an event of a run."""
         self._runs.setdefault(job.folder, ProgressState(job.title, self._clock)).update(event)
         if event["event"] in ENDS:

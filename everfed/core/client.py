@@ -102,7 +102,7 @@ def _run(
 def _train(
     method: Method, state: State, message: Message, model: Model, data: Data, context: Context
 ) -> tuple[State, Reply]:
-    received, own_data = _whole(message[MODEL], state, context)["params"], data
+    received, own_data = _whole(message[MODEL], state, context), data
     for part in method.defining("receive"):
         client = Client(part.name, state, context, message, model, data, own_data=own_data)
         part.receive(client)
@@ -115,7 +115,8 @@ def _train(
         state, model = client.states, client.model
     own = state[OWN]
     moments = own.get("moments") if own.get("moments_of", context.current_task) == context.current_task else None
-    fitted = context.train.fit(context, method.parts, model, received, state, message, data, moments=moments)
+    seen = {**message, MODEL: received}
+    fitted = context.train.fit(context, method.parts, model, received["params"], state, seen, data, moments=moments)
     return _reply(method, fitted, message, data, own_data, context)
 
 

@@ -102,12 +102,15 @@ class Credentials(Protocol):
 class Attempt:
     """What a real client knows of the server that it answers. run: the run's identity; epoch: how often its server was
     started; ledger: the client's own, outside the states that a new epoch may roll back; credentials: None for a client
-    without a key."""
+    without a key. recipe: its digest. asked: the digest of what every client must be asked alike in this phase: recipe,
+    scale, message, tasks."""
 
     run: str
     epoch: int
     ledger: Ledger
     credentials: Credentials | None = None
+    recipe: str = ""
+    asked: str = ""
 
 
 @dataclass(frozen=True)

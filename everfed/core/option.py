@@ -72,10 +72,12 @@ def option(
 
 
 class Options:
-    """Base of dataclasses with options: what is out of bounds is refused when one is made."""
+    """Base of dataclasses with options: what is out of bounds is refused when one is made. Lists become tuples."""
 
     def __post_init__(self) -> None:
         for name, declared in declared_options(type(self)):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
             problem = declared.problem(getattr(self, name))
             if problem:
                 raise ValueError(f"{name} {problem}")

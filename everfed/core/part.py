@@ -111,9 +111,9 @@ class Part(Kept):
     def start(self, client: Client) -> None:
         """Right before training on the samples of all parts; there are some. The model may be changed."""
 
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule) -> Tables | None:
         """On the host, before the first step: integer rows for every step. `client.plans`: of the parts before it."""
-        return {}
+        return None
 
     def reply(self, client: Client) -> Values | None:
         """After training: values added to the `train` reply. A changed model replaces what training ended with."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from everfed.core.context import Context, Facts
 from everfed.core.gradient import Gradient
 from everfed.core.layout import Entry, Layout
-from everfed.core.message import State
+from everfed.core.message import MODEL, Model, State
 from everfed.core.ops import normalised_apart
 from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, overrides
@@ -180,6 +180,11 @@ class Step:
     def received(self) -> Tensor:
         """(P,) the parameters that the server sent last."""
         return self.training.received
+
+    @property
+    def received_model(self) -> Model:
+        """The whole model that the server sent last, with what of it is the client's own: a teacher."""
+        return {**self.training.message[MODEL], "params": self.received}
 
     @property
     def module(self) -> nn.Module:

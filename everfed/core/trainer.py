@@ -267,7 +267,7 @@ class Trainer:
             plans[_CORE]["augment"] = Table.of(np.split(draws, cuts))
         for part in parts:
             client = Client(part.name, state, context, message, model, data, plans=plans)
-            plans[part.name] = part.plan(client, schedule)
+            plans[part.name] = part.plan(client, schedule) or {}
             state = client.states
         return state, plans
 

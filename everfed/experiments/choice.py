@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from everfed.experiments import mps
 
 if TYPE_CHECKING:
-    from everfed.experiments.jobs import Job, JobSettings
+    from everfed.experiments.jobs import GridJob, JobSettings
 
 START = 6.0  # seconds until a worker has imported torch and begins
 CORES_OF_A_RUN = 2  # that a run on a GPU keeps busy: threads that launch its graphs, and its data
@@ -29,7 +29,7 @@ class Choice:
     measured: bool = False
 
 
-def choose(found: Sequence[Job], settings: JobSettings) -> Choice:
+def choose(found: Sequence[GridJob], settings: JobSettings) -> Choice:
     """How many jobs to run side by side: what `--jobs` says, else what is expected to be fastest here."""
     unfinished = [job for job in found if not job.finished]
     if settings.jobs == 1 or not unfinished:
@@ -57,7 +57,7 @@ def _on_gpu(cores: int) -> Choice:
     return Choice(most, f"{why} (--jobs N chooses a number)", pinned=False, measured=True)
 
 
-def _fastest(unfinished: Sequence[Job], settings: JobSettings, cores: int) -> Choice:
+def _fastest(unfinished: Sequence[GridJob], settings: JobSettings, cores: int) -> Choice:
     """The number of runs at a time that gives the shortest expected time for all jobs, from the time of one client's
     training, measured here on the first job."""
     from everfed.engines import calibration
@@ -92,7 +92,7 @@ def _fastest(unfinished: Sequence[Job], settings: JobSettings, cores: int) -> Ch
     return Choice(1, f"one run at a time, {clients_so}, {expected}, {several} {another}")
 
 
-def _measured(job: Job, settings: JobSettings) -> tuple[Any, int, int] | None:
+def _measured(job: GridJob, settings: JobSettings) -> tuple[Any, int, int] | None:
     """(one client's training, clients of a round, rounds); None where it cannot be measured."""
     from everfed.engines import calibration
     from everfed.recipe import placed, scaled

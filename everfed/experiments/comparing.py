@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from everfed.api import CHECKPOINT_EVERY, Observer
 from everfed.errors import RecipeError
 from everfed.experiments.grid import Grid, Shown, Streams, checked_jobs, streams_of
-from everfed.experiments.jobs import Job, JobSettings, key_of_set, new_job
+from everfed.experiments.jobs import GridJob, JobSettings, key_of_set, new_job
 from everfed.experiments.result import Comparison
 from everfed.methods.registry import canonical
 from everfed.naming import split_names
@@ -70,7 +70,7 @@ def plan(
     own = base.compare.options if base.compare else {}
     make = streams_of(stream)
 
-    def job(method: str, seed: int, given: Sequence[str]) -> Job:
+    def job(method: str, seed: int, given: Sequence[str]) -> GridJob:
         place = folder / f"{method}-{seed}"
         return new_job(method, recipe, place, method=method, seed=seed, sets=given, stream=make(seed), scale=scale)
 
@@ -96,12 +96,12 @@ def _seeds(seeds: Sequence[int] | None, recipe: Recipe) -> list[int]:
 
 
 def _jobs(
-    job: Callable[[str, int, Sequence[str]], Job],
+    job: Callable[[str, int, Sequence[str]], GridJob],
     methods: Sequence[str],
     seeds: Sequence[int],
     own: Mapping[str, Sequence[str]],
     sets: Sequence[str],
-) -> list[Job]:
+) -> list[GridJob]:
     """A run for every method and seed. own: settings by method, which those of the command line follow."""
     grid, used = [], set()
     for method in methods:

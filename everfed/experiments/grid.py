@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from everfed.api import Observer
 from everfed.errors import UserError
 from everfed.experiments import summary
-from everfed.experiments.jobs import Job, JobSettings, Output, check, run_all
+from everfed.experiments.jobs import GridJob, JobSettings, Output, check, run_all
 from everfed.experiments.result import Comparison
 from everfed.reports.progress import Several, shown
 
@@ -26,7 +26,7 @@ class Grid:
     """The runs of a comparison or a sweep. folder: where the tables are written, as `stem`.json, .md and .csv.
     heading: what a row is. note: about the scores."""
 
-    jobs: list[Job]
+    jobs: list[GridJob]
     folder: Path
     seeds: list[int]
     recipe: str
@@ -71,11 +71,11 @@ class Shown(Output):
     def __init__(self, progress: bool | None, observers: Sequence[Observer]) -> None:
         self._progress, self._observers, self._several = progress, observers, Several(0)
 
-    def begin(self, jobs: Sequence[Job]) -> None:
+    def begin(self, jobs: Sequence[GridJob]) -> None:
         self._several = Several(sum(not job.finished for job in jobs))
 
     @contextmanager
-    def watch(self, job: Job, title: str) -> Iterator[Sequence[Observer]]:
+    def watch(self, job: GridJob, title: str) -> Iterator[Sequence[Observer]]:
         if job.finished:
             yield ()
             return
@@ -84,9 +84,9 @@ class Shown(Output):
             yield (*found, *self._observers)
         self._several.finished += 1
 
-    def held(self, job: Job) -> None:
+    def held(self, job: GridJob) -> None:
         self._several.finished -= 1
 
-    def event(self, job: Job, event: dict[str, Any], number: str) -> None:
+    def event(self, job: GridJob, event: dict[str, Any], number: str) -> None:
         for observer in self._observers:
             observer(event)

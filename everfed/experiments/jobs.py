@@ -34,7 +34,7 @@ _MAIN = sorted({score.main for score in SCORES.values()})
 
 
 @dataclass(frozen=True)
-class Job:
+class GridJob:
     """row: its name in the table. recipe: settled. folder: its run folder. stream: made in Python, or None for the
     recipe's."""
 
@@ -61,12 +61,12 @@ class Job:
 class Outcome:
     """result: the content of result.json, or None when the run failed; `problem` is then the error."""
 
-    job: Job
+    job: GridJob
     result: dict[str, Any] | None
     problem: str = ""
 
 
-More = Callable[[Outcome], Iterable[Job]]
+More = Callable[[Outcome], Iterable[GridJob]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class JobSettings:
 class Output:
     """What is shown of jobs while they run: nothing; commands and notebooks derive from it."""
 
-    def begin(self, jobs: Sequence[Job]) -> None:
+    def begin(self, jobs: Sequence[GridJob]) -> None:
         """Before the first of them runs."""
 
     def say(self, line: str) -> None:
@@ -97,10 +97,10 @@ class Output:
     def fault(self, line: str) -> None:
         """A line about a job that failed."""
 
-    def held(self, job: Job) -> None:
+    def held(self, job: GridJob) -> None:
         """The job that was watched last was not run: another process holds it."""
 
-    def watch(self, job: Job, title: str) -> AbstractContextManager[Sequence[Observer]]:
+    def watch(self, job: GridJob, title: str) -> AbstractContextManager[Sequence[Observer]]:
         """The observers of a job that runs alone."""
         return nullcontext(())
 
@@ -108,7 +108,7 @@ class Output:
         """Around jobs that run side by side."""
         return nullcontext()
 
-    def event(self, job: Job, event: dict[str, Any], number: str) -> None:
+    def event(self, job: GridJob, event: dict[str, Any], number: str) -> None:
         """An event of a job that runs beside others; number: how many have ended, of how many."""
 
 
@@ -122,12 +122,12 @@ def new_job(
     sets: Sequence[str],
     stream: Stream | None = None,
     scale: float = 1.0,
-) -> Job:
+) -> GridJob:
     """A job of the recipe `source` with `method`, `seed` and `sets` on top. Raises RecipeError."""
     reading = api.fitted(read_placed(source, method=method, seed=seed, sets=sets), stream, scale)
     with placed(reading.places):
         own = settled(reading.recipe).model_copy(update={"compare": None})
-    return Job(row, own, folder, reading.places, stream)
+    return GridJob(row, own, folder, reading.places, stream)
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -143,7 +143,7 @@ def key_of_set(entry: str) -> Key:
     return parse_set(entry).key
 
 
-def check(jobs: Sequence[Job], settings: JobSettings) -> None:
+def check(jobs: Sequence[GridJob], settings: JobSettings) -> None:
     """Raises the error of any job that would be refused, before the first one runs; checks one job per row and one
     per seed."""
     check_folders(jobs, settings)
@@ -151,13 +151,13 @@ def check(jobs: Sequence[Job], settings: JobSettings) -> None:
         check_run(job, settings)
 
 
-def check_folders(jobs: Iterable[Job], settings: JobSettings) -> None:
+def check_folders(jobs: Iterable[GridJob], settings: JobSettings) -> None:
     """Raises UserError for existing folders of other runs."""
     for job in jobs:
         _check_folder(job, settings)
 
 
-def check_run(job: Job, settings: JobSettings) -> None:
+def check_run(job: GridJob, settings: JobSettings) -> None:
     """Raises the error with which the run of a job would be refused."""
     api.check(job.reading, settings.data, settings.scale, job.stream)
 
@@ -168,11 +168,11 @@ class Queue:
     process died."""
 
     def __init__(
-        self, jobs: Iterable[Job], more: More | None = None, say: Callable[[str], None] = lambda line: None
+        self, jobs: Iterable[GridJob], more: More | None = None, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self.say = say
         self.outcomes: dict[Path, Outcome] = {}
-        self._open, self._held, self._deaths = deque(jobs), deque[Job](), Counter[Path]()
+        self._open, self._held, self._deaths = deque(jobs), deque[GridJob](), Counter[Path]()
         self._order = [job.folder for job in self._open]
         self._more = more or (lambda outcome: ())
         self._look_again = 0.0
@@ -192,7 +192,7 @@ class Queue:
     def total(self) -> int:
         return len(self._order)
 
-    def take(self) -> Job | None:
+    def take(self) -> GridJob | None:
         """The next job to try; None while there is none."""
         if self._open:
             return self._open.popleft()
@@ -200,7 +200,7 @@ class Queue:
             return self._held.popleft()
         return None
 
-    def hold(self, job: Job) -> None:
+    def hold(self, job: GridJob) -> None:
         """Another process has it: wait before it is tried again."""
         if not self.was_held(job):
             self.say(f"{job.title}: another process runs it; it is tried again after the others")
@@ -208,15 +208,15 @@ class Queue:
         self._were_held.add(job.folder)
         self._look_again = time.monotonic() + workers.POLL
 
-    def was_held(self, job: Job) -> bool:
+    def was_held(self, job: GridJob) -> bool:
         """Had another process this job, when it was tried before?"""
         return job.folder in self._were_held
 
-    def again(self, job: Job) -> None:
+    def again(self, job: GridJob) -> None:
         """Its process died: it is the next to be tried."""
         self._open.appendleft(job)
 
-    def died(self, job: Job) -> int:
+    def died(self, job: GridJob) -> int:
         """Count a process that died with this job."""
         self._deaths[job.folder] += 1
         return self._deaths[job.folder]
@@ -233,7 +233,7 @@ class Queue:
 
 
 def run_all(
-    jobs: Sequence[Job], settings: JobSettings, more: More | None = None, output: Output | None = None
+    jobs: Sequence[GridJob], settings: JobSettings, more: More | None = None, output: Output | None = None
 ) -> list[Outcome]:
     """Run every job that is not finished, some side by side where that is faster or asked for. more: further jobs
     that follow from an outcome. output: shows how far they are."""
@@ -257,7 +257,9 @@ def _number(queue: Queue) -> str:
     return f"[{len(queue.outcomes) + 1}/{queue.total}]"
 
 
-def attempt(job: Job, settings: JobSettings, observers: Sequence[Observer], was_held: bool = False) -> Outcome | None:
+def attempt(
+    job: GridJob, settings: JobSettings, observers: Sequence[Observer], was_held: bool = False
+) -> Outcome | None:
     """Run a job, go on with it, or read its result; None while another process holds it. was_held: another one had it
     before; where it diverged there, that is the outcome: it would do so again. Raises UserError where its folder holds
     another run, even with keep_going: that is no outcome of this job."""
@@ -277,7 +279,7 @@ def attempt(job: Job, settings: JobSettings, observers: Sequence[Observer], was_
         return Outcome(job, None, str(error) if code is not None else f"{type(error).__name__}: {error}")
 
 
-def _begin_or_go_on(job: Job, settings: JobSettings, how: dict[str, Any]) -> dict[str, Any]:
+def _begin_or_go_on(job: GridJob, settings: JobSettings, how: dict[str, Any]) -> dict[str, Any]:
     if not RunFolder(job.folder).recipe.exists():
         try:
             return api.run(job.reading, job.folder, data_dir=settings.data, scale=settings.scale, **how).data
@@ -286,7 +288,7 @@ def _begin_or_go_on(job: Job, settings: JobSettings, how: dict[str, Any]) -> dic
     return api.resume(job.folder, data_dir=settings.data, **how).data
 
 
-def _divergence(job: Job) -> str | None:
+def _divergence(job: GridJob) -> str | None:
     """The error with which an unfinished run ended, if it diverged."""
     log = read_log(job.folder)
     if job.finished or not log.failed:
@@ -314,20 +316,20 @@ def _run_alone(queue: Queue, settings: JobSettings, output: Output) -> None:
             queue.finish(outcome)
 
 
-def _representatives(jobs: Sequence[Job]) -> list[Job]:
+def _representatives(jobs: Sequence[GridJob]) -> list[GridJob]:
     first_of_row = _first_by(jobs, lambda job: job.row)
     first_of_seed = _first_by(jobs, lambda job: job.recipe.seed)
     return [*first_of_row, *(job for job in first_of_seed if job not in first_of_row)]
 
 
-def _first_by(jobs: Iterable[Job], key: Callable[[Job], Any]) -> list[Job]:
-    first: dict[Any, Job] = {}
+def _first_by(jobs: Iterable[GridJob], key: Callable[[GridJob], Any]) -> list[GridJob]:
+    first: dict[Any, GridJob] = {}
     for job in jobs:
         first.setdefault(key(job), job)
     return list(first.values())
 
 
-def _check_folder(job: Job, settings: JobSettings) -> None:
+def _check_folder(job: GridJob, settings: JobSettings) -> None:
     """An existing folder must belong to the same run, begun by this command or by `everfed run`."""
     run = RunFolder(job.folder)
     if not run.recipe.exists():
@@ -341,7 +343,7 @@ def _check_folder(job: Job, settings: JobSettings) -> None:
         )
 
 
-def _run_one(job: Job, settings: JobSettings, number: str, was_held: bool, output: Output) -> Outcome | None:
+def _run_one(job: GridJob, settings: JobSettings, number: str, was_held: bool, output: Output) -> Outcome | None:
     title = f"{number} {job.title}"
     with output.watch(job, title) as observers:
         outcome = attempt(job, settings, observers, was_held)

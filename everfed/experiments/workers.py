@@ -26,10 +26,10 @@ from everfed.experiments.pace import GPU_MEMORY, Pace, Timed
 
 if TYPE_CHECKING:
     from everfed.experiments.choice import Choice
-    from everfed.experiments.jobs import Job, JobSettings, Outcome, Queue
+    from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
 
 Event = dict[str, Any]
-Show = Callable[["Job", Event], None]  # what is done with the events of a run
+Show = Callable[["GridJob", Event], None]  # what is done with the events of a run
 POLL = 0.5  # seconds between two looks at jobs that other processes hold
 DEATHS = 2  # a job whose process died or lost the GPU so often is given up
 PATIENCE = 10.0  # seconds in which a run on a GPU may end by itself before its process is killed
@@ -65,7 +65,7 @@ class JobWorker:
         self.pipe, theirs = context.Pipe()
         self.share, self.since = share, 0.0
         self.limits = WorkerLimits(share.gpu_memory, waits=False)
-        self.job: Job | None = None
+        self.job: GridJob | None = None
         # not daemonic: an engine inside may have processes of its own
         self.process = context.Process(target=_work, args=(theirs, settings, share), name="everfed-job")
         # ctrl-C reaches all processes of a terminal, also those that cannot ignore it yet (`_work`)
@@ -76,7 +76,7 @@ class JobWorker:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
 
-    def begin(self, job: Job, was_held: bool) -> None:
+    def begin(self, job: GridJob, was_held: bool) -> None:
         self.job, self.since = job, time.monotonic()
         with suppress(OSError):  # a worker that died is noticed by what it does not answer
             self.pipe.send((job, was_held))
@@ -250,7 +250,7 @@ def _death(worker: JobWorker) -> str:
     return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
 
 
-def _go_on_or_give_up(job: Job, why: str, problem: str, queue: Queue, settings: JobSettings) -> None:
+def _go_on_or_give_up(job: GridJob, why: str, problem: str, queue: Queue, settings: JobSettings) -> None:
     """The process of a job, or the GPU under it, is gone. why: for the line about the job that goes on; problem: the
     error where it happened too often."""
     from everfed.experiments.jobs import Outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 from everfed.core.context import Attempt, Credentials, Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
 from everfed.core.message import Message
+from everfed.core.server import plan_of
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import to_bytes
 from everfed.errors import is_user_error
@@ -38,7 +40,7 @@ from everfed.privacy.spending import DELTA, ClientLedger
 from everfed.session import OtherWeights
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
-from everfed.store.ledger import Ledger
+from everfed.store.ledger import LedgerFile
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Site:
         self.folder, self.identity, self._build, self._credentials = folder, identity, build, credentials
         self._spending = ClientLedger(folder, budget, delta)
         self._on_disk = Runs(folder, keep_runs)
-        self._ledger = Ledger(folder / LEDGER)
+        self._ledger = LedgerFile(folder / LEDGER)
         self._current = ""
         self._runs: dict[str, Run] = {}
         self._runtime: tuple[tuple[str, float], ClientRuntime] | None = None
@@ -161,7 +163,8 @@ class Site:
                 run.payloads.put(part, key, content, packet.pieces[content])
         message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
         before, method = run.journal.before(step.place), runtime.setup.method
-        attempt = Attempt(request.run, request.epoch, self._ledger, self._credentials)
+        asked = _asked_alike(runtime.setup, request, step)
+        attempt = Attempt(request.run, request.epoch, self._ledger, self._credentials, request.recipe, asked)
         self._spending.check(method)
         state, reply = _call(runtime, request.client, step, message, before, attempt)
         self._spending.charge(method, request.run, step.place, state, reply)
@@ -209,6 +212,17 @@ class Site:
                 self._runtime[1].engine.close()
             self._runtime = (key, self._build(recipe, request.scale))
         return self._runtime[1]
+
+
+def _asked_alike(setup: Setup, request: Request, step: Step) -> str:
+    """Digest of what a server must ask of every client alike, or their sum may be that of one. Clients may be in
+    different tasks where the recipe says so; else the task itself is a part of it."""
+    index = step.place[0]
+    plan = plan_of(setup, index) if index < setup.stream.rounds else RoundPlan(0, (), {})
+    here = (step.task, step.drifting)
+    planned = (plan.tasks.get(request.client, -1), request.client in plan.drifting)
+    tasks = [sorted(plan.tasks.items()), sorted(plan.drifting)] if here == planned else [*here]
+    return digest(json.dumps([request.recipe, request.scale, step.phase, step.body, step.once, tasks]).encode())
 
 
 def _call(

@@ -17,7 +17,7 @@ MOST_DETECTIONS = 100
 _RECALLS = np.linspace(0.0, 1.0, 101)
 
 
-class Found(NamedTuple):
+class Detected(NamedTuple):
     """The detections in one image: boxes (n, 4) as x0, y0, x1, y1, scores (n,), labels (n,)."""
 
     boxes: np.ndarray
@@ -39,7 +39,7 @@ class Precision(NamedTuple):
     map: float | None
 
 
-def mean_average_precision(found: Sequence[Found], truth: Sequence[Truth]) -> Precision:
+def mean_average_precision(found: Sequence[Detected], truth: Sequence[Truth]) -> Precision:
     """Over all images; classes without a box count for nothing."""
     if len(found) != len(truth):
         raise ValueError(f"detections of {len(found)} images but boxes of {len(truth)}")
@@ -59,7 +59,7 @@ def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.divide(inside, union, out=np.zeros_like(inside), where=union > 0)
 
 
-def _average_precisions(found: Sequence[Found], truth: Sequence[Truth], label: int) -> np.ndarray:
+def _average_precisions(found: Sequence[Detected], truth: Sequence[Truth], label: int) -> np.ndarray:
     """(overlaps,) of one class."""
     scores, hits, boxes = [], [], 0
     for seen, real in zip(found, truth, strict=True):

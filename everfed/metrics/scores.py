@@ -53,7 +53,7 @@ def score_of(name: str) -> Score:
 
 
 @dataclass(frozen=True)
-class Metric:
+class ShownMetric:
     """heading: "{short}" and "{word}" stand for the score's own. kind: SCORE, that of the score. better: 1 more, -1
     less, 0 neither; SAME, as the score."""
 
@@ -76,16 +76,16 @@ class Metric:
 
 # The metrics of result.json that tables show, in this order.
 METRICS = {
-    "acc": Metric("{short}"),
-    "acc_task": Metric("{short} task-IL"),
-    "perplexity": Metric("Perplexity", PLAIN, -1),
-    "forgetting": Metric("Forgetting", SCORE, -1),
-    "forgetting_factor": Metric("Forgetting factor", PLAIN, -1),
-    "bwt": Metric("BWT", SCORE, 1),
-    "learning_accuracy": Metric("Learning {word}"),
-    "acc_avg_incremental": Metric("Avg incr {word}"),
-    "acc_last_rounds": Metric("Last rounds {word}"),
-    "rounds_to_best": Metric("Rounds to best", PLAIN, -1),
+    "acc": ShownMetric("{short}"),
+    "acc_task": ShownMetric("{short} task-IL"),
+    "perplexity": ShownMetric("Perplexity", PLAIN, -1),
+    "forgetting": ShownMetric("Forgetting", SCORE, -1),
+    "forgetting_factor": ShownMetric("Forgetting factor", PLAIN, -1),
+    "bwt": ShownMetric("BWT", SCORE, 1),
+    "learning_accuracy": ShownMetric("Learning {word}"),
+    "acc_avg_incremental": ShownMetric("Avg incr {word}"),
+    "acc_last_rounds": ShownMetric("Last rounds {word}"),
+    "rounds_to_best": ShownMetric("Rounds to best", PLAIN, -1),
 }
 
 

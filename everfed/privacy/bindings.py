@@ -43,8 +43,9 @@ def with_new_keys(own: Tree, client: Client) -> tuple[Tree, Tree]:
 
 
 def _statement(own: Tree, number: int, keys: bytes, form: str, client: Client) -> bytes:
-    """What a client signs when it advertises keys: they are its own, for this phase of this run and no other."""
-    return json.dumps(["secure", *_where(own, client), number, keys.hex(), form]).encode()
+    """What a client signs when it advertises keys: they are its own, for this phase of this run and no other, and for
+    what it was asked. Who was asked otherwise does not find it signed."""
+    return json.dumps(["secure", *_where(own, client), own["asked"], number, keys.hex(), form]).encode()
 
 
 def unknown_members(own: Tree, members: Members, client: Client) -> list[int]:
@@ -73,11 +74,12 @@ def _from_hex(text: str) -> bytes:
 
 
 def ledger_keys(own: Tree, client: Client) -> list[str]:
-    """What a sum that is opened is recorded under: the phase of the run; the reply, which another run may ask for."""
+    """What a sum that is opened is recorded under: the phase of the run; the model, at any repeat and for any server of
+    the same recipe; the reply, whoever asks for it."""
     if client.attempt is None:  # a simulation: its clients' store is saved and restored with the server's state
         return []
-    phase = f"opened {client.attempt.run} {own['phase']} {own['place']}"
-    return [phase, f"opened {own['result']}"] if own["result"] else [phase]
+    phase = f"{client.attempt.run} {own['phase']} {own['place']}"
+    return [f"opened {name}" for name in (phase, own["model"], own["result"]) if name]
 
 
 def require_same_set(own: Tree, clients: Iterable[int], client: Client) -> None:
@@ -92,13 +94,25 @@ def require_same_set(own: Tree, clients: Iterable[int], client: Client) -> None:
             )
 
 
+def model_digest(phase: str, reply: Reply, client: Client) -> str:
+    """Digest of the model that a reply answers, in a phase of a round of a recipe; "" without either."""
+    model = dict(client.messages.get(MODEL, {}))
+    if client.attempt is None or not reply.values or not model:
+        return ""
+    return _digest([client.attempt.recipe, phase, client.round], {"model": model})
+
+
 def reply_digest(phase: str, reply: Reply, client: Client) -> str:
     """Digest of a reply and of the model that it answers, whichever run asks; "" for a reply without values."""
     if client.attempt is None or not reply.values:
         return ""
-    about = [phase, place_of(client), reply.samples, reply.steps]
+    about = [phase, client.round, reply.samples, reply.steps]
+    return _digest(about, {"reply": reply.values, "model": dict(client.messages.get(MODEL, {}))})
+
+
+def _digest(about: list[str | int], tree: Tree) -> str:
     content = hashlib.blake2b(json.dumps(about).encode(), digest_size=32)
-    for path, leaf in leaves({"reply": reply.values, "model": dict(client.messages.get(MODEL, {}))}):
+    for path, leaf in leaves(tree):
         content.update(path.encode())
         if isinstance(leaf, Tensor):
             content.update(to_bytes(leaf.reshape(-1).view(torch.uint8)))

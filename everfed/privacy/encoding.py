@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from everfed.core.client import Reply
 FINE = 1 << 16  # steps to the unit of numbers in `wide`
 _ROOM = 1 << 62  # |sum| of a wide entry over all clients
 MAX_SAMPLES = 1 << 24
-_COUNTS = ("loss", "trained", "samples", "broken", "clipped")
+_COUNTS = ("loss", "trained", "samples", "clipped")
 Form = dict[str, list[Any]]  # "part/key" -> [dtype, shape]; dtype "number" for plain ones
 NUMBER = "number"
 
@@ -90,19 +91,11 @@ def sizes(form: Form) -> tuple[int, int]:
 
 
 def encode(reply: Reply, form: Form, code: Code) -> tuple[np.ndarray, np.ndarray]:
-    """(narrow, wide) of a reply; one with anything that is not finite adds nothing but to the count of broken ones."""
+    """(narrow, wide) of a reply that is finite."""
     values, samples = flat(reply.values), reply.samples
     if samples > MAX_SAMPLES:
         raise EncodingError(f"{samples} samples; secure aggregation takes {MAX_SAMPLES} at most")
     loss = 0.0 if reply.loss is None else float(reply.loss)
-    if not math.isfinite(loss) or not all(_finite(value) for value in values.values()):
-        narrow, wide = (np.zeros(size, dtype=np.int64) for size in sizes(form))
-        wide[-len(_COUNTS) + _COUNTS.index("broken")] = 1
-        return narrow.astype(code.dtype), wide.view(np.uint64)
-    return _encode(values, reply, loss, form, code)
-
-
-def _encode(values: dict[str, Any], reply: Reply, loss: float, form: Form, code: Code) -> tuple[np.ndarray, np.ndarray]:
     narrow, wide, weights, clipped = [], [], [], 0
     for path, entry in form.items():
         factor = code.factor(path, reply.samples) if path in values else 0
@@ -117,7 +110,7 @@ def _encode(values: dict[str, Any], reply: Reply, loss: float, form: Form, code:
             narrow.append(np.zeros(math.prod(entry[1]), dtype=np.int64))
     trained = 1 if reply.steps else 0
     mean_loss = round(loss / reply.steps * FINE) if trained else 0
-    counts = [mean_loss, trained, reply.samples * trained, 0, clipped]
+    counts = [mean_loss, trained, reply.samples * trained, clipped]
     every = [*wide, np.array([*weights, *counts], dtype=np.int64)]
     return _joined(narrow).astype(code.dtype), np.concatenate(every).view(np.uint64)
 
@@ -143,6 +136,12 @@ def _exact(path: str, value: Any, entry: list[Any], factor: int, clients: int) -
     return (np.rint(array * scale) if scale > 1 else array).astype(np.int64) * factor
 
 
+def is_finite(reply: Reply) -> bool:
+    """Is every number of it finite?"""
+    loss = 0.0 if reply.loss is None else float(reply.loss)
+    return math.isfinite(loss) and all(_finite(value) for value in flat(reply.values).values())
+
+
 def _finite(value: Any) -> bool:
     return bool(torch.isfinite(value).all()) if isinstance(value, Tensor) else math.isfinite(value)
 
@@ -150,14 +149,13 @@ def _finite(value: Any) -> bool:
 @dataclass(frozen=True)
 class Sums:
     """What a server learns. totals: {path: (weighted sum in float64, weight, dtype)}; loss: sum of clients' mean
-    losses; trained, samples, broken: how many clients trained, on how many samples, how many replies were not finite;
-    clipped: numbers that were outside [-clip, clip]."""
+    losses; trained, samples: how many clients trained, on how many samples; clipped: numbers that were outside [-clip,
+    clip]."""
 
     totals: dict[str, tuple[Tensor | float, float, torch.dtype | None]]
     loss: float
     trained: int
     samples: int
-    broken: int
     clipped: int
 
 
@@ -180,8 +178,8 @@ def decode(narrow: np.ndarray, wide: np.ndarray, form: Form, code: Code, added: 
             scale = FINE if entry[0] in (NUMBER, "float64") else 1
             totals[path] = _total(exact[at_wide : at_wide + size] / scale, entry, int(weight))
             at_wide += size
-    loss, trained, samples, broken, clipped = (int(count) for count in counts)
-    return Sums(totals, loss / FINE, trained, samples, broken, clipped)
+    loss, trained, samples, clipped = (int(count) for count in counts)
+    return Sums(totals, loss / FINE, trained, samples, clipped)
 
 
 def _check_counts(counts: np.ndarray, numbers: int, added: int) -> None:
@@ -189,7 +187,6 @@ def _check_counts(counts: np.ndarray, numbers: int, added: int) -> None:
         "loss": _ROOM,
         "trained": added,
         "samples": added * MAX_SAMPLES,
-        "broken": added,
         "clipped": added * numbers,
     }
     for name, count in zip(_COUNTS, counts.tolist(), strict=True):
@@ -228,14 +225,17 @@ def _total(values: np.ndarray, entry: list[Any], weight: int) -> tuple[Tensor | 
     return torch.from_numpy(values.copy()).reshape(entry[1]), float(weight), getattr(torch, entry[0])
 
 
-def common_form(forms: Iterable[Form]) -> Form:
-    """All paths of all forms. Raises EncodingError where two forms of one path differ."""
+def common_form(forms: Iterable[Form], fewest: int = 1) -> Form:
+    """The paths that at least `fewest` forms have: a sum of one client's value would be that value. Raises
+    EncodingError where two forms of one path differ."""
     found: Form = {}
+    counts: Counter[str] = Counter()
     for form in forms:
+        counts.update(form.keys())
         for path, entry in form.items():
             if found.setdefault(path, entry) != entry:
                 raise EncodingError(f"two forms of {path}: {found[path]} and {entry}")
-    return dict(sorted(found.items()))
+    return {path: entry for path, entry in sorted(found.items()) if counts[path] >= fewest}
 
 
 def form_to_text(form: Form) -> str:

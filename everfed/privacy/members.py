@@ -27,6 +27,11 @@ def needed(clients: int, threshold: float) -> int:
     return max(FEWEST, math.ceil(threshold * clients))
 
 
+def where(phase: str, place: str, asked: str) -> str:
+    """What the members of a sum must agree on beside their keys and forms."""
+    return f"{phase} {place} {asked}"
+
+
 def largest_form(parameters: int) -> int:
     """How many numbers a sum may have, for a model of so many parameters."""
     return 64 * parameters + (1 << 20)
@@ -35,8 +40,8 @@ def largest_form(parameters: int) -> int:
 @dataclass(frozen=True)
 class Members:
     """The clients of one attempt at a sum. keys: each client's two public keys; forms: of each client's reply, as it
-    advertised it; where: phase and place, which the digest covers; signed: names and signatures of the clients that
-    have a long-lived key."""
+    advertised it; where: phase, place and what was asked, which the digest covers; signed: names and signatures of the
+    clients that have a long-lived key."""
 
     keys: Mapping[int, bytes]
     forms: Mapping[int, str]
@@ -72,10 +77,10 @@ class Members:
         not cancel."""
         return hashlib.sha256(self.digest + set_text(sharing).encode()).digest()
 
-    def form(self, allowed: frozenset[str], largest: int) -> Form:
-        """The form of the sum, which every member computes from all forms: all their paths. Raises EncodingError where
-        two differ, or where it has more than `largest` numbers."""
-        form = common_form(form_from_text(text, allowed) for _, text in sorted(self.forms.items()))
+    def form(self, allowed: frozenset[str], largest: int, fewest: int) -> Form:
+        """The form of the sum, which every member computes from all forms: the paths that at least `fewest` have.
+        Raises EncodingError where two differ, or where it has more than `largest` numbers."""
+        form = common_form((form_from_text(text, allowed) for _, text in sorted(self.forms.items())), fewest)
         if sum(sizes(form)) > largest:
             raise EncodingError(f"a form of {sum(sizes(form))} numbers, at most {largest}")
         return form

@@ -18,6 +18,7 @@ the same phase of the same run, in any other set: the difference of two such sum
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ from everfed.privacy.bindings import (
     ledger_keys,
     letter_context,
     letter_secret,
+    model_digest,
     place_of,
     private_keys,
     reply_digest,
@@ -63,7 +65,7 @@ from everfed.privacy.bindings import (
     vote_text,
     with_new_keys,
 )
-from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text
+from everfed.privacy.encoding import Code, EncodingError, Form, encode, flat, form_of, form_to_text, is_finite
 from everfed.privacy.members import (
     FEWEST,
     Members,
@@ -76,6 +78,7 @@ from everfed.privacy.members import (
     sized,
     to_bytes,
     to_tensor,
+    where,
 )
 
 NAME = "secure"
@@ -92,7 +95,7 @@ REPLIES = {
 VECTORS = (b"narrow", b"wide")
 _IDLE = "idle"
 LONGEST_SIGNED = 1000  # characters of a name and a signature
-_KEPT = ("phase", "place", "epoch", "result", "reply", "form")  # through a change of keys
+_KEPT = ("phase", "place", "epoch", "asked", "model", "result", "reply", "form")  # through a change of keys
 Request = Mapping[str, Any]
 Weighing = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> weighted by samples?
 
@@ -107,7 +110,7 @@ class SecureAggregation(Protection):
     weighing: Weighing = field(default_factory=dict)
 
     name = NAME
-    adds = frozenset({"keys", "form", "signed"})
+    adds = frozenset({"keys", "form", "signed", "asked", "broken"})
     per_epoch = True
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
@@ -137,18 +140,24 @@ class SecureAggregation(Protection):
         unknown = set(flat(reply.values)) - set(self.weighing[phase.name])
         if unknown:
             raise CompositionError(f"phase {phase.name!r} replied {', '.join(sorted(unknown))} without a reducer")
+        broken = not is_finite(reply)
+        if broken:  # it has nothing to add up, and must not be counted among those that have
+            reply = Reply({})
         form = form_to_text(form_of(reply.values))
         own = {
             "phase": phase.name,
             "place": place_of(client),
             "epoch": epoch_of(client),
+            "asked": "" if client.attempt is None else client.attempt.asked,
+            "model": model_digest(phase.name, reply, client),
             "result": reply_digest(phase.name, reply, client),
             "reply": {"values": reply.values, "samples": reply.samples, "steps": reply.steps, "loss": _loss(reply)},
             "form": form,
             "step": SHARE,
         }
         client.state, advertised = with_new_keys(own, client)
-        return Reply({self.name: {**advertised, "form": form}})
+        said = {**advertised, "form": form, **({"asked": own["asked"]} if own["asked"] else {})}
+        return Reply({self.name: {**said, "broken": True} if broken else said})
 
     # the steps inside it -----------------------------------------------------------------------------------------
     def _run(self, step: str, client: Client) -> Values:
@@ -174,7 +183,8 @@ class SecureAggregation(Protection):
             raise ProtocolError("the server passes on other keys, or another form, than this client's")
         if len(members.clients) < FEWEST:
             raise ProtocolError(f"{len(members.clients)} clients; secure aggregation needs {FEWEST}")
-        self._form(own, members, client)
+        if not self._form(own, members, client):
+            raise ProtocolError(f"no value is in the replies of {self._needed(members)} of the members: no sum")
         unknown = unknown_members(own, members, client)
         if unknown:
             return own, {"complaints": torch.tensor(unknown)}
@@ -240,6 +250,10 @@ class SecureAggregation(Protection):
             raise ProtocolError("the set to open is not one of clients that shared their keys, with this one")
         if len(alive) < self._needed(members):
             raise ProtocolError(f"{len(alive)} of {len(members.clients)} clients are left; too few to open a sum")
+        for path in self._form(own, members, client):
+            having = sum(path in json.loads(members.forms[peer]) for peer in alive)
+            if having < self._needed(members):
+                raise ProtocolError(f"{path} is in the replies of {having} of the clients that are left: no sum")
         require_same_set(own, alive, client)
         votes = {
             str(peer): to_tensor(masking.mac(vote_secret(own, members, peer), vote_text(members, sharing, alive, me)))
@@ -277,14 +291,15 @@ class SecureAggregation(Protection):
 
     def _members(self, own: Tree, request: Request) -> Members:
         try:
-            return Members.from_tree(request, f"{own['phase']} {own['place']}")
+            return Members.from_tree(request, where(own["phase"], own["place"], own["asked"]))
         except ValueError as error:
             raise ProtocolError(str(error)) from error
 
     def _form(self, own: Tree, members: Members, client: Client) -> Form:
         """The form of the sum, from what the members advertised."""
         try:
-            return members.form(frozenset(self.weighing[own["phase"]]), largest_form(client.layout.size))
+            allowed, largest = frozenset(self.weighing[own["phase"]]), largest_form(client.layout.size)
+            return members.form(allowed, largest, self._needed(members))
         except EncodingError as error:
             raise ProtocolError(str(error)) from error
 

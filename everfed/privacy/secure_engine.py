@@ -17,11 +17,12 @@ from everfed.core.context import Ledger, Moment, Setup
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.evaluate import EvalSpec
 from everfed.core.handle import Server
-from everfed.core.message import Message, Model, Traffic, addressed, payload_bytes
+from everfed.core.message import Message, Model, PerClient, Traffic, addressed, payload_bytes
 from everfed.core.phase import Phase, When
 from everfed.core.reduce import Total
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
+from everfed.errors import CompositionError
 from everfed.privacy.encoding import Sums
 from everfed.privacy.members import set_text
 from everfed.privacy.secure import NAME, SecureAggregation
@@ -50,6 +51,7 @@ class Secured(Engine):
         self.part = part
         self._steps = {step.name: step for step in setup.method.phases(When.INSIDE)}
         self._sums: Sums | None = None
+        self._asked = self._broken = 0  # replies, and those that were not finite
         self._traffic = Traffic()
         self._stage = 0  # of the current phase: every exchange has a place of its own
 
@@ -57,10 +59,17 @@ class Secured(Engine):
         self, phase: Phase, clients: Sequence[int], message: Message | None, moment: Moment
     ) -> Iterator[tuple[int, Reply | Absent]]:
         """Yields which clients are absent, and empty replies of the others: their sum comes with `merge`."""
-        self._sums, self._traffic, self._stage = None, Traffic(), 0
+        self._sums, self._traffic, self._stage, self._broken = None, Traffic(), 0, 0
+        if any(isinstance(value, PerClient) for values in (message or {}).values() for value in values.values()):
+            raise CompositionError(
+                f"privacy.secure_aggregation: phase {phase.name!r} sends clients messages of their own; they could not "
+                "know that all were asked the same"
+            )
         replies, absent = self._gather(phase, clients, message, moment)
         if self.part.adds_up(phase, Server(NAME, {}, self.setup.server(phase.name, moment))):
-            self._sums = SecurePhase(self, phase, moment, replies, absent).run()
+            secured = SecurePhase(self, phase, moment, replies, absent)
+            self._sums, self._broken = secured.run(), secured.broken
+            self._asked = len(replies)
             self._warn(phase, moment)
         for client in clients:
             yield client, absent[client] if client in absent else Reply({})
@@ -77,7 +86,7 @@ class Secured(Engine):
             if weight and isinstance(total, Total):
                 total.total = value.to(self.device) if isinstance(value, Tensor) else value
                 total.weight, total.dtype = weight, dtype
-        replies.trained = _anonymous(self._sums)
+        replies.trained = _anonymous(self._sums, 2 * self._broken > self._asked)
 
     def request(
         self, step: str, clients: Sequence[int], message: Message, moment: Moment
@@ -118,8 +127,8 @@ class Secured(Engine):
         if sums is None:
             message = f"{where}: what was opened is no sum of replies, so at least one client sent a false vector; it "
             self.notify({"event": "warning", "message": message + "cannot be known which, and the sum is not used"})
-        elif sums.clipped or sums.broken:
-            what = f"{sums.clipped} numbers were outside [-clip, clip] and {sums.broken} replies were not finite"
+        elif sums.clipped or self._broken:
+            what = f"{sums.clipped} numbers were outside [-clip, clip] and {self._broken} replies were not finite"
             self.notify({"event": "warning", "message": f"{where}: {what}; see privacy.clip"})
 
     # the rest is the inner engine's ------------------------------------------------------------------------------
@@ -140,10 +149,11 @@ def _opened_key(moment: Moment) -> str:
     return f"opened {moment.round}.{moment.position}.{moment.repeat}"
 
 
-def _anonymous(sums: Sums) -> list[Trained]:
-    """As many clients as trained, without their numbers, all with the mean loss; not finite if no client's was."""
+def _anonymous(sums: Sums, broken: bool) -> list[Trained]:
+    """As many clients as trained, without their numbers, all with the mean loss; not finite where nothing was added up
+    and most replies are broken."""
     if not sums.trained:
-        return [Trained(-1, float("nan"), 1, 0)] if sums.broken else []
+        return [Trained(-1, float("nan"), 1, 0)] if broken else []
     mean = sums.loss / sums.trained
     first = Trained(-1, mean, 1, sums.samples)
     return [first, *(Trained(-1, mean, 1, 0) for _ in range(sums.trained - 1))]

@@ -17,7 +17,7 @@ from everfed.core.message import Message
 from everfed.core.phase import Phase
 from everfed.core.tree import Tree
 from everfed.privacy.encoding import EncodingError, Form, Sums, common_form, form_from_text, form_to_text, sizes
-from everfed.privacy.members import FEWEST, Members, are_keys, largest_form, needed, set_text, sized
+from everfed.privacy.members import FEWEST, Members, are_keys, largest_form, needed, set_text, sized, where
 from everfed.privacy.members import KEYS as KEYS_SIZE
 from everfed.privacy.secure import KEYS, LONGEST_SIGNED, NAME
 from everfed.privacy.secure_sum import Left, SecureSum, TooFewClients
@@ -38,8 +38,11 @@ class SecurePhase:
         self.forms: dict[int, Form] = {}
         self.keys: dict[int, bytes] = {}
         self.signed: dict[int, str] = {}  # passed on to the others, who check it
+        self.asked: dict[int, str] = {}
+        self.broken = 0  # replies that are not finite
         for client, reply in sorted(replies.items()):
             self._advertised(client, reply.values.get(NAME, {}))
+        self._leave_out_who_was_asked_otherwise()
         self._leave_out_other_forms()
         self._leave_out_large_forms()
         self.opened = engine.opened_set(moment)
@@ -56,7 +59,8 @@ class SecurePhase:
         if keys is None or not are_keys(keys):
             self.reject(client, "malformed: its keys are not two points on the curve")
         else:
-            self.forms[client] = form
+            self.forms[client], self.asked[client] = form, str(values.get("asked", ""))
+            self.broken += bool(values.get("broken"))
             self._take_keys(client, keys, values)
 
     def _take_keys(self, client: int, keys: bytes, values: Tree) -> None:
@@ -65,6 +69,14 @@ class SecurePhase:
         self.signed.pop(client, None)
         if isinstance(signed, str) and len(signed) <= LONGEST_SIGNED:
             self.signed[client] = signed
+
+    def _leave_out_who_was_asked_otherwise(self) -> None:
+        """The members' masks cancel only if all were asked the same."""
+        if self.asked:
+            usual = Counter(self.asked.values()).most_common(1)[0][0]
+            for client in [client for client, asked in self.asked.items() if asked != usual]:
+                self.reject(client, "malformed: it says that it was asked something else than the others")
+                del self.forms[client], self.asked[client]
 
     def _leave_out_other_forms(self) -> None:
         """Each path has the form that most clients have; clients with another form are left out."""
@@ -98,19 +110,37 @@ class SecurePhase:
         self.absent[client] = Absent("rejected", reason)
 
     def run(self) -> Sums | None:
-        """None where what was opened is no sum of replies."""
+        """None where what was opened is no sum of replies. Where no value is in enough replies nothing is opened."""
         while True:
             self.require(self.clients, self.clients)
+            if not self._has_a_sum():
+                return Sums({}, 0.0, 0, 0, 0)
             try:
                 return SecureSum(self, self._members()).run()
             except Left:
                 self._renew_keys()
 
+    def fewest(self, clients: int) -> int:
+        """In how many replies a value must be, and how many must stay, of so many clients."""
+        return needed(clients, self.engine.part.threshold)
+
+    def _has_a_sum(self) -> bool:
+        """Warns of values that too few clients have, which are not added up."""
+        clients = self.clients
+        counts = Counter(path for client in clients for path in self.forms[client])
+        fewest = self.fewest(len(clients))
+        for path, count in sorted(counts.items()):
+            if count < fewest:
+                which = f"{path} is in the replies of {count} of {len(clients)} clients, and {fewest} are needed"
+                self.engine.notify({"event": "warning", "message": f"{self.where()}: {which}; it is not added up"})
+        return any(count >= fewest for count in counts.values())
+
     def _members(self) -> Members:
         clients = self.clients
         forms = {client: form_to_text(self.forms[client]) for client in clients}
-        where = f"{self.phase.name} {self.moment.round}.{self.moment.repeat}"
-        return Members({client: self.keys[client] for client in clients}, forms, where, self.signed)
+        place = f"{self.moment.round}.{self.moment.repeat}"
+        bound = where(self.phase.name, place, self.asked[clients[0]])
+        return Members({client: self.keys[client] for client in clients}, forms, bound, self.signed)
 
     def _renew_keys(self) -> None:
         self.require(self.clients, self.clients)
@@ -139,7 +169,7 @@ class SecurePhase:
             )
 
     def require_enough(self, have: list[int], of: list[int]) -> None:
-        wanted = needed(len(of), self.engine.part.threshold)
+        wanted = self.fewest(len(of))
         if len(have) < wanted:
             raise TooFewClients(
                 f"{self.where()}: {len(have)} clients are left, {wanted} are needed (at least {FEWEST}, and "

@@ -51,7 +51,7 @@ class SecureSum:
     def __init__(self, phase: SecurePhase, members: Members) -> None:
         self.phase, self.members, self.part = phase, members, phase.engine.part
         self.threshold = needed(len(members.clients), self.part.threshold)
-        self.form = common_form(phase.forms[client] for client in members.clients)
+        self.form = common_form((phase.forms[client] for client in members.clients), self.threshold)
         self.code = self.part.code(phase.phase.name, len(members.clients))
 
     def run(self) -> Sums | None:
@@ -61,6 +61,8 @@ class SecureSum:
         vectors = self._mask(dealt)
         alive = sorted(vectors)
         self.phase.require(alive, self.members.clients)
+        if any(sum(path in self.phase.forms[client] for client in alive) < self.threshold for path in self.form):
+            raise Left  # too few of those that have a value are there; the others begin again without it
         votes = self._agree(alive)
         gone = [client for client in sharing if client not in vectors]
         keys = self._recover(dealt, votes, gone) if gone else {}

@@ -15,7 +15,7 @@ from everfed.reports.groups import by_stream
 from everfed.reports.html import render, the_tables
 from everfed.reports.paper import file_name
 from everfed.reports.read import read_runs
-from everfed.reports.tables import Table, to_csv, to_latex, to_markdown
+from everfed.reports.tables import ReportTable, to_csv, to_latex, to_markdown
 from everfed.store.files import write_atomic
 
 
@@ -58,7 +58,7 @@ def write(
     return page
 
 
-def _write_tables(tables: Sequence[Table], folder: Path) -> None:
+def _write_tables(tables: Sequence[ReportTable], folder: Path) -> None:
     for table in tables:
         for suffix, text in (("md", to_markdown), ("csv", to_csv), ("tex", to_latex)):
             _write_text(folder / f"{table.name}.{suffix}", text(table))

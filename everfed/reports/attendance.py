@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from everfed.core.spans import NAMED, spans
 from everfed.reports import tables
 from everfed.reports.markup import Html, join, tag
-from everfed.reports.read import Run
-from everfed.reports.tables import Column, Table
+from everfed.reports.read import LoggedRun
+from everfed.reports.tables import Column, ReportTable
 from everfed.store.event_log import TRAIN
 
 MOST = 200  # rounds with suspected shifts that are listed
@@ -27,7 +27,7 @@ class Record:
         return max((b - a - 1 for a, b in zip(self.rounds, self.rounds[1:], strict=False)), default=0)
 
 
-def records(run: Run) -> dict[int, Record]:
+def records(run: LoggedRun) -> dict[int, Record]:
     """By client, of all that were sampled at least once; empty where the events do not name clients."""
     found: dict[int, Record] = {}
     for (index, phase, _), line in sorted(run.log.phases.items()):
@@ -39,7 +39,7 @@ def records(run: Run) -> dict[int, Record]:
     return found
 
 
-def who_took_part(run: Run) -> Html:
+def who_took_part(run: LoggedRun) -> Html:
     """A sentence on participation, with a table where clients are few; nothing where all took part in every round."""
     found, rounds = records(run), len(run.log.rounds())
     clients = max(run.log.start.clients if run.log.start else 0, len(found))
@@ -76,11 +76,11 @@ def _table(found: dict[int, Record]) -> Html:
         )
         for client, record in sorted(found.items())
     )
-    table = tables.to_html(Table("who_took_part", "Who took part", columns, rows, "Rounds are counted from 1."))
+    table = tables.to_html(ReportTable("who_took_part", "Who took part", columns, rows, "Rounds are counted from 1."))
     return tag("details", tag("summary", "Who took part"), table)
 
 
-def suspected_shifts(run: Run) -> Html:
+def suspected_shifts(run: LoggedRun) -> Html:
     """Rounds in which the drift monitor suspected that clients' data had changed; nothing where there are none."""
     found = sorted(run.log.shifts.items())
     if not found:
@@ -93,7 +93,7 @@ def suspected_shifts(run: Run) -> Html:
     return tag("details", tag("summary", title), tag("ul", *items), open=len(found) <= 10)
 
 
-def _suspicion(run: Run, index: int, clients: tuple[int, ...]) -> str:
+def _suspicion(run: LoggedRun, index: int, clients: tuple[int, ...]) -> str:
     by = run.log.shifts_by[index]
     signals = "; ".join(f"{signal}: {spans(sorted(own))}" for signal, own in sorted(by.items()))
     return f"round {index + 1}: clients {spans(sorted(clients))}" + (f" (by {signals})" if set(by) != {"loss"} else "")

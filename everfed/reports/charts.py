@@ -272,7 +272,7 @@ class Bar:
         return sum(value for _, value in self.stack)
 
 
-class Pieces:
+class PieceColours:
     """The colour of each kind of piece in the bars of a page. None of them is a method's colour."""
 
     def __init__(self) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from everfed.errors import UserError
 from everfed.reports import charts, figures, html
-from everfed.reports.charts import Pieces
+from everfed.reports.charts import PieceColours
 from everfed.reports.colours import variables
 from everfed.reports.figures import View
 from everfed.reports.groups import Colours, dataset, differing, facts, grouped, short_key, variant
 from everfed.reports.live import Index, Note, Watched
 from everfed.reports.markup import Html, join, tag
-from everfed.reports.read import Run, read_run
+from everfed.reports.read import LoggedRun, read_run
 
 MOST_DRAWN = 200  # runs in one comparison
 MOST_REPORTED = 100  # runs in one report
@@ -44,7 +44,7 @@ class Dashboard:
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise UserError(f"{root} is not a folder" if root.exists() else f"{root} does not exist")
-        self.index, self.colours, self.pieces = Index(root), Colours(), Pieces()
+        self.index, self.colours, self.pieces = Index(root), Colours(), PieceColours()
 
     def runs(self) -> dict[str, Any]:
         """Every run in short."""
@@ -77,7 +77,7 @@ class Dashboard:
             parts = [("", runs)] if together else list(_by_data(runs).items())
             return join(*(self._drawn(name if len(parts) > 1 else "", own, kinds, view) for name, own in parts))
 
-    def _drawn(self, name: str, runs: Sequence[Run], kinds: Sequence[str], view: View) -> Html:
+    def _drawn(self, name: str, runs: Sequence[LoggedRun], kinds: Sequence[str], view: View) -> Html:
         groups = grouped(runs, self.colours).groups
         drawn = figures.panels(kinds, groups, view) if len(kinds) > 1 else figures.curve(kinds[0], groups, view)
         return tag("section", tag("h3", name, class_="data-name") if name else None, drawn, class_="data-set")
@@ -141,9 +141,9 @@ def _check(kinds: Sequence[str], view: View) -> None:
         raise UserError(f"smooth is at least 0 and below 1; got {view.smooth}")
 
 
-def _by_data(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def _by_data(runs: Sequence[LoggedRun]) -> dict[str, list[LoggedRun]]:
     """Runs by data set and scenario."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[LoggedRun]] = {}
     for run in runs:
         scenario = facts(run).get("stream.scenario")
         found.setdefault(f"{dataset(run)}, {scenario}" if scenario else dataset(run), []).append(run)
@@ -156,7 +156,7 @@ def _others(index: Index) -> dict[str, Any]:
     return {"problems": list(index.problems), "notes": notes}
 
 
-class Feed:
+class Updates:
     """Polls the runs and sends changes to all listeners."""
 
     def __init__(self, index: Index, every: float) -> None:

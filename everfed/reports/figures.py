@@ -9,10 +9,10 @@ from pathlib import Path
 
 from everfed.metrics.scores import Score, score_of
 from everfed.reports import charts, heatmaps, numbers, series
-from everfed.reports.charts import Axis, Bar, Marks, Pieces
-from everfed.reports.groups import Group
+from everfed.reports.charts import Axis, Bar, Marks, PieceColours
+from everfed.reports.groups import SeedGroup
 from everfed.reports.markup import NOTHING, Html, join, tag
-from everfed.reports.read import Run
+from everfed.reports.read import LoggedRun
 from everfed.store.run import RunFolder
 
 
@@ -22,7 +22,7 @@ class Curve:
 
     title: str
     about: str
-    points: Callable[[Run], series.Points]
+    points: Callable[[LoggedRun], series.Points]
     y: Axis
     by_task: bool = False
     score: bool = False
@@ -101,12 +101,12 @@ class View:
     log: bool = False
 
 
-def curve(kind: str, groups: Sequence[Group], view: View = View()) -> Html:  # noqa: B008 (it is frozen)
+def curve(kind: str, groups: Sequence[SeedGroup], view: View = View()) -> Html:  # noqa: B008 (it is frozen)
     """One of CURVES with its legend."""
     return _curve(kind, groups, view, _lines(kind, groups, view), with_legend=True)
 
 
-def panels(kinds: Sequence[str], groups: Sequence[Group], view: View) -> Html:
+def panels(kinds: Sequence[str], groups: Sequence[SeedGroup], view: View) -> Html:
     """Several of CURVES side by side under one legend."""
     found = {kind: _lines(kind, groups, view) for kind in kinds}
     named = {line.label: line for lines in found.values() for line in lines}
@@ -114,12 +114,12 @@ def panels(kinds: Sequence[str], groups: Sequence[Group], view: View) -> Html:
     return tag("div", charts.legend([*named.values()]), tag("div", *drawn, class_="panels"), data_lines=True)
 
 
-def _lines(kind: str, groups: Sequence[Group], view: View) -> list[series.Line]:
+def _lines(kind: str, groups: Sequence[SeedGroup], view: View) -> list[series.Line]:
     spec = CURVES[kind]
     groups = _alike(groups)[0] if spec.score else groups
     y = replace(axis(spec, groups), log=view.log)
 
-    def points(run: Run) -> series.Points:
+    def points(run: LoggedRun) -> series.Points:
         found = spec.points(run)
         found = series.joined(series.last_rounds(run), found) if spec.by_task and view.along else found
         found = series.within(found, *view.window)
@@ -130,7 +130,7 @@ def _lines(kind: str, groups: Sequence[Group], view: View) -> list[series.Line]:
     return draw(groups, points, view.limit, at=at, smooth=view.smooth)
 
 
-def _curve(kind: str, groups: Sequence[Group], view: View, found: Sequence[series.Line], with_legend: bool) -> Html:
+def _curve(kind: str, groups: Sequence[SeedGroup], view: View, found: Sequence[series.Line], with_legend: bool) -> Html:
     spec = CURVES[kind]
     groups, notes = _alike(groups) if spec.score else (groups, [])
     title = spec.title.format(score=score(groups).title)
@@ -145,13 +145,13 @@ def _curve(kind: str, groups: Sequence[Group], view: View, found: Sequence[serie
     return charts.figure(title, drawing, spec.about, kind, [*notes, *_curve_notes(found)])
 
 
-def only_task_ends(groups: Sequence[Group]) -> bool:
+def only_task_ends(groups: Sequence[SeedGroup]) -> bool:
     """Was every score measured at the end of a task?"""
     runs = [run for group in groups for run in group.runs if run.evaluations()]
     return bool(runs) and all(len(run.evaluations()) == len(run.accuracy_matrix()) for run in runs)
 
 
-def _alike(groups: Sequence[Group]) -> tuple[Sequence[Group], list[str]]:
+def _alike(groups: Sequence[SeedGroup]) -> tuple[Sequence[SeedGroup], list[str]]:
     """The groups with the score of the first, since others have another scale, and a note on the others."""
     own = score(groups)
     same = [group for group in groups if score([group]) == own]
@@ -159,13 +159,13 @@ def _alike(groups: Sequence[Group]) -> tuple[Sequence[Group], list[str]]:
     return same, [f"Not drawn: {others} with another score."] if others else []
 
 
-def measured(groups: Sequence[Group]) -> list[Html]:
+def measured(groups: Sequence[SeedGroup]) -> list[Html]:
     """A curve for every measurement of parts, mean over seeds."""
     names = sorted({name for group in groups for run in group.runs for name in run.log.measures})
     return [_measured(name, groups) for name in names]
 
 
-def _measured(name: str, groups: Sequence[Group]) -> Html:
+def _measured(name: str, groups: Sequence[SeedGroup]) -> Html:
     found = series.mean_lines(groups, lambda run: series.measure_by_round(run, name))
     drawing = charts.lines(
         found, Axis("Round"), Axis(name.partition(": ")[2]), f"{name}, {len(found)} lines.", _tasks(groups)
@@ -173,7 +173,7 @@ def _measured(name: str, groups: Sequence[Group]) -> Html:
     return charts.figure(name, drawing, "Reported by the part; it does not affect training.", notes=_curve_notes(found))
 
 
-def axis(spec: Curve, groups: Sequence[Group]) -> Axis:
+def axis(spec: Curve, groups: Sequence[SeedGroup]) -> Axis:
     """The y axis of a curve. Scores that are no fractions have neither per cent nor bounds."""
     measured = score(groups)
     if not spec.score or measured.unit:
@@ -181,12 +181,12 @@ def axis(spec: Curve, groups: Sequence[Group]) -> Axis:
     return Axis(spec.y.name.format(score=measured.title))
 
 
-def score(groups: Sequence[Group]) -> Score:
+def score(groups: Sequence[SeedGroup]) -> Score:
     """The score of the runs, from the first one that has reported it."""
     return score_of(next((run.score for group in groups for run in group.runs if run.scored), "accuracy"))
 
 
-def _tasks(groups: Sequence[Group]) -> Marks:
+def _tasks(groups: Sequence[SeedGroup]) -> Marks:
     found = series.boundaries([run for group in groups for run in group.runs])
     return Marks([(f"task {task}", first) for task, first in found])
 
@@ -204,7 +204,7 @@ def _curve_notes(found: Sequence[series.Line]) -> list[str]:
     return notes
 
 
-def accuracy_matrix(group: Group) -> Html:
+def accuracy_matrix(group: SeedGroup) -> Html:
     """The heat map of a method, mean over its seeds."""
     entries = series.mean_matrix(group.finished or group.runs)
     measured = score([group])
@@ -217,7 +217,7 @@ def accuracy_matrix(group: Group) -> Html:
     return charts.figure(title, heatmaps.matrix(entries, measured.unit), about + in_per_cent)
 
 
-def traffic(groups: Sequence[Group], pieces: Pieces) -> Html:
+def traffic(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
     """Bytes by part and direction; of runs that go on, by direction."""
     title = "Bytes by part and direction"
     found = [
@@ -245,7 +245,7 @@ def _named_parts(sizes: dict[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple((f"part {name}", size) for name, size in sizes.items())
 
 
-def time(groups: Sequence[Group], pieces: Pieces) -> Html:
+def time(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
     """Seconds by phase; of runs that go on, so far."""
     title = "Time by phase"
     found = [Bar(g.label, tuple(series.seconds_by_phase(g).items()), g.colour) for g in groups if g.finished]
@@ -259,7 +259,7 @@ def time(groups: Sequence[Group], pieces: Pieces) -> Html:
     return charts.figure(title, charts.bars(found, numbers.duration, "seconds", pieces), about, "time")
 
 
-def memory(groups: Sequence[Group], pieces: Pieces) -> Html:
+def memory(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
     """Peak memory of the process, and the clients' state."""
     peak = _memory_bars(groups, "peak_memory_bytes", "peak of the process", pieces)
     state = _memory_bars(groups, "client_state_bytes", "state of all clients", pieces)
@@ -269,14 +269,14 @@ def memory(groups: Sequence[Group], pieces: Pieces) -> Html:
     return charts.figure("Memory", join(peak, state), about, "memory")
 
 
-def _memory_bars(groups: Sequence[Group], key: str, what: str, pieces: Pieces) -> Html | None:
+def _memory_bars(groups: Sequence[SeedGroup], key: str, what: str, pieces: PieceColours) -> Html | None:
     known = [(group, series.mean_cost(group, key)) for group in groups]
     found = [Bar(group.label, ((what, value),), group.colour) for group, value in known if value is not None]
     return charts.bars(found, numbers.size, what, pieces) if any(bar.total for bar in found) else None
 
 
 # one run -----------------------------------------------------------------------------------------------------------
-def who_saw_what(run: Run) -> Html:
+def who_saw_what(run: LoggedRun) -> Html:
     """Clients by rounds, coloured by task."""
     title = "Who saw what when"
     start = run.log.start
@@ -289,13 +289,13 @@ def who_saw_what(run: Run) -> Html:
     return charts.figure(title, heatmaps.participation(grid, tasks), about, notes=notes)
 
 
-def _why_missing(run: Run) -> str:
+def _why_missing(run: LoggedRun) -> str:
     if not run.log.phases:
         return "The run has no events yet, or its events.jsonl is missing."
     return "The events have the number of clients only: an earlier version wrote them."
 
 
-def _grid_notes(grid: series.Grid, did: str) -> list[str]:
+def _grid_notes(grid: series.ClientGrid, did: str) -> list[str]:
     notes = []
     if grid.rounds_per_column > 1:
         notes.append(
@@ -306,7 +306,7 @@ def _grid_notes(grid: series.Grid, did: str) -> list[str]:
     return notes
 
 
-def suspected_shifts(run: Run) -> Html:
+def suspected_shifts(run: LoggedRun) -> Html:
     """Clients by rounds, where the drift monitor suspected a change; nothing where there are none."""
     found = series.suspicions(run)
     if found is None:
@@ -317,7 +317,7 @@ def suspected_shifts(run: Run) -> Html:
     )
 
 
-def class_mix(run: Run) -> Html:
+def class_mix(run: LoggedRun) -> Html:
     """Which classes each client holds."""
     title = "Who holds which classes"
     mixes = series.class_mixes(run)
@@ -328,7 +328,7 @@ def class_mix(run: Run) -> Html:
     return charts.figure(title, heatmaps.class_mix(mixes, tasks), "Training samples by client and class.")
 
 
-def buffers(run: Run) -> Html:
+def buffers(run: LoggedRun) -> Html:
     """From which tasks the samples in the clients' buffers come, at each task's end."""
     title = "Buffer composition by task"
     found = sorted(run.log.buffers.items())
@@ -345,7 +345,7 @@ def buffers(run: Run) -> Html:
     return charts.figure(title, drawing, whose)
 
 
-def pictures(run: Run) -> Html:
+def pictures(run: LoggedRun) -> Html:
     """Test samples as the run drew them at its end; nothing for streams that draw none."""
     files = sorted(RunFolder(run.folder).pictures.glob("*.png"))
     if not files:

@@ -14,7 +14,7 @@ from typing import Any
 
 from everfed.errors import UserError
 from everfed.recipe import Recipe, settled
-from everfed.reports.read import Result, Run
+from everfed.reports.read import LoggedRun, StoredResult
 
 # keys in which the seeds of one experiment may differ
 _NOT_THE_EXPERIMENT = ("seed", "name", "engine", "compare", "stream.seed")
@@ -24,19 +24,19 @@ _SECTIONS = ("stream", "scale", "method", "train", "model", "privacy", "monitor"
 
 
 @dataclass(frozen=True)
-class Group:
+class SeedGroup:
     """label: the method, with what distinguishes groups of the same method. runs: one per seed."""
 
     label: str
     colour: int
-    runs: tuple[Run, ...]
+    runs: tuple[LoggedRun, ...]
 
     @property
-    def finished(self) -> tuple[Run, ...]:
+    def finished(self) -> tuple[LoggedRun, ...]:
         return tuple(run for run in self.runs if run.result is not None)
 
     @property
-    def results(self) -> tuple[Result, ...]:
+    def results(self) -> tuple[StoredResult, ...]:
         """Those of `finished`, in the same order."""
         return tuple(run.result for run in self.runs if run.result is not None)
 
@@ -45,13 +45,13 @@ class Group:
 class Grouping:
     """groups: in the order in which their first runs were named; notes: caveats for the reader."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[SeedGroup, ...]
     notes: tuple[str, ...]
 
 
-def grouped(runs: Sequence[Run], colours: Colours | None = None) -> Grouping:
+def grouped(runs: Sequence[LoggedRun], colours: Colours | None = None) -> Grouping:
     """Runs by experiment. A seed that was run twice counts once, with a note."""
-    by_key: dict[str, list[Run]] = {}
+    by_key: dict[str, list[LoggedRun]] = {}
     for run in runs:
         by_key.setdefault(experiment(run), []).append(run)
     notes: list[str] = []
@@ -61,7 +61,7 @@ def grouped(runs: Sequence[Run], colours: Colours | None = None) -> Grouping:
     chosen.assign(map(variant, runs))
     numbers = _distinct([chosen.of(*variant(run)) for run in firsts])
     groups = (
-        Group(label, number, tuple(found))
+        SeedGroup(label, number, tuple(found))
         for label, number, found in zip(_labels(firsts), numbers, members, strict=True)
     )
     return Grouping(tuple(groups), (*notes, *_scale_notes(firsts), *_stream_notes(firsts)))
@@ -72,20 +72,20 @@ class StreamRuns:
     """Runs whose scores compare. name: the data set, with what distinguishes streams of the same data."""
 
     name: str
-    runs: tuple[Run, ...]
+    runs: tuple[LoggedRun, ...]
     grouping: Grouping
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[SeedGroup, ...]:
         return self.grouping.groups
 
 
-def by_stream(runs: Sequence[Run]) -> list[StreamRuns]:
+def by_stream(runs: Sequence[LoggedRun]) -> list[StreamRuns]:
     """Runs by the stream they are on, in the order in which the first of each was named. Methods keep their colours
     from stream to stream."""
     colours = Colours()
     colours.assign(map(variant, runs))
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[LoggedRun]] = {}
     for run in runs:
         found.setdefault(stream_of(run), []).append(run)
     firsts = [own[0] for own in found.values()]
@@ -96,7 +96,7 @@ def by_stream(runs: Sequence[Run]) -> list[StreamRuns]:
     ]
 
 
-def _stream_name(run: Run, firsts: Sequence[Run]) -> str:
+def _stream_name(run: LoggedRun, firsts: Sequence[LoggedRun]) -> str:
     own, alike = facts(run), [other for other in firsts if dataset(other) == dataset(run)]
     keys = [key for key in differing(alike) if _of_stream(key) and own.get(key) is not None]
     spelled = [f"{key.removeprefix('stream.')}={short(own[key])}" for key in keys[:MOST_KEYS]]
@@ -114,17 +114,17 @@ def _distinct(numbers: Sequence[int]) -> list[int]:
 
 
 # what distinguishes runs -------------------------------------------------------------------------------------------
-def experiment(run: Run) -> str:
+def experiment(run: LoggedRun) -> str:
     """What two runs must share to be seeds of one experiment."""
     return json.dumps([run.method, sorted(facts(run).items())], default=str)
 
 
-def variant(run: Run) -> tuple[str, str, str]:
+def variant(run: LoggedRun) -> tuple[str, str, str]:
     """(method, stream, experiment): what a colour and a dash stand for."""
     return run.method, stream_of(run), experiment(run)
 
 
-def stream_of(run: Run) -> str:
+def stream_of(run: LoggedRun) -> str:
     """What two runs must share for their scores to compare: the stream and the scale."""
     return json.dumps(sorted((key, value) for key, value in facts(run).items() if _of_stream(key)), default=str)
 
@@ -133,7 +133,7 @@ def _of_stream(key: str) -> bool:
     return key == "scale" or key.startswith("stream.")
 
 
-def facts(run: Run) -> dict[str, Any]:
+def facts(run: LoggedRun) -> dict[str, Any]:
     """The options that take effect, and the scale, as dotted keys, without those in which seeds may differ."""
     options = flat({**_in_effect(run.recipe_text), "scale": run.settings.get("scale", 1.0)})
     return {key: value for key, value in options.items() if not _left_out(key)}
@@ -176,7 +176,7 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[LoggedRun]) -> list[str]:
     """The keys in which the runs differ: the data set first, then the stream, the method, training, the network."""
     tables = [facts(run) for run in runs]
     keys = {key for table in tables for key in table}
@@ -189,9 +189,9 @@ def _order(key: str) -> tuple[int, int, str]:
     return (0 if key == "stream.dataset" else 1, place, key)
 
 
-def _one_per_seed(runs: Sequence[Run], notes: list[str]) -> list[Run]:
+def _one_per_seed(runs: Sequence[LoggedRun], notes: list[str]) -> list[LoggedRun]:
     """Of runs with the same seeds the finished one that was named first, or the first."""
-    by_seed: dict[Any, list[Run]] = {}
+    by_seed: dict[Any, list[LoggedRun]] = {}
     for run in runs:
         stream = run.recipe.get("stream")
         own = stream.get("seed") if isinstance(stream, dict) else None
@@ -207,13 +207,13 @@ def _one_per_seed(runs: Sequence[Run], notes: list[str]) -> list[Run]:
 
 
 # labels ------------------------------------------------------------------------------------------------------------
-def _labels(firsts: Sequence[Run]) -> list[str]:
+def _labels(firsts: Sequence[LoggedRun]) -> list[str]:
     several = len({dataset(run) for run in firsts}) > 1
     labels = [_label(run, firsts, several) for run in firsts]
     return [_unique(label, labels[:i]) for i, label in enumerate(labels)]
 
 
-def _label(run: Run, firsts: Sequence[Run], name_data: bool) -> str:
+def _label(run: LoggedRun, firsts: Sequence[LoggedRun], name_data: bool) -> str:
     """The method; the data set where there are several; what distinguishes it from the same method on this data."""
     own = facts(run)
     alike = [other for other in firsts if other.method == run.method and dataset(other) == dataset(run)]
@@ -224,7 +224,7 @@ def _label(run: Run, firsts: Sequence[Run], name_data: bool) -> str:
     return f"{run.method} ({', '.join(spelled)})" if spelled else run.method
 
 
-def dataset(run: Run) -> str:
+def dataset(run: LoggedRun) -> str:
     """The name of the data set."""
     return str(facts(run).get("stream.dataset", "")) or "unknown data"
 
@@ -244,7 +244,7 @@ def _unique(label: str, before: Sequence[str]) -> str:
     return f"{label} #{before.count(label) + 1}" if label in before else label
 
 
-def _scale_notes(firsts: Sequence[Run]) -> list[str]:
+def _scale_notes(firsts: Sequence[LoggedRun]) -> list[str]:
     """Scores of a scaled run do not compare with those of a full one."""
     scales = sorted({float(run.settings.get("scale", 1.0)) for run in firsts} - {1.0})
     if not scales:
@@ -254,7 +254,7 @@ def _scale_notes(firsts: Sequence[Run]) -> list[str]:
             "They do not compare with full runs."]  # fmt: skip
 
 
-def _stream_notes(firsts: Sequence[Run]) -> list[str]:
+def _stream_notes(firsts: Sequence[LoggedRun]) -> list[str]:
     """Scores on different streams do not compare."""
     found = [key for key in differing(firsts) if key.startswith("stream.")]
     if not found:

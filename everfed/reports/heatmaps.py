@@ -8,7 +8,7 @@ from everfed.reports.charts import chip, tick
 from everfed.reports.colours import on_heat
 from everfed.reports.markup import Html, join, tag
 from everfed.reports.numbers import plain, whole_ticks
-from everfed.reports.series import ClassMix, Grid
+from everfed.reports.series import ClassMix, ClientGrid
 
 NUMBERED_UP_TO = 20  # tasks whose numbers fit into the cells
 CELLS_WITH_NUMBERS = 800  # of all divisions of the data together
@@ -87,20 +87,20 @@ def task_colour(task: int, tasks: int) -> str:
     return f"--c:oklch(var(--task-light) var(--task-strong) {hue:.0f})"
 
 
-def participation(grid: Grid, tasks: int) -> Html:
+def participation(grid: ClientGrid, tasks: int) -> Html:
     """Clients by rounds, coloured by task."""
     about = f"Which of {grid.clients} clients trained in which of {grid.rounds} rounds, coloured by task."
     legend = _legend([f"task {task}" for task in range(1, tasks + 1)])
     return join(legend, _by_client(grid, tasks, about))
 
 
-def suspicions(grid: Grid, names: Sequence[str]) -> Html:
+def suspicions(grid: ClientGrid, names: Sequence[str]) -> Html:
     """Clients by rounds, coloured by the signal of a suspected shift."""
     about = f"In which of {grid.rounds} rounds the data of which of {grid.clients} clients seemed to have changed."
     return join(_legend(names), _by_client(grid, len(names), about))
 
 
-def _by_client(grid: Grid, count: int, about: str) -> Html:
+def _by_client(grid: ClientGrid, count: int, about: str) -> Html:
     """A grid with `count` levels."""
     levels = [[None if level is None else level - 1 for level in row] for row in grid.cells]
     styles = [task_colour(level, count) for level in range(1, count + 1)]

@@ -11,12 +11,12 @@ from typing import Any
 from everfed import __version__
 from everfed.metrics.scores import score_of
 from everfed.reports import attendance, figures, numbers, rerun, tables
-from everfed.reports.charts import Pieces
+from everfed.reports.charts import PieceColours
 from everfed.reports.colours import variables
-from everfed.reports.groups import Group, StreamRuns, by_stream
+from everfed.reports.groups import SeedGroup, StreamRuns, by_stream
 from everfed.reports.markup import Html, join, tag
-from everfed.reports.read import Run
-from everfed.reports.tables import Table
+from everfed.reports.read import LoggedRun
+from everfed.reports.tables import ReportTable
 
 # Nothing may be fetched; scripts and styles are those of this file.
 POLICY = (
@@ -30,7 +30,7 @@ def asset(name: str) -> str:
     return resources.files("everfed.reports").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def render(runs: Sequence[Run], title: str = "") -> str:
+def render(runs: Sequence[LoggedRun], title: str = "") -> str:
     """The whole page. title: of the user's choice."""
     streams = by_stream(runs)
     title = title or _subject(streams)
@@ -54,19 +54,19 @@ def render(runs: Sequence[Run], title: str = "") -> str:
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def the_tables(runs: Sequence[Run], groups: Sequence[Group]) -> list[Table]:
+def the_tables(runs: Sequence[LoggedRun], groups: Sequence[SeedGroup]) -> list[ReportTable]:
     """All tables about the runs of one stream, in their order."""
     several = [tables.comparison(groups), tables.cost(groups), tables.bytes_by_part(groups)]
     return [*several, tables.accuracy_matrices(groups), tables.runs(runs)]
 
 
 @dataclass(frozen=True)
-class Part:
+class Chapter:
     """A section of the page with its sections."""
 
     title: str
     body: Sequence[Html] = ()
-    parts: Sequence[Part] = ()
+    parts: Sequence[Chapter] = ()
 
     def html(self, number: str, level: int = 2) -> Html:
         """number: of its anchor, "2" or "2-1"."""
@@ -80,7 +80,7 @@ class Part:
         return tag("li", link, tag("ol", *inner) if inner else None)
 
 
-def _contents(parts: Sequence[Part]) -> Html:
+def _contents(parts: Sequence[Chapter]) -> Html:
     entries = [part.entry(str(i)) for i, part in enumerate(parts, start=1)]
     return tag("nav", tag("ol", *entries), class_="contents", aria_label="Contents")
 
@@ -91,7 +91,7 @@ def _subject(streams: Sequence[StreamRuns]) -> str:
     return f"{numbers.listed(methods)} on {numbers.listed([stream.name for stream in streams])}"
 
 
-def _header(title: str, runs: Sequence[Run], streams: Sequence[StreamRuns]) -> Html:
+def _header(title: str, runs: Sequence[LoggedRun], streams: Sequence[StreamRuns]) -> Html:
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     unfinished = sum(run.result is None for run in runs)
     count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
@@ -109,16 +109,16 @@ def _header(title: str, runs: Sequence[Run], streams: Sequence[StreamRuns]) -> H
     return tag("header", button, tag("h1", title), lead, tag("p", known, class_="note"), overview, *notes)
 
 
-def _parts(runs: Sequence[Run], streams: Sequence[StreamRuns]) -> list[Part]:
+def _parts(runs: Sequence[LoggedRun], streams: Sequence[StreamRuns]) -> list[Chapter]:
     """The chapters: of one stream its sections, of several one chapter each; then all runs one by one."""
-    pieces = Pieces()
+    pieces = PieceColours()
     chapters = [(stream.name, _stream_parts(stream, pieces)) for stream in streams]
     single = len(chapters) == 1
-    parts = chapters[0][1] if single else [Part(name, parts=inner) for name, inner in chapters]
-    return [*parts, Part("Runs", [tables.to_html(tables.runs(runs), titled=False), *_run_details(runs)])]
+    parts = chapters[0][1] if single else [Chapter(name, parts=inner) for name, inner in chapters]
+    return [*parts, Chapter("Runs", [tables.to_html(tables.runs(runs), titled=False), *_run_details(runs)])]
 
 
-def _stream_parts(stream: StreamRuns, pieces: Pieces) -> list[Part]:
+def _stream_parts(stream: StreamRuns, pieces: PieceColours) -> list[Chapter]:
     groups = stream.groups
     comparison, cost, by_part, *_ = the_tables(stream.runs, groups)
     # a plot by round would repeat the plot by task where scores were measured at the ends of tasks alone
@@ -126,17 +126,17 @@ def _stream_parts(stream: StreamRuns, pieces: Pieces) -> list[Part]:
     measured = figures.measured(groups)
     costs = [figures.traffic(groups, pieces), figures.time(groups, pieces), figures.memory(groups, pieces)]
     return [
-        Part(
+        Chapter(
             "Results",
             [
                 tables.to_html(comparison, titled=False),
                 _two(figures.curve("acc_t", groups), figures.curve("forgetting", groups)),
             ],
         ),
-        Part("Learning", [_two(*by_round, figures.curve("loss", groups))]),
-        Part("Scores by task", [_two(*(figures.accuracy_matrix(group) for group in groups))]),
-        *([Part("What parts measured", [_two(*measured)])] if measured else []),
-        Part(
+        Chapter("Learning", [_two(*by_round, figures.curve("loss", groups))]),
+        Chapter("Scores by task", [_two(*(figures.accuracy_matrix(group) for group in groups))]),
+        *([Chapter("What parts measured", [_two(*measured)])] if measured else []),
+        Chapter(
             "Cost",
             [
                 tables.to_html(cost, titled=False),
@@ -155,13 +155,13 @@ def _folded(title: str, *children: Html, opened: bool = False) -> Html:
     return tag("details", tag("summary", title), *children, open=opened)
 
 
-def _run_details(runs: Sequence[Run]) -> list[Html]:
+def _run_details(runs: Sequence[LoggedRun]) -> list[Html]:
     """Runs one by one. A figure that an earlier run already has (methods share their streams) is not repeated."""
     seen: dict[str, str] = {}
     return [_folded(run.name, *run_sections(run, seen), opened=len(runs) == 1) for run in runs]
 
 
-def run_sections(run: Run, seen: dict[str, str] | None = None) -> list[Html]:
+def run_sections(run: LoggedRun, seen: dict[str, str] | None = None) -> list[Html]:
     """The sections about one run."""
     seen = {} if seen is None else seen
     drawn = [figures.who_saw_what(run), figures.suspected_shifts(run), figures.class_mix(run), figures.buffers(run)]
@@ -186,7 +186,7 @@ def _once(figure: Html, run: str, seen: dict[str, str]) -> Html:
     return tag("p", Html(title), f": the same as in {first}.", class_="note")
 
 
-def facts(run: Run, left: float | None = None) -> Html:
+def facts(run: LoggedRun, left: float | None = None) -> Html:
     """State, place and environment. left: seconds until a run that goes on is finished."""
     result = run.result
     going_on = f"running, round {run.rounds_done:,} of {run.rounds:,}"
@@ -205,7 +205,7 @@ def facts(run: Run, left: float | None = None) -> Html:
     return tag("dl", *pairs, class_="facts")
 
 
-def _now(run: Run, left: float | None) -> dict[str, str]:
+def _now(run: LoggedRun, left: float | None) -> dict[str, str]:
     """What is known of a run that is not finished."""
     log, found = run.log, {}
     if log.phases:
@@ -238,7 +238,7 @@ def problem(message: str) -> Html:
 MOST_NOTES = 200
 
 
-def happenings(run: Run) -> Html:
+def happenings(run: LoggedRun) -> Html:
     """Faults, warnings and resumes in the order in which they happened, and clients that did not train."""
     log = run.log
     items = [_note(note.kind, note.time, note.round, note.message) for note in log.notes[-MOST_NOTES:]]
@@ -259,7 +259,7 @@ def _note(kind: str, when: float | None, done: int, message: str) -> Html:
     return tag("li", tag("b", kind), f" {message} ", tag("small", f"({place})"), class_=f"kind-{kind}")
 
 
-def recipe(run: Run) -> Html:
+def recipe(run: LoggedRun) -> Html:
     """The resolved recipe, and the command that repeats the run."""
     if rerun.own_stream(run):
         again = tag("p", "This run got its stream from Python; to run it again, run that program.")

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from everfed.errors import UserError
 from everfed.metrics.scores import PERCENT, score_of
 from everfed.reports import series
-from everfed.reports.read import DEPTH, Result, Run, read_recipe, read_result, read_settings
+from everfed.reports.read import DEPTH, LoggedRun, StoredResult, read_recipe, read_result, read_settings
 from everfed.store.event_log import Tail
 from everfed.store.files import write_atomic
 from everfed.store.run import RECIPE, RESULT, RunError
@@ -31,7 +31,7 @@ QUIET_AFTER = 60.0  # seconds without an event after which, at the earliest, an 
 MOST_FOLDERS = 20_000  # folders that are searched
 
 
-class Guard:
+class FolderGuard:
     """Opens regular files inside `root`, and nothing else."""
 
     def __init__(self, root: Path) -> None:
@@ -62,18 +62,20 @@ class Watched:
         self.recipe_text = ""
         self.recipe: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
-        self.result: Result | None = None
+        self.result: StoredResult | None = None
         self.problem = ""
         self.summary: dict[str, Any] = {}
         self.version = 0
         self._seen: dict[str, tuple[int, int, int] | None] = {}
 
     @property
-    def run(self) -> Run:
+    def run(self) -> LoggedRun:
         """The run in the form that reports use."""
-        return Run(self.name, self.folder, self.recipe, self.recipe_text, self.settings, self.result, self.tail.log)
+        return LoggedRun(
+            self.name, self.folder, self.recipe, self.recipe_text, self.settings, self.result, self.tail.log
+        )
 
-    def poll(self, guard: Guard, now: float) -> bool:
+    def poll(self, guard: FolderGuard, now: float) -> bool:
         """Read what is new; True when the summary changed."""
         try:
             moved, problem = self._read(guard), ""
@@ -91,7 +93,7 @@ class Watched:
         self.summary = fresh
         return changed
 
-    def _read(self, guard: Guard) -> bool:
+    def _read(self, guard: FolderGuard) -> bool:
         moved = self._changed(RECIPE)
         if moved:
             self.recipe_text, self.recipe = read_recipe(self.folder, guard.open)
@@ -160,20 +162,20 @@ def summary(watched: Watched, now: float) -> dict[str, Any]:
     }
 
 
-def _how_scored(run: Run) -> dict[str, Any]:
+def _how_scored(run: LoggedRun) -> dict[str, Any]:
     """How the table prints the scores: a heading, and whether they are fractions."""
     score = score_of(run.score)
     return {"heading": score.short, "percent": score.kind == PERCENT}
 
 
-def _last_score(run: Run) -> float | None:
+def _last_score(run: LoggedRun) -> float | None:
     if run.result is not None:
         return run.result.metrics.get(score_of(run.score).main)
     latest = max(run.log.evaluations, default=None)
     return None if latest is None else run.log.evaluations[latest].score
 
 
-def _last_forgetting(run: Run) -> float | None:
+def _last_forgetting(run: LoggedRun) -> float | None:
     if run.result is not None:
         return run.result.metrics.get(score_of(run.score).lost)
     found = series.forgetting_by_task(run)
@@ -204,7 +206,7 @@ class Index:
     """All runs below a folder. `lock` must be held to read or draw a run's log."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
-        self.guard, self.clock = Guard(root), clock
+        self.guard, self.clock = FolderGuard(root), clock
         self.lock = threading.Lock()
         self.runs: dict[str, Watched] = {}
         self.problems: tuple[str, ...] = ()

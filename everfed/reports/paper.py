@@ -10,8 +10,8 @@ from everfed.errors import UserError
 from everfed.reports import figures, series
 from everfed.reports.charts import Axis
 from everfed.reports.colours import ON_LIGHT
-from everfed.reports.groups import COLOURS, Group
-from everfed.reports.read import Run
+from everfed.reports.groups import COLOURS, SeedGroup
+from everfed.reports.read import LoggedRun
 
 SIZE = (5.0, 3.2)  # inches
 DPI = 200
@@ -38,7 +38,7 @@ def check() -> None:
         ) from error
 
 
-def write(groups: Sequence[Group], folder: Path) -> list[Path]:
+def write(groups: Sequence[SeedGroup], folder: Path) -> list[Path]:
     """All figures with data, as NAME.png and NAME.pdf; returns the files."""
     check()
     from matplotlib import rc_context
@@ -59,7 +59,7 @@ def _metadata(suffix: str) -> dict[str, Any]:
     return {"CreationDate": None} if suffix == "pdf" else {"Software": None}
 
 
-def _all(groups: Sequence[Group]) -> Iterator[tuple[str, Any]]:
+def _all(groups: Sequence[SeedGroup]) -> Iterator[tuple[str, Any]]:
     for kind in figures.CURVES:
         drawn = _curves(kind, groups)
         if drawn is not None:
@@ -90,7 +90,7 @@ def _axes(size: tuple[float, float] = SIZE) -> tuple[Any, Any]:
     return figure, figure.subplots()
 
 
-def _curves(kind: str, groups: Sequence[Group]) -> Any | None:
+def _curves(kind: str, groups: Sequence[SeedGroup]) -> Any | None:
     spec = figures.CURVES[kind]
     found = series.mean_lines(groups, spec.points, limit=4 * series.POINTS)
     if not found:
@@ -118,7 +118,7 @@ def _shown(values: Sequence[float], axis: Axis) -> list[float]:
     return [axis.shown(value) for value in values]
 
 
-def _matrix(group: Group) -> Any | None:
+def _matrix(group: SeedGroup) -> Any | None:
     entries = series.mean_matrix(group.finished or group.runs)
     if not entries:
         return None
@@ -148,7 +148,7 @@ def _write_numbers(axes: Any, values: Sequence[Sequence[float]], image: Any) -> 
                 )
 
 
-def _costs(groups: Sequence[Group]) -> Iterator[tuple[str, Any]]:
+def _costs(groups: Sequence[SeedGroup]) -> Iterator[tuple[str, Any]]:
     if not groups:
         return
     traffic = [
@@ -183,7 +183,7 @@ def _bars(rows: Sequence[tuple[str, dict[str, float]]], name: str) -> Any:
     return figure
 
 
-def _participation(run: Run) -> Any | None:
+def _participation(run: LoggedRun) -> Any | None:
     start = run.log.start
     grid = series.participation(run, start.clients if start else 0)
     if grid is None:

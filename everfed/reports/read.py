@@ -1,4 +1,4 @@
-"""Reads run folders, finished, unfinished or damaged, as `Run`s; raises an error that names the damaged file."""
+"""Reads run folders, finished, unfinished or damaged, as `LoggedRun`s; raises an error that names the damaged file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from everfed.store.event_log import Evaluation, Log, Opener, open_file, read_log
+from everfed.store.event_log import Log, Opener, ScoredRound, open_file, read_log
 from everfed.store.run import RECIPE, RESULT, SETTINGS, RunError
 
 Matrix = list[list[float | None]]
@@ -33,7 +33,7 @@ class Cost(BaseModel):
     samples: int | None = None
 
 
-class Curve(BaseModel):
+class CurvePoint(BaseModel):
     """result.json: one entry of curves."""
 
     round: int
@@ -41,7 +41,7 @@ class Curve(BaseModel):
     accuracy: list[float | None]
 
 
-class Result(BaseModel):
+class StoredResult(BaseModel):
     """result.json, as far as a report needs it; further keys are kept and ignored."""
 
     model_config = ConfigDict(extra="allow")
@@ -56,7 +56,7 @@ class Result(BaseModel):
     accuracy_matrix: Matrix
     metrics: dict[str, float | None]
     by_logits: dict[str, dict[str, Any]] = {}
-    curves: list[Curve] = []
+    curves: list[CurvePoint] = []
     cost: Cost = Cost()
     stream: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}  # facts from parts
@@ -64,7 +64,7 @@ class Result(BaseModel):
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """A run folder as read. name: its name in the report. result: None while the run is unfinished."""
 
     name: str
@@ -72,7 +72,7 @@ class Run:
     recipe: dict[str, Any]
     recipe_text: str
     settings: dict[str, Any]
-    result: Result | None
+    result: StoredResult | None
     log: Log
 
     @property
@@ -126,7 +126,7 @@ class Run:
         done = log.rounds_done - log.start.round
         return (log.last_time - log.started) / done * (self.rounds - log.rounds_done) if done > 0 else None
 
-    def evaluations(self) -> list[Evaluation]:
+    def evaluations(self) -> list[ScoredRound]:
         """Every evaluation in round order: from the events, or from result.json where the events are gone."""
         if self.log.evaluations or self.result is None:
             return [self.log.evaluations[index] for index in sorted(self.log.evaluations)]
@@ -141,13 +141,13 @@ class Run:
         return [[*value.accuracy, *[None] * (width - len(value.accuracy))] for value in ends]
 
 
-def _evaluation(curve: Curve) -> Evaluation:
+def _evaluation(curve: CurvePoint) -> ScoredRound:
     known = [value for value in curve.accuracy[: curve.task + 1] if value is not None]
     mean = sum(known) / len(known) if known else None
-    return Evaluation(curve.round, curve.task, False, tuple(curve.accuracy), mean)
+    return ScoredRound(curve.round, curve.task, False, tuple(curve.accuracy), mean)
 
 
-def read_run(folder: Path, name: str | None = None, opener: Opener = open_file) -> Run:
+def read_run(folder: Path, name: str | None = None, opener: Opener = open_file) -> LoggedRun:
     """The run in `folder`. Raises RunError naming the file that is missing or damaged."""
     text, recipe = read_recipe(folder, opener)
     try:
@@ -155,7 +155,7 @@ def read_run(folder: Path, name: str | None = None, opener: Opener = open_file) 
     except OSError as error:
         raise RunError(f"the events of {folder} cannot be read: {error.strerror or error}") from error
     settings, result = read_settings(folder, opener), read_result(folder, opener)
-    return Run(name or folder.name or str(folder), folder, recipe, text, settings, result, log)
+    return LoggedRun(name or folder.name or str(folder), folder, recipe, text, settings, result, log)
 
 
 def read_recipe(folder: Path, opener: Opener = open_file) -> tuple[str, dict[str, Any]]:
@@ -179,13 +179,13 @@ def read_settings(folder: Path, opener: Opener = open_file) -> dict[str, Any]:
     return settings or {}
 
 
-def read_result(folder: Path, opener: Opener = open_file) -> Result | None:
+def read_result(folder: Path, opener: Opener = open_file) -> StoredResult | None:
     """result.json; None while the run is unfinished."""
     data = _json(folder / RESULT, opener)
     if data is None:
         return None
     try:
-        return Result.model_validate(data)
+        return StoredResult.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
@@ -229,7 +229,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
             yield from find_runs(inner, depth - 1)
 
 
-def read_runs(named: Sequence[Path]) -> list[Run]:
+def read_runs(named: Sequence[Path]) -> list[LoggedRun]:
     """The runs in the folders named and below them, each once. Raises RunError where a folder holds none."""
     folders: dict[Path, Path] = {}  # resolved path -> path as given
     for folder in named:

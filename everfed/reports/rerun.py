@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 
-from everfed.reports.read import Run
+from everfed.reports.read import LoggedRun
 
 
-def command(run: Run) -> str:
+def command(run: LoggedRun) -> str:
     """The exact command line; the stored recipe holds the seed and every default."""
     words = ["everfed", "run", str(run.folder / "recipe.toml"), "--out", f"{run.folder}-again"]
     scale, data = run.settings.get("scale", 1.0), run.settings.get("data_dir")
@@ -18,6 +18,6 @@ def command(run: Run) -> str:
     return shlex.join(words)
 
 
-def own_stream(run: Run) -> bool:
+def own_stream(run: LoggedRun) -> bool:
     """Did the run get its stream from Python, so that no command repeats it?"""
     return bool(run.settings.get("own_stream"))

@@ -13,8 +13,8 @@ from everfed.metrics.matrix import forgetting, oriented, over_time
 from everfed.metrics.numbers import mean as _mean
 from everfed.metrics.scores import score_of
 from everfed.metrics.statistics import mean_and_deviation
-from everfed.reports.groups import Group
-from everfed.reports.read import Matrix, Run
+from everfed.reports.groups import SeedGroup
+from everfed.reports.read import LoggedRun, Matrix
 from everfed.store.event_log import TRAIN, PhaseLine
 
 POINTS = 600  # that a thinned curve has at most, about
@@ -64,28 +64,28 @@ def thinned(line: Line, limit: int = POINTS) -> Line:
 Points = dict[float, float]
 
 
-def score_by_round(run: Run) -> Points:
+def score_by_round(run: LoggedRun) -> Points:
     """Mean score over the tasks seen so far, wherever it was measured."""
     return {value.round + 1: value.score for value in run.evaluations() if value.score is not None}
 
 
-def loss_by_round(run: Run) -> Points:
+def loss_by_round(run: LoggedRun) -> Points:
     """Mean training loss of the round's clients."""
     lines = sorted((key[0], line.loss) for key, line in run.log.phases.items() if key[1] == TRAIN)
     return {index + 1: loss for index, loss in lines if loss is not None}
 
 
-def bytes_by_round(run: Run) -> Points:
+def bytes_by_round(run: LoggedRun) -> Points:
     """Bytes up and down from the beginning to the end of each round."""
     return _accumulated(run, lambda line: line.bytes_up + line.bytes_down)
 
 
-def seconds_by_round(run: Run) -> Points:
+def seconds_by_round(run: LoggedRun) -> Points:
     """Seconds of all phases from the beginning to the end of each round; evaluation is not counted."""
     return _accumulated(run, lambda line: line.seconds)
 
 
-def _accumulated(run: Run, of: Callable[[PhaseLine], float]) -> Points:
+def _accumulated(run: LoggedRun, of: Callable[[PhaseLine], float]) -> Points:
     total, found = 0.0, {}
     for (index, _, _), line in sorted(run.log.phases.items()):
         total += of(line)
@@ -93,23 +93,23 @@ def _accumulated(run: Run, of: Callable[[PhaseLine], float]) -> Points:
     return found
 
 
-def last_rounds(run: Run) -> Points:
+def last_rounds(run: LoggedRun) -> Points:
     """The last round of each task that has ended."""
     return {float(value.task + 1): float(value.round + 1) for value in run.evaluations() if value.task_end}
 
 
-def measure_by_round(run: Run, name: str) -> Points:
+def measure_by_round(run: LoggedRun, name: str) -> Points:
     """A measurement of a part."""
     return {index + 1: value for index, value in sorted(run.log.measures.get(name, {}).items())}
 
 
-def acc_by_task(run: Run) -> Points:
+def acc_by_task(run: LoggedRun) -> Points:
     """Acc_t: mean score over the tasks learned, after each of them."""
     matrix = _whole_matrix(run)
     return _numbered([_mean(row[: t + 1]) for t, row in enumerate(matrix)])
 
 
-def forgetting_by_task(run: Run) -> Points:
+def forgetting_by_task(run: LoggedRun) -> Points:
     """Fgt_t as FedGP defines it, from the second task on, in the unit of the score; there is none of a score with a
     metric of its own for what was lost."""
     matrix, score = _whole_matrix(run), score_of(run.score)
@@ -118,7 +118,7 @@ def forgetting_by_task(run: Run) -> Points:
     return _numbered(over_time(forgetting, oriented(matrix, score)))
 
 
-def _whole_matrix(run: Run) -> Matrix:
+def _whole_matrix(run: LoggedRun) -> Matrix:
     """The accuracy matrix, or nothing where it has fewer columns than rows."""
     matrix = run.accuracy_matrix()
     return matrix if all(len(row) >= len(matrix) for row in matrix) else []
@@ -156,11 +156,11 @@ def _moving(values: Sequence[float], weight: float) -> tuple[float, ...]:
 
 
 # several runs ------------------------------------------------------------------------------------------------------
-Curve = Callable[[Run], Points]
+Curve = Callable[[LoggedRun], Points]
 
 
 def mean_lines(
-    groups: Sequence[Group], points: Curve, limit: int = POINTS, *, at: Curve | None = None, smooth: float = 0.0
+    groups: Sequence[SeedGroup], points: Curve, limit: int = POINTS, *, at: Curve | None = None, smooth: float = 0.0
 ) -> list[Line]:
     """One line per group: mean and deviation over its seeds, at the points that all seeds with this curve have.
 
@@ -171,13 +171,13 @@ def mean_lines(
     return [thinned(smoothed(line, smooth), limit) for line in lines if line is not None]
 
 
-def _curves(runs: Sequence[Run], points: Curve, at: Curve | None) -> list[tuple[Points, Points]]:
+def _curves(runs: Sequence[LoggedRun], points: Curve, at: Curve | None) -> list[tuple[Points, Points]]:
     """({x: y}, {x: where it is drawn}) of the runs that have this curve."""
     found = ((curve, at(run) if at else {x: x for x in curve}) for run in runs if (curve := points(run)))
     return [({x: y for x, y in curve.items() if x in places}, places) for curve, places in found]
 
 
-def _mean_line(group: Group, curves: Sequence[tuple[Points, Points]]) -> Line | None:
+def _mean_line(group: SeedGroup, curves: Sequence[tuple[Points, Points]]) -> Line | None:
     common = sorted(set.intersection(*(set(curve) for curve, _ in curves))) if curves else []
     if not common:
         return None
@@ -191,7 +191,7 @@ def _mean_line(group: Group, curves: Sequence[tuple[Points, Points]]) -> Line | 
 
 
 def run_lines(
-    groups: Sequence[Group], points: Curve, limit: int = POINTS, *, at: Curve | None = None, smooth: float = 0.0
+    groups: Sequence[SeedGroup], points: Curve, limit: int = POINTS, *, at: Curve | None = None, smooth: float = 0.0
 ) -> list[Line]:
     """One line per run, in the colour of its group."""
     found = ((group, run, _curves([run], points, at)) for group in groups for run in group.runs)
@@ -204,7 +204,7 @@ def run_lines(
     return [thinned(smoothed(line, smooth), limit) for line in lines]
 
 
-def boundaries(runs: Sequence[Run]) -> list[tuple[int, int]]:
+def boundaries(runs: Sequence[LoggedRun]) -> list[tuple[int, int]]:
     """(task, its first round) as the runs' rounds are counted under tasks; empty where the runs do not agree."""
     found = [_boundaries(run) for run in runs]
     longest = max(found, key=len, default=[])
@@ -212,14 +212,14 @@ def boundaries(runs: Sequence[Run]) -> list[tuple[int, int]]:
     return longest if agree else []
 
 
-def _boundaries(run: Run) -> list[tuple[int, int]]:
+def _boundaries(run: LoggedRun) -> list[tuple[int, int]]:
     first: dict[int, int] = {}
     for line in run.log.phases.values():
         first[line.task] = min(line.round, first.get(line.task, line.round))
     return [(task + 1, index + 1) for task, index in sorted(first.items())]
 
 
-def mean_matrix(runs: Sequence[Run]) -> list[list[tuple[float, float] | None]]:
+def mean_matrix(runs: Sequence[LoggedRun]) -> list[list[tuple[float, float] | None]]:
     """(mean, population deviation) of every entry of the accuracy matrix, None where a run did not measure it."""
     matrices = [matrix for run in runs if (matrix := run.accuracy_matrix())]
     rows = min((len(matrix) for matrix in matrices), default=0)
@@ -236,7 +236,7 @@ def _entry(rows: Sequence[Sequence[float | None]], i: int) -> tuple[float, float
 
 # clients by rounds -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Grid:
+class ClientGrid:
     """cells[row][column]: a level from 1 (the task a client trained on, say), None where there is nothing. A row stands
     for `clients_per_row` clients from row * clients_per_row on, a column for `rounds_per_column` rounds."""
 
@@ -247,7 +247,7 @@ class Grid:
     rounds_per_column: int
 
 
-def participation(run: Run, clients: int) -> Grid | None:
+def participation(run: LoggedRun, clients: int) -> ClientGrid | None:
     """Clients by rounds, coloured by task; None where the log does not name the clients.
 
     Where several clients or rounds share a cell, it holds the last task that any of them trained on.
@@ -266,16 +266,16 @@ def _trained_on(line: PhaseLine) -> Iterator[tuple[int, int, int]]:
         yield client, line.round, task + 1
 
 
-def _grid(clients: int, rounds: int, marks: Iterable[tuple[int, int, int]]) -> Grid:
+def _grid(clients: int, rounds: int, marks: Iterable[tuple[int, int, int]]) -> ClientGrid:
     """Of (client, round, level)s; the last one of a cell stays."""
     per_row, per_column = -(-clients // ROWS), -(-rounds // BINS)
     cells: list[list[int | None]] = [[None] * -(-rounds // per_column) for _ in range(-(-clients // per_row))]
     for client, index, level in marks:
         cells[client // per_row][index // per_column] = level
-    return Grid(tuple(map(tuple, cells)), clients, rounds, per_row, per_column)
+    return ClientGrid(tuple(map(tuple, cells)), clients, rounds, per_row, per_column)
 
 
-def suspicions(run: Run) -> tuple[Grid, list[str]] | None:
+def suspicions(run: LoggedRun) -> tuple[ClientGrid, list[str]] | None:
     """(clients by rounds, the names of its levels): suspected shifts, by signal."""
     found = sorted(run.log.shifts_by.items())
     if not found:
@@ -301,7 +301,7 @@ class ClassMix:
     tasks: tuple[int, ...]
 
 
-def class_mixes(run: Run) -> list[ClassMix]:
+def class_mixes(run: LoggedRun) -> list[ClassMix]:
     """The classes of every client, for each division that the result lists client by client."""
     stream = run.result.stream if run.result else {}
     reports = [report for report in stream.get("who_got_what", []) if isinstance(report, dict)]
@@ -315,20 +315,20 @@ def _mix(report: dict[str, Any], index: int, divisions: int, tasks: int) -> Clas
 
 
 # cost --------------------------------------------------------------------------------------------------------------
-def mean_cost(group: Group, key: str) -> float | None:
+def mean_cost(group: SeedGroup, key: str) -> float | None:
     """Mean over the finished seeds of one entry of result.json's cost."""
     values = (getattr(result.cost, key, None) for result in group.results)
     known = [float(value) for value in values if value is not None]
     return mean_and_deviation(known).mean if known else None
 
 
-def bytes_by_part(group: Group, direction: str) -> dict[str, float]:
+def bytes_by_part(group: SeedGroup, direction: str) -> dict[str, float]:
     """Mean bytes over the finished seeds, by part; direction: "up" or "down"."""
     tables = [result.cost.bytes_by_part for result in group.results]
     return _means([{part: float(sizes.get(direction, 0)) for part, sizes in table.items()} for table in tables])
 
 
-def seconds_by_phase(group: Group) -> dict[str, float]:
+def seconds_by_phase(group: SeedGroup) -> dict[str, float]:
     """Mean seconds over the finished seeds, by phase, with the rest (evaluation, bookkeeping) as "other"."""
     found = []
     for run, result in zip(group.finished, group.results, strict=True):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from everfed.errors import UserError
 from everfed.reports import figures, html
 from everfed.reports.access import AccessControl, Forbidden, check_own_page, check_token
-from everfed.reports.dashboard import Dashboard, Feed, NoRun, assets
+from everfed.reports.dashboard import Dashboard, NoRun, Updates, assets
 from everfed.reports.figures import View
 from everfed.reports.live import Note
 
@@ -37,7 +37,7 @@ def create_app(root: Path, token: str | None = None, every: float = EVERY) -> "F
     """The dashboard of the runs below `root`. Raises UserError where FastAPI is missing or root is no folder."""
     fastapi = _fastapi()
     dashboard = Dashboard(root)
-    feed = Feed(dashboard.index, every)
+    feed = Updates(dashboard.index, every)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -82,7 +82,7 @@ def _add_page(app: "FastAPI") -> None:
         return Response(text, media_type=kind)
 
 
-def _add_runs(app: "FastAPI", dashboard: Dashboard, feed: Feed) -> None:
+def _add_runs(app: "FastAPI", dashboard: Dashboard, feed: Updates) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -161,7 +161,7 @@ def serve(root: Path, host: str, port: int, token: str | None, announce: Callabl
     app = create_app(root, token)
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class Interruptible(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             app.state.feed.closed = True  # open pages hold a connection for ever; it is closed first
             super().handle_exit(sig, frame)
@@ -170,7 +170,7 @@ def serve(root: Path, host: str, port: int, token: str | None, announce: Callabl
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{listening.getsockname()[1]}/")
         config = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=GRACE)
-        Server(config).run(sockets=[listening])
+        Interruptible(config).run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -7,13 +7,13 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from everfed.metrics.scores import METRICS, Metric, Score, score_of
+from everfed.metrics.scores import METRICS, Score, ShownMetric, score_of
 from everfed.metrics.statistics import Spread, mean_and_deviation
 from everfed.reports import figures, numbers
-from everfed.reports.groups import Group, StreamRuns, facts
+from everfed.reports.groups import SeedGroup, StreamRuns, facts
 from everfed.reports.markdown import markdown_table
 from everfed.reports.markup import Html, tag
-from everfed.reports.read import Result, Run
+from everfed.reports.read import LoggedRun, StoredResult
 from everfed.reports.series import mean_matrix
 
 NONE = "–"
@@ -33,7 +33,7 @@ Cell = str | float | Spread | None
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """name: of its files. rows hold one cell per column."""
 
     name: str
@@ -82,7 +82,7 @@ def cell_text(cell: Cell, kind: str, plus_minus: str = " ± ") -> str:
 
 
 # formats -----------------------------------------------------------------------------------------------------------
-def to_markdown(table: Table) -> str:
+def to_markdown(table: ReportTable) -> str:
     """Columns aligned, so that it reads as plain text, too."""
     head = [_heading(column) for column in table.columns]
     body = [[_markdown(cell_text(c, k.kind)) for c, k in zip(row, table.columns, strict=True)] for row in table.rows]
@@ -97,7 +97,7 @@ def _markdown(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("*", "\\*").replace("_", "\\_").replace("\n", " ")
 
 
-def to_csv(table: Table) -> str:
+def to_csv(table: ReportTable) -> str:
     """Full precision: fractions, bytes and seconds. A column with deviations becomes mean, deviation and seeds."""
     spread = [any(isinstance(row[i], Spread) for row in table.rows) for i in range(len(table.columns))]
     lines = io.StringIO()
@@ -122,7 +122,7 @@ def _csv_cells(cell: Cell, wide: bool) -> list[str]:
     return [text, "", ""] if wide else [text]
 
 
-def to_latex(table: Table) -> str:
+def to_latex(table: ReportTable) -> str:
     """A tabular in the style of booktabs; the best values are bold."""
     align = "".join("l" if column.kind == "text" else "r" for column in table.columns)
     head = " & ".join(_latex(_heading(column)) for column in table.columns)
@@ -159,7 +159,7 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in text)
 
 
-def to_html(table: Table, titled: bool = True) -> Html:
+def to_html(table: ReportTable, titled: bool = True) -> Html:
     """The table for a page; it scrolls by itself where it is too wide. titled: False right below a heading."""
     best = [table.best(i) for i in range(len(table.columns))]
     head = tag("tr", *(tag("th", _heading(c), scope="col", class_=_kind_class(c)) for c in table.columns))
@@ -193,13 +193,13 @@ def _heading(column: Column) -> str:
 _SEEDS = "Mean ± population deviation over seeds; a single seed has no deviation. Finished runs only."
 
 
-def overview(streams: Sequence[StreamRuns]) -> Table:
+def overview(streams: Sequence[StreamRuns]) -> ReportTable:
     """What was run, a row for each stream."""
     headings = ("Data", "Scenario", "Tasks", "Clients", "Rounds", "Network", "Training", "Methods", "Seeds")
     scaled = any(_values(stream, _scale) != "1" for stream in streams)
     rows = tuple(_overview_row(stream) + ((_values(stream, _scale),) if scaled else ()) for stream in streams)
     columns = (*headings, "Scale") if scaled else headings
-    return Table("overview", "What was run", tuple(map(Column, columns)), rows)
+    return ReportTable("overview", "What was run", tuple(map(Column, columns)), rows)
 
 
 def _overview_row(stream: StreamRuns) -> tuple[str, ...]:
@@ -223,48 +223,48 @@ def sentence(streams: Sequence[StreamRuns]) -> str:
     return f"{who} on {what}: {task} tasks, {client} clients, {rounds} rounds, network {network}, {ran}."
 
 
-def _values(stream: StreamRuns, of: Callable[[Run], str]) -> str:
+def _values(stream: StreamRuns, of: Callable[[LoggedRun], str]) -> str:
     """What the runs of a stream have, each value once."""
     return numbers.listed(list(dict.fromkeys(of(run) for run in stream.runs)))
 
 
-def _known(run: Run, key: str) -> str:
+def _known(run: LoggedRun, key: str) -> str:
     return str(facts(run).get(key, "?"))
 
 
-def _scenario(run: Run) -> str:
+def _scenario(run: LoggedRun) -> str:
     return _known(run, "stream.scenario")
 
 
-def _tasks(run: Run) -> str:
+def _tasks(run: LoggedRun) -> str:
     return str(run.log.start.tasks) if run.log.start else _known(run, "stream.tasks")
 
 
-def _clients(run: Run) -> str:
+def _clients(run: LoggedRun) -> str:
     return f"{run.log.start.clients:,}" if run.log.start else _known(run, "stream.clients")
 
 
-def _rounds(run: Run) -> str:
+def _rounds(run: LoggedRun) -> str:
     return f"{run.rounds:,}" if run.rounds else "?"
 
 
-def _network(run: Run) -> str:
+def _network(run: LoggedRun) -> str:
     kind = _known(run, "model.kind")
     return "chosen by the data" if kind == "auto" else kind
 
 
-def _training(run: Run) -> str:
+def _training(run: LoggedRun) -> str:
     """Local epochs, batch size, optimiser and learning rate."""
     epochs, batch = _known(run, "train.local_epochs"), _known(run, "train.batch_size")
     optimizer, rate = _known(run, "train.optimizer.kind"), _known(run, "train.optimizer.lr")
     return f"{epochs} epoch{'s' if epochs != '1' else ''}, batch {batch}, {optimizer} {rate}"
 
 
-def _scale(run: Run) -> str:
+def _scale(run: LoggedRun) -> str:
     return f"{float(run.settings.get('scale', 1.0)):g}"
 
 
-def comparison(groups: Sequence[Group]) -> Table:
+def comparison(groups: Sequence[SeedGroup]) -> ReportTable:
     """Methods side by side, the best first; those without a finished run come last."""
     values = [_metrics(group) for group in groups]
     keys = [key for key in METRICS if any(key in found for found in values)]
@@ -273,32 +273,32 @@ def comparison(groups: Sequence[Group]) -> Table:
     columns = (Column("Method"), Column("Seeds"), *measured, *(Column(key, "plain") for key in others))
     rows = [_comparison_row(group, found, [*keys, *others]) for group, found in zip(groups, values, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: _rank(groups[i], values[i]), reverse=True)
-    return Table("comparison", "Comparison of methods", columns, tuple(rows[i] for i in order), _SEEDS)
+    return ReportTable("comparison", "Comparison of methods", columns, tuple(rows[i] for i in order), _SEEDS)
 
 
-def _column(metric: Metric, score: Score) -> Column:
+def _column(metric: ShownMetric, score: Score) -> Column:
     return Column(metric.named(score), metric.kind_of(score), metric.better_of(score))
 
 
-def _rank(group: Group, found: dict[str, Spread]) -> float:
+def _rank(group: SeedGroup, found: dict[str, Spread]) -> float:
     """The better, the higher."""
     score = figures.score([group])
     return score.better * found[score.main].mean if score.main in found else -float("inf")
 
 
-def _comparison_row(group: Group, found: dict[str, Spread], keys: Sequence[str]) -> tuple[Cell, ...]:
+def _comparison_row(group: SeedGroup, found: dict[str, Spread], keys: Sequence[str]) -> tuple[Cell, ...]:
     seeds = f"{len(group.finished)}/{len(group.runs)}"
     return (group.label, seeds, *(found.get(key) for key in keys))
 
 
-def _metrics(group: Group) -> dict[str, Spread]:
+def _metrics(group: SeedGroup) -> dict[str, Spread]:
     """Every metric that all finished seeds have."""
     tables = [_numbers(result) for result in group.results]
     common = set.intersection(*map(set, tables)) if tables else set()
     return {key: mean_and_deviation([table[key] for table in tables]) for key in common}
 
 
-def _numbers(result: Result) -> dict[str, float]:
+def _numbers(result: StoredResult) -> dict[str, float]:
     """The metrics that have a value, and the task-IL accuracy of the same run where it is another one."""
     found = {key: value for key, value in result.metrics.items() if value is not None}
     task_il = result.by_logits.get("task", {})
@@ -319,35 +319,37 @@ _COSTS = (
 )
 
 
-def cost(groups: Sequence[Group]) -> Table:
+def cost(groups: Sequence[SeedGroup]) -> ReportTable:
     """What the runs cost, as means over the finished seeds."""
     rows = [(group.label, *(_cost(group, key) for key, _ in _COSTS)) for group in groups]
     columns = (Column("Method"), *(column for _, column in _COSTS))
     note = "Means over finished seeds. Times of different machines compare only as ratios."
-    return Table("cost", "Cost", columns, tuple(rows), note)
+    return ReportTable("cost", "Cost", columns, tuple(rows), note)
 
 
-def _cost(group: Group, key: str) -> Cell:
+def _cost(group: SeedGroup, key: str) -> Cell:
     values = [value for result in group.results if (value := getattr(result.cost, key)) is not None]
     return mean_and_deviation([float(value) for value in values]) if values else None
 
 
-def bytes_by_part(groups: Sequence[Group]) -> Table:
+def bytes_by_part(groups: Sequence[SeedGroup]) -> ReportTable:
     """Bytes by part and direction."""
     rows: list[tuple[Cell, ...]] = []
     for group in groups:
         parts = sorted({part for result in group.results for part in result.cost.bytes_by_part})
         rows += [(group.label, part, *(_part(group, part, way) for way in ("up", "down"))) for part in parts]
     columns = (Column("Method"), Column("Part"), Column("Bytes up", "bytes"), Column("Bytes down", "bytes"))
-    return Table("bytes_by_part", "Bytes by part and direction", columns, tuple(rows), "Means over finished seeds.")
+    return ReportTable(
+        "bytes_by_part", "Bytes by part and direction", columns, tuple(rows), "Means over finished seeds."
+    )
 
 
-def _part(group: Group, part: str, direction: str) -> Cell:
+def _part(group: SeedGroup, part: str, direction: str) -> Cell:
     tables = [result.cost.bytes_by_part.get(part, {}) for result in group.results]
     return mean_and_deviation([float(table.get(direction, 0)) for table in tables])
 
 
-def accuracy_matrices(groups: Sequence[Group]) -> Table:
+def accuracy_matrices(groups: Sequence[SeedGroup]) -> ReportTable:
     """Every entry of every accuracy matrix, a row per method and task learned."""
     found = [(group, mean_matrix(group.finished or group.runs)) for group in groups]
     width = max((len(row) for _, rows in found for row in rows), default=0)
@@ -359,22 +361,22 @@ def accuracy_matrices(groups: Sequence[Group]) -> Table:
             cells = [None if entry is None else Spread(*entry, count) for entry in row]
             lines.append((group.label, str(t), *cells, *[None] * (width - len(row))))
     columns = (Column("Method"), Column("After task"), *(Column(f"Task {i}", kind) for i in range(1, width + 1)))
-    return Table("accuracy_matrix", "Scores by task", columns, tuple(lines), _SEEDS)
+    return ReportTable("accuracy_matrix", "Scores by task", columns, tuple(lines), _SEEDS)
 
 
-def runs(found: Sequence[Run]) -> Table:
+def runs(found: Sequence[LoggedRun]) -> ReportTable:
     """Every run with its state, its faults and the clients that did not train."""
     scores = [score_of(name) for name in sorted({run.score for run in found})]
     columns = (
-        *map(Column, ("Run", "Method", "Seed", "State")),
+        *map(Column, ("LoggedRun", "Method", "Seed", "State")),
         *(Column(score.short, score.kind) for score in scores),
         Column("Faults", "count"),
         Column("Skipped clients", "count"),
     )
-    return Table("runs", "Runs", columns, tuple(_run_row(run, scores) for run in found))
+    return ReportTable("runs", "Runs", columns, tuple(_run_row(run, scores) for run in found))
 
 
-def _run_row(run: Run, scores: Sequence[Score]) -> tuple[Cell, ...]:
+def _run_row(run: LoggedRun, scores: Sequence[Score]) -> tuple[Cell, ...]:
     own = score_of(run.score)
     value = run.result.metrics.get(own.main) if run.result else None
     known = bool(run.log.lines)
@@ -383,7 +385,7 @@ def _run_row(run: Run, scores: Sequence[Score]) -> tuple[Cell, ...]:
     return (run.name, run.method, str(run.seed), state(run), *scored, *happened)
 
 
-def state(run: Run) -> str:
+def state(run: LoggedRun) -> str:
     """Finished, or how far it came and how it stopped."""
     if run.result is not None:
         return "finished"

@@ -26,7 +26,7 @@ from everfed.session.result import result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore
 from everfed.store.event_log import EventLog
-from everfed.store.ledger import Ledger
+from everfed.store.ledger import LedgerFile
 from everfed.store.run import RunFolder
 
 LEDGER = "ledger.jsonl"  # of a federation: what its clients were asked to reveal
@@ -88,7 +88,7 @@ def _drive(
     if build_engine is None:
         engine, ledger = engines.build(recipe.engine, setup, store, assembly.build_module, notify, group), None
     else:
-        engine, ledger = build_engine(assembly, notify, lambda: alone.durable), Ledger(folder.path / LEDGER)
+        engine, ledger = build_engine(assembly, notify, lambda: alone.durable), LedgerFile(folder.path / LEDGER)
     engine = privacy.wrap(engine, setup, str(where), notify, ledger)
     try:
         announce(notify, assembly, state)

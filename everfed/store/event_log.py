@@ -60,7 +60,7 @@ class PhaseLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class ScoredRound:
     """Scores after a round. accuracy[i]: on task i, None where not measured. score: their mean over tasks seen."""
 
     round: int
@@ -71,7 +71,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Happening:
     """A fault, a warning, a resume, or an event that this version does not know."""
 
     kind: str
@@ -99,13 +99,13 @@ class Log:
 
     start: Start | None = None
     phases: dict[tuple[int, str, int], PhaseLine] = field(default_factory=dict)  # by (round, phase, repeat)
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by round
+    evaluations: dict[int, ScoredRound] = field(default_factory=dict)  # by round
     buffers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> samples in buffers, by task
     shifts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # round -> clients whose data may have changed
     shifts_by: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)  # the same by signal
     measures: dict[str, dict[int, float]] = field(default_factory=dict)  # "part: what" -> round -> last value
     buffers_of: tuple[int, int] | None = None  # (clients whose buffers were counted, all), where they differ
-    notes: list[Note] = field(default_factory=list)
+    notes: list[Happening] = field(default_factory=list)
     lines: int = 0
     unreadable: int = 0
     first_time: float | None = None
@@ -219,7 +219,7 @@ class Log:
         when = _number(event.get("time"))
         if self.last_kind == "scoring" and self.last_time is not None and when is not None:
             self.slowest = max(self.slowest, when - self.last_time)
-        self.evaluations[index] = Evaluation(
+        self.evaluations[index] = ScoredRound(
             index, int(event["task"]), bool(event.get("task_end")), accuracy, _number(event.get("acc"))
         )
 
@@ -256,11 +256,11 @@ class Log:
         self._note(str(event["event"]), event, str(event.get("message") or rest))
 
     def _note(self, kind: str, event: dict[str, Any], message: str) -> None:
-        self.notes.append(Note(kind, _number(event.get("time")), self.rounds_done, message))
+        self.notes.append(Happening(kind, _number(event.get("time")), self.rounds_done, message))
 
     # derived -----------------------------------------------------------------------------------------------------
     @property
-    def faults(self) -> list[Note]:
+    def faults(self) -> list[Happening]:
         return [note for note in self.notes if note.kind == "fault" and not note.message.startswith(INTERRUPTION)]
 
     @property

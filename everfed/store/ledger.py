@@ -21,7 +21,7 @@ class Conflict(ValueError):
     """A key that is recorded with another value."""
 
 
-class Ledger:
+class LedgerFile:
     """The records of one file. One process at a time."""
 
     def __init__(self, path: Path) -> None:

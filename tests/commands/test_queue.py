@@ -21,7 +21,7 @@ from everfed.errors import UserError
 from everfed.experiments import choice, jobs, workers
 from everfed.experiments.choice import Choice, choose
 from everfed.experiments.grid import Shown
-from everfed.experiments.jobs import Job, JobSettings, Outcome, Queue
+from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
 from everfed.recipe import Places, read
 from everfed.reports.progress import Several
 from everfed.store.lock import locked
@@ -171,9 +171,9 @@ def _child(pid: int) -> int:
 
 
 @pytest.fixture
-def cell(work: Path) -> Callable[[str], Job]:
+def cell(work: Path) -> Callable[[str], GridJob]:
     recipe = read(work / "table.toml", sets=["engine.kind=auto"])
-    return lambda name: Job(name, recipe, work / name, Places("table.toml"))
+    return lambda name: GridJob(name, recipe, work / name, Places("table.toml"))
 
 
 def settings(**more: Any) -> JobSettings:
@@ -365,17 +365,17 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> None:
 class Recorded(Queue):
     """taken: the cells that were handed out."""
 
-    def __init__(self, *cells: Job) -> None:
+    def __init__(self, *cells: GridJob) -> None:
         super().__init__(cells)
-        self.taken = list[Job]()
+        self.taken = list[GridJob]()
 
-    def take(self) -> Job | None:
+    def take(self) -> GridJob | None:
         found = super().take()
         self.taken += [found] if found else []
         return found
 
 
-def unseen(cell: Job, event: dict[str, Any]) -> None:
+def unseen(cell: GridJob, event: dict[str, Any]) -> None:
     raise AssertionError(f"{cell.title} has no events: {event}")
 
 

@@ -17,7 +17,7 @@ import torch
 from everfed import engines
 from everfed.experiments import choice, jobs, mps, pace, workers
 from everfed.experiments.choice import Choice, choose
-from everfed.experiments.jobs import Job, JobSettings, Outcome, Queue
+from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
 from everfed.experiments.pace import Pace, Timed
 from everfed.experiments.workers import Share, WorkerLimits
 from everfed.recipe import Places, read
@@ -150,11 +150,11 @@ name = "fedavg"
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Callable[..., list[Job]]:
-    def new(*seeds: int, sets: Sequence[str] = (), folder: str = "runs") -> list[Job]:
+def table(tmp_path: Path) -> Callable[..., list[GridJob]]:
+    def new(*seeds: int, sets: Sequence[str] = (), folder: str = "runs") -> list[GridJob]:
         (tmp_path / "table.toml").write_text(TABLE)
         recipes = {seed: read(tmp_path / "table.toml", seed=seed, sets=sets) for seed in seeds}
-        return [Job("fedavg", recipes[seed], tmp_path / folder / str(seed), Places("table.toml")) for seed in seeds]
+        return [GridJob("fedavg", recipes[seed], tmp_path / folder / str(seed), Places("table.toml")) for seed in seeds]
 
     return new
 
@@ -365,7 +365,7 @@ def test_no_place_above_the_number_is_given_to_another_run(table: Any, processes
     assert [process.ended for process in processes] == ["left", "left", ""]
 
 
-def unseen(cell: Job, event: dict[str, Any]) -> None:
+def unseen(cell: GridJob, event: dict[str, Any]) -> None:
     raise AssertionError(event)
 
 
@@ -440,7 +440,7 @@ class Holding(Pace):
         self.stopped = True
 
 
-def numbers(table: Sequence[Job]) -> list[Any]:
+def numbers(table: Sequence[GridJob]) -> list[Any]:
     found = [outcome.result or {} for outcome in jobs.run_all(table, JobSettings(jobs=1))]
     return [(result["metrics"], result["accuracy_matrix"]) for result in found]
 

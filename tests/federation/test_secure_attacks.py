@@ -301,6 +301,6 @@ def test_a_client_that_dies_between_its_ledger_and_its_journal_answers_the_same_
 
 
 def server_ledger(folder: Path) -> Any:
-    from everfed.store.ledger import Ledger
+    from everfed.store.ledger import LedgerFile
 
-    return Ledger(folder / "server" / "ledger.jsonl")
+    return LedgerFile(folder / "server" / "ledger.jsonl")

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from everfed.methods.common.per_sample import Layers, Network, closed_forms
-from everfed.methods.common.squared_gradients import squared_gradients
+from everfed.methods.regularise.fisher import squared_gradients
 from everfed.methods.replay import sample_gradients as selection
 from everfed.models.resnet import ResNet18
 

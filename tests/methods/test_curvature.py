@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
-from everfed.core.message import State
 from everfed.core.optimizer import Optimizer
 from everfed.methods.regularise.fedcurv import FedCurv
 from everfed.methods.regularise.fisher import diagonal_fisher
+from tests.support.phases import ruled
 from tests.support.toy import Bench, Given, Linear, Norm, Toy
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -29,12 +29,14 @@ def curved(weight: float = 1.0, **fields: Any) -> Bench:
 
 
 def gradient_with(part: FedCurv, own: dict[str, Tensor], params: Tensor) -> Tensor:
-    step = SimpleNamespace(state={"fedcurv": own}, params=params)
-    return part.gradient(step, torch.zeros_like(params))  # type: ignore[arg-type]
+    return ruled(part, SimpleNamespace(state=own, params=params), torch.zeros_like(params))
 
 
-def received(part: FedCurv, own: dict[str, Tensor], sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    return part.receive({"fedcurv": own}, {"fedcurv": sums}, {}, None, Bench().context())[0]  # type: ignore[arg-type]
+def received(part: FedCurv, own: dict[str, Any], sums: dict[str, Any], bench: Bench | None = None) -> dict[str, Tensor]:
+    """A client's state after it received the sums."""
+    client = (bench or Bench()).client("fedcurv", {"fedcurv": own}, messages={"fedcurv": sums})
+    part.receive(client)
+    return client.state
 
 
 def test_one_client_is_fedavg_bit_for_bit() -> None:
@@ -90,22 +92,19 @@ def test_logistic_regression_with_one_weight_by_hand() -> None:
     model = {"params": w, "stats": torch.zeros(0), "counters": torch.zeros(0, dtype=torch.int64)}
     p = torch.sigmoid(w * x[:, 0])
     expected = ((p - y).square() * x[:, 0].square()).mean()
-    u = diagonal_fisher(bench.context(), model, bench.stream.data(0, 0))
+    u = diagonal_fisher(bench.client("fedcurv"), model, bench.stream.data(0, 0))
     assert float(u) == pytest.approx(float(expected), rel=1e-5)
     zero = {**model, "params": torch.zeros(1)}  # p = 1/2: u = mean(x^2) / 4
-    u = diagonal_fisher(bench.context(), zero, bench.stream.data(0, 0))
+    u = diagonal_fisher(bench.client("fedcurv"), zero, bench.stream.data(0, 0))
     assert float(u) == pytest.approx((1 + 4 + 9 + 0.25) / 4 / 4, rel=1e-6)
 
 
 @pytest.mark.parametrize("module", [None, Norm])
 def test_it_is_the_mean_of_each_sample_s_squared_gradient(module: Any) -> None:
     bench = Bench(module=module)
-    ctx, model, data = bench.context(), bench.model(), bench.stream.data(0, 0)
-    each = [
-        ctx.train.gradient(ctx, model, x[None], y[None], mode="eval", tag="t")
-        for x, y in zip(data.x, data.y, strict=True)
-    ]
-    u = diagonal_fisher(ctx, model, data)
+    client, model, data = bench.client("fedcurv"), bench.model(), bench.stream.data(0, 0)
+    each = [client.gradient(x[None], y[None], mode="eval") for x, y in zip(data.x, data.y, strict=True)]
+    u = diagonal_fisher(client, model, data)
     assert torch.allclose(u, torch.stack(each).square().mean(0), **CLOSE)
     assert (u >= 0).all() and u.sum() > 0
 
@@ -113,22 +112,20 @@ def test_it_is_the_mean_of_each_sample_s_squared_gradient(module: Any) -> None:
 def test_batches_accumulate() -> None:
     """Two minibatches give the mean of both squares, not that of the last one."""
     bench = Bench(train=TrainOptions(1, 6, Optimizer(lr=0.1)))
-    ctx, model, data = bench.context(), bench.model(), bench.stream.data(0, 0)
-    halves = [
-        ctx.train.gradient(ctx, model, data.x[s], data.y[s], mode="eval", tag="t") for s in (slice(6), slice(6, 12))
-    ]
-    u = diagonal_fisher(ctx, model, data, "batch")
+    client, model, data = bench.client("fedcurv"), bench.model(), bench.stream.data(0, 0)
+    halves = [client.gradient(data.x[s], data.y[s], mode="eval") for s in (slice(6), slice(6, 12))]
+    u = diagonal_fisher(client, model, data, "batch")
     assert torch.allclose(u, (halves[0].square() + halves[1].square()) / 2, **CLOSE)
     assert not torch.allclose(u, halves[1].square(), rtol=1e-2)
-    assert u.sum() < diagonal_fisher(ctx, model, data, "sample").sum()
+    assert u.sum() < diagonal_fisher(client, model, data, "sample").sum()
 
 
 def test_dropout_and_running_statistics_are_left_out_of_it() -> None:
     bench = Bench(module=Norm)
-    ctx, model, data = bench.context(), bench.model(), bench.stream.data(0, 0)
-    first = diagonal_fisher(ctx, model, data)
-    assert torch.equal(first, diagonal_fisher(ctx, model, data))
-    assert torch.equal(ctx.train.replica.stats, model["stats"])
+    client, model, data = bench.client("fedcurv"), bench.model(), bench.stream.data(0, 0)
+    first = diagonal_fisher(client, model, data)
+    assert torch.equal(first, diagonal_fisher(client, model, data))
+    assert torch.equal(client.trainer.replica.stats, model["stats"])
 
 
 def test_at_most_so_many_samples_are_used() -> None:
@@ -153,7 +150,9 @@ def test_v_is_taken_at_the_uploaded_local_model() -> None:
     _, reply = run_client(method, method.train_phase(), bench.new_client(1), {"model": dict(bench.model())}, data, ctx)
     local = {key: reply.values["fedavg"][key] for key in ("params", "stats", "counters")}
     assert torch.equal(reply.values["fedcurv"]["v"], reply.values["fedcurv"]["u"] * local["params"])
-    assert torch.allclose(reply.values["fedcurv"]["u"], diagonal_fisher(ctx, local, data), **CLOSE)
+    assert torch.allclose(
+        reply.values["fedcurv"]["u"], diagonal_fisher(bench.client("fedcurv", number=1), local, data), **CLOSE
+    )
 
 
 def test_computing_what_the_others_sent_does_not_change_the_sums() -> None:
@@ -162,45 +161,35 @@ def test_computing_what_the_others_sent_does_not_change_the_sums() -> None:
     sums = {key: sum(o[key] for o in own) for key in ("u", "v")}
     before = {key: value.clone() for key, value in sums.items()}
     for o in own:
-        others = received(FedCurv(), o, sums)
-        assert torch.allclose(others["u_others"], sums["u"] - o["u"])
+        assert torch.allclose(received(FedCurv(), o, sums)["u_others"], sums["u"] - o["u"])
     assert all(torch.equal(sums[key], before[key]) for key in sums)
 
 
-def others(state: State, key: str = "u") -> Tensor:
-    return state["fedcurv"][f"{key}_others"]
-
-
-def next_call(bench: Bench, stopped: Any, client: int, round_index: int) -> State:
+def others(stopped: Any, client: int) -> Tensor:
     """What `client` makes of the sums that the server would send it now."""
-    part = bench.build_method().part("fedcurv")
-    message, data = {"fedcurv": stopped.state.server["fedcurv"]}, bench.stream.data(client, 0)
-    own, _ = part.receive(stopped.clients[client], message, {}, data, bench.context(client))
-    return {"fedcurv": own}
+    own, sums = stopped.clients[client]["fedcurv"], stopped.state.server["fedcurv"]
+    return received(FedCurv(), own, sums)["u_others"]
 
 
 def test_a_client_that_was_away_subtracts_nothing() -> None:
     """Round 0: clients 0, 1, 2; round 1: clients 1, 2 only. The sums of round 1 hold nothing of client 0."""
     bench = curved(stream=Toy(cohorts={1: (1, 2), 2: (0, 1, 2)}))
     stopped = bench.run(rounds=2)
-    state = next_call(bench, stopped, 0, 2)
-    assert torch.equal(others(state), stopped.state.server["fedcurv"]["u"])
+    assert torch.equal(others(stopped, 0), stopped.state.server["fedcurv"]["u"])
 
 
 def test_in_unsynchronised_rounds_a_client_subtracts_what_it_sent() -> None:
     bench = curved(train=TrainOptions(1, 5, Optimizer(lr=0.1), sync_every=2))
     sent = bench.run(rounds=2)
     unsynchronised = bench.run(rounds=3)
-    state = next_call(bench, unsynchronised, 0, 3)
     expected = sent.state.server["fedcurv"]["u"] - sent.clients[0]["fedcurv"]["u"]
-    assert torch.allclose(others(state), expected, **CLOSE)
+    assert torch.allclose(others(unsynchronised, 0), expected, **CLOSE)
 
 
 def test_others_are_never_negative_under_full_participation() -> None:
-    bench = curved()
-    stopped = bench.run(rounds=2)
+    stopped = curved().run(rounds=2)
     for client in range(3):
-        assert others(next_call(bench, stopped, client, 2)).min() >= -1e-6
+        assert others(stopped, client).min() >= -1e-6
 
 
 @pytest.mark.parametrize(("largest", "warned"), [(4.99, False), (5.0, True)])
@@ -212,5 +201,5 @@ def test_a_penalty_too_stiff_for_sgd_is_warned_about(largest: float, warned: boo
     sums = {"u": torch.tensor([9.5, 1.0 + largest]), "v": torch.zeros(2), "round": 3}  # the others': 0.5 and `largest`
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        FedCurv(weight=2.0).receive({"fedcurv": own}, {"fedcurv": sums}, {}, None, bench.context())  # type: ignore[arg-type]
+        received(FedCurv(weight=2.0), own, sums, bench)
     assert [str(w.message).split(":")[0] for w in caught] == (["fedcurv"] if warned and kind == "sgd" else [])

@@ -14,7 +14,6 @@ from everfed.core.tree import equal, tensor_bytes
 from everfed.methods import registry as methods
 from everfed.methods.regularise.ewc import EWC
 from everfed.methods.regularise.fisher import diagonal_fisher
-from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Given, Linear, Norm, Toy
 
@@ -39,7 +38,7 @@ def unit(samples: int = 12, batch: int = 4) -> tuple[Bench, Tensor, Tensor, Tens
 # the Fisher information ----------------------------------------------------------------------------------------------
 def test_the_fisher_information_of_a_logistic_unit() -> None:
     bench, x, y, w = unit()
-    found = diagonal_fisher(bench.context(), {**bench.model(), "params": w}, bench.stream.data(0, 0))
+    found = diagonal_fisher(bench.client("ewc"), {**bench.model(), "params": w}, bench.stream.data(0, 0))
     p = torch.sigmoid(x @ w)
     assert torch.allclose(found, ((p - y).square().unsqueeze(1) * x.square()).mean(0), atol=1e-6)
 
@@ -48,8 +47,8 @@ def test_the_fisher_information_of_a_logistic_unit() -> None:
 @pytest.mark.parametrize(("batch", "same"), [(4, False), (1, True)])
 def test_squared_batch_gradients_are_smaller_and_equal_only_at_batches_of_one(batch: int, same: bool) -> None:
     bench, _, _, w = unit(batch=batch)
-    ctx, model, data = bench.context(), {**bench.model(), "params": w}, bench.stream.data(0, 0)
-    by_sample, by_batch = (diagonal_fisher(ctx, model, data, kind) for kind in ("sample", "batch"))
+    client, model, data = bench.client("ewc"), {**bench.model(), "params": w}, bench.stream.data(0, 0)
+    by_sample, by_batch = (diagonal_fisher(client, model, data, kind) for kind in ("sample", "batch"))
     assert torch.all(by_batch <= by_sample + 1e-6)
     assert torch.allclose(by_batch, by_sample, atol=1e-6) is same
 
@@ -65,7 +64,7 @@ def test_the_fisher_information_is_that_of_the_network_as_it_answers(kind: str, 
     """In eval mode: BatchNorm uses its running statistics, which stay as they are, and dropout drops nothing."""
     bench = Bench(module=Norm)
     data, model = bench.stream.data(0, 0), bench.run().state.model
-    found = diagonal_fisher(bench.context(), model, data, kind)
+    found = diagonal_fisher(bench.client("ewc"), model, data, kind)
     module = bench.build_module()
     bench.layout().bind(module, model["params"], model["stats"], model["counters"])
     module.eval()
@@ -81,11 +80,11 @@ def test_the_fisher_information_is_that_of_the_network_as_it_answers(kind: str, 
 @pytest.mark.parametrize(("gamma", "factor"), [(1.0, 2.0), (0.5, 1.5), (0.0, 1.0)])
 def test_two_identical_tasks(gamma: float, factor: float) -> None:
     bench, _, _, w = unit()
-    ctx, data, model = bench.context(phase="fisher"), bench.stream.data(0, 0), {**bench.model(), "params": w}
-    run, message = phase_of(EWC(gamma=gamma), "fisher").run, {"model": model}
-    once, _ = run({}, message, data, ctx)
-    twice, _ = run({"ewc": once}, message, data, ctx)
-    assert torch.allclose(twice["fisher"], factor * once["fisher"])
+    client = bench.client("ewc", model={**bench.model(), "params": w}, phase="fisher")
+    EWC(gamma=gamma).consolidate(client)
+    once = client.state["fisher"]
+    EWC(gamma=gamma).consolidate(client)
+    assert torch.allclose(client.state["fisher"], factor * once)
 
 
 # what it reduces to --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed.core.context import TrainOptions
+from everfed.core.data import minibatches
 from everfed.core.message import Model
 from everfed.core.optimizer import Optimizer
 from everfed.core.trainer import Fitted
@@ -143,11 +144,11 @@ def test_with_all_outputs_it_covers_them() -> None:
 def test_an_older_teacher_covers_only_the_classes_it_knew() -> None:
     bench = Bench("fedlwf2t", stream=ClassToy(tasks=3, classes=6, cohorts={2: (0,), 3: (0,)}))
     part = next(p for p in bench.build_method().parts if p.name == "fedlwf2t")
-    ctx, before = bench.context(client=1, round_index=4), bench.run(rounds=4).clients[1]
-    own, _ = part.receive(before, {}, bench.model(), bench.stream.data(1, 2), ctx)
-    slots, _ = part.plan({**before, "fedlwf2t": own}, None, {}, ctx)  # type: ignore[arg-type]
-    assert slots["own_classes"].nonzero().flatten().tolist() == [0, 1]
-    assert slots["classes"].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    client = bench.client("fedlwf2t", bench.run(rounds=4).clients[1], 1, round_index=4)
+    part.receive(client)
+    part.plan(client, minibatches(client.data.ids, 1, 5, client.rng("order")))
+    assert client.state["own_classes"].nonzero().flatten().tolist() == [0, 1]
+    assert client.state["classes"].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
 # high temperatures ---------------------------------------------------------------------------------------------------

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed.core.context import Hidden, Moment, TrainOptions
-from everfed.core.legacy import Phase
 from everfed.core.optimizer import Optimizer
+from everfed.core.phase import Phase
 from everfed.core.tree import equal, tensor_bytes
 from everfed.methods import registry as methods
 from everfed.methods.regularise.fedssi import FedSSI, proximity
-from everfed.methods.regularise.path import importance
-from tests.support.phases import phase_of
+from everfed.methods.regularise.si import importance
 from tests.support.rehearsal_free import ClassToy, Forgetful, PastIsGone, point, quadratic
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square
 
@@ -30,8 +29,7 @@ def fedssi(**options: Any) -> dict[str, dict[str, Any]]:
 
 def surrogate(lam: float, lr: float, steps: int, start: float = 0.0, **options: Any) -> tuple[float, float]:
     """(v, s) after `steps` steps on L(v) = 0.5 (v - 1)^2 from w = start."""
-    ctx, model, data = point(quadratic(lr, steps), start)
-    v, s = FedSSI(lam=lam, **options).train_surrogate(model, data, ctx)
+    v, s = FedSSI(lam=lam, **options).train_surrogate(point(quadratic(lr, steps), start))
     return v.item(), s.item()
 
 
@@ -44,7 +42,7 @@ def test_q() -> None:
 
 @pytest.mark.parametrize("lam", [0.0, 1.0, -0.1, 1.1, float("nan")])
 def test_lambda_outside_the_open_interval_is_rejected(lam: float) -> None:
-    with pytest.raises(methods.MethodError, match=r"method\.fedssi\.lam must lie between 0 and 1"):
+    with pytest.raises(methods.MethodError, match=r"method\.fedssi\.lam must be (positive|below 1)"):
         methods.build("fedssi", fedssi(lam=lam))
 
 
@@ -83,11 +81,9 @@ def test_the_two_displacements_react_to_lambda_in_opposite_ways() -> None:
     found: dict[str, list[float]] = {}
     for displacement in ("global", "psm"):
         for lam in (0.2, 0.5, 0.8):
-            ctx, model, data = point(quadratic(0.1, 200), 0.0)
-            part = FedSSI(lam=lam, displacement=displacement, eps=1e-6)
-            own = {"fedssi": {"anchor": torch.tensor([-0.5])}}
-            slots, _ = phase_of(part, "consolidate").run(own, {"model": model}, data, ctx)
-            found.setdefault(displacement, []).append(slots["omega"].item())
+            client = point(quadratic(0.1, 200), 0.0, anchor=torch.tensor([-0.5]))
+            FedSSI(lam=lam, displacement=displacement, eps=1e-6).consolidate(client)
+            found.setdefault(displacement, []).append(client.state["omega"].item())
     assert found["global"] == sorted(found["global"])
     assert found["psm"] == sorted(found["psm"], reverse=True)
 
@@ -100,10 +96,10 @@ def test_monotone_in_lambda_on_a_strongly_convex_problem(seed: int) -> None:
     y = x @ torch.randn(4, generator=rng) + torch.randn(30, generator=rng)
     stream = Given(clients=1, tasks=2, rounds_per_task=1, classes=1, table={(0, 0): (x, y)}, objective=mean_square)
     bench = Bench("fedavg", stream=stream, module=Linear, train=TrainOptions(150, 30, Optimizer(lr=0.1)))
-    ctx, model = bench.context(phase="consolidate"), {**bench.model(), "params": w}
+    client = bench.client("fedssi", phase="consolidate", model={**bench.model(), "params": w})
     distances, losses = [], []
     for lam in (0.05, 0.2, 0.5, 0.8, 0.99):
-        v, _ = FedSSI(lam=lam).train_surrogate(model, stream.data(0, 0), ctx)
+        v, _ = FedSSI(lam=lam).train_surrogate(client)
         distances.append((v - w).norm().item())
         losses.append(mean_square(x @ v.unsqueeze(1), y).item())
     assert all(a <= b + 1e-6 for a, b in itertools.pairwise(distances))
@@ -199,9 +195,9 @@ def test_a_strong_penalty_freezes_what_matters_and_nothing_else() -> None:
 
 def test_with_one_client_and_lambda_near_one_the_surrogate_is_local_training_from_the_global_model() -> None:
     bench = Bench("fedssi", stream=Toy(clients=1, rounds_per_task=1))
-    ctx, model, data = bench.context(phase="consolidate"), bench.model(), bench.stream.data(0, 0)
-    v, s = FedSSI(lam=1 - 1e-7).train_surrogate(model, data, ctx)
-    local = ctx.train.fit(ctx, (), model, model["params"], {}, {}, data, tag="surrogate")
+    client = bench.client("fedssi", phase="consolidate")
+    v, s = FedSSI(lam=1 - 1e-7).train_surrogate(client)
+    local = client.fit((), tag="surrogate")
     assert torch.allclose(v, local.model["params"], atol=1e-5)
     assert s.abs().max() > 0
 
@@ -271,10 +267,10 @@ def test_a_parameter_without_gradient_has_no_importance() -> None:
     x = torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     stream = Given(clients=1, classes=1, table={(0, t): (x, torch.ones(2)) for t in range(2)}, objective=mean_square)
     bench = Bench("fedssi", stream=stream, module=Linear)
-    ctx = bench.context(round_index=1, phase="consolidate")
     own = {"fedssi": {"anchor": bench.model()["params"]}}
-    slots, _ = phase_of(FedSSI(), "consolidate").run(own, {"model": bench.model()}, stream.data(0, 0), ctx)
-    omega = slots["omega"]
+    client = bench.client("fedssi", own, round_index=1, phase="consolidate")
+    FedSSI().consolidate(client)
+    omega = client.state["omega"]
     assert omega[0] > 0 and omega[1] == 0
 
 
@@ -306,10 +302,9 @@ def test_a_sum_over_the_minibatch_scales_the_data_term() -> None:
     x, y = torch.ones(4, 1), torch.ones(4)
     stream = Given(clients=1, classes=1, table={(0, 0): (x, y), (0, 1): (x, y)}, objective=mean_square)
     bench = Bench("fedavg", stream=stream, module=Linear, train=TrainOptions(1, 4, Optimizer(lr=0.01)))
-    ctx = bench.context(phase="consolidate")
-    data = stream.data(0, 0)
-    mean, _ = FedSSI().train_surrogate(bench.model(), data, ctx)
-    total, _ = FedSSI(psm_grad_reduction="sum").train_surrogate(bench.model(), data, ctx)
+    client = bench.client("fedssi", phase="consolidate")
+    mean, _ = FedSSI().train_surrogate(client)
+    total, _ = FedSSI(psm_grad_reduction="sum").train_surrogate(client)
     assert (mean.item(), total.item()) == (pytest.approx(0.01), pytest.approx(0.04))
 
 

@@ -167,8 +167,8 @@ def test_a_task_starts_at_the_backbone() -> None:
     bench = Bench("lora")
     x = bench.stream.test(0).x
     assert torch.equal(bench.trainer().outputs(bench.model(), x), plain_outputs(bench, x))
-    ctx, data = bench.context(), bench.stream.data(0, 0)
-    gradient = ctx.train.gradient(ctx, bench.model(), data.x, data.y, tag="test")
+    client = bench.client("lora")
+    gradient = client.gradient(client.data.x, client.data.y, tag="test")
     assert not any(a.any() for a in entries(bench, gradient, "lora_A").values())
     assert any(b.any() for b in entries(bench, gradient, "lora_B").values())
 
@@ -180,10 +180,9 @@ def plain_outputs(bench: Bench, x: Tensor) -> Tensor:
 
 def test_one_client_is_averaged_exactly() -> None:
     bench = one_round(clients=1)
-    ctx, model = bench.context(), bench.model()
-    fitted = ctx.train.fit(ctx, (), model, model["params"], {}, {}, bench.stream.data(0, 0))
+    fitted = bench.client("lora").fit((), tag="train")
     after = bench.run(rounds=1)
-    frozen = {f"{name}": value for name, value in entries(bench, fitted.model["params"], "lora_B").items()}
+    frozen = entries(bench, fitted.model["params"], "lora_B")
     for name, value in entries(bench, after.params, "lora_B").items():
         assert torch.equal(value[0], frozen[name][0])
 

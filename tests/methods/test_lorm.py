@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.parts.test_lora import ClassToy, entries
 from torch import Tensor, nn
 
 from everfed.core.part import CompositionError
 from everfed.methods import registry as methods
-from everfed.methods.pretrained.grams import _current_tasks, damped, over, packed, times, unpacked
 from everfed.methods.pretrained.lorm import factor_gram
+from everfed.methods.pretrained.regmean import _current_tasks, damped, over, packed, times, unpacked
 from everfed.models.lora import LoRALinear
+from tests.methods.test_lora import ClassToy, entries
 from tests.support.toy import Bench, Norm, Toy
 
 SEEDS = st.integers(0, 2**31)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from everfed.core import tree
-from everfed.core.legacy import CompositionError, compose
+from everfed.method import CompositionError, compose
 from everfed.methods import registry as methods
 from everfed.methods.regularise.moon import contrast
 from everfed.privacy.secure import secured

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 from everfed.methods.common import per_sample
-from everfed.methods.common import squared_gradients as squaring
 from everfed.methods.common.per_sample import Layers, Network, closed_forms, constants
-from everfed.methods.common.squared_gradients import squared_gradients
+from everfed.methods.regularise import fisher as squaring
+from everfed.methods.regularise.fisher import squared_gradients
 from everfed.models.cnn import SmallCNN
 from everfed.models.resnet import ResNet18
 

@@ -8,19 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.parts.test_lora import ClassToy, entries
 from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed import models
 from everfed.core.context import TrainOptions
 from everfed.core.evaluate import correct_counts
-from everfed.core.message import MODEL
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.methods.pretrained.pilora import PILoRA, nearness_weights, prototype_weights
 from everfed.models.pilora import Prototypes, QueryValueLoRA
 from everfed.models.vit import ViT
+from tests.methods.test_lora import ClassToy, entries
 from tests.support.toy import Bench, Toy, tiny_vit
 
 WIDTH, RANK = 8, 4  # of the toy's Transformer; the default rank
@@ -83,8 +82,8 @@ def test_the_server_averages_factors_by_samples_and_weighs_prototypes() -> None:
     features = {0: torch.full((2, WIDTH), 2.0), 1: torch.full((1, WIDTH), 2.0)}
     adapter = torch.arange(4.0 * RANK * WIDTH)
     reduced = {"adapter": adapter, "prototypes": prototypes, "labels": labels, "features": features}
-    server = {MODEL: bench.model(), "pilora": {"classes": torch.tensor([0, 1])}}
-    found = bench.layout().named(part.aggregate(server, reduced, bench.context())["params"])
+    server = bench.server("pilora", {"pilora": {"classes": torch.tensor([0, 1])}}, reduced=reduced)
+    found = bench.layout().named(part.aggregate(server)["params"])
     near = 0.0066929 * 1.0 + 0.9933071 * 2.0
     assert torch.allclose(found["head.weight"][:2], torch.full((2, WIDTH), near), atol=1e-6)
     sent = torch.cat([found[f"blocks.0.attn.qkv.lora_{factor}"][0].flatten() for factor in "AB"])
@@ -269,10 +268,10 @@ def test_clients_send_mean_features_of_classes_that_they_have() -> None:
 def test_mean_features_are_those_of_the_trained_network() -> None:
     bench = Bench("pilora", stream=Half(clients=2))
     (part,) = bench.build_method().parts
-    ctx, model, data = bench.context(client=1), bench.model(), bench.stream.data(1, 0)
-    fitted = ctx.train.fit(ctx, (part,), model, model["params"], {}, {}, data)
-    _, sent = part.reply({}, {MODEL: model, "pilora": {"classes": torch.tensor([0, 1])}}, fitted, data, ctx)
-    expected = loaded(bench, fitted.model["params"]).features(bench.stream.inputs(data.x)).mean(0)
+    client = bench.client("pilora", {}, 1, messages={"pilora": {"classes": torch.tensor([0, 1])}})
+    client.model = client.fit((part,), tag="train").model
+    sent = part.reply(client) or {}
+    expected = loaded(bench, client.model["params"]).features(bench.stream.inputs(client.data.x)).mean(0)
     assert sent["labels"].tolist() == [0]
     assert torch.allclose(sent["features"], expected.unsqueeze(0), atol=1e-6)
 
@@ -281,8 +280,7 @@ def test_one_client_keeps_what_it_trained() -> None:
     """Its factors and prototypes after one step, bit for bit."""
     train = TrainOptions(1, 12, Optimizer(lr=0.1))
     bench = Bench("pilora", stream=ClassToy(clients=1, rounds_per_task=1), train=train)
-    ctx, model, parts = bench.context(), bench.model(), bench.build_method().parts
-    fitted = ctx.train.fit(ctx, parts, model, model["params"], {}, {}, bench.stream.data(0, 0))
+    fitted = bench.client("pilora", {}).fit(bench.build_method().parts, tag="train")
     own, shared = (entries(bench, vector, "") for vector in (fitted.model["params"], bench.run(rounds=1).params))
     assert torch.equal(own["head.weight"][:2], shared["head.weight"][:2])
     for name in ("blocks.0.attn.qkv.lora_A", "blocks.0.attn.qkv.lora_B"):

@@ -9,20 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.parts.test_lora import ClassToy, entries, plain_outputs
 from torch import Tensor, nn
 
 from everfed.core.context import TrainOptions
-from everfed.core.legacy import Part
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
+from everfed.core.part import CompositionError, Part
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.common.features import features
 from everfed.methods.pretrained.prompts import FedCPrompt, PromptShared, before_task, contrast, orthonormal
 from everfed.models.prompts import CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts
 from everfed.models.vit import ViT
+from tests.methods.test_lora import ClassToy, entries, plain_outputs
 from tests.support.toy import SMALL, Bench, Outcome, Toy, tiny_vit
 
 METHODS = ("prompt-l2p", "prompt-dual", "prompt-coda", "fed-cprompt", "prompt-hgp")
@@ -174,7 +173,7 @@ def test_attention_is_a_softmax_over_its_entries() -> None:
 class Doubled(Part):
     name = "doubled"
 
-    def forward(self, module: nn.Module, x: Tensor, own: Any, message: Any) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, state: Any, message: Any) -> Tensor:
         return 2.0 * module(x)  # type: ignore[no-any-return]
 
 

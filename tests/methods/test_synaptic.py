@@ -11,9 +11,7 @@ from torch import Tensor
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal
-from everfed.methods.regularise.path import importance
-from everfed.methods.regularise.si import SynapticIntelligence
-from tests.support.phases import phase_of
+from everfed.methods.regularise.si import SynapticIntelligence, importance
 from tests.support.toy import Bench, Toy
 
 FULL_BATCH = TrainOptions(50, 12, Optimizer(lr=0.005))
@@ -78,16 +76,15 @@ def test_the_penalty_is_not_part_of_the_contributions_gradient() -> None:
 def test_importance_is_computed_from_the_global_models() -> None:
     bench = Bench("si", si(eps=0.01))
     start, end = bench.model()["params"], bench.run(rounds=2).params
-    ctx = bench.context(client=1, round_index=1, phase="consolidate")
     s = torch.randn(len(start), generator=torch.Generator().manual_seed(0))
     own = {"si": {"anchor": start, "contribution": s}}
-    data = bench.stream.data(1, 0)
-    consolidate = phase_of(SynapticIntelligence(eps=0.01), "consolidate")
-    slots, reply = consolidate.run(own, {"model": {"params": end}}, data, ctx)
+    client = bench.client("si", own, 1, model={"params": end}, round_index=1, phase="consolidate")
+    SynapticIntelligence(eps=0.01).consolidate(client)
+    omega = client.state["omega"]
     expected = torch.clamp(s / ((end - start) ** 2 + 0.01), min=0)
-    assert torch.allclose(slots["omega"], expected)
-    assert torch.equal(slots["omega"], importance(torch.zeros_like(s), s, (end - start).square(), 0.01))
-    assert set(slots) == {"omega", "anchor"} and not reply  # s is reset
+    assert torch.allclose(omega, expected)
+    assert torch.equal(omega, importance(torch.zeros_like(s), s, (end - start).square(), 0.01))
+    assert set(client.state) == {"omega", "anchor"}  # s is reset
 
 
 # what it reduces to --------------------------------------------------------------------------------------------------

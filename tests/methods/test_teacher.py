@@ -13,15 +13,15 @@ def test_the_classes_are_the_clients_own_in_a_task_pool() -> None:
     stream = small_stream("task-pool", classes_per_task=2)
     bench = Bench("lwf", stream=stream)
     for client in range(4):
-        ctx = bench.context(client, round_index=8)
+        handle = bench.client("lwf", number=client, round_index=8)
         own = sorted({*stream.labels_of(client, 0), *stream.labels_of(client, 1)})
-        assert classes_of(ctx, tasks_before(ctx)).tolist() == own
+        assert classes_of(handle, tasks_before(handle)).tolist() == own
     assert len({tuple(stream.labels_of(client, 0)) for client in range(4)}) > 1
 
 
 def test_elsewhere_and_on_the_server_they_are_the_tasks() -> None:
     bench = Bench("lwf", stream=small_stream())
-    assert classes_of(bench.context(1, 8), range(2)).tolist() == [0, 1, 2, 3]
+    assert classes_of(bench.client("lwf", number=1, round_index=8), range(2)).tolist() == [0, 1, 2, 3]
     pool = Bench("lwf", stream=small_stream("task-pool", classes_per_task=2))
-    server = pool.context(0, 8).at(client=None)
+    server = pool.server("lwf", round_index=8, phase="teacher")
     assert torch.equal(classes_of(server, range(1)), torch.tensor(pool.stream.labels(0)))

@@ -9,13 +9,13 @@ import math
 import numpy as np
 import pytest
 
-from everfed.metrics.detection import Found, Truth, mean_average_precision, overlaps
+from everfed.metrics.detection import Detected, Truth, mean_average_precision, overlaps
 
 BOX = np.array([[0.1, 0.1, 0.3, 0.3]])
 
 
-def found(boxes, scores, labels) -> Found:
-    return Found(
+def found(boxes, scores, labels) -> Detected:
+    return Detected(
         np.array(boxes, dtype=float).reshape(-1, 4), np.array(scores, dtype=float), np.array(labels, dtype=int)
     )
 
@@ -75,7 +75,7 @@ def test_as_many_images_on_both_sides() -> None:
         mean_average_precision([found([], [], [])], [truth([], [])] * 2)
 
 
-def drawn(seed: int, images: int = 12, classes: int = 3) -> tuple[list[Found], list[Truth]]:
+def drawn(seed: int, images: int = 12, classes: int = 3) -> tuple[list[Detected], list[Truth]]:
     """Boxes, and detections that are near some of them, doubled, of the wrong class, or nowhere."""
     rng = np.random.default_rng(seed)
     seen, real = [], []
@@ -88,12 +88,12 @@ def drawn(seed: int, images: int = 12, classes: int = 3) -> tuple[list[Found], l
         stray = np.concatenate([corner, corner + 0.2], axis=1)
         everything = np.concatenate([near, near[: len(near) // 2] + 0.01, stray])
         guesses = np.concatenate([labels, labels[: len(near) // 2], rng.integers(0, classes, 4)])
-        seen.append(Found(everything, rng.uniform(0.01, 1, len(everything)), guesses))
+        seen.append(Detected(everything, rng.uniform(0.01, 1, len(everything)), guesses))
         real.append(Truth(boxes, labels))
     return seen, real
 
 
-def by_coco(seen: list[Found], real: list[Truth]) -> tuple[float, float]:
+def by_coco(seen: list[Detected], real: list[Truth]) -> tuple[float, float]:
     """What pycocotools says, the evaluator behind torchmetrics."""
     modules = ("pycocotools.coco", "pycocotools.cocoeval")
     coco, evaluation = (pytest.importorskip(name, reason="pip install 'everfed[detection]'") for name in modules)

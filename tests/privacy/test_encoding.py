@@ -17,11 +17,13 @@ from everfed.privacy.encoding import (
     Code,
     EncodingError,
     Sums,
+    common_form,
     decode,
     encode,
     form_from_text,
     form_of,
     form_to_text,
+    is_finite,
     sizes,
 )
 
@@ -87,10 +89,13 @@ def test_what_is_outside_the_clip_is_clipped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("broken", [Reply({"a": {"p": torch.tensor([math.nan])}}, 1), Reply({}, 1, 1, math.inf)])
-def test_a_reply_that_is_not_finite_adds_nothing_and_is_counted(broken: Reply) -> None:
-    sums = added([Reply({"a": {"p": torch.tensor([1.0])}}, 5, 1, 1.0), broken])
-    assert (sums.broken, sums.trained, sums.samples) == (1, 1, 5)
-    assert sums.totals["a/p"][:2] == (torch.tensor([1.0]), 1.0)
+def test_a_reply_that_is_not_finite_is_told_from_others(broken: Reply) -> None:
+    assert not is_finite(broken) and is_finite(Reply({"a": {"p": torch.tensor([1.0])}}, 5, 1, 1.0))
+
+
+def test_a_value_of_few_is_not_in_the_common_form() -> None:
+    forms = [form_of({"a": {"x": 1.0, **({"y": 1.0} if few else {})}}) for few in (True, True, False)]
+    assert list(common_form(forms, 3)) == ["a/x"] and list(common_form(forms, 2)) == ["a/x", "a/y"]
 
 
 def test_the_ring_is_wide_enough_for_every_client_at_the_clip() -> None:
@@ -149,13 +154,12 @@ def test_the_largest_sums_that_replies_can_have_are_accepted() -> None:
     ("entry", "value", "match"),
     [
         (-1, 9, "clipped"),  # of eight numbers
-        (-2, 3, "broken"),
-        (-3, -1, "samples"),
-        (-3, (2 << 24) + 1, "samples"),
-        (-4, 3, "trained"),
-        (-5, (1 << 62) + 1, "loss"),
-        (-6, 3, "p/x has a weight of 3 from 2 clients"),
-        (-7, -1, "p/n has a weight of -1"),
+        (-2, -1, "samples"),
+        (-2, (2 << 24) + 1, "samples"),
+        (-3, 3, "trained"),
+        (-4, (1 << 62) + 1, "loss"),
+        (-5, 3, "p/x has a weight of 3 from 2 clients"),
+        (-6, -1, "p/n has a weight of -1"),
         (0, (1 << 62) + 1, "numbers are larger"),
     ],
 )

@@ -205,11 +205,11 @@ def test_nothing_but_keys_letters_masked_vectors_and_shares_arrives() -> None:
 
 def test_a_client_without_values_sends_as_much_as_the_others() -> None:
     seen: list[tuple[str, int, Reply]] = []
-    secure_run(Bench("fedgp", stream=Toy(tasks=1, rounds_per_task=1, sizes={(1, 0): 0})), seen=seen)
+    secure_run(Bench("fedgp", stream=Toy(tasks=1, rounds_per_task=1, clients=4, sizes={(1, 0): 0})), seen=seen)
     sizes = {
-        client: [tree.tensor_bytes(r.values) for p, c, r in seen if c == client and p == MASK] for client in range(3)
+        client: [tree.tensor_bytes(r.values) for p, c, r in seen if c == client and p == MASK] for client in range(4)
     }
-    assert sizes[0] == sizes[1] == sizes[2] and len(sizes[0]) == 2
+    assert sizes[0] == sizes[1] == sizes[2] == sizes[3] and len(sizes[0]) == 2
 
 
 # other engines -------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import pytest
 
 from everfed.reports import attendance
 from everfed.reports.attendance import Record
-from everfed.reports.read import Run, read_run
+from everfed.reports.read import LoggedRun, read_run
 from tests.reports.folders import Event, create, log, phase, start
 
 
-def run(folder: Path, *events: Event) -> Run:
+def run(folder: Path, *events: Event) -> LoggedRun:
     made = create(folder)
     log(made, [start(), *events])
     return read_run(made.path)

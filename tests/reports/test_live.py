@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from everfed.errors import UserError
-from everfed.reports.dashboard import Dashboard, Feed, NoRun
+from everfed.reports.dashboard import Dashboard, NoRun, Updates
 from everfed.reports.figures import View
 from everfed.reports.live import QUIET_AFTER, Index, Note
 from everfed.store.run import RunError
@@ -163,7 +163,7 @@ def test_a_note_on_one_run_keeps_the_others(index: Index) -> None:
 
 
 def test_a_listener_gets_changed_and_removed_runs_only(index: Index) -> None:
-    feed, known = Feed(index, every=1.0), dict[str, int]()
+    feed, known = Updates(index, every=1.0), dict[str, int]()
 
     def news() -> tuple[list[str], list[str]]:
         index.poll()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from everfed.reports import series
 from everfed.reports.groups import grouped
-from everfed.reports.read import Run, read_run, read_runs
+from everfed.reports.read import LoggedRun, read_run, read_runs
 from tests.reports.folders import create, evaluation, finished, log, phase, result, start, whole
 
 Values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400)
@@ -55,7 +55,7 @@ def test_perplexities_are_averaged_and_have_no_forgetting(tmp_path: Path) -> Non
     assert series.forgetting_by_task(run) == {}
 
 
-def two_seeds(folder: Path) -> list[Run]:
+def two_seeds(folder: Path) -> list[LoggedRun]:
     finished(folder / "a", seed=0, matrix=[[0.8, None], [0.6, 0.7]])
     finished(folder / "b", seed=1, matrix=[[0.6, None], [0.2, 0.9]])
     return read_runs([folder])

@@ -10,14 +10,14 @@ import pytest
 
 from everfed.metrics.statistics import Spread
 from everfed.reports import tables
-from everfed.reports.groups import Group, grouped
+from everfed.reports.groups import SeedGroup, grouped
 from everfed.reports.read import read_runs
-from everfed.reports.tables import Column, Table, cell_text, to_csv, to_html, to_latex, to_markdown
+from everfed.reports.tables import Column, ReportTable, cell_text, to_csv, to_html, to_latex, to_markdown
 from tests.reports.folders import create, finished, log, phase, result, start
 
 
 @pytest.fixture
-def groups(tmp_path: Path) -> tuple[Group, ...]:
+def groups(tmp_path: Path) -> tuple[SeedGroup, ...]:
     """fedavg: Acc 0.65 and 0.55; der: Acc 0.8, one seed, and another that is not finished."""
     finished(tmp_path / "a", "fedavg", 0, matrix=[[0.8, None], [0.6, 0.7]])
     finished(tmp_path / "b", "fedavg", 1, matrix=[[0.6, None], [0.2, 0.9]])
@@ -26,7 +26,7 @@ def groups(tmp_path: Path) -> tuple[Group, ...]:
     return grouped(read_runs([tmp_path])).groups
 
 
-def test_comparison_by_hand(groups: tuple[Group, ...]) -> None:
+def test_comparison_by_hand(groups: tuple[SeedGroup, ...]) -> None:
     text = to_markdown(tables.comparison(groups)).splitlines()
     assert text[2].split("|")[1:4] == [" Method ", " Seeds ", " Acc, %       "]
     # best first; forgetting of fedavg: 0.2 and 0.4; bwt is its negative
@@ -46,7 +46,7 @@ def test_a_metric_that_one_seed_lacks_has_no_column(tmp_path: Path) -> None:
     assert table.rows == (("fedavg", "2/2", Spread(pytest.approx(0.6), pytest.approx(0.1), 2)),)
 
 
-def test_csv_has_full_precision_and_deviations_apart(groups: tuple[Group, ...]) -> None:
+def test_csv_has_full_precision_and_deviations_apart(groups: tuple[SeedGroup, ...]) -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(tables.comparison(groups)))))
     assert [row["method"] for row in rows] == ["der", "fedavg"]
     assert float(rows[1]["acc_mean"]) == pytest.approx(0.6, abs=1e-12)
@@ -54,7 +54,7 @@ def test_csv_has_full_precision_and_deviations_apart(groups: tuple[Group, ...]) 
     assert rows[1]["acc_seeds"] == "2" and rows[0]["acc_seeds"] == "1"
 
 
-def test_latex(groups: tuple[Group, ...]) -> None:
+def test_latex(groups: tuple[SeedGroup, ...]) -> None:
     text = to_latex(tables.comparison(groups))
     assert r"\begin{tabular}{llrrrrr}" in text
     assert r"fedavg & 2/2 & $60.00 \pm 5.00$ & $30.00 \pm 10.00$" in text
@@ -62,18 +62,18 @@ def test_latex(groups: tuple[Group, ...]) -> None:
     assert text.count(r"\\") == 3 and r"\bottomrule" in text
 
 
-def test_cost_by_hand(groups: tuple[Group, ...]) -> None:
+def test_cost_by_hand(groups: tuple[SeedGroup, ...]) -> None:
     text = to_markdown(tables.cost(groups))
     assert "| fedavg | 6      | 4.0 s | 600 B    | 1.2 kB     | 64 B         | 5.0 MB      | 96      |" in text
 
 
-def test_bytes_by_part(groups: tuple[Group, ...]) -> None:
+def test_bytes_by_part(groups: tuple[SeedGroup, ...]) -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(tables.bytes_by_part(groups)))))
     found = {(row["method"], row["part"]): (row["bytes_up_mean"], row["bytes_down_mean"]) for row in rows}
     assert found[("fedavg", "fedgp")] == ("200.0", "300.0")
 
 
-def test_accuracy_matrices(groups: tuple[Group, ...]) -> None:
+def test_accuracy_matrices(groups: tuple[SeedGroup, ...]) -> None:
     rows = list(csv.DictReader(io.StringIO(to_csv(tables.accuracy_matrices(groups)))))
     (row,) = (row for row in rows if row["method"] == "fedavg" and row["after_task"] == "2")
     assert float(row["task_1_mean"]) == pytest.approx(0.4) and float(row["task_1_deviation"]) == pytest.approx(0.2)
@@ -81,7 +81,7 @@ def test_accuracy_matrices(groups: tuple[Group, ...]) -> None:
     assert first["task_2_mean"] == ""
 
 
-def test_runs_and_their_state(groups: tuple[Group, ...]) -> None:
+def test_runs_and_their_state(groups: tuple[SeedGroup, ...]) -> None:
     table = tables.runs([run for group in groups for run in group.runs])
     unfinished = table.rows[-1]
     assert unfinished == ("d", "der", "1", "unfinished at round 1 of 6", None, 0.0, 1.0)
@@ -114,7 +114,7 @@ def test_no_finished_run(tmp_path: Path) -> None:
 
 
 def test_every_format_escapes_what_it_must() -> None:
-    table = Table("t", "T", (Column("A_b"), Column("N", "percent")), (("x|y_z & 50% <b>{}\\", 0.5),))
+    table = ReportTable("t", "T", (Column("A_b"), Column("N", "percent")), (("x|y_z & 50% <b>{}\\", 0.5),))
     assert r"x\|y\_z & 50% <b>{}\\" in to_markdown(table)
     assert r"x|y\_z \& 50\% <b>\{\}\textbackslash{} & $50.00$ \\" in to_latex(table)
     assert "x|y_z &amp; 50% &lt;b&gt;{}\\" in to_html(table)
@@ -122,6 +122,6 @@ def test_every_format_escapes_what_it_must() -> None:
 
 
 def test_nothing_is_best_where_there_is_one_row_or_no_better() -> None:
-    assert Table("t", "T", (Column("N", "plain", 1),), ((1.0,), (None,))).best(0) == set()
-    assert Table("t", "T", (Column("N", "plain", 0),), ((1.0,), (2.0,))).best(0) == set()
-    assert Table("t", "T", (Column("N", "plain", -1),), ((1.0,), (2.0,), (1.0,))).best(0) == {0, 2}
+    assert ReportTable("t", "T", (Column("N", "plain", 1),), ((1.0,), (None,))).best(0) == set()
+    assert ReportTable("t", "T", (Column("N", "plain", 0),), ((1.0,), (2.0,))).best(0) == set()
+    assert ReportTable("t", "T", (Column("N", "plain", -1),), ((1.0,), (2.0,), (1.0,))).best(0) == {0, 2}

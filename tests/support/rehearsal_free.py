@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Context, Data, Optimizer, RoundPlan, TrainOptions
+from everfed.method import Client, Data, Optimizer, RoundPlan, TrainOptions
 from tests.support.toy import Bench, Given, Linear, Toy, mean_square
 
 
@@ -84,8 +84,7 @@ def quadratic(lr: float, epochs: int, targets: Mapping[int, float] | None = None
     return Bench("fedavg", stream=stream, module=Linear, train=TrainOptions(epochs, 1, Optimizer(lr=lr)))
 
 
-def point(bench: Bench, value: float) -> tuple[Context, dict[str, Tensor], Data]:
-    """A context at the end of the first task, a model with that parameter, and the task's data."""
-    ctx = bench.context(round_index=bench.stream.rounds_per_task - 1, phase="consolidate")
-    model = {**bench.model(), "params": torch.tensor([value])}
-    return ctx, model, bench.stream.data(0, 0)
+def point(bench: Bench, value: float, **own: Tensor) -> Client:
+    """FedSSI's client at the end of the first task, at a model with that parameter; `own` is its state."""
+    model, last = {**bench.model(), "params": torch.tensor([value])}, bench.stream.rounds_per_task - 1
+    return bench.client("fedssi", {"fedssi": own}, model=model, round_index=last, phase="consolidate")

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from everfed.data.detection.boxes import CX, LABEL, WIDTH, corners
 from everfed.data.detection.decoding import detections
-from everfed.metrics.detection import Found, Precision, Truth, mean_average_precision
+from everfed.metrics.detection import Detected, Precision, Truth, mean_average_precision
 
 
-def found_in(outputs: Tensor, anchors: Tensor) -> list[Found]:
+def found_in(outputs: Tensor, anchors: Tensor) -> list[Detected]:
     """The detections of every image, on the host."""
     boxes, scores, labels = (one.cpu().numpy() for one in detections(outputs, anchors.to(outputs.device)))
     kept = (np.flatnonzero(row > 0) for row in scores)
-    return [Found(boxes[i][rows], scores[i][rows], labels[i][rows]) for i, rows in enumerate(kept)]
+    return [Detected(boxes[i][rows], scores[i][rows], labels[i][rows]) for i, rows in enumerate(kept)]
 
 
 def truth_of(y: Tensor) -> list[Truth]:

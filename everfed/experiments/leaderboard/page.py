@@ -50,7 +50,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class Sortable:
     """text: as it is shown. value: what the column is sorted by."""
 
     text: str
@@ -58,7 +58,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MethodFacts:
     """What a method needs and shows, whatever the numbers. sees: what the server sees of single clients."""
 
     sees: str
@@ -126,7 +126,7 @@ def report(found: Sequence[Record]) -> str:
 # tables ----------------------------------------------------------------------------------------------------------
 
 
-def rows(found: Sequence[Record]) -> list[list[Cell]]:
+def rows(found: Sequence[Record]) -> list[list[Sortable]]:
     """A row for every method of one stream that has test numbers, the most accurate first."""
     tested = [record for record in found if records.finished_tests(record)]
     fedavg = next((record for record in tested if record["method"] == "fedavg"), None)
@@ -134,31 +134,31 @@ def rows(found: Sequence[Record]) -> list[list[Cell]]:
     return sorted(lines, key=lambda line: line[1].value, reverse=True)
 
 
-def _row(record: Record, fedavg: Record | None) -> list[Cell]:
+def _row(record: Record, fedavg: Record | None) -> list[Sortable]:
     facts = facts_of(record["stream"], record["method"])
     kept = records.mean(record, "kept_bytes") or 0.0
     samples = stored_samples(record)
     return [
-        Cell(_named(record), record["method"]),
+        Sortable(_named(record), record["method"]),
         *(_percent(record, key) for key in records.SCORES),
         *(_bytes(records.mean(record, key) or 0.0) for key in ("bytes_up", "bytes_down")),
         _time(record, fedavg),
-        Cell("all data", float("inf")) if facts.keeps_all else _bytes(kept),
-        Cell("all", float("inf")) if facts.keeps_all else Cell(f"{samples:.0f}", samples),
-        Cell(facts.sees or "sums only", facts.sees),
-        Cell("yes" if facts.secure else "no", "yes" if facts.secure else "no"),
-        Cell("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
-        Cell(chosen := chosen_settings(record), chosen),
+        Sortable("all data", float("inf")) if facts.keeps_all else _bytes(kept),
+        Sortable("all", float("inf")) if facts.keeps_all else Sortable(f"{samples:.0f}", samples),
+        Sortable(facts.sees or "sums only", facts.sees),
+        Sortable("yes" if facts.secure else "no", "yes" if facts.secure else "no"),
+        Sortable("needed" if facts.boundaries else "not needed", str(facts.boundaries)),
+        Sortable(chosen := chosen_settings(record), chosen),
     ]
 
 
-def _time(record: Record, fedavg: Record | None) -> Cell:
+def _time(record: Record, fedavg: Record | None) -> Sortable:
     """Seconds over FedAvg's; none where the tests ran on another kind of device than FedAvg's."""
     if fedavg is None or _devices(record) != _devices(fedavg):
-        return Cell("-", float("inf"))
+        return Sortable("-", float("inf"))
     seconds, base = records.mean(record, "seconds"), records.mean(fedavg, "seconds")
     ratio = seconds / base if seconds and base else float("inf")
-    return Cell(f"{ratio:.2f}" if math.isfinite(ratio) else "-", ratio)
+    return Sortable(f"{ratio:.2f}" if math.isfinite(ratio) else "-", ratio)
 
 
 def _devices(record: Record) -> set[str]:
@@ -171,7 +171,7 @@ def _named(record: Record) -> str:
     return f"{record['method']} {PERSONAL}" if personal else str(record["method"])
 
 
-def facts_of(stream: str, method: str) -> Facts:
+def facts_of(stream: str, method: str) -> MethodFacts:
     """From the method itself, with the options that the stream's recipe sets."""
     section = settled(read(f"{tuning.RECIPES}{stream}", method=method)).method
     built = methods.build(section.name, section.model_extra)
@@ -183,7 +183,9 @@ def facts_of(stream: str, method: str) -> Facts:
         if not reducer.secure
     ]
     sees = f"every client's {', '.join(dict.fromkeys(single))}" if single else ""
-    return Facts(sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs() for part in built.parts))
+    return MethodFacts(
+        sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs() for part in built.parts)
+    )
 
 
 def stored_samples(record: Record) -> float:
@@ -222,17 +224,17 @@ def _needs_boundaries(part: Part) -> bool:
     return BOUNDARIES in part.needs() or any(phase.needs_boundaries for phase in part.phases())
 
 
-def _percent(record: Record, key: str) -> Cell:
+def _percent(record: Record, key: str) -> Sortable:
     value = records.mean(record, key)
     if value is None:
-        return Cell("-", float("-inf"))
+        return Sortable("-", float("-inf"))
     deviation = records.deviation(record, key)
     count = len(records.finished_tests(record))
-    return Cell(f"{100 * value:.1f}" + (f" ± {100 * deviation:.1f}" if count > 1 else ""), value)
+    return Sortable(f"{100 * value:.1f}" + (f" ± {100 * deviation:.1f}" if count > 1 else ""), value)
 
 
-def _bytes(count: float) -> Cell:
-    return Cell(size(round(count)), count)
+def _bytes(count: float) -> Sortable:
+    return Sortable(size(round(count)), count)
 
 
 # Markdown --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.layout import EXTRAS, head_name
-from everfed.core.legacy import CompositionError, Entry, Layout, Model, Step, Trainer
+from everfed.core.trainer import Trainer
+from everfed.method import CompositionError, Entry, Layout, Model, Step
 from everfed.methods.common.layers import in_precision
 
 CHUNK = 1000  # samples at once in a pass over a client's data
@@ -70,7 +71,7 @@ def head_inputs(
 
 def keep_features(step: Step, key: str) -> None:
     """Keep the head's inputs in the step's next forward pass with gradients; call it in `batches`."""
-    if step.ctx.train.network is not step.replica.module:
+    if step.trainer.network is not step.module:
         raise CompositionError(f"part {key!r} reads the features of every step; leave engine.compile out")
 
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -78,7 +79,7 @@ def keep_features(step: Step, key: str) -> None:
             handle.remove()
             step.handed[key] = args[0]
 
-    handle = head(step.replica.module).register_forward_pre_hook(keep)
+    handle = head(step.module).register_forward_pre_hook(keep)
 
 
 def kept_features(step: Step, key: str) -> Tensor:

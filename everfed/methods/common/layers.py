@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from everfed.core.layout import EXTRAS
-from everfed.core.legacy import Entry, Layout, Trainer
+from everfed.core.trainer import Trainer
+from everfed.method import Entry, Layout
 
 
 def hidden_names(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> list[str]:

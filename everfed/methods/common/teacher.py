@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.legacy import CompositionError, Context, Model, Part, Step, overrides
+from everfed.core.handle import Handle
 from everfed.core.replica import frozen_forward
+from everfed.method import CompositionError, Model, Part, Step, overrides
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 
@@ -25,14 +26,14 @@ def frozen_outputs(step: Step, model: Model, x: Tensor) -> Tensor:
 
     The step's own module computes them with the other model's tensors, which stay as they are.
     """
-    with in_precision(step.ctx.train):
+    with in_precision(step.trainer):
         outputs: Tensor = frozen_forward(step.replica, model, step.inputs(x))
     return outputs.float()
 
 
 def frozen_pass(step: Step, model: Model, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """(outputs (n, classes), features (n, F)) of another model on network inputs, in the same way."""
-    with in_precision(step.ctx.train), head_inputs(step.replica.module) as seen:
+    with in_precision(step.trainer), head_inputs(step.module) as seen:
         outputs: Tensor = frozen_forward(step.replica, model, inputs)
     return outputs.float(), seen[0].float()
 
@@ -63,21 +64,22 @@ def among(outputs: Tensor, classes: Tensor) -> Tensor:
     return outputs.masked_fill(~classes, OUT)
 
 
-def mask_of(ctx: Context, classes: Tensor) -> Tensor:
+def mask_of(side: Handle, classes: Tensor) -> Tensor:
     """(C,) bool, true at these classes."""
-    mask = torch.zeros(ctx.facts.classes, dtype=torch.bool)
+    mask = torch.zeros(side.facts.classes, dtype=torch.bool)
     mask[classes] = True
     return mask
 
 
-def classes_of(ctx: Context, tasks: Iterable[int], everyone: bool = False) -> Tensor:
+def classes_of(side: Handle, tasks: Iterable[int], everyone: bool = False) -> Tensor:
     """The classes of some tasks together, ascending; on a client those of its own tasks, or those that any client has
     in them (everyone)."""
-    stream, client = ctx.train.stream, None if everyone else ctx.client
+    context = getattr(side, "context", side)  # some still come with a context
+    stream, client = context.train.stream, None if everyone else context.client
     found = (stream.labels(task) if client is None else stream.labels_of(client, task) for task in tasks)
     return torch.tensor(sorted({label for labels in found for label in labels}), dtype=torch.int64)
 
 
-def tasks_before(ctx: Context) -> range:
+def tasks_before(side: Handle) -> range:
     """The tasks that this client has finished."""
-    return range(ctx.current_task or 0)
+    return range(getattr(side, "context", side).current_task or 0)

@@ -238,7 +238,7 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
             "own": {e.name: self._entry(layout, "own", e).view(w).clone() for e in network(layout) if e not in layers},
             "stats": model["stats"].clone(),
             "counters": model["counters"].clone(),
-            "classes": classes_of(client.context, [client.task or 0]).to(w.device),
+            "classes": classes_of(client, [client.task or 0]).to(w.device),
         }
 
     def _fixed(self, w: Tensor, entry: Entry, knowledge: Tree | None, layout: Layout) -> Tensor:

@@ -19,25 +19,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from everfed.core.legacy import (
-    BEGIN,
-    AddsParameters,
-    Cohort,
-    CompositionError,
-    Context,
-    Entry,
-    Layout,
-    Model,
-    Phase,
-    Position,
-    Server,
-    Slots,
-    State,
-    Tree,
-)
 from everfed.core.pieces import Spans
-from everfed.methods.common.checks import at_least
-from everfed.methods.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
+from everfed.method import BEGIN, AddsParameters, Cohort, CompositionError, Layout, Phase, Server, When, option
+from everfed.methods.pretrained.piecewise import Piecewise, at_task, head_pieces, of_task, row_of, task_of
 from everfed.models import lora
 
 
@@ -46,51 +30,34 @@ class TaskAdapted(Piecewise):
     """Factors of its own for every task; a round trains the current task's and the head's rows of its classes."""
 
     def phases(self) -> tuple[Phase, ...]:
-        begin = Phase(
-            "adapter",
-            cohort=Cohort.SERVER,
-            when=BEGIN,
-            position=Position.BEFORE,
-            update=self._begin,
-            update_model=self._next,
-        )
-        return (begin,)
+        return (Phase("adapter", cohort=Cohort.SERVER, rounds=BEGIN, when=When.BEFORE, update=self.begin),)
 
-    def _begin(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        """The part's server slots in the task that begins."""
-        return None
-
-    def _next(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
+    def begin(self, server: Server) -> None:
         """The network uses the factors of the task that begins."""
-        return None, at_task(model, ctx)
+        server.model = at_task(server, lora.CLOCK)
 
     def pieces(self, layout: Layout, labels: Sequence[tuple[int, ...]]) -> Mapping[str, Spans]:
         return {**factor_pieces(layout), **head_pieces(layout, labels)}
 
-    def trained(self, piece: str, server: State, ctx: Context) -> bool:
-        return of_task(piece, task_of(ctx))
+    def trained(self, piece: str, server: Server) -> bool:
+        return of_task(piece, task_of(server))
 
 
 @dataclass(frozen=True)
 class LoRA(AddsParameters, TaskAdapted):
-    """rank, targets, alpha: of the adapters, where the network has none yet (`model.lora`): of which layers, by the
-    ends of their names (none: all linear layers but the head), and their scale alpha / rank (0: 1)."""
+    """The options are those of the adapters where the network has none yet (`model.lora`)."""
 
-    rank: int = 8
-    targets: tuple[str, ...] = ()
-    alpha: float = 0.0
+    rank: int = option(8, at_least=1, about="rank of the adapters")
+    targets: tuple[str, ...] = option(
+        (), about="which layers, by the ends of their names (none: all linear layers but the head)"
+    )
+    alpha: float = option(0.0, at_least=0, about="their scale is alpha / rank (0: 1)")
 
     name = "lora"
     merge: ClassVar[str] = "mean"
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, "rank")
-        at_least(self, 0, "alpha")
-        object.__setattr__(self, "targets", tuple(self.targets))
-
     def adapt(self, module: nn.Module, server: Server) -> None:
         """Give every LoRA layer factors for all tasks."""
-        ctx = server.context
         if getattr(module, "prompts", None) is not None:
             raise CompositionError(f"part {self.name!r} freezes all but its factors and the head; leave prompts out")
         if any("lora_" in name for name, _ in module.named_parameters()) and not lora.layers(module):
@@ -100,13 +67,13 @@ class LoRA(AddsParameters, TaskAdapted):
             )
         if not lora.layers(module):
             try:
-                lora.add(module, {"rank": self.rank, "targets": self.targets, "alpha": self.alpha}, ctx.seed)
+                lora.add(module, {"rank": self.rank, "targets": self.targets, "alpha": self.alpha}, server.seed)
             except ValueError as error:
                 raise CompositionError(f"part {self.name!r}: {error}") from error
-        if ctx.facts.tasks > 1:
+        if server.facts.tasks > 1:
             clock = nn.Parameter(torch.zeros(1))
             for layer in lora.layers(module).values():
-                layer.hold(ctx.facts.tasks, ctx.seed)
+                layer.hold(server.facts.tasks, server.seed)
                 layer.follow(clock, self.merge)
 
 
@@ -116,8 +83,8 @@ class FFALoRA(LoRA):
 
     name = "ffa-lora"
 
-    def trained(self, piece: str, server: State, ctx: Context) -> bool:
-        return super().trained(piece, server, ctx) and not piece.startswith("A/")
+    def trained(self, piece: str, server: Server) -> bool:
+        return super().trained(piece, server) and not piece.startswith("A/")
 
 
 _KINDS = {"A": "A/", "B": "B/", "merge.grams": "grams ", "merge.task": "task "}
@@ -132,19 +99,3 @@ def factor_pieces(layout: Layout) -> dict[str, Spans]:
         for row in range(entry.shape[0] if kind else 0):
             found.setdefault(f"{kind}{row}", []).append(row_of(entry, row))
     return {name: tuple(spans) for name, spans in found.items()}
-
-
-def row_of(entry: Entry, row: int) -> slice:
-    """Where a row of an entry lies in the vector, counted along its first axis."""
-    length = entry.size // entry.shape[0]
-    return slice(entry.start + row * length, entry.start + (row + 1) * length)
-
-
-def at_task(model: Model, ctx: Context, clock: str = lora.CLOCK) -> Model:
-    """The model with the current task's number in it."""
-    places = [entry for entry in ctx.facts.layout.params if entry.name.endswith(clock)]
-    if not places or float(model["params"][places[0].start]) == task_of(ctx):
-        return model
-    params = model["params"].clone()
-    params[places[0].start] = task_of(ctx)
-    return {**model, "params": params}

@@ -19,61 +19,64 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from everfed.core.client import synchronises
-from everfed.core.legacy import (
+from everfed.method import (
     END,
-    MODEL,
     Aggregator,
+    Cached,
+    Client,
     Cohort,
     CompositionError,
-    Context,
-    Data,
-    Fitted,
     Layout,
     Mean,
-    Message,
     Model,
-    Once,
     Optimizer,
     Part,
     Phase,
     Reducer,
-    Slots,
-    State,
+    Server,
     Sum,
-    Tree,
+    Values,
+    option,
     refuse_personal,
 )
-from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.features import head_entries
-from everfed.methods.pretrained.grams import damped, input_grams, over, packed, split_like, times, unpacked
-from everfed.methods.pretrained.lora import LoRA, at_task
+from everfed.methods.pretrained.lora import LoRA
 from everfed.methods.pretrained.piecewise import task_of
+from everfed.methods.pretrained.regmean import (
+    damped,
+    input_grams,
+    named_before_and_after,
+    over,
+    packed,
+    split_like,
+    times,
+    unpacked,
+)
 
 
 @dataclass(frozen=True)
 class LoRM(LoRA, Aggregator):
-    """head_alpha: what off-diagonal entries of the head's Gram matrix are multiplied by; 0 sends its diagonal alone.
-    gram_at: the network whose inputs are summed, the "trained" one, or the "merged" one with the mean of all tasks'
-    updates (the authors' code). Other options as those of LoRA."""
+    """Other options as those of LoRA."""
 
-    head_alpha: float = 0.5
-    gram_at: str = "trained"
+    head_alpha: float = option(
+        0.5,
+        at_least=0,
+        at_most=1,
+        about="factor of the off-diagonal entries of the head's Gram matrix; 0 sends its diagonal alone",
+    )
+    gram_at: str = option(
+        "trained",
+        one_of=("trained", "merged"),
+        about="whose inputs are summed: the trained network's, or those of the one with the mean of all tasks' updates "
+        "(the authors' code)",
+    )
 
     name = "lorm"
     merge = "grams"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "head_alpha")
-        if self.head_alpha > 1:
-            raise ValueError(f"head_alpha must be at most 1; got {self.head_alpha}")
-        one_of(self, gram_at=("trained", "merged"))
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
@@ -89,48 +92,47 @@ class LoRM(LoRA, Aggregator):
         end = Phase(
             "grams",
             cohort=Cohort.ALL,
-            when=END,
+            rounds=END,
             reduce={"grams": Sum()},
             run=self._task_grams,
-            update=self._keep,
-            update_model=self._merge_tasks,
+            update=self._merge_tasks,
         )
         return *super().phases(), end
 
-    def _begin(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        return {"since": ctx.round, "classes": torch.tensor(ctx.train.stream.labels(task_of(ctx)))}
+    def begin(self, server: Server) -> None:
+        super().begin(server)
+        labels = server.trainer.stream.labels(task_of(server))
+        server.state = {"since": server.round, "classes": torch.tensor(labels)}
 
-    def _next(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
-        return server[self.name], at_task(model, ctx)
-
-    def factor(self, server: State, ctx: Context) -> str:
+    def factor(self, server: Server) -> str:
         """The one that this round trains."""
-        rounds = ctx.round - server.get(self.name, {}).get("since", 0)
-        return "BA"[rounds // ctx.options.sync_every % 2]
+        rounds = server.round - server.state.get("since", 0)
+        return "BA"[rounds // server.options.sync_every % 2]
 
-    def trained(self, piece: str, server: State, ctx: Context) -> bool:
-        idle = {"B": "A/", "A": "B/"}[self.factor(server, ctx)]
-        return super().trained(piece, server, ctx) and not piece.startswith(idle)
+    def trained(self, piece: str, server: Server) -> bool:
+        idle = {"B": "A/", "A": "B/"}[self.factor(server)]
+        return super().trained(piece, server) and not piece.startswith(idle)
 
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        own = server.get(self.name)  # empty before the first task began
-        return {"factor": self.factor(server, ctx), "classes": Once(task_of(ctx), own["classes"])} if own else {}
+    def broadcast(self, server: Server) -> Values:
+        if not server.state:  # before the first task began
+            return {}
+        return {"factor": self.factor(server), "classes": Cached(task_of(server), server.state["classes"])}
 
     # clients ---------------------------------------------------------------------------------------------------------
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
-        slots, _ = super().reply(client, message, fitted, data, ctx)
-        if self.name not in message or not synchronises(ctx):
-            return slots, {}
-        layout, device, own = ctx.facts.layout, ctx.train.device, message[self.name]
-        weight, *bias = head_entries(layout)
-        inner, head = layers_of(layout), weight.name.rpartition(".")[0]
+    def reply(self, client: Client) -> Values | None:
+        super().reply(client)
+        own = client.message
+        if not own or not client.synchronises:
+            return None
+        weight, *bias = head_entries(client.layout)
+        inner, head = layers_of(client.layout), weight.name.rpartition(".")[0]
         thin = [*inner, *([] if self.head_alpha else [head])]
-        found = input_grams(ctx, fitted.model, data, [*inner, head], thin, self.gram_at == "merged")
-        old, new = (layout.named(v.to(device)) for v in (message[MODEL]["params"], fitted.model["params"]))
-        grams = [factor_gram(old, name, found[name], own["factor"], task_of(ctx)) for name in inner]
+        found = input_grams(client, [*inner, head], thin, self.gram_at == "merged")
+        old, new = named_before_and_after(client)
+        grams = [factor_gram(old, name, found[name], own["factor"], task_of(client)) for name in inner]
         key = f"lora_{own['factor']}"
-        moved = [(new[f"{name}.{key}"] - old[f"{name}.{key}"])[task_of(ctx)] for name in inner]
-        rows = own["classes"].to(device)
+        moved = [(new[f"{name}.{key}"] - old[f"{name}.{key}"])[task_of(client)] for name in inner]
+        rows = own["classes"].to(client.device)
         head_gram = damped(found[head], self.head_alpha) if self.head_alpha else found[head]
         sent = {
             f"{own['factor']}/products": torch.cat([times(m, g).flatten() for m, g in zip(moved, grams, strict=True)]),
@@ -140,26 +142,26 @@ class LoRM(LoRA, Aggregator):
         }
         if bias:
             sent["bias"] = new[bias[0].name][rows]
-        return slots, sent
+        return sent
 
-    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
+    def upload(self, client: Client) -> Values:
         """Nothing: all that is sent is in `reply`."""
         return {}
 
-    def _task_grams(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
-        names = layers_of(ctx.facts.layout)
-        if len(data) == 0:
-            return None, {}
-        found = input_grams(ctx, message[MODEL], data, names, names, self.gram_at == "merged")
-        return None, {"grams": packed([found[name] for name in names])}
+    def _task_grams(self, client: Client) -> Values:
+        names = layers_of(client.layout)
+        if len(client.data) == 0:
+            return {}
+        found = input_grams(client, names, names, self.gram_at == "merged")
+        return {"grams": packed([found[name] for name in names])}
 
     # the server -------------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
         sums = (f"{kind}/{key}" for kind in ("A", "B", "head") for key in ("products", "grams"))
         return {**{key: Sum() for key in sums}, "bias": Mean(weighted=True)}
 
-    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        model, layout, factor = server[MODEL], ctx.facts.layout, self.factor(server, ctx)
+    def aggregate(self, server: Server) -> Model:
+        model, layout, reduced, factor = server.model, server.layout, server.reduced, self.factor(server)
         if reduced.get("head/products") is None:
             return model
         params = model["params"].to(reduced["head/products"].device, copy=True)
@@ -170,11 +172,11 @@ class LoRM(LoRA, Aggregator):
         grams = unpacked(reduced[f"{factor}/grams"], gram_shapes)
         products = split_like(reduced[f"{factor}/products"], shapes)
         for name, gram in zip(names, grams, strict=True):
-            new[f"{name}.lora_{factor}"][task_of(ctx)] += over(products[name], gram).to(params.dtype)
-        self._merge_head(new, reduced, server[self.name]["classes"].to(params.device), layout)
+            new[f"{name}.lora_{factor}"][task_of(server)] += over(products[name], gram).to(params.dtype)
+        self._merge_head(new, reduced, server.state["classes"].to(params.device), layout)
         return {**model, "params": params}
 
-    def _merge_head(self, new: dict[str, Tensor], reduced: Tree, rows: Tensor, layout: Layout) -> None:
+    def _merge_head(self, new: dict[str, Tensor], reduced: Mapping[str, Tensor], rows: Tensor, layout: Layout) -> None:
         weight, *bias = head_entries(layout)
         width = weight.shape[1]
         (gram,) = unpacked(reduced["head/grams"], [(width, width) if self.head_alpha else (width,)])
@@ -182,20 +184,16 @@ class LoRM(LoRA, Aggregator):
         for entry in bias:
             new[entry.name][rows] = reduced["bias"]
 
-    def _keep(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        return None if reduced.get("grams") is None else {**server[self.name], "grams": reduced["grams"]}
-
-    def _merge_tasks(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
+    def _merge_tasks(self, server: Server) -> None:
         """Put the task's sums of squares into the network, which merges the tasks by them."""
-        own = dict(server[self.name])
-        grams, layout = own.pop("grams", None), ctx.facts.layout
-        entries = {e.name.removesuffix(GRAMS): e for e in layout.params if e.name.endswith(GRAMS)}
+        grams = server.reduced.get("grams")
+        entries = [entry for entry in server.layout.params if entry.name.endswith(GRAMS)]
         if grams is None or not entries:
-            return own, model
-        params = model["params"].clone()
-        for entry, values in zip(entries.values(), grams.split([e.shape[1] for e in entries.values()]), strict=True):
-            entry.view(params)[task_of(ctx)] = values.to(params)
-        return own, {**model, "params": params}
+            return
+        params = server.model["params"].clone()
+        for entry, values in zip(entries, grams.split([e.shape[1] for e in entries]), strict=True):
+            entry.view(params)[task_of(server)] = values.to(params)
+        server.model = {**server.model, "params": params}
 
 
 GRAMS = ".lora_merge.grams"

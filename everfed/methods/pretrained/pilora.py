@@ -19,40 +19,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from everfed.core import random
-from everfed.core.client import synchronises
-from everfed.core.legacy import (
+from everfed.core.pieces import Spans, cut, joined, pasted
+from everfed.method import (
     CLASSES,
     MODEL,
     AddsParameters,
     Aggregator,
+    Cached,
+    Client,
     Collect,
     CompositionError,
-    Context,
-    Data,
-    Fitted,
     Layout,
     Mean,
-    Message,
     Model,
-    Once,
     Optimizer,
     Part,
     Reducer,
     Server,
-    Slots,
-    State,
     Step,
-    Tree,
+    Values,
+    option,
     refuse_personal,
 )
-from everfed.core.pieces import Spans, cut, joined, pasted
-from everfed.methods.common.checks import at_least, positive
 from everfed.methods.common.features import head_weight
 from everfed.methods.features.statistics import ReplacesHead, class_moments
 from everfed.methods.pretrained.lora import TaskAdapted, factor_pieces
@@ -65,26 +59,22 @@ from everfed.models.vit import Attention
 
 @dataclass(frozen=True)
 class PILoRA(AddsParameters, TaskAdapted, Aggregator):
-    """rank: of the factors. blocks: whose queries and values have some. pull, sparsity, orthogonality: weights of the
-    loss. temperature: of the softmax over clients."""
-
-    rank: int = 4
-    blocks: tuple[int, ...] = (0,)
-    pull: float = 0.001
-    sparsity: float = 0.01
-    orthogonality: float = 0.5
-    temperature: float = 0.2
+    rank: int = option(4, at_least=1, about="rank of the factors")
+    blocks: tuple[int, ...] = option((0,), about="blocks whose queries and values have factors")
+    pull: float = option(0.001, at_least=0, about="weight of the distance to the own class's prototype")
+    sparsity: float = option(0.01, at_least=0, about="weight of |A_t|_1")
+    orthogonality: float = option(0.5, at_least=0, about="weight of sum_{j < t} |A_j A_t^T|_1")
+    temperature: float = option(0.2, above=0, about="temperature of the softmax over clients")
 
     name = "pilora"
-    needs = TaskAdapted.needs | {CLASSES}
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "rank")
-        at_least(self, 0, "pull", "sparsity", "orthogonality")
-        positive(self, "temperature")
-        object.__setattr__(self, "blocks", tuple(self.blocks))
+        super().__post_init__()
         if not self.blocks:
             raise ValueError("blocks must name at least one block; got none")
+
+    def needs(self) -> set[str]:
+        return super().needs() | {CLASSES}
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
@@ -95,69 +85,71 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
 
     def adapt(self, module: nn.Module, server: Server) -> None:
         """Freeze the network, give blocks factors for all tasks, and put prototypes in the place of the head."""
-        ctx = server.context
-        vit = require_vit(self, module)
+        vit, facts, seed = require_vit(self, module), server.facts, server.seed
         if lora.layers(vit):
             raise CompositionError(f"part {self.name!r} adds its own LoRA layers; leave model.lora out")
         vit.requires_grad_(False)
         clock = nn.Parameter(torch.zeros(1))
         for block in existing(self, vit, "blocks"):
             attention = cast(Attention, vit.blocks[block].attn)
-            layer = QueryValueLoRA(attention.qkv, f"blocks.{block}.attn.qkv", self.rank, self.rank, ctx.seed)
-            layer.hold(ctx.facts.tasks, ctx.seed)
+            layer = QueryValueLoRA(attention.qkv, f"blocks.{block}.attn.qkv", self.rank, self.rank, seed)
+            layer.hold(facts.tasks, seed)
             layer.follow(clock, "sum")
             attention.qkv = layer
-        vit.head = Prototypes(ctx.facts.classes, vit.width, random.key(ctx.seed, self.name))
+        vit.head = Prototypes(facts.classes, vit.width, random.key(seed, self.name))
 
     # the task's classes ----------------------------------------------------------------------------------------------
-    def _begin(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        return {"classes": torch.tensor(ctx.train.stream.labels(task_of(ctx)))}
+    def begin(self, server: Server) -> None:
+        super().begin(server)
+        server.state = {"classes": torch.tensor(server.trainer.stream.labels(task_of(server)))}
 
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        own = server.get(self.name)  # empty before the first task began
-        return {"classes": Once(task_of(ctx), own["classes"])} if own else {}
+    def broadcast(self, server: Server) -> Values:
+        if not server.state:  # before the first task began
+            return {}
+        return {"classes": Cached(task_of(server), server.state["classes"])}
 
     # clients ---------------------------------------------------------------------------------------------------------
     def loss(self, step: Step) -> Tensor:
-        layers = [layer for layer in lora.layers(step.replica.module).values() if isinstance(layer, QueryValueLoRA)]
+        layers = [layer for layer in lora.layers(step.module).values() if isinstance(layer, QueryValueLoRA)]
         near = -step.outputs.gather(1, step.y.unsqueeze(1)).mean()
         penalties = (self.sparsity * layer.size() + self.orthogonality * layer.overlap() for layer in layers)
         return self.pull * near + sum(penalties, torch.zeros_like(near))
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def reply(self, client: Client) -> Values | None:
         """Mean features of the task's classes that the client has, in one pass after training."""
-        slots, _ = super().reply(client, message, fitted, data, ctx)
-        if self.name not in message or not synchronises(ctx):
-            return slots, {}
-        counts, sums, _ = class_moments(client, {**message, MODEL: fitted.model}, data, ctx)
-        classes = message[self.name]["classes"].cpu()
+        super().reply(client)
+        if not client.message or not client.synchronises:
+            return None
+        messages = {**client.messages, MODEL: client.model}
+        counts, sums, _ = class_moments(client.states, messages, client.data, client.context)
+        classes = client.message["classes"].cpu()
         labels = classes[counts[classes] > 0]
-        return slots, {"labels": labels, "features": (sums / counts.clamp(min=1).unsqueeze(1))[labels].float()}
+        return {"labels": labels, "features": (sums / counts.clamp(min=1).unsqueeze(1))[labels].float()}
 
-    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
-        if self.name not in message:
+    def upload(self, client: Client) -> Values:
+        if not client.message:
             return {}
-        layout, params = ctx.facts.layout, model["params"]
+        layout, params = client.layout, client.model["params"]
         prototypes = head_weight(layout).view(params)
-        adapter = cut(params, adapter_of(layout, task_of(ctx)))
-        return {"adapter": adapter, "prototypes": prototypes[message[self.name]["classes"].to(params.device)]}
+        adapter = cut(params, adapter_of(layout, task_of(client)))
+        return {"adapter": adapter, "prototypes": prototypes[client.message["classes"].to(params.device)]}
 
     # the server ------------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
         single = ("prototypes", "labels", "features")
         return {"adapter": Mean(weighted=True), **{key: Collect() for key in single}}
 
-    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        model, layout = server[MODEL], ctx.facts.layout
+    def aggregate(self, server: Server) -> Model:
+        model, layout, reduced = server.model, server.layout, server.reduced
         if reduced.get("adapter") is None:
             return model
-        params = pasted(model["params"], adapter_of(layout, task_of(ctx)), reduced["adapter"])
+        params = pasted(model["params"], adapter_of(layout, task_of(server)), reduced["adapter"])
         sent = torch.stack([one.to(params.device) for one in reduced["prototypes"].values()])  # (clients, classes, F)
         labels, features = (
             torch.cat([one.to(params.device) for one in reduced[k].values()]) for k in ("labels", "features")
         )
         rows = head_weight(layout).view(params)
-        for place, label in enumerate(server[self.name]["classes"].tolist()):
+        for place, label in enumerate(server.state["classes"].tolist()):
             own = sent[:, place].double()
             shares = prototype_weights(own, features[labels == label].double(), self.temperature)
             rows[label] = (shares @ own).to(params.dtype)

@@ -10,38 +10,34 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from everfed.core import random
-from everfed.core.legacy import (
+from everfed.core.pieces import Spans
+from everfed.method import (
     BEGIN,
-    MODEL,
     AddsParameters,
     Batch,
     Cohort,
     CompositionError,
-    Context,
     Layout,
     Model,
     Optimizer,
     Part,
     Phase,
-    Position,
     Server,
-    Slots,
-    State,
     Step,
+    Values,
+    When,
+    option,
     refuse_personal,
 )
-from everfed.core.pieces import Spans
-from everfed.methods.common.checks import at_least
 from everfed.methods.common.features import keep_features, kept_features
 from everfed.methods.common.teacher import frozen_pass, refuse_changed_forward
-from everfed.methods.pretrained.lora import at_task, row_of
-from everfed.methods.pretrained.piecewise import Piecewise, head_pieces, of_task, task_of
+from everfed.methods.pretrained.piecewise import Piecewise, at_task, head_pieces, of_task, row_of, task_of
 from everfed.models import lora
 from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts, TaskPrompts
 from everfed.models.vit import Prompts, ViT
@@ -80,7 +76,7 @@ def existing(part: Part, vit: ViT, option: str) -> list[int]:
 
 def pull_term(step: Step, weight: float) -> Tensor | None:
     """weight times how far the keys in use are from the queries, in the step's forward pass."""
-    prompts = cast(TaskPrompts, step.replica.module.prompts)
+    prompts = cast(TaskPrompts, step.module.prompts)
     return weight * prompts.pull if weight and prompts.pull is not None else None
 
 
@@ -89,22 +85,21 @@ class TaskPrompted(AddsParameters, Piecewise):
     """Prompts of its own for every task."""
 
     def adapt(self, module: nn.Module, server: Server) -> None:
-        ctx = server.context
         vit = require_vit(self, module)
-        adopt(self, vit, self.build(vit, ctx))
+        adopt(self, vit, self.build(vit, server))
 
     @abstractmethod
-    def build(self, vit: ViT, ctx: Context) -> Prompts:
+    def build(self, vit: ViT, server: Server) -> Prompts:
         """The prompts of all tasks, the same in every process."""
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("prompts", cohort=Cohort.SERVER, when=BEGIN, position=Position.BEFORE, update_model=self._next),)
+        return (Phase("prompts", cohort=Cohort.SERVER, rounds=BEGIN, when=When.BEFORE, update=self._next),)
 
-    def _next(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
-        model = at_task(model, ctx, CLOCK)
+    def _next(self, server: Server) -> None:
+        model = at_task(server, CLOCK)
         params = model["params"].clone()
-        self.begin(ctx.facts.layout.named(params), task_of(ctx))
-        return None, {**model, "params": params}
+        self.begin(server.layout.named(params), task_of(server))
+        server.model = {**model, "params": params}
 
     def begin(self, named: Mapping[str, Tensor], task: int) -> None:
         """Give the prompts of a task that begins their first values, in place; `named`: all tensors by name."""
@@ -123,35 +118,32 @@ class TaskPrompted(AddsParameters, Piecewise):
         """Is it trained in every task?"""
         return False
 
-    def trained(self, piece: str, server: State, ctx: Context) -> bool:
-        return of_task(piece, task_of(ctx))
+    def trained(self, piece: str, server: Server) -> bool:
+        return of_task(piece, task_of(server))
 
 
 @dataclass(frozen=True)
 class PromptCODA(TaskPrompted):
-    """components: of every task and block. length: of a prompt, half keys and half values. blocks: that get one."""
-
-    components: int = 10
-    length: int = 8
-    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    components: int = option(10, at_least=1, about="components of every task and block")
+    length: int = option(8, at_least=2, about="length of a prompt, half keys and half values")
+    blocks: tuple[int, ...] = option((0, 1, 2, 3, 4), about="blocks that get a prompt")
 
     name = "prompt-coda"
     softmax: ClassVar[bool] = False  # over the entries of a component's attention
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "components")
-        if self.length < 2 or self.length % 2:
-            raise ValueError(f"length must be even and at least 2; got {self.length}")
-        object.__setattr__(self, "blocks", tuple(self.blocks))
+        super().__post_init__()
+        if self.length % 2:
+            raise ValueError(f"length must be even; got {self.length}")
 
-    def build(self, vit: ViT, ctx: Context) -> Prompts:
-        tasks, pool = ctx.facts.tasks, ctx.facts.tasks * self.components
+    def build(self, vit: ViT, server: Server) -> Prompts:
+        tasks, pool = server.facts.tasks, server.facts.tasks * self.components
         if pool > vit.width:
             raise CompositionError(
                 f"method.{self.name}.components must be at most {vit.width // tasks}: the components of {tasks} tasks "
                 f"are orthogonal vectors of {vit.width} numbers; got {self.components}"
             )
-        blocks, key = existing(self, vit, "blocks"), random.key(ctx.seed, self.name)
+        blocks, key = existing(self, vit, "blocks"), random.key(server.seed, self.name)
         return CodaPrompts(blocks, tasks, self.components, self.length, vit.width, key, self.softmax)
 
     def begin(self, named: Mapping[str, Tensor], task: int) -> None:
@@ -178,33 +170,29 @@ class FedCPrompt(PromptCODA):
         max(0, sum(near |z - z_g|^2 - far |z - z_p|^2) + 1),        in the first task near sum |z - z_g|^2
 
     z_g: under the model that was received in this round, z_p: under the global model at the end of the last task.
-    near, far: weights. Other options as those of CODA-Prompt."""
+    Other options as those of CODA-Prompt."""
 
-    near: float = 1000.0
-    far: float = 10.0
+    near: float = option(1000.0, at_least=0, about="weight of the distance from the received model's features")
+    far: float = option(10.0, at_least=0, about="weight of the distance from the last task's features")
 
     name = "fed-cprompt"
     softmax = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "near", "far")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
         refuse_changed_forward(self, parts)
         return ()
 
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        return {"contrast": 1} if ctx.current_task else {}
+    def broadcast(self, server: Server) -> Values:
+        return {"contrast": 1} if server.task else {}
 
     def batches(self, step: Step) -> dict[str, Batch]:
         keep_features(step, self.name)
         return {}
 
     def loss(self, step: Step) -> Tensor:
-        received, inputs = step.message[MODEL], step.inputs(step.x)
-        models = [received, *([before_task(received, step.layout)] if self.name in step.message else [])]
+        received, inputs = step.received_model, step.inputs(step.x)
+        models = [received, *([before_task(received, step.layout)] if step.message else [])]
         frozen = [frozen_pass(step, model, inputs)[1] for model in models]
         return contrast(kept_features(step, self.name), *frozen, near=self.near, far=self.far)
 
@@ -227,28 +215,22 @@ def before_task(model: Model, layout: Layout) -> Model:
 
 @dataclass(frozen=True)
 class PromptDual(TaskPrompted):
-    """length: keys, and as many values, of a prompt. general, expert: the blocks with prompts for all tasks, and with
-    prompts for each. weight: of the term that pulls the task's key towards its queries."""
-
-    length: int = 5
-    general: tuple[int, ...] = (0, 1)
-    expert: tuple[int, ...] = (2, 3, 4)
-    weight: float = 1.0
+    length: int = option(5, at_least=1, about="keys, and as many values, of a prompt")
+    general: tuple[int, ...] = option((0, 1), about="blocks with prompts for all tasks")
+    expert: tuple[int, ...] = option((2, 3, 4), about="blocks with prompts for each task")
+    weight: float = option(1.0, at_least=0, about="weight of the term that pulls the task's key towards its queries")
 
     name = "prompt-dual"
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "length")
-        at_least(self, 0, "weight")
-        for option in ("general", "expert"):
-            object.__setattr__(self, option, tuple(getattr(self, option)))
+        super().__post_init__()
         if set(self.general) & set(self.expert):
             raise ValueError(f"general and expert must be different blocks; got {self.general} and {self.expert}")
 
-    def build(self, vit: ViT, ctx: Context) -> Prompts:
-        general, expert = (existing(self, vit, option) for option in ("general", "expert"))
-        key = random.key(ctx.seed, self.name)
-        return DualPrompts(general, expert, ctx.facts.tasks, self.length, vit.width, key)
+    def build(self, vit: ViT, server: Server) -> Prompts:
+        general, expert = existing(self, vit, "general"), existing(self, vit, "expert")
+        key = random.key(server.seed, self.name)
+        return DualPrompts(general, expert, server.facts.tasks, self.length, vit.width, key)
 
     def for_all_tasks(self, parameter: str) -> bool:
         return parameter.startswith(f"{PREFIX}general.")
@@ -265,19 +247,15 @@ class PromptDual(TaskPrompted):
 
 @dataclass(frozen=True)
 class PromptShared(TaskPrompted):
-    """The prompt of HGP: one for all samples and tasks. length: keys, and as many values, in every one of `blocks`."""
+    """The prompt of HGP: one for all samples and tasks."""
 
-    length: int = 100
-    blocks: tuple[int, ...] = (0, 1, 2, 3, 4)
+    length: int = option(100, at_least=1, about="keys, and as many values, in every block")
+    blocks: tuple[int, ...] = option((0, 1, 2, 3, 4), about="blocks that get the prompt")
 
     name = "prompt-shared"
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, "length")
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-
-    def build(self, vit: ViT, ctx: Context) -> Prompts:
-        return SharedPrompts(existing(self, vit, "blocks"), self.length, vit.width, random.key(ctx.seed, self.name))
+    def build(self, vit: ViT, server: Server) -> Prompts:
+        return SharedPrompts(existing(self, vit, "blocks"), self.length, vit.width, random.key(server.seed, self.name))
 
     def phases(self) -> tuple[Phase, ...]:
         """Nothing begins with a task."""
@@ -289,26 +267,21 @@ class PromptShared(TaskPrompted):
 
 @dataclass(frozen=True)
 class PromptL2P(AddsParameters, Part):
-    """pool: prompts with a key each. length: tokens of a prompt. top: prompts that a sample uses. weight: of the term
-    that pulls chosen keys towards the queries."""
-
-    pool: int = 10
-    length: int = 5
-    top: int = 5
-    weight: float = 0.1
+    pool: int = option(10, at_least=1, about="prompts, with a key each")
+    length: int = option(5, at_least=1, about="tokens of a prompt")
+    top: int = option(5, at_least=1, about="prompts that a sample uses")
+    weight: float = option(0.1, at_least=0, about="weight of the term that pulls chosen keys towards the queries")
 
     name = "prompt-l2p"
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "pool", "length", "top")
-        at_least(self, 0, "weight")
+        super().__post_init__()
         if self.top > self.pool:
             raise ValueError(f"top must be at most pool; got {self.top} of {self.pool}")
 
     def adapt(self, module: nn.Module, server: Server) -> None:
-        ctx = server.context
         vit = require_vit(self, module)
-        prompts = PoolPrompts(self.pool, self.length, self.top, vit.width, random.key(ctx.seed, self.name))
+        prompts = PoolPrompts(self.pool, self.length, self.top, vit.width, random.key(server.seed, self.name))
         prompts.task.requires_grad_(False)
         adopt(self, vit, prompts)
 

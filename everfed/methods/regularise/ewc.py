@@ -9,50 +9,44 @@ At a task's end each client computes the diagonal Fisher information of its data
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import END, MODEL, Cohort, Context, Data, Message, Part, Phase, State, Step, Tree, on_device
-from everfed.methods.common.checks import at_least, one_of
-from everfed.methods.regularise.fisher import FISHER_KINDS, diagonal_fisher
+from everfed.core.tree import on_device
+from everfed.method import END, Client, Cohort, Gradient, Part, Phase, Step, option
+from everfed.methods.regularise.fisher import FISHER, diagonal_fisher
 
 
 @dataclass(frozen=True)
 class EWC(Part):
-    """weight: beta (the FedSSI paper gives none; tune it in {1, 10, 100, 1000, 5000}). gamma: how much of the Fisher
-    information of earlier tasks is kept. fisher: "sample" squares the gradient of each sample, "batch" that of
-    minibatch means (cheaper, smaller by about the batch size). fisher_samples: at most so many samples, 0 for all."""
-
-    weight: float = 100.0
-    gamma: float = 1.0
-    fisher: str = "sample"
-    fisher_samples: int = 0
+    weight: float = option(
+        100.0, at_least=0, about="beta; the FedSSI paper gives none, tune it in {1, 10, 100, 1000, 5000}"
+    )
+    gamma: float = option(
+        1.0, at_least=0, at_most=1, about="how much of the Fisher information of earlier tasks is kept"
+    )
+    fisher: str = option("sample", **FISHER)
+    fisher_samples: int = option(0, at_least=0, about="samples of a task that it is computed on, at most; 0: all")
 
     name = "ewc"
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, "weight", "fisher_samples")
-        if not 0.0 <= self.gamma <= 1.0:
-            raise ValueError(f"gamma must be in [0, 1]; got {self.gamma}")
-        one_of(self, fisher=FISHER_KINDS)
+    def phases(self) -> Sequence[Phase]:
+        return [Phase("fisher", Cohort.BOUNDARY, END, in_last_round=False, run=self.consolidate)]
 
-    def phases(self) -> tuple[Phase, ...]:
-        return (Phase("fisher", Cohort.BOUNDARY, END, in_last_round=False, run=self._consolidate),)
-
-    def _consolidate(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def consolidate(self, client: Client) -> None:
         """A client without data of this task keeps its Fisher information and gets the new anchor."""
-        model = on_device(message[MODEL], ctx.train.device)
-        own = on_device(client.get(self.name, {}), ctx.train.device)
+        model, own = on_device(client.model, client.device), on_device(client.state, client.device)
         fisher = own.get("fisher", torch.zeros_like(model["params"]))
-        if len(data):
-            chosen = ctx.rng("fisher").permutation(len(data))[: self.fisher_samples or len(data)]
-            fisher = self.gamma * fisher + diagonal_fisher(ctx, model, data.take(chosen), self.fisher)
-        return {"fisher": fisher, "anchor": model["params"]}, {}
+        if count := len(client.data):
+            chosen = client.rng("fisher").permutation(count)[: self.fisher_samples or count]
+            fisher = self.gamma * fisher + diagonal_fisher(client, model, client.data.take(chosen), self.fisher)
+        client.state = {"fisher": fisher, "anchor": model["params"]}
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        own = step.state.get(self.name, {})
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient | Tensor:
+        own = step.state
         if "fisher" not in own or self.weight == 0:
             return gradient
-        return gradient.addcmul(own["fisher"], step.params - own["anchor"], value=self.weight)
+        return gradient.vector.addcmul(own["fisher"], step.params - own["anchor"], value=self.weight)

@@ -7,124 +7,106 @@ During a task t > 1 a client trains on its current data with
 
 Teacher 1 (stability) is the client's own model after its last update in an earlier task, over the classes it knew;
 teacher 2 (generality) is the server's, over all classes so far. Neither is ever changed. In the first task L = CE.
+A client that has no teacher of its own gives that weight to the server's; how often is counted on the server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from everfed.core.legacy import (
+from everfed.method import (
     BOUNDARIES,
     CLASSES,
-    MODEL,
-    Context,
-    Data,
-    Fitted,
-    Message,
+    Client,
     Model,
     Part,
+    Reducer,
     Schedule,
-    Slots,
-    State,
+    Server,
     Step,
     Sum,
-    Tables,
     Tree,
+    Values,
+    option,
 )
-from everfed.methods.common.checks import at_least, one_of, positive
 from everfed.methods.common.teacher import among, classes_of, frozen_outputs, mask_of, soft_cross_entropy
-
-OUTPUTS = ("known", "all")
 
 
 @dataclass(frozen=True)
 class FedLwF2T(Part):
-    """alpha: weight of the labels; beta: of the client's own teacher; the rest is the server's. temperature: T.
-    outputs: distil over the classes "known" to a teacher, or over "all" outputs of the head.
-
-    A client that has no teacher of its own gives that weight to the server's; how often is counted on the server."""
-
-    alpha: float = 1 / 3
-    beta: float = 1 / 3
-    temperature: float = 2.0
-    outputs: str = "known"
+    alpha: float = option(1 / 3, at_least=0, about="weight of the labels; the server's teacher has what is left")
+    beta: float = option(1 / 3, at_least=0, about="weight of the client's own teacher")
+    temperature: float = option(2.0, above=0, about="T")
+    outputs: str = option(
+        "known", one_of=("known", "all"), about="distil over the classes known to a teacher, or over all outputs"
+    )
 
     name = "fedlwf2t"
-    needs = frozenset({BOUNDARIES, CLASSES})
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "alpha", "beta")
+        super().__post_init__()
         if self.alpha + self.beta > 1:
             raise ValueError(f"beta must be at most 1 - alpha = {1 - self.alpha:g}; got {self.beta}")
-        positive(self, "temperature")
-        one_of(self, outputs=OUTPUTS)
+
+    def needs(self) -> AbstractSet[str]:
+        return {BOUNDARIES, CLASSES}
 
     # the client's own teacher ------------------------------------------------------------------------------------
-    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Slots, Model]:
+    def receive(self, client: Client) -> None:
         """At a task change the latest model becomes the teacher."""
-        own = client.get(self.name, {})
-        if "latest" not in own or own["host"]["latest_task"] == ctx.current_task:
-            return None, model
-        return {"teacher": own["latest"], "host": {"teacher_task": own["host"]["latest_task"]}}, model
+        own = client.state
+        if "latest" in own and own["host"]["latest_task"] != client.task:
+            client.state = {"teacher": own["latest"], "host": {"teacher_task": own["host"]["latest_task"]}}
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+    def plan(self, client: Client, schedule: Schedule) -> None:
         """The classes of each teacher; no server teacher in the first task. Steps do not use the latest model."""
-        own = {k: v for k, v in client.get(self.name, {}).items() if k in ("teacher", "host")}
-        task = ctx.current_task or 0
-        if task == 0:
-            return own, {}
-        own["classes"] = self._classes(ctx, task)
-        if "teacher" in own:
-            own["own_classes"] = self._classes(ctx, int(own["host"]["teacher_task"]))
-        if ctx.options.batchnorm == "local" and "stats" in client["client"]:
-            own["statistics"] = {k: client["client"][k] for k in ("stats", "counters")}
-        return own, {}
+        own = {k: v for k, v in client.state.items() if k in ("teacher", "host")}
+        if client.task:
+            own["classes"] = self._classes(client, client.task)
+            if "teacher" in own:
+                own["own_classes"] = self._classes(client, int(own["host"]["teacher_task"]))
+        client.state = own
 
-    def _classes(self, ctx: Context, task: int) -> Tensor:
+    def _classes(self, client: Client, task: int) -> Tensor:
         """(C,) mask of what a model of that task knows."""
-        return mask_of(ctx, classes_of(ctx, range(ctx.facts.tasks) if self.outputs == "all" else range(task + 1)))
+        tasks = range(client.facts.tasks) if self.outputs == "all" else range(task + 1)
+        return mask_of(client, classes_of(client, tasks))
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: Client) -> Values:
         """Keep the model after every local training: which one is the task's last is not known in advance."""
-        own = dict(client.get(self.name, {}))
-        own["latest"] = dict(fitted.model)
-        own["host"] = {**own.get("host", {}), "latest_task": ctx.current_task or 0}
-        kept = {k: v for k, v in own.items() if k in ("teacher", "latest", "host")}
-        return kept, {"missing": float("classes" in own and "own_classes" not in own)}
+        own = client.state
+        host = {**own.get("host", {}), "latest_task": client.task or 0}
+        teacher = {"teacher": own["teacher"]} if "teacher" in own else {}
+        client.state = {**teacher, "host": host, "latest": dict(client.model)}
+        return {"missing": float("classes" in own and "own_classes" not in own)}
 
     # counting missing teachers -----------------------------------------------------------------------------------
-    def reducers(self) -> dict[str, Sum]:
+    def reducers(self) -> Mapping[str, Reducer]:
         return {"missing": Sum()}
 
-    def update(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        before = server.get(self.name, {}).get("missing", 0.0)
-        return {"missing": before + (reduced.get("missing") or 0.0)}
+    def update(self, server: Server) -> None:
+        server.state["missing"] = server.state.get("missing", 0.0) + (server.reduced.get("missing") or 0.0)
 
     # the loss ----------------------------------------------------------------------------------------------------
     def objective(self, step: Step) -> Tensor:
-        labels = step.task_loss(step.all_outputs, step.all_y)
-        return self.alpha * labels if "classes" in step.state.get(self.name, {}) else labels
+        labels = super().objective(step)
+        return self.alpha * labels if "classes" in step.state else labels
 
     def loss(self, step: Step) -> Tensor | None:
-        own = step.state.get(self.name, {})
+        own = step.state
         if "classes" not in own or self.alpha == 1:
             return None
-        total = self._weight_of_server(own) * self._distil(step, self._server_model(step), own["classes"])
+        total = self._weight_of_server(own) * self._distil(step, step.received_model, own["classes"])
         if "own_classes" in own and self.beta:
             total = total + self.beta * self._distil(step, own["teacher"], own["own_classes"])
         return total
 
     def _weight_of_server(self, own: Tree) -> float:
         return 1 - self.alpha - (self.beta if "own_classes" in own else 0.0)
-
-    def _server_model(self, step: Step) -> Model:
-        """The model received this round, with the client's statistics where those never leave it."""
-        received: dict[str, Any] = step.message[MODEL]
-        return {**received, "params": step.received, **step.state[self.name].get("statistics", {})}
 
     def _distil(self, step: Step, teacher: Model, classes: Tensor) -> Tensor:
         targets = among(frozen_outputs(step, teacher, step.x), classes)

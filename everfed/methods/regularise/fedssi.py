@@ -6,8 +6,11 @@ data and the global model w:
     v <- v - eta * (grad L(v) + q (v - w)),   q = (1 - lambda) / (2 lambda),   v = w at first      (Eq. 5)
 
 The contribution s is accumulated along the path of v, with the gradient of the data loss alone; v is then thrown away.
-The objective and the rule for the importance are those of `path.py`. Nothing but models crosses the network, and no
-data is kept: the surrogate needs a task's data at its very end and never afterwards.
+The objective and the rule for the importance are those of `si.py`. Nothing but models crosses the network, and no data
+is kept: the surrogate needs a task's data at its very end and never afterwards.
+
+The two displacements react to lambda in opposite ways; choose on validation data. Under "psm" Omega D is the drop of
+the loss.
 """
 
 from __future__ import annotations
@@ -18,78 +21,62 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Context, Data, Model, Optimizer, Part, Step, Tree
-from everfed.methods.common.checks import at_least, one_of
-from everfed.methods.regularise.path import PathRegulariser, begin_step, end_step, scratch
-
-DISPLACEMENTS = ("global", "psm")
-
-
-def proximity(lam: float) -> float:
-    """q(lambda): how strongly the surrogate is drawn to the global model; 0 < lambda < 1."""
-    if not 0.0 < lam < 1.0:
-        raise ValueError(f"lam must lie between 0 and 1, both excluded; got {lam}")
-    return (1.0 - lam) / (2.0 * lam)
+from everfed.method import Client, Gradient, Optimizer, Part, Step, option
+from everfed.methods.regularise.si import PathRegulariser, begin_step, end_step, scratch
 
 
 @dataclass(frozen=True)
 class FedSSI(PathRegulariser):
-    """lam: lambda, from the global model (near 0) to purely local training (near 1). displacement: what s is divided
-    by: how far the "global" model moved in the task (the paper's Eq. 3) or the surrogate ("psm": Omega D is then the
-    drop of the loss). They react to lambda in opposite ways; choose on validation data.
-
-    psm_epochs: passes of the surrogate over the task's data (None: as many as local training; 0: no surrogate).
-    psm_lr: eta (0: the local learning rate at the beginning of a task). psm_grad_reduction: "mean" or "sum" over a
-    minibatch (Eq. 5 writes a sum). psm_participation: "all" clients update their importance at a task's end, or only
-    those "selected" for the next round; every client gets the new anchor.
-    """
-
-    lam: float = 0.5
-    displacement: str = "global"
-    psm_epochs: int | None = None
-    psm_lr: float = 0.0
-    psm_grad_reduction: str = "mean"
-    psm_participation: str = "all"
+    lam: float = option(
+        0.5, above=0, below=1, about="lambda, from the global model (near 0) to purely local training (near 1)"
+    )
+    displacement: str = option(
+        "global",
+        one_of=("global", "psm"),
+        about="D: how far the global model moved in the task (Eq. 3), or the surrogate",
+    )
+    psm_epochs: int | None = option(
+        None, at_least=0, about="passes of the surrogate over the task's data; None: as local training; 0: no surrogate"
+    )
+    psm_lr: float = option(0.0, at_least=0, about="eta; 0: the local learning rate at the beginning of a task")
+    psm_grad_reduction: str = option("mean", one_of=("mean", "sum"), about="over a minibatch; Eq. 5 writes a sum")
+    psm_participation: str = option(
+        "all",
+        one_of=("all", "selected"),
+        about="who updates its importance at a task's end: all, or those selected for the next round",
+    )
 
     name = "fedssi"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        proximity(self.lam)
-        one_of(self, displacement=DISPLACEMENTS, psm_grad_reduction=("mean", "sum"))
-        one_of(self, psm_participation=("all", "selected"))
-        at_least(self, 0, "psm_epochs", "psm_lr")
-
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient | Tensor:
         return self.penalty(step, gradient)
 
-    def path(self, own: Tree, model: Model, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
-        w = model["params"]
-        moved = w - own["anchor"]
-        if len(data) == 0 or self.psm_epochs == 0 or not self._takes_part(ctx):
+    def path(self, client: Client) -> tuple[Tensor, Tensor]:
+        w = client.model["params"]
+        moved = w - client.state["anchor"]
+        if len(client.data) == 0 or self.psm_epochs == 0 or not self._takes_part(client):
             return torch.zeros_like(w), moved.square()
-        v, contribution = self.train_surrogate(model, data, ctx)
+        v, contribution = self.train_surrogate(client)
         return contribution, (v - w if self.displacement == "psm" else moved).square()
 
-    def train_surrogate(self, model: Model, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
+    def _takes_part(self, client: Client) -> bool:
+        """Does this client update its importance now?"""
+        return self.psm_participation == "all" or client.trainer.stream.takes_part(client.id, client.round + 1)
+
+    def train_surrogate(self, client: Client) -> tuple[Tensor, Tensor]:
         """(v, s): the surrogate's parameters after training and the contribution along its path."""
-        rate = self.psm_lr or ctx.options.optimizer.lr
+        rate, w = self.psm_lr or client.options.optimizer.lr, client.model["params"]
         self._check_rate(rate)
-        inner = _surrogate(proximity(self.lam), self.psm_grad_reduction)
-        slots = {"contribution": torch.zeros_like(model["params"]), **scratch(model["params"])}
-        fitted = ctx.train.fit(
-            ctx.at(rate=rate),
-            (inner,),
-            model,
-            model["params"],
-            {inner.name: slots},
-            {},
-            data,
+        part = _surrogate(proximity(self.lam), self.psm_grad_reduction)
+        fitted = client.fit(
+            (part,),
+            state={part.name: {"contribution": torch.zeros_like(w), **scratch(w)}},
+            rate=rate,
             epochs=self.psm_epochs,
             optimizer=Optimizer("sgd", lr=rate),
             tag="surrogate",
         )
-        return fitted.model["params"], fitted.state[inner.name]["contribution"]
+        return fitted.model["params"], fitted.state[part.name]["contribution"]
 
     def _check_rate(self, rate: float) -> None:
         if rate * proximity(self.lam) >= 2.0:
@@ -98,11 +85,10 @@ class FedSSI(PathRegulariser):
                 f"{rate / (4.0 + rate):.6g}, or lower fedssi.psm_lr"
             )
 
-    def _takes_part(self, ctx: Context) -> bool:
-        """Does this client update its importance now?"""
-        if self.psm_participation == "all":
-            return True
-        return ctx.train.stream.takes_part(ctx.client, ctx.round + 1)
+
+def proximity(lam: float) -> float:
+    """q(lambda): how strongly the surrogate is drawn to the global model."""
+    return (1.0 - lam) / (2.0 * lam)
 
 
 @dataclass(frozen=True)
@@ -114,14 +100,13 @@ class Surrogate(Part):
 
     name = "surrogate"
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        if self.reduction == "sum":
-            gradient = gradient * len(step.y)
-        begin_step(step.state[self.name], step.params, gradient)
-        return gradient.add(step.params - step.received, alpha=self.q)  # Eq. 5
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        vector = gradient.vector * len(step.y) if self.reduction == "sum" else gradient.vector
+        begin_step(step.state, step.params, vector)
+        return vector.add(step.params - step.received, alpha=self.q)  # Eq. 5
 
     def after(self, step: Step) -> None:
-        end_step(step.state[self.name], step.params)
+        end_step(step.state, step.params)
 
 
 @cache

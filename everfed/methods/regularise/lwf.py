@@ -10,64 +10,43 @@ classes). No data is kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from everfed.core.legacy import (
-    CLASSES,
-    END,
-    MODEL,
-    Cohort,
-    Context,
-    Once,
-    Part,
-    Phase,
-    Schedule,
-    State,
-    Step,
-    Tables,
-    Tree,
-)
-from everfed.methods.common.checks import at_least, positive
+from everfed.method import CLASSES, END, Cached, Client, Cohort, Part, Phase, Schedule, Server, Step, Values, option
 from everfed.methods.common.teacher import among, classes_of, divergence, frozen_outputs, mask_of, tasks_before
 
 
 @dataclass(frozen=True)
 class LwF(Part):
-    """weight: beta. temperature: tau."""
-
-    weight: float = 1.0
-    temperature: float = 2.0
+    weight: float = option(1.0, at_least=0, about="beta")
+    temperature: float = option(2.0, above=0, about="tau")
 
     name = "lwf"
-    needs = frozenset({CLASSES})
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, "weight")
-        positive(self, "temperature")
+    def needs(self) -> AbstractSet[str]:
+        return {CLASSES}
 
-    def phases(self) -> tuple[Phase, ...]:
-        return (Phase("teacher", Cohort.SERVER, END, in_last_round=False, update=self._new_teacher),)
+    def phases(self) -> Sequence[Phase]:
+        return [Phase("teacher", Cohort.SERVER, END, in_last_round=False, update=self.new_teacher)]
 
-    def _new_teacher(self, server: State, reduced: Tree, ctx: Context) -> Tree:
+    def new_teacher(self, server: Server) -> None:
         """The model at a task's end becomes the teacher."""
-        return {"teacher": dict(server[MODEL]), "since": ctx.round}
+        server.state = {"teacher": dict(server.model), "since": server.round}
 
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        own = server.get(self.name)
-        return {"teacher": Once(own["since"], own["teacher"])} if own and self.weight else {}
+    def broadcast(self, server: Server) -> Values:
+        own = server.state
+        return {"teacher": Cached(own["since"], own["teacher"])} if own and self.weight else {}
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        return {"old": mask_of(ctx, classes_of(ctx, tasks_before(ctx)))}, {}
+    def plan(self, client: Client, schedule: Schedule) -> None:
+        client.state = {"old": mask_of(client, classes_of(client, tasks_before(client)))}
 
     def loss(self, step: Step) -> Tensor | None:
-        teacher = step.message.get(self.name, {}).get("teacher")
+        teacher, old = step.message.get("teacher"), step.state["old"]
         if teacher is None:
             return None
-        old = step.state[self.name]["old"]
-        targets = among(frozen_outputs(step, teacher, step.x), old)
-        student = among(step.outputs, old)
+        targets, student = among(frozen_outputs(step, teacher, step.x), old), among(step.outputs, old)
         return self.weight * self.temperature**2 * divergence(student, targets, self.temperature)

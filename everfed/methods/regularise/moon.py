@@ -15,39 +15,17 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.client import OWN
-from everfed.core.legacy import (
-    MODEL,
-    Batch,
-    Context,
-    Data,
-    Fitted,
-    Message,
-    Optimizer,
-    Part,
-    Slots,
-    State,
-    Step,
-    Tree,
-    refuse_personal,
-)
-from everfed.methods.common.checks import at_least, positive
+from everfed.method import Batch, Client, Optimizer, Part, Step, option, refuse_personal
 from everfed.methods.common.features import keep_features, kept_features
 from everfed.methods.common.teacher import frozen_pass, refuse_changed_forward
 
 
 @dataclass(frozen=True)
 class MOON(Part):
-    """mu: weight of the contrastive term; the paper tunes it in {0.1, 1, 5, 10}. temperature: tau."""
-
-    mu: float = 1.0
-    temperature: float = 0.5
+    mu: float = option(1.0, at_least=0, about="weight of the contrastive term; the paper tunes it in {0.1, 1, 5, 10}")
+    temperature: float = option(0.5, above=0, about="tau")
 
     name = "moon"
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "mu")
-        positive(self, "temperature")
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
@@ -55,26 +33,20 @@ class MOON(Part):
         return ()
 
     def batches(self, step: Step) -> dict[str, Batch]:
-        if self._previous(step) is not None:
+        if "previous" in step.state:
             keep_features(step, self.name)
         return {}
 
     def loss(self, step: Step) -> Tensor | None:
-        previous = self._previous(step)
-        if previous is None:
+        if "previous" not in step.state:
             return None
-        inputs, own = step.inputs(step.x), step.state.get(OWN, {})
-        local: Tree = {key: own[key] for key in ("stats", "counters") if key in own}  # batchnorm = "local"
-        received: Tree = {**step.message[MODEL], **local}
-        z_glob, z_prev = (frozen_pass(step, model, inputs)[1] for model in (received, previous))
+        models, inputs = (step.received_model, step.state["previous"]), step.inputs(step.x)
+        z_glob, z_prev = (frozen_pass(step, model, inputs)[1] for model in models)
         return self.mu * contrast(kept_features(step, self.name), z_glob, z_prev, self.temperature)
 
-    def _previous(self, step: Step) -> Tree | None:
-        previous: Tree | None = step.state.get(self.name, {}).get("previous")
-        return previous
-
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
-        return ({"previous": dict(fitted.model)} if self.mu else None), {}
+    def reply(self, client: Client) -> None:
+        if self.mu:
+            client.state["previous"] = dict(client.model)
 
 
 def contrast(z: Tensor, z_glob: Tensor, z_prev: Tensor, temperature: float) -> Tensor:

@@ -1,44 +1,136 @@
-"""FL+SI: synaptic intelligence on every client (Zenke et al., 2017; federated as in the FedSSI paper's baselines).
+"""FL+SI: synaptic intelligence on every client (Zenke et al., 2017; federated as in the FedSSI paper's baselines), and
+what FedSSI shares with it.
 
-The contribution is accumulated in all local steps of a task in which the client took part; importance is computed from
-the aggregated models at the task's end. See `path.py` for the equations.
+A parameter's contribution s is the loss it took away along a training path; its importance Omega is s per squared
+distance, summed over tasks; the penalty holds important parameters at the global model of the previous task:
+
+    L(w) = L_data(w) + c * sum_i Omega_i (w_i - anchor_i)^2            (FedSSI, Eq. 2; no factor 1/2)
+    Omega <- max(0, Omega + s / (D + eps)),  D = squared distance      (FedSSI, Eq. 3, rectified as by SI's authors)
+    s = - sum over steps of g_i (w_i after - w_i before)               (FedSSI, Eq. 6, with the sign that it omits)
+
+The two methods differ only in which path s comes from. SI accumulates it in all local steps of a task in which the
+client took part; the distance is that of the aggregated models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.core.legacy import Context, Data, Fitted, Message, Model, Schedule, State, Step, Tables, Tree
-from everfed.methods.regularise.path import SCRATCH, PathRegulariser, begin_step, end_step, scratch
+from everfed.core.tree import on_device
+from everfed.method import END, FIRST, Client, Cohort, Gradient, Part, Phase, Schedule, Step, Tree, When, option
+
+SCRATCH = ("before", "gradient")  # what a step notes to follow its path
+
+
+@dataclass(frozen=True)
+class PathRegulariser(Part, ABC):
+    reg_strength: float = option(0.1, at_least=0, about="c")
+    eps: float = option(1e-3, above=0, about="damps Omega where a parameter hardly moved")
+    omega_max: float = option(0.0, at_least=0, about="upper limit of Omega; 0: none")
+    penalise_bn: bool = option(True, about="hold BatchNorm's weights and biases too; its statistics never are")
+
+    def phases(self) -> Sequence[Phase]:
+        """Every client needs the first model, since importance is contribution per distance from it."""
+        return [
+            Phase("anchor", Cohort.ALL, FIRST, When.BEFORE, run=self.anchor),
+            Phase("consolidate", Cohort.BOUNDARY, END, in_last_round=False, run=self.consolidate),
+        ]
+
+    def receive(self, client: Client) -> None:
+        """A client that joined after the first round starts from the model it first gets."""
+        client.state.setdefault("anchor", client.received["params"])
+
+    def anchor(self, client: Client) -> None:
+        client.state = on_device({"anchor": client.received["params"], **client.state}, client.device)
+
+    def consolidate(self, client: Client) -> None:
+        """Update the importance; the model at the task's end is the new anchor."""
+        client.model = on_device(client.model, client.device)
+        self.anchor(client)
+        w = client.model["params"]
+        contribution, squared_distance = self.path(client)
+        omega = client.state.get("omega", torch.zeros_like(w))
+        omega = importance(omega, contribution, squared_distance, self.eps, self.omega_max)
+        if not self.penalise_bn:
+            omega = omega * not_batchnorm(client).to(omega.device)
+        client.state = {"omega": omega, "anchor": w}
+
+    @abstractmethod
+    def path(self, client: Client) -> tuple[Tensor, Tensor]:
+        """(s, D) of the task that ends; `client.model` is the global model at its end, state["anchor"] that at its
+        beginning."""
+
+    def penalty(self, step: Step, gradient: Gradient) -> Gradient | Tensor:
+        """`gradient` with the penalty's: 2 c Omega (w - anchor)."""
+        own = step.state
+        if "omega" not in own or self.reg_strength == 0:
+            return gradient
+        return gradient.vector.addcmul(
+            own["omega"], step.params - own["anchor"], value=2.0 * self.reg_strength
+        )  # Eq. 2
 
 
 @dataclass(frozen=True)
 class SynapticIntelligence(PathRegulariser):
-    """Options as in `PathRegulariser`. Put it before other parts that add to the gradient: it takes the gradient that
-    it gets for that of the data loss."""
+    """Put it before other parts that add to the gradient: it takes the gradient that it gets for that of the data
+    loss."""
 
     name = "si"
     changes = frozenset({"contribution", *SCRATCH})
 
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
-        own = client[self.name]
-        zero = torch.zeros_like(own["anchor"])
-        return {"contribution": zero, **own, **scratch(own["anchor"])}, {}
+    def plan(self, client: Client, schedule: Schedule) -> None:
+        anchor = client.state["anchor"]
+        client.state = {"contribution": torch.zeros_like(anchor), **client.state, **scratch(anchor)}
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        begin_step(step.state[self.name], step.params, gradient)
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient | Tensor:
+        begin_step(step.state, step.params, gradient.vector)
         return self.penalty(step, gradient)
 
     def after(self, step: Step) -> None:
-        end_step(step.state[self.name], step.params)
+        end_step(step.state, step.params)
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        return {k: v for k, v in client[self.name].items() if k not in SCRATCH}, {}
+    def reply(self, client: Client) -> None:
+        client.state = {key: value for key, value in client.state.items() if key not in SCRATCH}
 
-    def path(self, own: Tree, model: Model, data: Data, ctx: Context) -> tuple[Tensor, Tensor]:
-        moved = model["params"] - own["anchor"]
-        return own.get("contribution", torch.zeros_like(moved)), moved.square()
+    def path(self, client: Client) -> tuple[Tensor, Tensor]:
+        moved = client.model["params"] - client.state["anchor"]
+        return client.state.get("contribution", torch.zeros_like(moved)), moved.square()
+
+
+def importance(omega: Tensor, contribution: Tensor, squared_distance: Tensor, eps: float, cap: float = 0.0) -> Tensor:
+    """Omega after a task. cap: upper limit, 0 for none. A parameter without contribution keeps its importance."""
+    gained = contribution / (squared_distance + eps)  # Eq. 3
+    updated = torch.where(contribution == 0, omega, omega + gained).clamp_min(0.0)
+    return updated.clamp_max(cap) if cap else updated
+
+
+def scratch(params: Tensor) -> Tree:
+    """The buffers that `begin_step` writes."""
+    return {name: torch.zeros_like(params) for name in SCRATCH}
+
+
+def begin_step(own: Tree, params: Tensor, gradient: Tensor) -> None:
+    """Record where a step starts, and the gradient of the data loss there."""
+    own["before"].copy_(params)
+    own["gradient"].copy_(gradient)
+
+
+def end_step(own: Tree, params: Tensor) -> None:
+    """Add the step to the contribution: the actual change of the parameters, whatever the optimiser made of it."""
+    own["contribution"].addcmul_(own["gradient"], params - own["before"], value=-1.0)  # Eq. 6
+
+
+def not_batchnorm(client: Client) -> Tensor:
+    """(P,) 1 for every parameter but BatchNorm's."""
+    norms = {name for name, layer in client.trainer.replica.module.named_modules() if isinstance(layer, _BatchNorm)}
+    keep = torch.ones(client.layout.size)
+    for entry in client.layout.params:
+        if entry.name.rpartition(".")[0] in norms:
+            keep[entry.start : entry.start + entry.size] = 0.0
+    return keep
