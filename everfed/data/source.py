@@ -173,8 +173,8 @@ def require_finite(x: np.ndarray | Tensor, name: str) -> None:
     rows, many = f" of row {row + 1}", int(wrong.flatten(1).any(1).sum())
     some = f"; {many} of {len(x)} rows have such numbers" if many > 1 else ""
     raise DataError(
-        f"{name}: {x[row, *inside].item():g}{column}{rows if len(x) > 1 else ''} is no finite number{some}: fill it in, or "
-        "leave the row out"
+        f"{name}: {x[row, *inside].item():g}{column}{rows if len(x) > 1 else ''} is no finite number{some}: fill it in, "
+        "or leave the row out"
     )
 
 

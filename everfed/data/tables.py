@@ -122,4 +122,5 @@ def _numbers(path: Path, name: str, values: np.ndarray, where: Where) -> np.ndar
 def _require_finite(path: Path, name: str, numbers: np.ndarray, where: Where) -> None:
     wrong = np.flatnonzero(~np.isfinite(numbers))
     if len(wrong):
-        raise DataError(f"{path}: {where(wrong[0])}: column {name!r} has no finite number; correct it, or remove the row")
+        place = f"{path}: {where(wrong[0])}: column {name!r}"
+        raise DataError(f"{place} has no finite number; correct it, or remove the row")

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-import everfed
 from everfed import streams
 from everfed.data.errors import DataError
 from everfed.data.sources import load
-from everfed.errors import UserError
 
 WRONG = [float("nan"), float("inf"), -float("inf"), 1e300]
 Y = np.arange(40) % 4
