@@ -166,7 +166,7 @@ def generator_training(device: str, toy: bool) -> Callable[[int], object]:
     from everfed.core.replica import initial_weights
     from everfed.engines.base import new_trainer
     from everfed.engines.captured_steps import LoopingTrainer
-    from everfed.methods.generative.data_free import GeneratorTraining, Inversion
+    from everfed.methods.generative.inversion import GeneratorTraining, Inversion
     from everfed.models.generators import GeneratorBlueprint
 
     assembly = build({**CASES["resnet18-b128"], **(TOY if toy else {})}, "fedavg", 1)

@@ -209,8 +209,9 @@ def test_the_stream_of_the_streams_page_runs(tmp_path: Path) -> None:
 REGISTERED = """\
 from dusk import Dusk
 
-from everfed import methods, streams
+from everfed import streams
 from everfed.data import catalogue
+from everfed.methods import registry as methods
 
 methods.PRESETS.update(eval({preset!r}, vars(methods)))
 catalogue.KNOWN.update(eval({known!r}, vars(catalogue)))
@@ -230,8 +231,11 @@ def test_the_three_together(tmp_path):
 
 
 def test_the_examples_for_contributors_work(tmp_path: Path) -> None:
-    found = list(blocks((ROOT / "CONTRIBUTING.md").read_text()))
-    files = {"momentum.py": examples("docs/protocol.md")["momentum.py"], **examples("CONTRIBUTING.md")}
+    pages = ("CONTRIBUTING.md", "docs/streams.md", "docs/datasets.md")
+    found = [block for page in pages for block in blocks((ROOT / page).read_text())]
+    files = {"momentum.py": examples("docs/protocol.md")["momentum.py"]}
+    for page in pages:
+        files |= examples(page)
     assert set(files) == {"momentum.py", "test_momentum.py", "dusk.py", "test_dusk.py", "test_kmnist.py"}
     entries = {b.note: "{" + b.code + "}" for b in found if b.note in ("preset", "known")}
     for name, code in {**files, "conftest.py": REGISTERED.format(**entries), "test_together.py": TOGETHER}.items():
@@ -298,9 +302,11 @@ def _matrix(folder: Path, parts: list[Any], **options: Any) -> Any:
     return everfed.run(recipe, folder).data["curves"], everfed.load(folder).model.state_dict()["head.bias"].tolist()
 
 
-def test_every_hook_is_in_the_contributors_table_with_a_file_that_defines_it() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+def test_every_hook_is_in_the_table_with_a_file_that_defines_it() -> None:
+    text = (ROOT / "docs/protocol.md").read_text()
     rows = re.findall(r"^\| [\w-]* ?\| `(\w+)\(.*?\)` \| .* \| `(\w+/\w+\.py)` \|$", text, re.M)
-    assert sorted(name for name, _ in rows) == sorted(HOOKS)
+    bases = re.findall(r"^\| `(?:Aggregator|Personal|AddsParameters|Protection)` \| (.*?) \|", text, re.M)
+    rare = [name for cell in bases for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted([*(name for name, _ in rows), *rare]) == sorted(HOOKS)
     for hook, file in rows:
         assert re.search(rf"def {hook}\(", (ROOT / "everfed/methods" / file).read_text()), f"{file} has no {hook}"

@@ -336,8 +336,22 @@ def test_the_documentation_says_what_the_records_say() -> None:
     assert page.renewed(text, found, "leaderboard") == text
     folder = root / "docs" / "leaderboard"
     assert (folder / "report.html").read_text() == page.report(found)
-    for name, drawing in page._pictures(found).items():
-        assert (folder / f"{name}.svg").read_text() == drawing
+    beside = page.beside(folder.with_suffix(".md"), found)
+    assert {path.name for path in beside} == {path.name for path in folder.iterdir()} - {"report.html"}
+    assert {path.name for path, text in beside.items() if path.read_text() != text} == set()
+
+
+def test_the_documented_page_has_a_row_for_every_method_and_names_its_streams(board: Path) -> None:
+    """ideal has the highest mean; der has no number on the first stream, so it comes last whatever its mean."""
+    for method, acc in (("fedavg", 0.4), ("er", 0.5), ("ideal", 0.8), ("fedala", 0.6), ("der", 0.99)):
+        records.add(board, "0", "split-digits", method, "tries", {"number": 0, "sets": [], "acc": acc, "problem": ""})
+        entry = {"seed": 0, "try": 0, **records.measured(result(acc), "", None)}
+        records.add(board, "0", "split-digits", method, "tests", entry)
+    table = page.renewed("<!-- leaderboard: all -->\n<!-- leaderboard: end -->\n", records.read_all(board), "x")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:-1]]
+    assert rows[0] == ["method", "[rotated-digits](x/rotated-digits.md)", "[split-digits](x/split-digits.md)"]
+    assert [row[0] for row in rows[2:]] == ["ideal", "fedala †", "er", "fedavg", "der"]
+    assert rows[2] == ["ideal", "90.0 ± 0.0", "80.0"] and rows[-1] == ["der", "-", "99.0"]
 
 
 def test_the_page_about_choosing_has_the_numbers_of_the_records_in_their_order() -> None:

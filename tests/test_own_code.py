@@ -11,7 +11,7 @@ import sys
 import tomllib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -364,19 +364,20 @@ def test_the_stream_says_how_long_a_task_is(work: Path) -> None:
 
 def test_the_rate_moves_over_the_streams_own_rounds(work: Path) -> None:
     """A linear schedule over tasks of 4 rounds, of which the recipe says nothing."""
-    seen: list[float] = []
-    _Rates.seen = seen
+    RATES.clear()
     schedule = {"optimizer": {"lr": 0.4, "schedule": "linear"}}
     parts = {"parts": ["fedavg", _Rates]}
     everfed.run(recipe(train=schedule, method=parts), "mine", stream=own_stream(rounds_per_task=4, clients=1, tasks=1))
-    assert seen == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert pytest.approx([0.4, 0.3, 0.2, 0.1]) == RATES
+
+
+RATES: list[float] = []
 
 
 class _Rates(everfed.method.Part):
-    """Notes the learning rate of every round; a test may keep what it sees."""
+    """Notes the learning rate of every round, for the test above."""
 
     name = "rates"
-    seen: ClassVar[list[float]] = []
 
     def receive(self, client: Client) -> None:
-        type(self).seen.append(client.rate)
+        RATES.append(client.rate)

@@ -63,9 +63,9 @@ def leaderboard(
     chosen = _named("--streams", streams, tuning.streams()), _named("--methods", methods, tuning.compared())
     board = Board(out, records, tries, range(seeds), device)
     if page is not None:
-        from everfed.experiments.leaderboard.page import marked
+        from everfed.experiments.leaderboard.page import marked_page
 
-        marked(page)  # not after hours of runs
+        marked_page(page)  # not after hours of runs
     if not only_page:
         if again:
             forget_failures(records, *chosen)

@@ -41,13 +41,14 @@ def record(
     from everfed.experiments.papers import page as tables
     from everfed.experiments.papers import records as kept
     from everfed.store.files import write_atomic
+    from everfed.store.marked import read_page
 
     if not runs and page is None:
         raise UserError("name run folders to record, or a page to renew with --page")
     for folder in _folders(runs or []):
         typer.echo(str(kept.write(kept.of_run(folder, shared=shared, remark=remark), records)))
     if page is not None:
-        write_atomic(page, tables.renewed(_text(page), kept.read_all(records)).encode())
+        write_atomic(page, tables.renewed(read_page(page), kept.read_all(records)).encode())
         typer.echo(str(page))
 
 
@@ -64,10 +65,3 @@ def _folders(given: list[Path]) -> list[Path]:
             raise UserError(f"{path} holds no finished run")
         found += inside
     return found
-
-
-def _text(page: Path) -> str:
-    try:
-        return page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--page {page} cannot be read: {error.strerror or error}") from error

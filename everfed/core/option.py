@@ -75,12 +75,15 @@ class Options:
     """Base of dataclasses with options: what is out of bounds is refused when one is made. Lists become tuples."""
 
     def __post_init__(self) -> None:
-        for name, declared in declared_options(type(self)):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-            problem = declared.problem(getattr(self, name))
+        for entry in fields(self):  # type: ignore[arg-type]
+            declared = entry.metadata.get(_KEY)
+            if declared is None:
+                continue
+            if isinstance(getattr(self, entry.name), list):
+                object.__setattr__(self, entry.name, tuple(getattr(self, entry.name)))
+            problem = declared.problem(getattr(self, entry.name))
             if problem:
-                raise ValueError(f"{name} {problem}")
+                raise ValueError(f"{entry.name} {problem}")
 
 
 def declared_options(kind: type) -> Iterator[tuple[str, Option]]:

@@ -124,7 +124,7 @@ class Step:
 
     state, message: the part's own on the client; tensors of `state` that `after` changes are changed in place. rows:
     its planned rows, by table. batches: those that it brought. handed: what its substeps hand on within the step.
-    x, y: the minibatch in storage form. outputs: of the minibatch; all_outputs, all_y: with the joined batches.
+    x, y: the minibatch in storage form. outputs: of the minibatch; all_x, all_y, all_outputs: with the joined batches.
     """
 
     def __init__(self, part: str, training: Training) -> None:
@@ -157,6 +157,12 @@ class Step:
     @property
     def y(self) -> Tensor:
         return self.training.y
+
+    @property
+    def all_x(self) -> Tensor:
+        brought = (batch for own in self.training.batches.values() for batch in own.values())
+        joined = [batch.x for batch in brought if batch.joined]
+        return torch.cat([self.x, *joined]) if joined else self.x
 
     @property
     def outputs(self) -> Tensor:

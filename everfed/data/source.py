@@ -170,11 +170,10 @@ def require_finite(x: np.ndarray | Tensor, name: str) -> None:
     wrong = ~x.float().isfinite()
     row, *inside = wrong.nonzero()[0].tolist()
     column = f" in column {inside[0] + 1}" if x.dim() == 2 else f" at {inside}" if inside else ""
-    rows, many = f" of row {row + 1}", int(wrong.flatten(1).any(1).sum())
+    place, many = f"{column} of row {row + 1}" if len(x) > 1 else column, int(wrong.flatten(1).any(1).sum())
     some = f"; {many} of {len(x)} rows have such numbers" if many > 1 else ""
     raise DataError(
-        f"{name}: {x[row, *inside].item():g}{column}{rows if len(x) > 1 else ''} is no finite number{some}: fill it in, "
-        "or leave the row out"
+        f"{name}: {x[row, *inside].item():g}{place} is no finite number{some}: fill it in, or leave the row out"
     )
 
 

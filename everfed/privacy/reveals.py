@@ -10,8 +10,7 @@ from pathlib import Path
 
 from everfed.core.method import Method
 from everfed.methods import registry as methods
-
-BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"
+from everfed.store.marked import renewed
 
 
 def table() -> str:
@@ -35,10 +34,8 @@ def _columns(method: Method) -> str:
 
 
 def renew(page: Path) -> None:
-    """Put the current table between the page's marks."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    """Put the current table between the page's marks, `methods`."""
+    page.write_text(renewed(page.read_text(), "methods", lambda name: table()))
 
 
 if __name__ == "__main__":

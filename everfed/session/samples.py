@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.context import Context, Moment
-from everfed.core.message import State
+from everfed.core.context import Moment
+from everfed.core.handle import Server
 from everfed.engines.base import new_trainer
 from everfed.errors import UserError
 from everfed.session import Assembly
@@ -35,9 +35,12 @@ GAP, MARGIN, LETTER, LINE = 2, 4, 7, 14  # pixels
 class HasGenerator(Protocol):
     """A part with a generator on the server."""
 
-    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
-        """`count` of its images, as network inputs, and their labels (count,); ctx.train is at hand. Raises ValueError
-        while there is no generator yet."""
+    @property
+    def name(self) -> str: ...
+
+    def sample(self, server: Server, count: int) -> tuple[Tensor, Tensor]:
+        """`count` of its images, as network inputs, and their labels (count,). Raises ValueError while there is no
+        generator yet."""
 
 
 class SamplesError(UserError):
@@ -65,9 +68,9 @@ def sample(folder: RunFolder, assembly: Assembly, per_class: int) -> Sheet:
     images, labels = [], []
     classes = sorted({label for task in range(setup.stream.tasks) for label in setup.stream.labels(task)})
     for number in range(-(-TRIES * per_class * len(classes) // BATCH)):
-        ctx = setup.server("samples", Moment(index, setup.stream.round(index), number), trainer)
+        context = setup.server("samples", Moment(index, setup.stream.round(index), number), trainer)
         try:
-            made, found = part.sample(state.server, BATCH, ctx)
+            made, found = part.sample(Server(part.name, state.server, context, read_only=True), BATCH)
         except ValueError as error:
             raise SamplesError(f"{folder.path}: {error}") from error
         images.append(_pixels(setup.stream, made))

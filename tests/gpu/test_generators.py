@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from everfed.core.context import Setup
-from everfed.core.legacy import Model, State, Trainer
 from everfed.core.replica import initial_weights
+from everfed.core.trainer import Trainer
 from everfed.engines.base import new_trainer
 from everfed.engines.captured_steps import LoopingTrainer
-from everfed.methods.generative.data_free import Inversion, training_on
+from everfed.method import Model
+from everfed.methods.generative.inversion import Inversion, training_on
 from everfed.models.generators import GeneratorBlueprint
 from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
@@ -112,18 +113,16 @@ def test_a_whole_run_on_the_graphs_engine(method: str, phase: str, repeats: int)
 def test_consolidation_is_captured_and_equals_what_comes_step_by_step() -> None:
     """Of FedCIL's server, with and without earlier tasks: the same losses over two chunks."""
     bench = Bench("fedcil", stream=ClassToy(tasks=2), module=Norm)
-    phase = phase_of(bench.build_method().part("fedcil"), "consolidate")
-    server = bench.run(rounds=3).state.server
-    ctx = bench.context(round_index=3, phase="consolidate").at(client=None)
-    losses = []
+    part = bench.build_method().part("fedcil")
+    states, losses = bench.run(rounds=3).state.server, []
     for kind in (Trainer, LoopingTrainer):
-        trainer = new_trainer(bench.setup(), bench.build_module, "cuda", "fp32", kind)
-        here = ctx.at(trainer=trainer)
-        own: State = {**server, "fedcil": {**server["fedcil"], "moments": {}}}
+        trainer, moments = new_trainer(bench.setup(), bench.build_module, "cuda", "fp32", kind), {}
         for repeat, past in enumerate((True, False)):
-            slots = own["fedcil"] if past else {**own["fedcil"], "old": {}}
-            given = {**own, "fedcil": slots}
-            own["fedcil"], _ = phase.update_model(given, own["model"], here.at(repeat=repeat))
-            losses.append(torch.tensor(list(own["fedcil"]["losses"].values())))
+            server = bench.server("fedcil", states, round_index=3, phase="consolidate", repeat=repeat)
+            server.context = server.context.at(trainer=trainer)
+            server.state |= {"moments": moments, **({} if past else {"old": {}})}
+            phase_of(part, "consolidate").update(server)
+            moments = server.state["moments"]
+            losses.append(torch.tensor(list(server.reports.values())))
     assert torch.allclose(losses[0], losses[2], atol=TOLERANCE)
     assert torch.allclose(losses[1], losses[3], atol=TOLERANCE)

@@ -15,8 +15,9 @@ from everfed import models
 from everfed.core import tree
 from everfed.core.client import run_client
 from everfed.core.data import minibatches
-from everfed.core.legacy import MODEL, Layout, Optimizer, Phase, Step, TrainOptions, options_of
+from everfed.core.part import options_of
 from everfed.core.step import Substeps
+from everfed.method import MODEL, Layout, Optimizer, Phase, Step, TrainOptions
 from everfed.methods import registry as methods
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.teacher import soft_cross_entropy
@@ -243,12 +244,10 @@ def test_the_first_task_has_no_teacher_and_samples_no_past_labels() -> None:
     case = bench(ClassToy(tasks=2, classes=4))
     part = case.build_method().part("af-fcl")
     for rounds, past in ((1, None), (2, {0, 1})):
-        ctx, outcome = case.context(round_index=rounds), case.run(rounds=rounds)
-        data = case.stream.data(0, case.stream.round(rounds).task)
-        state = outcome.clients[0]
-        assert ("last" in state.get("af-fcl", {})) is (past is not None)
-        schedule = minibatches(data.ids, 20, 5, ctx.rng("order"))
-        _, tables = part.plan(state, schedule, {}, ctx)
+        client = case.client("af-fcl", case.run(rounds=rounds).clients[0], round_index=rounds)
+        assert ("last" in client.state) is (past is not None)
+        schedule = minibatches(client.data.ids, 20, 5, client.rng("order"))
+        tables = part.plan(client, schedule)
         sampled = {int(label) for step in range(schedule.steps) for label in tables["sampled"].row(step)}
         assert sampled == ({0, 1} if past is None else {0, 1, 2, 3})
         assert ("past" in tables) is (past is not None)
@@ -259,9 +258,9 @@ def test_the_first_task_has_no_teacher_and_samples_no_past_labels() -> None:
 def test_labels_are_drawn_from_the_classes_of_all_clients() -> None:
     """Each client has classes of its own; the release's `available_labels` is their union over clients and tasks."""
     case = bench(PoolToy())
-    ctx, state = case.context(round_index=2), case.run(rounds=2).clients[0]
-    schedule = minibatches(np.arange(200), 20, 5, ctx.rng("order"))
-    _, tables = case.build_method().part("af-fcl").plan(state, schedule, {}, ctx)
+    client = case.client("af-fcl", case.run(rounds=2).clients[0], round_index=2)
+    schedule = minibatches(np.arange(200), 20, 5, client.rng("order"))
+    tables = case.build_method().part("af-fcl").plan(client, schedule)
     drawn = {name: {int(y) for i in range(schedule.steps) for y in tables[name].row(i)} for name in ("sampled", "past")}
     assert case.stream.labels_of(0, 0) == (0, 1) and case.stream.labels_of(0, 1) == (2, 3)
     assert drawn == {"sampled": set(range(8)), "past": {0, 1, 4, 5}}
@@ -402,10 +401,10 @@ def test_parity_with_kept_moments() -> None:
     ("options", "message"),
     [
         ({"credibility_space": "pixel"}, "credibility_space must be one of latent, feature"),
-        ({"flow_explore_theta": 1.5}, "flow_explore_theta must lie between 0 and 1"),
+        ({"flow_explore_theta": 1.5}, "flow_explore_theta must be at most 1; got 1.5"),
         ({"replay_lr": -1.0}, "replay_lr must be at least 0"),
         ({"k_loss_flow": -1.0}, "k_loss_flow must be at least 0"),
-        ({"variance_floor": 0.0}, "variance_floor and hidden must be above 0"),
+        ({"variance_floor": 0.0}, "variance_floor must be positive; got 0.0"),
     ],
 )
 def test_options_outside_their_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.legacy import CompositionError, Optimizer, TrainOptions, compose
+from everfed.method import CompositionError, Optimizer, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.methods.features.calibration import CCVR, HGP, gaussian, scaled
 from everfed.methods.features.ridge import Ridge
@@ -226,7 +226,9 @@ def test_a_reply_that_does_not_fit_is_left_out(lie: dict[str, Tensor]) -> None:
     honest = {"counts": torch.full((2,), 3.0), "sums": torch.ones(2, 8), "squares": torch.ones(2, 8) * 5}
     replies = [{**honest, "classes": torch.tensor([0, 1])}, {**honest, "classes": torch.tensor([0, 1]), **lie}]
     reduced = {key: {client: one[key].double() for client, one in enumerate(replies)} for key in replies[0]}
-    assert set(part.update({}, reduced, Bench("hgp").context())) == {"0"}
+    server = Bench("hgp").server("hgp", reduced=reduced)
+    part.update(server)
+    assert set(server.state) == {"0"}
 
 
 def test_what_the_server_sees_and_what_the_record_holds() -> None:

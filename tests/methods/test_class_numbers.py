@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +10,8 @@ from everfed.methods.features.calibration import CCVR
 from everfed.methods.features.fedproto import FedProto
 from everfed.methods.features.ridge import Ridge
 from everfed.methods.features.statistics import class_numbers
+from tests.support.toy import Bench, Toy
 
-CTX: Any = SimpleNamespace(facts=SimpleNamespace(classes=5), round=0)
 WRONG = [torch.tensor([9.0, 2.0]), torch.tensor([-1.0, 2.0]), torch.tensor([2.0, 2.0])]
 
 
@@ -28,9 +25,16 @@ def test_the_classes_from_the_mean_of_numbers() -> None:
 @pytest.mark.parametrize("classes", WRONG)
 def test_sums_of_no_classes_change_nothing(classes: Tensor) -> None:
     counts, sums = torch.ones(2), torch.ones(2, 3)
-    assert FedProto().update({}, {"counts": counts, "sums": sums, "classes": classes}, CTX) is None
+    means = {"counts": counts, "sums": sums, "classes": classes}
     whole = {"counts": counts.long(), "sums": sums.long(), "squares": sums.long(), "classes": classes}
-    assert CCVR()._add({}, whole, CTX) is None
     gram, products = torch.ones(1, 6, dtype=torch.int64), torch.ones(1, 3, 2, dtype=torch.int64)
     solved = {"gram": gram, "products": products, "counts": counts.long()[None], "classes": classes}
-    assert Ridge(penalty=1.0)._add({}, solved, CTX) is None
+    for part, hook, reduced in (
+        (FedProto(), FedProto.update, means),
+        (CCVR(), CCVR._calibrate, whole),
+        (Ridge(penalty=1.0), Ridge._new_head, solved),
+    ):
+        server = Bench(stream=Toy(classes=5)).server(part.name, reduced=reduced)
+        model = server.model
+        hook(part, server)  # type: ignore[operator]
+        assert server.state == {} and server.model is model

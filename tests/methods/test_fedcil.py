@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -16,11 +16,11 @@ from everfed import models
 from everfed.core import tree
 from everfed.core.data import minibatches
 from everfed.core.layout import attach
-from everfed.core.legacy import Layout, Mean, Optimizer, Step, TrainOptions, options_of
-from everfed.core.step import Substeps
+from everfed.core.part import options_of
+from everfed.core.step import Substeps, Training
+from everfed.method import Layout, Mean, Optimizer, RoundPlan, Server, Step, TrainOptions
 from everfed.methods import registry as methods
-from everfed.methods.generative.acgan import ACGAN, balanced, noise
-from everfed.methods.generative.consolidation import Consolidation, labels_of
+from everfed.methods.generative.acgan import ACGAN, Consolidation, balanced, labels_of, noise
 from everfed.methods.generative.fedcil import FedCIL
 from everfed.models.acgan import ACGANBlueprint
 from tests.parity.test_resume import assert_resumes
@@ -37,11 +37,11 @@ def bench(stream: Toy | None = None, train: TrainOptions = ADAM, **options: Any)
 
 
 def gan_of(case: Bench) -> ACGAN:
-    ctx = case.context()
+    client = case.client("fedcil", round_index=case.stream.rounds_per_task)
     part = case.build_method().part("fedcil")
     assert isinstance(part, FedCIL)
-    ctx.train.replica.module.train()
-    return ACGAN(ctx.train, part.blueprint(ctx), **part._competing(ctx.at(current_task=1)))
+    client.trainer.replica.module.train()
+    return ACGAN(client.trainer, part.blueprint(client.facts), part._competing(client))
 
 
 # the networks --------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_discriminators_have_the_sizes_of_the_release(shape: Any, classes: int, 
     ctx = case.context()
     facts = replace(ctx.facts, input_shape=shape, classes=classes, layout=Layout.of(module))
     part = FedCIL(width=8)
-    whole = attach(module, (part,), ctx.at(facts=facts))
+    whole = attach(module, (part,), lambda name: Server(name, {}, ctx.at(facts=facts)))
     assert Substeps.of((part,), Layout.of(whole)).main == slice(0, parameters)
 
 
@@ -130,13 +130,11 @@ class Halves:
     def __init__(self, case: Bench) -> None:
         self.seen: list[Tensor] = []
         part = case.build_method().part("fedcil")
-        ctx = case.context(round_index=2)
-        own, _ = part.start({"client": {}}, {}, case.model(), case.stream.data(0, 1), ctx)
-        watched = _watching(part, self.seen)
-        params = case.model()["params"]
-        data = case.stream.data(0, 1)
-        fitted = ctx.train.fit(
-            ctx, (watched,), case.model(), params, {"client": {}, "fedcil": own}, {}, data, epochs=1, batch_size=12
+        client = case.client("fedcil", {"client": {}}, round_index=2)
+        part.start(client)
+        watched, model, params = _watching(part, self.seen), client.model, client.model["params"]
+        fitted = client.trainer.fit(
+            client.context, (watched,), model, params, client.states, {}, client.data, epochs=1, batch_size=12
         )
         self.start, self.between, self.end = params, self.seen[0], fitted.model["params"]
         self.span = part.generator_span(case.layout())
@@ -178,11 +176,9 @@ def test_the_first_task_replays_nothing_and_later_ones_only_what_the_client_had(
     assert isinstance(part, FedCIL)
     for rounds, replays in ((1, False), (2, True)):
         outcome = case.run(rounds=rounds)
-        ctx = case.context(round_index=rounds)
-        data = case.stream.data(0, case.stream.round(rounds).task)
-        own, _ = part.start(outcome.clients[0], {}, case.model(), data, ctx)
-        schedule = minibatches(data.ids, 1, 5, ctx.rng("order"))
-        _, tables = part.plan({"fedcil": own}, schedule, {}, ctx)
+        client = case.client("fedcil", outcome.clients[0], round_index=rounds)
+        part.start(client)
+        tables = part.plan(client, minibatches(client.data.ids, 1, 5, client.rng("order")))
         assert ("old" in tables) is replays
         assert set(tables["fake"].values.flatten()) <= ({0, 1, 2, 3} if replays else {0, 1})
         if replays:
@@ -196,12 +192,12 @@ def test_consistency_is_over_the_classes_that_any_client_knows() -> None:
     case = bench(PoolToy())
     part, outcome = case.build_method().part("fedcil"), case.run(rounds=3)
     assert isinstance(part, FedCIL)
-    ctx, data = case.context(round_index=3), case.stream.data(0, 1)
-    own, _ = part.start(outcome.clients[0], {}, case.model(), data, ctx)
-    slots, tables = part.plan({"fedcil": own}, minibatches(data.ids, 40, 5, ctx.rng("order")), {}, ctx)
+    client = case.client("fedcil", outcome.clients[0], round_index=3)
+    part.start(client)
+    tables = part.plan(client, minibatches(client.data.ids, 40, 5, client.rng("order")))
     drawn = {name: {int(y) for i in range(100) for y in tables[name].row(i)} for name in ("known", "fake", "old")}
     assert drawn == {"known": set(range(8)), "fake": {0, 1, 2, 3}, "old": {0, 1}}
-    assert slots["classes"].all()
+    assert client.state["classes"].all()
     assert torch.isfinite(case.run().params).all() and case.run().params.abs().max() < 10
 
 
@@ -209,7 +205,6 @@ def test_the_weight_of_real_data_is_one_in_the_first_task_and_half_later() -> No
     case = bench(**OFF)
     part = case.build_method().part("fedcil")
     assert isinstance(part, FedCIL)
-    ctx = case.context(round_index=2)
     terms = iter([torch.tensor(3.0), torch.tensor(5.0)])
 
     class Counting(ACGAN):
@@ -222,16 +217,17 @@ def test_the_weight_of_real_data_is_one_in_the_first_task_and_half_later() -> No
             return Counting(gan.trainer, gan.blueprint, gan.classes)
 
     fixed = Fixed(**options_of(part))
-    model, data = case.model(), case.stream.data(0, 1)
-    own, _ = fixed.start({"client": {}}, {}, model, data, ctx)
-    slots = {**own, **part._competing(ctx), "old": model["params"][part.generator_span(case.layout())]}
-    received = model["params"]
-    step = Step(ctx, ctx.train.replica, ctx.train.forward, lambda o, y: o.sum(), {"fedcil": slots}, {}, received)
-    labels = torch.zeros(4, dtype=torch.int64)
-    step.begin(data.x[:4], data.y[:4], {"fedcil": {"fake": labels}})
+    client = case.client("fedcil", {"client": {}}, round_index=2)
+    fixed.start(client)
+    data, received, trainer = client.data, client.model["params"], client.trainer
+    client.state |= {"classes": part._competing(client), "old": received[part.generator_span(case.layout())]}
+    given = client.states, {}, received
+    training = Training(client.context, trainer.replica, trainer.forward, lambda o, y: o.sum(), *given)
+    step, labels = training.of("fedcil"), torch.zeros(4, dtype=torch.int64)
+    training.begin(data.x[:4], data.y[:4], {"fedcil": {"fake": labels}})
     assert fixed.objective(step).item() == 3.0
     terms = iter([torch.tensor(3.0), torch.tensor(5.0)])
-    step.begin(data.x[:4], data.y[:4], {"fedcil": {"fake": labels, "old": labels, "fake_old": labels}})
+    training.begin(data.x[:4], data.y[:4], {"fedcil": {"fake": labels, "old": labels, "fake_old": labels}})
     assert fixed.objective(step).item() == 0.5 * 3.0 + 0.5 * 5.0
 
 
@@ -288,7 +284,7 @@ def test_without_consistency_and_consolidation_it_is_fedavg_of_gans() -> None:
 def test_the_mean_of_gans_is_weighted_by_samples(weighting: str, mean: float) -> None:
     reduced = {"params": {0: torch.tensor([1.0]), 1: torch.tensor([3.0])}, "samples": {0: 1, 1: 3}}
     model = {"params": torch.tensor([0.0])}
-    found = FedCIL(weighting=weighting).aggregate({"model": model}, reduced, bench().context())
+    found = FedCIL(weighting=weighting).aggregate(bench().server("fedcil", {"model": model}, reduced=reduced))
     assert found["params"].tolist() == [mean]
     secure = FedCIL(weighting=weighting, server_steps=0).reducers()["params"]
     assert secure == Mean(weighted=weighting == "samples")
@@ -322,6 +318,23 @@ def test_replay_and_consistency_leave_the_running_statistics_alone() -> None:
         for method, given in (("fedcil", {"fedcil": SMALL["fedcil"]}), ("fedavg", {}))
     ]
     assert counts[0] == counts[1] and counts[0][0] > 4
+
+
+@dataclass(frozen=True)
+class Ahead(ClassToy):
+    """The second client is a task ahead of the server all the time."""
+
+    def round(self, index: int) -> RoundPlan:
+        plan = super().round(index)
+        return replace(plan, tasks={0: plan.task, 1: 1})
+
+
+def test_labels_of_clients_that_are_ahead_of_the_server_compete() -> None:
+    """Where they did not, every image of theirs had a loss of about 1e9."""
+    outcome = bench(Ahead()).run()
+    losses = [e[name] for e in outcome.events if e["event"] == "measure" for name in ("discriminator", "generator")]
+    assert outcome.state.server["fedcil"]["now"]["1"]["labels"].tolist() == [False, False, True, True]
+    assert len(losses) == 2 * 2 * 4 and max(losses) < 10  # two chunks in each of four rounds
 
 
 def test_the_labels_of_all_earlier_tasks_are_remembered() -> None:

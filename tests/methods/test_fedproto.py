@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from everfed.core import tree
-from everfed.core.legacy import CompositionError, Optimizer, TrainOptions, compose
+from everfed.method import CompositionError, Optimizer, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.privacy.secure import secured
 from tests.support.flaky import secure_run

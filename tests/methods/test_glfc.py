@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from everfed.core import tree
 from everfed.core.engine import ClientError
-from everfed.core.legacy import BOUNDARIES, MODEL, Cohort, CompositionError, Layout, Optimizer, Position, TrainOptions
 from everfed.core.replica import initial_weights
+from everfed.method import BOUNDARIES, Cohort, CompositionError, Layout, Optimizer, TrainOptions, Tree, When
 from everfed.methods import registry as methods
 from everfed.methods.common.features import features
 from everfed.methods.generative.glfc import GLFC, class_weights
@@ -32,6 +32,7 @@ from tests.support.toy import Bench, Given, Norm, Outcome, Toy
 from tests.support.wire import run_over_wire
 
 PROXY: dict[str, Any] = {"old_model": "proxy", "perturbation": 2, "reconstruction": 1, "iterates": 2}
+ARRIVED = {"gradients": {0: torch.zeros(1, 3)}}  # a prototype of one client
 SGD = TrainOptions(2, 5, Optimizer(lr=0.5))
 
 
@@ -275,14 +276,19 @@ def test_the_proxy_chooses_the_old_model_and_clients_forget_their_gradients() ->
 
 def test_after_a_detected_change_the_old_model_is_the_best_and_otherwise_the_one_before() -> None:
     """In the first round of the second task (round 2); "current" was chosen in the first."""
-    part, ctx = GLFC(old_model="proxy"), bench().context(round_index=2)
+    case = bench()
+
+    def old(received: Tree, signal: bool) -> Tree | None:
+        client = case.client("glfc", round_index=2, messages={"glfc": received})
+        return GLFC(old_model="proxy")._old(client, signal)
+
     received = {"current": {"is": "now"}, "task": 0, "previous": {"is": "before"}}
-    assert part._old(received, signal=True, ctx=ctx) == {"is": "now"}
-    assert part._old(received, signal=False, ctx=ctx) == {"is": "before"}
-    assert part._old({"current": {"is": "now"}, "task": 0}, signal=False, ctx=ctx) is None
-    assert part._old({}, signal=True, ctx=ctx) is None
+    assert old(received, signal=True) == {"is": "now"}
+    assert old(received, signal=False) == {"is": "before"}
+    assert old({"current": {"is": "now"}, "task": 0}, signal=False) is None
+    assert old({}, signal=True) is None
     late = {**received, "task": 1}  # a model of the second task is none of an earlier one
-    assert part._old(late, signal=True, ctx=ctx) == {"is": "before"}
+    assert old(late, signal=True) == {"is": "before"}
 
 
 def test_a_late_signal_leaves_the_old_model_of_the_previous_task() -> None:
@@ -291,17 +297,16 @@ def test_a_late_signal_leaves_the_old_model_of_the_previous_task() -> None:
     part, first = case.build_method().part("glfc"), case.run(rounds=1).state
     model = {**first.model, "params": first.model["params"] + 1.0}
     started = {**first.server["glfc"], "best": 0.0}
-    signal, choose = (phase_of(part, name).update for name in ("prototypes", "choose"))
 
     def second_task(signals: tuple[int, ...]) -> Any:
         own = started
         for index in (3, 4, 5):
-            ctx, server = case.context(round_index=index), {MODEL: model}
+            server = case.server("glfc", {"glfc": own}, round_index=index, phase="choose", model=model, reduced=ARRIVED)
             if index in signals:
-                images = {key: own[key] for key in ("images", "labels")}
-                changed = signal({**server, "glfc": own}, {"gradients": {0: torch.zeros(1, 3)}}, ctx)
-                own = {**changed, **images}
-            own = choose({**server, "glfc": {**own, "best": 0.0}}, {}, ctx)
+                phase_of(part, "prototypes").update(server)
+            server.state |= {key: own[key] for key in ("images", "labels")} | {"best": 0.0}
+            phase_of(part, "choose").update(server)
+            own = server.state
         return own
 
     for signals in ((3,), (4,), (3, 4), ()):
@@ -314,10 +319,10 @@ def test_a_late_signal_leaves_the_old_model_of_the_previous_task() -> None:
 def test_the_best_score_begins_anew_at_a_change(reset: bool) -> None:
     part = GLFC(old_model="proxy", reset=reset)
     own = {"best": 0.9, "current": {"params": torch.tensor(0.0)}, "current_since": 0, "current_task": 0}
-    update = phase_of(part, "prototypes").update
-    changed = update({"glfc": own}, {"gradients": {0: torch.zeros(1, 3)}}, bench().context(round_index=2))
-    assert changed["best"] == (0.0 if reset else 0.9)
-    assert changed["previous_since"] == 0
+    server = bench().server("glfc", {"glfc": own}, round_index=2, reduced=ARRIVED)
+    phase_of(part, "prototypes").update(server)
+    assert server.state["best"] == (0.0 if reset else 0.9)
+    assert server.state["previous_since"] == 0
 
 
 @pytest.mark.parametrize(("lead", "chosen"), [(0.0, True), (-0.01, True), (0.01, False)])
@@ -328,12 +333,12 @@ def test_of_equally_good_models_the_newer_one_is_chosen(lead: float, chosen: boo
     first = state.server["glfc"]
     older = {"params": torch.zeros_like(case.model()["params"])}
     own = {**first, "best": first["score"] + lead, "current": older, "current_since": 0}
-    choose = phase_of(GLFC(**PROXY), "choose").update
-    server = {"model": state.model, "glfc": own}
-    found = choose(server, {}, case.context(round_index=1))
+    server = case.server("glfc", {"model": state.model, "glfc": own}, round_index=1, phase="choose")
+    phase_of(GLFC(**PROXY), "choose").update(server)
+    found = server.state
     assert found["score"] == first["score"]
     assert found["current_since"] == (1 if chosen else 0)
-    assert torch.equal(found["current"]["params"], server["model"]["params"] if chosen else older["params"])
+    assert torch.equal(found["current"]["params"], state.model["params"] if chosen else older["params"])
 
 
 def test_bytes_by_part() -> None:
@@ -400,5 +405,5 @@ def test_options_outside_their_range_are_refused(options: dict[str, Any], messag
 
 def test_policies_do_not_choose_after_the_last_task_unless_they_do_so_before_training() -> None:
     before, after = (phase_of(Memory(policy=kind), "remember") for kind in ("on-transition", "herding"))
-    assert before.in_last_round and before.position is Position.BEFORE and before.cohort is Cohort.ALL
-    assert not after.in_last_round and after.position is Position.AFTER
+    assert before.in_last_round and before.when is When.BEFORE and before.cohort is Cohort.ALL
+    assert not after.in_last_round and after.when is When.AFTER

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed.core.layout import registered
-from everfed.core.legacy import CompositionError, Fitted, Optimizer, State, TrainOptions, options_of
+from everfed.core.part import options_of
 from everfed.core.tree import equal
-from everfed.methods.generative.adversary import bound
+from everfed.method import CompositionError, Fitted, Optimizer, Server, State, TrainOptions
 from everfed.methods.generative.anchors import hashed_names, sentence_anchors
-from everfed.methods.generative.lander import Lander, class_weights
-from everfed.methods.generative.noisy_synthesis import NoisySynthesizer, balanced
+from everfed.methods.generative.lander import Lander, NoisySynthesizer, balanced, bound, class_weights
 from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import SMALL, Bench, Norm
@@ -70,8 +69,8 @@ def test_without_old_classes_there_are_no_such_weights_and_the_first_task_is_pla
         class_weights(0, 20)
     case = bench()
     part = part_of(case)
-    assert part._weights(case.context(round_index=0)).tolist() == [1.0, 0.0]
-    assert part._weights(case.context(round_index=2)).tolist() == pytest.approx(class_weights(2, 4))
+    assert part._weights(case.client("lander", round_index=0)).tolist() == [1.0, 0.0]
+    assert part._weights(case.client("lander", round_index=2)).tolist() == pytest.approx(class_weights(2, 4))
 
 
 # the projection ------------------------------------------------------------------------------------------------------
@@ -106,15 +105,22 @@ def test_targets_are_balanced_but_for_a_random_remainder(classes: int, count: in
 
 
 # synthesis -----------------------------------------------------------------------------------------------------------
+def synthesis(case: Bench, states: State, repeat: int = 0) -> Server:
+    """The server after a synthesis round at the end of the first task."""
+    server = case.server("lander", states, round_index=1, phase="synthesis", repeat=repeat)
+    phase_of(part_of(case), "synthesis").update(server)
+    return server
+
+
 def test_noisy_layers_are_redrawn_in_every_round_the_rest_goes_on() -> None:
     case = bench(g_steps=1, lr_g=0.0)
     part = part_of(case)
-    server, ctx = case.run(rounds=1).state.server, case.context(round_index=1, phase="synthesis").at(client=None)
-    layout = cast(NoisySynthesizer, part.synthesizer(ctx, server)).generator.layout
-    found = []
+    states, found = case.run(rounds=1).state.server, []
     for repeat in range(2):
-        server = {**server, "lander": phase_of(part, "synthesis").update(server, {}, ctx.at(repeat=repeat))}
-        found.append(layout.named(server["lander"]["work"]["generator"]["params"]))
+        server = synthesis(case, states, repeat)
+        layout = cast(NoisySynthesizer, part.synthesizer(server)).generator.layout
+        found.append(layout.named(server.state["work"]["generator"]["params"]))
+        states = server.states
     assert not torch.equal(found[0]["weight"], found[1]["weight"])
     assert torch.equal(found[0]["trunk.dense.weight"], found[1]["trunk.dense.weight"])
     assert found[0]["bias"].abs().max() == 0
@@ -123,9 +129,7 @@ def test_noisy_layers_are_redrawn_in_every_round_the_rest_goes_on() -> None:
 
 def test_channel_statistics_are_learned_from_a_half_and_a_fifth() -> None:
     case = bench(g_steps=1, lr_stats=0.01)
-    part = part_of(case)
-    server, ctx = case.run(rounds=1).state.server, case.context(round_index=1, phase="synthesis").at(client=None)
-    channels = phase_of(part, "synthesis").update(server, {}, ctx)["work"]["generator"]["channels"].flatten()
+    channels = synthesis(case, case.run(rounds=1).state.server).state["work"]["generator"]["channels"].flatten()
     assert (channels - torch.tensor([0.5, 0.2])).abs().tolist() == pytest.approx([0.01, 0.01], rel=1e-3)
 
 
@@ -141,8 +145,9 @@ def test_what_is_kept_begins_with_the_last_round_of_the_warm_up_and_the_adversar
 # anchors stay as they are --------------------------------------------------------------------------------------------
 def test_anchors_never_change() -> None:
     case = bench()
-    ctx = case.context().at(client=None)
-    before = part_of(case).server_slots(ctx)["anchors"]
+    server = case.server("lander")
+    part_of(case).init(server)
+    before = server.state["anchors"]
     outcome = case.run()
     assert equal({"": outcome.state.server["lander"]["anchors"]}, {"": before})
     assert not before.requires_grad
@@ -204,18 +209,17 @@ def test_real_and_synthetic_samples_have_their_own_features() -> None:
 @pytest.mark.parametrize(("losses", "best"), [([3.0, 1.0, 1.0, 2.0], 1), ([1.0, 2.0, 3.0, 4.0], 0)])
 def test_the_model_that_started_the_best_round_is_restored(losses: list[float], best: int) -> None:
     case = bench()
-    part, ctx = part_of(case), case.context().at(client=None)
-    models = [{"params": torch.tensor([float(i)])} for i in range(5)]
-    server: State = {"model": models[0], "lander": part.server_slots(ctx)}
-    server["lander"] = phase_of(part, "start").update(server, {}, ctx)
+    part, models = part_of(case), [{"params": torch.tensor([float(i)])} for i in range(5)]
+    server = case.server("lander", model=models[0])
+    part.init(server)
+    phase_of(part, "start").update(server)
     for loss, new in zip(losses, models[1:], strict=True):
-        server["model"] = new
-        server["lander"] = part.update(server, {"loss": torch.tensor(loss)}, ctx)
-    assert server["lander"]["lowest"] == losses[best]
-    own, restored = phase_of(part, "restore").update_model(server, models[-1], ctx)
-    assert equal(restored, models[best])
-    assert own["lowest"] == math.inf
-    assert phase_of(part, "synthesis").update_model is None
+        server.model, server.reduced = new, {"loss": torch.tensor(loss)}
+        part.update(server)
+    assert server.state["lowest"] == losses[best]
+    phase_of(part, "restore").update(server)
+    assert equal(server.model, models[best])
+    assert server.state["lowest"] == math.inf
 
 
 def test_losses_of_the_first_local_epoch_are_averaged_over_samples() -> None:

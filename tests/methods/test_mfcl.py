@@ -13,27 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from everfed import api
-from everfed.core.context import Moment
 from everfed.core.evaluate import EvalSpec
 from everfed.core.events import Diverged
-from everfed.core.legacy import (
-    CompositionError,
-    Data,
-    Fitted,
-    Model,
-    Optimizer,
-    Step,
-    TrainOptions,
-    Tree,
-    compose,
-    options_of,
-)
+from everfed.core.part import options_of
 from everfed.core.replica import initial_weights
 from everfed.core.server import Runner, RunState
 from everfed.core.tree import clone, equal, from_bytes, leaves, tensor_bytes, to_bytes
+from everfed.method import CompositionError, Data, Fitted, Model, Optimizer, Step, TrainOptions, Tree, compose
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
-from everfed.methods.generative.data_free import TERMS
+from everfed.methods.generative.inversion import TERMS
 from everfed.methods.generative.mfcl import MFCL, PHASE, abd_weights, distillation
 from everfed.store.clients import ClientStore
 from tests.support.phases import phase_of
@@ -73,7 +62,7 @@ def payload(case: Bench) -> dict[str, Tree]:
     """A teacher that is not the student, and a generator."""
     model = case.model()
     params = model["params"] + 0.1 * torch.randn(len(model["params"]), generator=torch.Generator().manual_seed(3))
-    generator = initial_weights(part_of(case).blueprint(case.context()), 4)
+    generator = initial_weights(part_of(case).blueprint(case.context().facts), 4)
     message: Tree = {"teacher": {**model, "params": params}}
     return {"mfcl": {**message, "generator": generator} if part_of(case).syn_batch else message}
 
@@ -198,10 +187,10 @@ def test_during_a_task_the_server_keeps_both_as_they_were() -> None:
 
 
 def generator_phase(case: Bench, server: dict[str, Tree], repeat: int = 0) -> Tree:
-    setup = case.setup()
     index = case.stream.rounds_per_task - 1
-    ctx = setup.server(PHASE, Moment(index, case.stream.round(index), repeat), case.trainer(setup))
-    return phase_of(setup.method.part("mfcl"), PHASE).update(server, {}, ctx)
+    handle = case.server("mfcl", server, round_index=index, phase=PHASE, repeat=repeat)
+    phase_of(part_of(case), PHASE).update(handle)
+    return handle.state
 
 
 def test_training_a_generator_changes_nothing_of_the_model() -> None:
@@ -211,7 +200,7 @@ def test_training_a_generator_changes_nothing_of_the_model() -> None:
     own = generator_phase(case, server)
     assert equal(server["model"], before)
     assert equal(own["teacher"], before)
-    first = initial_weights(part_of(case).blueprint(case.context()), 0)
+    first = initial_weights(part_of(case).blueprint(case.context().facts), 0)
     assert own["generator"]["counters"].tolist() != first["counters"].tolist()  # it is in train mode itself
 
 
@@ -308,8 +297,7 @@ class Watched(MFCL):
     noted: Any = field(default=None, compare=False)
 
     def objective(self, step: Step) -> Tensor:
-        if self.name in step.batches:
-            batch = step.batches[self.name]
+        for batch in step.batches.values():
             self.noted.append((batch.x.clone(), batch.y.clone()))
         return super().objective(step)
 
@@ -360,7 +348,7 @@ def test_one_client_is_centralised_training() -> None:
 def test_teacher_and_generator_reach_each_client_once_per_task() -> None:
     case = bench(ClassToy(tasks=3, classes=6, rounds_per_task=3))
     traffic = case.run().state.traffic.as_dict()["bytes_by_part"]
-    sent = tensor_bytes(case.model()) + tensor_bytes(initial_weights(part_of(case).blueprint(case.context()), 0))
+    sent = tensor_bytes(case.model()) + tensor_bytes(initial_weights(part_of(case).blueprint(case.context().facts), 0))
     assert traffic["mfcl"] == {"up": 0, "down": 2 * 2 * sent}  # two clients, two tasks after the first
     plain = case.change(method="fedavg", options={}).run().state.traffic.as_dict()["bytes_by_part"]
     assert traffic["fedavg"] == plain["fedavg"]

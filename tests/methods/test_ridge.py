@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core.engine import ClientError
-from everfed.core.legacy import MODEL, CompositionError, TrainOptions, compose
 from everfed.core.optimizer import Optimizer
+from everfed.method import CompositionError, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.methods.features.ridge import (
     GRID,
@@ -367,8 +367,11 @@ def test_group_sums_of_another_form_are_left_out(shape: tuple[int, ...]) -> None
     given = {"classes": torch.tensor([0, 1]), "clipped": 0}
     both = {"sums": {0: honest[0], 1: lie[0]}, "counts": {0: honest[1], 1: lie[1]}, **given}
     alone = {"sums": {0: honest[0]}, "counts": {0: honest[1]}, **given}
-    found, expected = (part._add({MODEL: case.model()}, reduced, case.context()) for reduced in (both, alone))
-    assert found is not None and expected is not None and torch.equal(found["weights"], expected["weights"])
+    found, expected = (case.server(part.name, reduced=reduced) for reduced in (both, alone))
+    for server in (found, expected):
+        part._new_head(server)
+    assert torch.equal(found.model["params"], expected.model["params"])
+    assert not torch.equal(found.model["params"], case.model()["params"])
 
 
 # what travels and when ------------------------------------------------------------------------------------------------

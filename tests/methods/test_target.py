@@ -17,15 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from everfed import api
-from everfed.core.legacy import Batch, CompositionError, Optimizer, Step, TrainOptions, compose, options_of
+from everfed.core.context import Context
+from everfed.core.part import options_of
 from everfed.core.server import Runner, RunState
 from everfed.core.tree import clone, equal, tensor_bytes
+from everfed.method import Batch, CompositionError, Optimizer, Server, State, Step, TrainOptions, compose
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.common.teacher import among, soft_cross_entropy
-from everfed.methods.generative.adversary import adversarial, divergences, statistics_distance
 from everfed.methods.generative.image_pool import affine, cycled, to_bytes
 from everfed.methods.generative.lander import Lander
+from everfed.methods.generative.student import divergences
+from everfed.methods.generative.synthesis import adversarial, statistics_distance
 from everfed.methods.generative.synthetic_replay import SyntheticReplay
 from everfed.methods.generative.target import Target
 from everfed.methods.replay.er import Replay
@@ -48,14 +51,14 @@ def bench(method: str = "target", tasks: int = 2, **options: Any) -> Bench:
     return Bench(method, chosen, stream=stream, module=Norm)
 
 
-def at_step(part: SyntheticReplay, outputs: Tensor, y: Tensor | None = None) -> Step:
+def at_step(outputs: Tensor, y: Tensor | None = None) -> Step:
     """The fields of a step that the loss terms read, in a later task."""
     batch = Batch(torch.zeros(0), torch.zeros(0), outputs=outputs)
     return cast(
         Step,
         SimpleNamespace(
-            state={part.name: {"old": OLD, "new": NEW}},
-            batches={part.name: batch},
+            state={"old": OLD, "new": NEW},
+            batches={"images": batch},
             outputs=outputs,
             y=y,
             task_loss=torch.nn.functional.cross_entropy,
@@ -80,8 +83,8 @@ def test_distillation_at_the_teachers_own_answer_is_its_entropy_with_no_gradient
 @BOTH
 def test_distillation_does_not_see_new_classes(part: SyntheticReplay) -> None:
     student = logits(0).requires_grad_()
-    loss = part.distillation(at_step(part, student), logits(1))
-    other = part.distillation(at_step(part, torch.where(NEW, logits(2), student)), torch.where(NEW, 99.0, logits(1)))
+    loss = part.distillation(at_step(student), logits(1))
+    other = part.distillation(at_step(torch.where(NEW, logits(2), student)), torch.where(NEW, 99.0, logits(1)))
     assert torch.equal(loss, other)
     (gradient,) = torch.autograd.grad(loss, student)
     assert gradient[:, NEW].abs().max() == 0 and gradient[:, OLD].abs().max() > 0
@@ -90,7 +93,7 @@ def test_distillation_does_not_see_new_classes(part: SyntheticReplay) -> None:
 @BOTH
 def test_labels_are_learned_among_the_new_classes_only(part: SyntheticReplay) -> None:
     student, y = logits(0).requires_grad_(), torch.tensor([2, 3, 4, 4, 3, 2])
-    loss = part.labels_loss(at_step(part, student, y))
+    loss = part.labels_loss(at_step(student, y))
     assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(student[:, 2:], y - 2).item(), rel=1e-6)
     (gradient,) = torch.autograd.grad(loss, student)
     assert gradient[:, OLD].abs().max() == 0 and gradient[:, NEW].abs().max() > 0
@@ -165,7 +168,7 @@ def test_every_real_sample_is_used_once_an_epoch_whatever_the_size_of_the_pool(m
     steps = [seen for seen in log if (seen.client, seen.round) == (0, 2)]
     data, epochs = case.stream.data(0, 1), 2
     assert rows(torch.cat([seen.x for seen in steps])) == Counter({k: epochs * n for k, n in rows(data.x).items()})
-    assert {len(seen.batches[method][0]) for seen in steps} == {min(pool, 4)}
+    assert {len(seen.batches["images"][0]) for seen in steps} == {min(pool, 4)}
 
 
 def rows(x: Tensor) -> Counter[bytes]:
@@ -200,7 +203,7 @@ def test_synthetic_images_keep_their_colours_where_real_ones_do_not(method: str)
     outcome = case.change(method=spied(case.build_method(), log)).run()
     steps = [seen for seen in log if (seen.client, seen.round) == (0, 2)]
     pool = rows(outcome.state.server[method]["pool"])
-    assert all(image in pool for seen in steps for image in rows(seen.batches[method][0]))
+    assert all(image in pool for seen in steps for image in rows(seen.batches["images"][0]))
     real = rows(case.stream.data(0, 1).x)
     assert not any(image in real for seen in steps for image in rows(seen.x))
 
@@ -219,13 +222,17 @@ def test_the_teacher_is_the_model_at_the_tasks_end_and_nothing_changes_it(method
 def test_synthesis_changes_nothing_that_it_is_given(method: str) -> None:
     case = bench(method)
     part = case.build_method().part(method)
-    server = case.run(rounds=1).state.server
-    ctx = case.context(round_index=1, phase="synthesis").at(client=None)
+    states = case.run(rounds=1).state.server
     for repeat in range(part.rounds):
-        before = clone(server)
-        own = phase_of(part, "synthesis").update(server, {}, ctx.at(repeat=repeat))
-        assert equal(server, before)
-        server = {**server, method: own}
+        before, server = clone(states), synthesis(case, method, states, repeat)
+        phase_of(part, "synthesis").update(server)
+        assert equal(states, before) and server.model is states["model"]
+        states = server.states
+
+
+def synthesis(case: Bench, method: str, states: State, repeat: int = 0) -> Server:
+    """The server at the end of the first task."""
+    return case.server(method, states, round_index=1, phase="synthesis", repeat=repeat)
 
 
 # degenerate cases ----------------------------------------------------------------------------------------------------
@@ -310,14 +317,14 @@ def test_both_run_under_secure_aggregation(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["target", "lander"])
 def test_the_pool_can_be_looked_at(method: str) -> None:
     case = bench(method)
-    part, ctx = case.build_method().part(method), case.context(round_index=2, phase="samples").at(client=None)
-    server = case.run(rounds=2).state.server
-    images, labels = zip(*(part.sample(server, 12, ctx.at(repeat=i)) for i in range(3)), strict=True)
+    part, states = case.build_method().part(method), case.run(rounds=2).state.server
+    servers = [case.server(method, states, round_index=2, phase="samples", repeat=i) for i in range(3)]
+    images, labels = zip(*(part.sample(server, 12) for server in servers), strict=True)
     assert [len(x) for x in images] == [len(y) for y in labels] == [12, 8, 0]
-    assert torch.equal(torch.cat(images), case.stream.inputs(server[method]["pool"]))
+    assert torch.equal(torch.cat(images), case.stream.inputs(states[method]["pool"]))
     assert set(torch.cat(labels).tolist()) <= {0, 1}  # the classes of the first task
     with pytest.raises(ValueError, match="no images were made yet"):
-        part.sample({}, 12, ctx)
+        part.sample(case.server(method, {}, phase="samples"), 12)
 
 
 # how the generator learns --------------------------------------------------------------------------------------------
@@ -325,9 +332,10 @@ def test_the_pool_can_be_looked_at(method: str) -> None:
 def test_the_generator_takes_one_step_of_adam_with_the_rate_of_all_inner_steps(meta: str) -> None:
     case = bench("target", meta=meta, lr_g=1e-3, g_steps=2)
     part = cast(Target, case.build_method().part("target"))
-    server, ctx = case.run(rounds=1).state.server, case.context(round_index=1, phase="synthesis").at(client=None)
-    first = part.synthesizer(ctx, server).begin(server["model"], ctx)["generator"]
-    own = phase_of(part, "synthesis").update(server, {}, ctx)["work"]["generator"]
+    server = synthesis(case, "target", case.run(rounds=1).state.server)
+    first = part.synthesizer(server).begin(server.model, server)["generator"]
+    phase_of(part, "synthesis").update(server)
+    own = server.state["work"]["generator"]
     moved = (own["params"] - first["params"]).abs()
     assert moved.max().item() == pytest.approx(2e-3, rel=1e-3)  # Adam's first step is as long as its rate
     assert equal({"": own["stats"]}, {"": first["stats"]})
@@ -336,12 +344,12 @@ def test_the_generator_takes_one_step_of_adam_with_the_rate_of_all_inner_steps(m
 def test_statistics_of_earlier_rounds_are_mixed_in() -> None:
     case = bench("target", bn_momentum=0.75)
     part = cast(Target, case.build_method().part("target"))
-    server, ctx = case.run(rounds=1).state.server, case.context(round_index=1, phase="synthesis").at(client=None)
-    synthesizer = part.synthesizer(ctx, server)
-    found = []
+    states, found = case.run(rounds=1).state.server, []
     for repeat in range(2):
-        server = {**server, "target": phase_of(part, "synthesis").update(server, {}, ctx.at(repeat=repeat))}
-        found.append((server["target"]["work"]["statistics"], synthesizer.latest.clone()))
+        server = synthesis(case, "target", states, repeat)
+        phase_of(part, "synthesis").update(server)
+        found.append((server.state["work"]["statistics"], part.synthesizer(server).latest.clone()))
+        states = server.states
     assert torch.equal(*found[0])
     torch.testing.assert_close(found[1][0], 0.75 * found[0][0] + 0.25 * found[1][1])
 
@@ -386,7 +394,7 @@ def test_defaults_are_those_of_the_paper_and_its_code() -> None:
         ({"t_kd": 0.0}, "t_kd must be positive"),
         ({"synth_batch": 1}, "synth_batch must be at least 2"),
         ({"n_syn": 0}, "n_syn must be at least 1"),
-        ({"bn_momentum": 1.0}, "bn_momentum must be at least 0 and below 1"),
+        ({"bn_momentum": 1.0}, "bn_momentum must be below 1; got 1.0"),
     ],
 )
 def test_options_outside_their_range_are_refused(options: dict[str, Any], message: str) -> None:
@@ -398,11 +406,15 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(CompositionError, match="part 'target' trains on its own synthetic images; remove 'er'"):
         compose(FedAvg(), Memory(8), Replay(), Target())
     ctx = bench().context()
+
+    def begin(context: Context) -> None:
+        Target().init(Server("target", {}, context))
+
     with pytest.raises(CompositionError, match=r"part 'target': a generator makes images whose .* multiples of 4"):
-        Target().server_slots(ctx.at(facts=replace(ctx.facts, input_shape=(1, 30, 30))))
+        begin(ctx.at(facts=replace(ctx.facts, input_shape=(1, 30, 30))))
     with pytest.raises(CompositionError, match=r"method.target.bn needs BatchNorm statistics on the server"):
-        Target().server_slots(ctx.at(options=replace(ctx.options, batchnorm="local")))
+        begin(ctx.at(options=replace(ctx.options, batchnorm="local")))
     blank = ctx.facts.blank.__class__(torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64), np.zeros(0, np.int64))
     floats = ctx.at(facts=replace(ctx.facts, blank=blank))
     with pytest.raises(CompositionError, match=r"synthesises 8-bit images; this stream's samples are float32 of shape"):
-        Target().server_slots(floats)
+        begin(floats)

@@ -361,9 +361,9 @@ class Bench:
         )
 
     def server(self, part: str, states: State | None = None, **more: Any) -> Server:
-        """The handle of a hook of `part` on the server. more: round_index, phase; reduced, before, model."""
+        """The handle of a hook of `part` on the server. more: round_index, phase, repeat; reduced, before, model."""
         index, phase = more.pop("round_index", 0), more.pop("phase", "train")
-        moment = Moment(index, self.stream.round(index))
+        moment = Moment(index, self.stream.round(index), more.pop("repeat", 0))
         context = self.setup().server(phase, moment, self.trainer() if phase != "train" else None)
         return Server(part, {MODEL: self.model(), **(states or {})}, context, **more)
 

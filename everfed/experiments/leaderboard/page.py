@@ -1,15 +1,11 @@
 """The leaderboard's pages, from the records alone: a table and two pictures for every stream, as Markdown between the
-marks of a page and as one HTML file whose tables can be sorted.
-
-<!-- leaderboard: rotated-digits -->
-...
-<!-- leaderboard: end -->
+marks of a page (`leaderboard: STREAM`, or `leaderboard: all` for accuracies alone, with a page for every stream beside
+it), and as one HTML file whose tables can be sorted.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,9 +23,11 @@ from everfed.reports.html import POLICY, asset
 from everfed.reports.markdown import markdown_table
 from everfed.reports.markup import Html, tag
 from everfed.reports.progress import size
+from everfed.store import marked
 from everfed.store.files import make_folder, write_atomic
 
-_MARKED = re.compile(r"(<!-- leaderboard: (?!end)(\S+) -->\n)(.*?)(<!-- leaderboard: end -->)", re.DOTALL)
+ALL = "all"  # the mark of the table of all streams; pages of single streams lie beside it then
+KIND = "leaderboard"  # of the marks
 PERSONAL = "†"
 NOTE = (
     "Mean ± population deviation over the seeds of the test; accuracy, forgetting and learning accuracy in per cent. "
@@ -71,36 +69,37 @@ class MethodFacts:
 
 
 def write(root: Path, page: Path | None, html: Path | None) -> list[Path]:
-    """Write the pages that are named and the pictures of the Markdown one; returns the files."""
+    """Write the pages that are named, with the pages and pictures of single streams beside the Markdown one; returns
+    the files."""
     found = records.read_all(root)
-    written: list[Path] = []
-    if page is not None:
-        text = renewed(marked(page), found, page.stem)
-        for name, drawing in _pictures(found).items():
-            written.append(_save(page.parent / page.stem / f"{name}.svg", drawing))
-        written.append(_save(page, text))
-    if html is not None:
-        written.append(_save(html, report(found)))
-    return written
+    texts = {} if page is None else {page: renewed(marked_page(page), found, page.stem), **beside(page, found)}
+    return [_save(path, text) for path, text in {**texts, **({html: report(found)} if html else {})}.items()]
 
 
-def marked(page: Path) -> str:
+def marked_page(page: Path) -> str:
     """The text of a Markdown page. Raises UserError where it cannot be read or no place in it is marked."""
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--page {page} cannot be read: {error.strerror or error}") from error
-    if not _MARKED.search(text):
+    text = marked.read_page(page)
+    if not marked.names(text, KIND):
         raise UserError(
-            f"--page {page} has no place for the leaderboard; mark it with <!-- leaderboard: STREAM --> and "
-            f"<!-- leaderboard: end -->. Streams: {', '.join(tuning.streams())}"
+            f"--page {page} has no place for the leaderboard; mark it with <!-- {KIND}: STREAM --> and "
+            f"<!-- {KIND}: end -->. Streams: {ALL}, {', '.join(tuning.streams())}"
         )
     return text
 
 
 def renewed(text: str, found: Sequence[Record], pictures: str) -> str:
     """A Markdown page with every marked part written anew. pictures: the folder of the pictures beside the page."""
-    return _MARKED.sub(lambda mark: f"{mark[1]}{_section(mark[2], found, pictures)}\n{mark[4]}", text)
+    return marked.renewed(
+        text, KIND, lambda name: _all(found, pictures) if name == ALL else _section(name, found, pictures)
+    )
+
+
+def beside(page: Path, found: Sequence[Record]) -> dict[Path, str]:
+    """The files in the folder of a page's name: a page for every stream, and the pictures."""
+    texts = {f"{name}.svg": drawing for name, drawing in _pictures(found).items()}
+    for stream in tuning.streams() if ALL in marked.names(page.read_text(encoding="utf-8"), KIND) else ():
+        texts[f"{stream}.md"] = f"# Leaderboard: {stream}\n\n{_section(stream, found, '.')}\n"
+    return {page.parent / page.stem / name: text for name, text in texts.items()}
 
 
 def report(found: Sequence[Record]) -> str:
@@ -238,6 +237,23 @@ def _bytes(count: float) -> Sortable:
 
 
 # Markdown --------------------------------------------------------------------------------------------------------
+
+
+def _all(found: Sequence[Record], folder: str) -> str:
+    """A row for every method with its accuracy on every stream, the highest mean first; methods without a number on one
+    of them come last."""
+    tested = {(one["method"], one["stream"]): one for one in found if records.finished_tests(one)}
+    streams = [stream for stream in tuning.streams() if any(known == stream for _, known in tested)]
+    lines: list[tuple[bool, float, list[str]]] = []
+    for method in dict.fromkeys(method for method, _ in tested):
+        own = {stream: tested[method, stream] for stream in streams if (method, stream) in tested}
+        cells = {stream: _percent(record, "acc") for stream, record in own.items()}
+        name = next(iter(map(_named, own.values())))
+        mean = sum(float(cell.value) for cell in cells.values()) / len(cells)
+        texts = [cells[stream].text if stream in cells else "-" for stream in streams]
+        lines.append((len(own) == len(streams), mean, [name, *texts]))
+    links = [f"[{stream}]({folder}/{stream}.md)" for stream in streams]
+    return markdown_table(["method", *links], [line for *_, line in sorted(lines, reverse=True)])
 
 
 def _section(stream: str, found: Sequence[Record], pictures: str) -> str:

@@ -10,7 +10,6 @@ differ and the scores of its seeds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from statistics import fmean, pstdev
@@ -26,6 +25,7 @@ from everfed.experiments.papers.tables import find
 from everfed.methods import registry as methods
 from everfed.recipe import parse_set, read
 from everfed.reports.markdown import markdown_table
+from everfed.store import marked
 
 PRECISION = "engine.precision"
 RECIPE = "recipe:"  # what a mark of a recipe begins with
@@ -37,20 +37,19 @@ _SCORES = {
     "forgetting": ("", "forgetting"),
 }
 _TASK_IL = {"final accuracy, task-IL": ("task", "acc")}  # where it says something else than the final accuracy
-_MARKED = re.compile(r"(<!-- records: (?!end)(\S+) -->\n)(.*?)(<!-- records: end -->)", re.DOTALL)
 
 
 def renewed(text: str, records: Iterable[Record]) -> str:
     """The page with every marked table written anew. Raises UserError for a mark of a table that is not there."""
     records = list(records)
     runs = runs_of(records)
-    if not _MARKED.search(text):
+    if not marked.names(text, "records"):
         raise UserError("the page has no table to renew; mark its place with <!-- records: PAPER/TABLE -->")
 
     def written(name: str) -> str:
         return every_run(name.removeprefix(RECIPE), records) if name.startswith(RECIPE) else section(name, runs)
 
-    return _MARKED.sub(lambda found: f"{found[1]}{written(found[2])}\n{found[4]}", text)
+    return marked.renewed(text, "records", written)
 
 
 def section(name: str, runs: Runs) -> str:

@@ -20,34 +20,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.client import synchronises
-from everfed.core.legacy import (
+from everfed.method import (
     END,
-    MODEL,
+    Client,
     Cohort,
     Collect,
-    Context,
-    Data,
-    Fitted,
+    Layout,
     Mean,
-    Message,
-    Model,
     Phase,
     Reducer,
-    Slots,
+    Server,
     State,
     Sum,
     Tree,
+    Values,
+    option,
 )
-from everfed.methods.common.checks import at_least, one_of, positive
-from everfed.methods.common.features import head_weight
+from everfed.methods.common.features import head_entries, head_weight
 from everfed.methods.features.statistics import (
     ReplacesHead,
     class_moments,
     class_numbers,
     columns_of,
     feature_rows,
-    head_entries,
     of_all_classes,
     rounded,
     symmetric,
@@ -62,29 +57,24 @@ _MOMENTS = ("counts", "sums", "squares")  # by class
 
 @dataclass(frozen=True)
 class Calibration(ReplacesHead):
-    """per_class: virtual features of every class in an epoch. epochs, batch, lr, momentum, weight_decay: of the head's
-    SGD. temperature: 0 for plain cross-entropy; otherwise the logits are divided by their norm and by it."""
+    """A server that trains the head by SGD."""
 
-    per_class: int = 256
-    epochs: int = 5
-    batch: int = 256
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    temperature: float = 0.0
+    per_class: int = option(256, at_least=1, about="virtual features of every class in an epoch")
+    epochs: int = option(5, at_least=1, about="of the head's SGD")
+    batch: int = option(256, at_least=1, about="of the head's SGD")
+    lr: float = option(0.01, above=0, about="of the head's SGD")
+    momentum: float = option(0.9, at_least=0, about="of the head's SGD")
+    weight_decay: float = option(0.0, at_least=0, about="of the head's SGD")
+    temperature: float = option(
+        0.0, at_least=0, about="the logits are divided by their norm and by it; 0: plain cross-entropy"
+    )
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, "per_class", "epochs", "batch")
-        positive(self, "lr")
-        at_least(self, 0, "momentum", "weight_decay", "temperature")
-
-    def retrained(self, model: Model, known: Tensor, draw: Draw, ctx: Context) -> Model:
-        """The model with a head that was trained on features of the `known` classes (k,), all other parameters as they
-        are. draw: called with positions among these."""
-        params = model["params"].clone()
-        weight, bias = head_entries(ctx.facts.layout)
-        trained = [entry.view(params)[known].clone().requires_grad_() for entry in (weight, bias) if entry is not None]
-        generator = torch.Generator().manual_seed(ctx.key("virtual features"))
+    def retrain(self, server: Server, known: Tensor, draw: Draw) -> None:
+        """Train the head's rows of the `known` classes (k,) on features of these; all other parameters stay. draw:
+        called with positions among these classes."""
+        params, entries = server.model["params"].clone(), head_entries(server.layout)
+        trained = [entry.view(params)[known].clone().requires_grad_() for entry in entries]
+        generator = torch.Generator().manual_seed(server.key("virtual features"))
         optimizer = torch.optim.SGD(trained, self.lr, self.momentum, weight_decay=self.weight_decay)
         for _ in range(self.epochs):
             for y in self._labels(len(known), generator).split(self.batch):
@@ -93,10 +83,9 @@ class Calibration(ReplacesHead):
                 for tensor, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
                     tensor.grad = gradient
                 optimizer.step()
-        for entry, tensor in zip((weight, bias), trained, strict=False):
-            assert entry is not None
+        for entry, tensor in zip(entries, trained, strict=True):
             entry.view(params)[known] = tensor.detach()
-        return {**model, "params": params}
+        server.model = {**server.model, "params": params}
 
     def _labels(self, classes: int, generator: torch.Generator) -> Tensor:
         """An epoch's labels, in random order."""
@@ -115,44 +104,30 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
 # CCVR ----------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class CCVR(Calibration):
-    """covariance: "diagonal", or "full": F (F + 1) / 2 numbers a class. The others as in `Calibration`."""
-
-    covariance: str = "diagonal"
-    per_class: int = 2000
-    epochs: int = 10
-    lr: float = 1e-3
-    weight_decay: float = 1e-5
+    covariance: str = option("diagonal", one_of=("diagonal", "full"), about="full: F (F + 1) / 2 numbers a class")
+    per_class: int = option(2000, at_least=1, about="virtual features of every class in an epoch")
+    epochs: int = option(10, at_least=1, about="of the head's SGD")
+    lr: float = option(1e-3, above=0, about="of the head's SGD")
+    weight_decay: float = option(1e-5, at_least=0, about="of the head's SGD")
 
     name = "ccvr"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of(self, covariance=("diagonal", "full"))
-
     def phases(self) -> tuple[Phase, ...]:
         reduce: dict[str, Reducer] = {"counts": Sum(), "sums": Sum(), "squares": Sum(), "classes": Mean()}
-        calibrate = Phase(
-            "calibrate",
-            Cohort.BOUNDARY,
-            END,
-            reduce=reduce,
-            run=self._moments,
-            update=self._add,
-            update_model=self._head,
-        )
-        return (calibrate,)
+        who = (Cohort.BOUNDARY, END)
+        return (Phase("calibrate", *who, reduce=reduce, run=self._moments, update=self._calibrate),)
 
-    def _moments(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
+    def _moments(self, client: Client) -> Values:
         """Whole numbers, as in `statistics.py`: they do not depend on the partition."""
-        if len(data) == 0:
-            return None, {}
-        self.check_head(ctx, data)
-        classes = task_classes(ctx)
-        size, columns = head_weight(ctx.facts.layout).shape[1], columns_of(classes, ctx.facts.classes)
+        if len(client.data) == 0:
+            return {}
+        self.check_head(client)
+        classes = task_classes(client)
+        size, columns = head_weight(client.layout).shape[1], columns_of(classes, client.facts.classes)
         shape = (size,) if self.covariance == "diagonal" else (size, size)
         counts, sums = torch.zeros(len(classes)), torch.zeros(len(classes), size).double()
         squares = torch.zeros(len(classes), *shape).double()
-        for features, y in feature_rows(client, message, data, ctx):
+        for features, y in feature_rows(client, client.data):
             whole, labels = rounded(features, _BITS)[0].cpu(), columns[y.cpu()]
             for label in labels.unique():
                 rows = whole[labels == label]
@@ -160,20 +135,21 @@ class CCVR(Calibration):
                 sums[label] += rows.sum(0)
                 squares[label] += rows.square().sum(0) if self.covariance == "diagonal" else rows.T @ rows
         sent = {"counts": counts, "sums": sums, "squares": squares if len(shape) == 1 else triangle(squares)}
-        return None, {**{key: value.long() for key, value in sent.items()}, "classes": classes}
+        return {**{key: value.long() for key, value in sent.items()}, "classes": classes}
 
-    def _add(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        classes = None if reduced.get("counts") is None else class_numbers(reduced["classes"], ctx.facts.classes)
+    def _add(self, server: Server) -> None:
+        held, reduced, count = server.state, server.reduced, server.facts.classes
+        classes = None if reduced.get("counts") is None else class_numbers(reduced["classes"], count)
         if classes is None:
-            return None
-        held = server.get(self.name, {})
-        total = {key: of_all_classes(reduced[key], classes, ctx.facts.classes) for key in _MOMENTS}
-        return {key: value + held[key] if held else value for key, value in total.items()}
+            return
+        total = {key: of_all_classes(reduced[key], classes, count) for key in _MOMENTS}
+        server.state = {key: value + held[key] if held else value for key, value in total.items()}
 
-    def _head(self, server: State, model: Model, ctx: Context) -> tuple[None, Model]:
-        own = server.get(self.name)
+    def _calibrate(self, server: Server) -> None:
+        self._add(server)
+        own = server.state
         if not own:
-            return None, model
+            return
         known = own["counts"].nonzero().flatten()
         means, spreads = self.gaussians({key: value[known] for key, value in own.items()})
 
@@ -183,7 +159,7 @@ class CCVR(Calibration):
                 return means[y] + spreads[y] * noise
             return means[y] + torch.einsum("nij,nj->ni", spreads[y], noise)
 
-        return None, self.retrained(model, known, draw, ctx)
+        self.retrain(server, known, draw)
 
     def gaussians(self, sums: Tree) -> tuple[Tensor, Tensor]:
         """(means (k, F), spreads) in float32; a spread is a deviation (k, F) or a root of the covariance (k, F, F). A
@@ -204,78 +180,67 @@ class CCVR(Calibration):
 # HGP -----------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class HGP(Calibration):
-    """levels: 2, a mixture over clients, which the server sees one by one; 1, one Gaussian of every class from sums.
-    variance_scale: by what variances are multiplied (3 in the authors' code). The others as in `Calibration`."""
-
-    levels: int = 2
-    variance_scale: float = 3.0
-    temperature: float = 0.1
+    levels: int = option(
+        2,
+        one_of=(1, 2),
+        about="2: a mixture over clients, which the server sees one by one; 1: one Gaussian of every class from sums",
+    )
+    variance_scale: float = option(3.0, above=0, about="by what variances are multiplied (3 in the authors' code)")
+    temperature: float = option(
+        0.1, at_least=0, about="the logits are divided by their norm and by it; 0: plain cross-entropy"
+    )
 
     name = "hgp"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "variance_scale")
-        if self.levels not in (1, 2):
-            raise ValueError(f"levels must be 1 or 2; got {self.levels}")
-
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def reply(self, client: Client) -> Values:
         """Of the trained model and the task's classes, without augmentation, in float64, which secure aggregation does
         not clip."""
-        if not synchronises(ctx):
-            return None, {}
-        self.check_head(ctx, data)
-        classes = task_classes(ctx)
-        found = class_moments(client, {**message, MODEL: fitted.model}, data, ctx)
-        return None, {**{key: v[classes] for key, v in zip(_MOMENTS, found, strict=True)}, "classes": classes}
+        if not client.synchronises:
+            return {}
+        self.check_head(client)
+        classes = task_classes(client)
+        found = class_moments(client)
+        return {**{key: v[classes] for key, v in zip(_MOMENTS, found, strict=True)}, "classes": classes}
 
     def reducers(self) -> Mapping[str, Reducer]:
         how: Reducer = Collect() if self.levels == 2 else Sum()
         return {**dict.fromkeys(_MOMENTS, how), "classes": Collect() if self.levels == 2 else Mean()}
 
-    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+    def update(self, server: Server) -> None:
         """The newest Gaussian of every class that has one, by client (two levels) or of all (one)."""
+        held, reduced, layout, count = server.state, server.reduced, server.layout, server.facts.classes
         if reduced.get("counts") is None:
-            return None
+            return
         one_by_one = reduced if self.levels == 2 else {key: {0: value} for key, value in reduced.items()}
-        held = dict(server.get(self.name, {}))
         for client, classes in one_by_one["classes"].items():
             moments = [one_by_one[key][client] for key in _MOMENTS]
-            if not self._fit(classes, moments, ctx):
+            if not _fit(classes, moments, layout, count):
                 continue
-            new = gaussian(*(of_all_classes(moment, classes.long(), ctx.facts.classes) for moment in moments))
+            new = gaussian(*(of_all_classes(moment, classes.long(), count) for moment in moments))
             old, there = held.get(str(client)), new["counts"] > 0
             held[str(client)] = {
                 key: torch.where(there if value.dim() == 1 else there.unsqueeze(1), value, old[key]) if old else value
                 for key, value in new.items()
             }
-        return held
-
-    @staticmethod
-    def _fit(classes: Tensor, moments: Sequence[Tensor], ctx: Context) -> bool:
-        """False for a reply that cannot be used: collected values come from anyone who takes part."""
-        shapes = [(len(classes),), *[(len(classes), head_weight(ctx.facts.layout).shape[1])] * 2]
-        in_range = bool(((classes >= 0) & (classes < ctx.facts.classes)).all())
-        return in_range and [tuple(moment.shape) for moment in moments] == shapes
 
     def phases(self) -> tuple[Phase, ...]:
-        return (Phase("rebalance", Cohort.SERVER, update_model=self._head),)
+        return (Phase("rebalance", Cohort.SERVER, update=self._rebalance),)
 
-    def _head(self, server: State, model: Model, ctx: Context) -> tuple[None, Model]:
-        held = list(server.get(self.name, {}).values())
+    def _rebalance(self, server: Server) -> None:
+        held = list(server.state.values())
         if not held:
-            return None, model
+            return
         counts = torch.stack([one["counts"] for one in held])  # (clients, classes)
         known = counts.sum(0).nonzero().flatten()
         if len(known) == 0:
-            return None, model
+            return
         means, variances = (torch.stack([one[key] for one in held])[:, known] for key in ("means", "variances"))
         shares = counts[:, known].T
 
         def draw(y: Tensor, generator: torch.Generator) -> Tensor:
             return self.features(y, shares, means, variances, generator)
 
-        return None, self.retrained(model, known, draw, ctx)
+        self.retrain(server, known, draw)
 
     def _labels(self, classes: int, generator: torch.Generator) -> Tensor:
         return torch.randint(classes, (classes * self.per_class,), generator=generator)
@@ -291,6 +256,13 @@ class HGP(Calibration):
     def summary(self, server: State) -> dict[str, Any]:
         """For result.json."""
         return {"levels": self.levels, "variance_scale": self.variance_scale}
+
+
+def _fit(classes: Tensor, moments: Sequence[Tensor], layout: Layout, count: int) -> bool:
+    """False for a reply that cannot be used: collected values come from anyone who takes part."""
+    shapes = [(len(classes),), *[(len(classes), head_weight(layout).shape[1])] * 2]
+    in_range = bool(((classes >= 0) & (classes < count)).all())
+    return in_range and [tuple(moment.shape) for moment in moments] == shapes
 
 
 def gaussian(counts: Tensor, sums: Tensor, squares: Tensor) -> Tree:

@@ -11,101 +11,93 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from everfed.core.client import synchronises
-from everfed.core.legacy import (
+from everfed.core.pieces import TrainsPieces
+from everfed.method import (
     CLASSES,
-    MODEL,
     AddsParameters,
     Batch,
+    Client,
     CompositionError,
-    Context,
-    Data,
-    Fitted,
     Mean,
-    Message,
     Optimizer,
     Part,
     Reducer,
-    Slots,
-    State,
+    Server,
     Step,
     Sum,
-    Tree,
+    Values,
+    option,
     refuse_personal,
 )
-from everfed.core.pieces import TrainsPieces
-from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.features import keep_features, kept_features
 from everfed.methods.features.statistics import class_moments, class_numbers, of_all_classes, task_classes
 
 
 @dataclass(frozen=True)
 class FedProto(Part):
-    """weight: of the pull; the authors use 1 for MNIST and 0.1 for CIFAR-10. weighting: a prototype is the mean over
-    samples ("count"), or over clients of their means ("client", the authors' code)."""
-
-    weight: float = 1.0
-    weighting: str = "count"
+    weight: float = option(1.0, at_least=0, about="of the pull; the authors use 1 for MNIST and 0.1 for CIFAR-10")
+    weighting: str = option(
+        "count",
+        one_of=("count", "client"),
+        about="a prototype is the mean over samples, or over clients of their means (the authors' code)",
+    )
 
     name = "fedproto"
-    needs = frozenset({CLASSES})
 
-    def __post_init__(self) -> None:
-        at_least(self, 0, "weight")
-        one_of(self, weighting=("count", "client"))
+    def needs(self) -> set[str]:
+        return {CLASSES}
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
         return ()
 
     # on the client ---------------------------------------------------------------------------------------------------
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        return dict(server.get(self.name, {}))
+    def broadcast(self, server: Server) -> Values:
+        return server.state
 
     def batches(self, step: Step) -> dict[str, Batch]:
         if self._pulls(step):
-            keep_features(step, self.name)
+            keep_features(step, "features")
         return {}
 
     def loss(self, step: Step) -> Tensor | None:
         if not self._pulls(step):
             return None
-        sent = step.message[self.name]
-        distances = (kept_features(step, self.name) - sent["prototypes"][step.y]).square().mean(1)
+        sent = step.message
+        distances = (kept_features(step, "features") - sent["prototypes"][step.y]).square().mean(1)
         return self.weight * (distances * sent["known"][step.y]).mean()
 
     def _pulls(self, step: Step) -> bool:
-        return bool(self.weight) and self.name in step.message
+        return bool(self.weight and step.message)
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def reply(self, client: Client) -> Values:
         """Of the task's classes, in float64, which secure aggregation does not clip."""
-        if not self.weight or not synchronises(ctx):
-            return None, {}
-        classes = task_classes(ctx)
-        counts, sums, _ = (v[classes] for v in class_moments(client, {**message, MODEL: fitted.model}, data, ctx))
+        if not self.weight or not client.synchronises:
+            return {}
+        classes = task_classes(client)
+        counts, sums, _ = (value[classes] for value in class_moments(client))
         if self.weighting == "client":
             sums, counts = sums / counts.clamp(min=1).unsqueeze(1), counts.clamp(max=1)
-        return None, {"sums": sums, "counts": counts, "classes": classes}
+        return {"sums": sums, "counts": counts, "classes": classes}
 
     # on the server ---------------------------------------------------------------------------------------------------
     def reducers(self) -> Mapping[str, Reducer]:
         return {"sums": Sum(), "counts": Sum(), "classes": Mean()}
 
-    def update(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        classes = None if reduced.get("sums") is None else class_numbers(reduced["classes"], ctx.facts.classes)
+    def update(self, server: Server) -> None:
+        own, reduced, count = server.state, server.reduced, server.facts.classes
+        classes = None if reduced.get("sums") is None else class_numbers(reduced["classes"], count)
         if classes is None:
-            return None
-        own = server.get(self.name)
-        sums, counts = (of_all_classes(reduced[key], classes, ctx.facts.classes) for key in ("sums", "counts"))
+            return
+        sums, counts = (of_all_classes(reduced[key], classes, count) for key in ("sums", "counts"))
         means, there = (sums / counts.clamp(min=1).unsqueeze(1)).float(), counts > 0
         if own:
             means, there = torch.where(there.unsqueeze(1), means, own["prototypes"]), there | own["known"]
-        return {"prototypes": means, "known": there}
+        server.state = {"prototypes": means, "known": there}
 
 
 @dataclass(frozen=True)

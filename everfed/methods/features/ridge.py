@@ -24,7 +24,7 @@ K_c groups of all clients that are not empty, the server estimates, without bias
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,41 +36,37 @@ from torch.nn import functional
 
 from everfed.core import random
 from everfed.core.layout import head_name
-from everfed.core.legacy import (
+from everfed.core.pieces import TrainsPieces
+from everfed.method import (
     ALWAYS,
     END,
-    MODEL,
     AddsParameters,
+    Client,
     Cohort,
     Collect,
     CompositionError,
-    Context,
     Data,
     Layout,
     Mean,
-    Message,
-    Model,
     Optimizer,
     Part,
     Phase,
     Reducer,
     Server,
-    Slots,
     State,
     Sum,
     Tree,
+    Values,
+    option,
     overrides,
 )
-from everfed.core.pieces import TrainsPieces
-from everfed.methods.common.checks import at_least, one_of, positive
-from everfed.methods.common.features import head_weight
+from everfed.methods.common.features import head_entries, head_weight
 from everfed.methods.features.statistics import (
     MOST_SAMPLES,
     ReplacesHead,
     class_numbers,
     columns_of,
     feature_rows,
-    head_entries,
     held_out,
     rounded,
     symmetric,
@@ -79,34 +75,41 @@ from everfed.methods.features.statistics import (
 )
 
 GRID = tuple(10.0**exponent for exponent in range(-8, 9))
-_STEP_HOOKS = ("batches", "objective", "loss", "gradient", "after")
+_TRAINING = ("batches", "objective", "loss", "gradient", "after", "update")  # hooks that change it
+_ADDING = ("er", "ideal")  # parts that add samples to train on
 _FINE = 8  # bits of the random layer's weights after the point
 
 
 @dataclass(frozen=True)
 class Ridge(ReplacesHead):
-    """penalty: of the squared weights; by default the one of 10^-8 ... 10^8 with the least error on the held-out fifth.
-    classifier: "ridge"; "cosine": the same, with weights of unit length (STSA); or "means": the nearest class mean by
-    cosine, from the same sums. groups: 0, or into how many a client splits its samples for STSA-E's estimate of G.
-
-    exchange: sums are sent once at the end of a "task", or every "round" in which a client has new samples; the latter
-    needs no boundaries. train_first: the first task trains the network as the other parts say; then it is frozen.
-    sums: "fixed", whole numbers, or "float". bits: of a feature after the point."""
-
-    penalty: float | None = None
-    classifier: str = "ridge"
-    exchange: str = "task"
-    train_first: bool = False
-    sums: str = "fixed"
-    bits: int = 10
-    groups: int = 0
+    penalty: float | None = option(
+        None,
+        above=0,
+        about="of the squared weights; by default the one of 10^-8 ... 10^8 with the least error on the held-out fifth",
+    )
+    classifier: str = option(
+        "ridge",
+        one_of=("ridge", "cosine", "means"),
+        about="cosine: weights of unit length (STSA); means: the nearest class mean by cosine, from the same sums",
+    )
+    exchange: str = option(
+        "task",
+        one_of=("task", "round"),
+        about="sums are sent at the end of a task, or in every round with new samples, which needs no boundaries",
+    )
+    train_first: bool = option(
+        False, about="the first task trains the network as the other parts say; then it is frozen"
+    )
+    sums: str = option("fixed", one_of=("fixed", "float"), about="fixed: whole numbers")
+    bits: int = option(10, at_least=0, about="of a feature after the point")
+    groups: int = option(
+        0, at_least=0, about="0, or into how many groups a client splits its samples for STSA-E's estimate of G"
+    )
 
     name = "ridge"
 
     def __post_init__(self) -> None:
-        positive(self, "penalty")
-        at_least(self, 0, "bits", "groups")
-        one_of(self, classifier=("ridge", "cosine", "means"), exchange=("task", "round"), sums=("fixed", "float"))
+        super().__post_init__()
         if self.train_first and self.exchange == "round":
             raise ValueError(
                 "train_first must be false with exchange = 'round': features still change in the first task"
@@ -121,24 +124,32 @@ class Ridge(ReplacesHead):
                     f"part {self.name!r} needs features that stay as they are; {part.name!r} changes the network with "
                     "every task"
                 )
-            if not self.train_first and any(overrides(part, hook) for hook in (*_STEP_HOOKS, "update_model")):
+            if not self.train_first and any(overrides(part, hook) for hook in _TRAINING):
                 raise CompositionError(
                     f"part {part.name!r} changes training, but {self.name!r} trains nothing; leave it out, or let the "
                     f"first task be trained with method.{self.name}.train_first = true"
                 )
-            if part in after and overrides(part, "dataset"):
+            if part in after and part.name in _ADDING:
                 raise CompositionError(f"part {part.name!r} adds samples to train on: it belongs before {self.name!r}")
         return ()
 
-    def server_slots(self, ctx: Context) -> Tree:
-        if self.train_first and ctx.options.batchnorm == "local":
+    def init(self, side: Client | Server) -> None:
+        super().init(side)
+        if self.train_first and side.options.batchnorm == "local":
             raise CompositionError(f"part {self.name!r} needs the same features on every client: batchnorm = 'mean'")
-        return super().server_slots(ctx)
 
     # no training -----------------------------------------------------------------------------------------------------
-    def dataset(self, client: State, data: Data, ctx: Context) -> Data:
+    def _trains(self, client: Client) -> bool:
+        return self.train_first and not client.task
+
+    def receive(self, client: Client) -> None:
         """Nothing to train on, but in a first task that adapts the network."""
-        return data if self.train_first and not ctx.current_task else data.take(np.zeros(0, dtype=np.int64))
+        if not self._trains(client):
+            client.data = client.data.take(np.zeros(0, dtype=np.int64))
+
+    def start(self, client: Client) -> None:
+        if not self._trains(client):
+            raise CompositionError(f"a part after {self.name!r} adds samples to train on: it belongs before it")
 
     # the sums --------------------------------------------------------------------------------------------------------
     def phases(self) -> tuple[Phase, ...]:
@@ -147,38 +158,34 @@ class Ridge(ReplacesHead):
         if self.groups:
             own = {"sums": Collect(), "counts": Collect()}
         whole = {**own, "classes": Mean(), "clipped": Sum()}
-        who, when = (Cohort.BOUNDARY, END) if self.exchange == "task" else (Cohort.ALL, ALWAYS)
-        sums = Phase(
-            "statistics", who, when, reduce=whole, run=self._sums, update=self._add, update_model=self._new_head
-        )
-        return (sums,)
+        who = (Cohort.BOUNDARY, END) if self.exchange == "task" else (Cohort.ALL, ALWAYS)
+        return (Phase("statistics", *who, reduce=whole, run=self._sums, update=self._new_head),)
 
     @property
     def pairs(self) -> int:
         """How many pairs (G, Q) are sent: one, or one to fit and one to choose the penalty."""
         return 2 if self.penalty is None and self.classifier != "means" else 1
 
-    def _sums(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def _sums(self, client: Client) -> Values:
         """Sums over the samples that were not counted before, by id."""
-        counted = client.get(self.name, {}).get("host", {}).get("counted", torch.zeros(0, dtype=torch.int64)).numpy()
-        data = data.take(np.flatnonzero(~np.isin(data.ids, counted)))
+        counted = client.state.get("host", {}).get("counted", torch.zeros(0, dtype=torch.int64)).numpy()
+        data = client.data.take(np.flatnonzero(~np.isin(client.data.ids, counted)))
         if len(data) == 0:
-            return None, {}
-        self.check_head(ctx, data)
-        ids = torch.from_numpy(np.concatenate([counted, data.ids]))
-        reply = self._group_sums if self.groups else self._reply
-        return {"host": {"counted": ids}}, reply(client, message, data, ctx)
+            return {}
+        self.check_head(client)
+        client.state = {"host": {"counted": torch.from_numpy(np.concatenate([counted, data.ids]))}}
+        return self._group_sums(client, data) if self.groups else self._whole_sums(client, data)
 
-    def _group_sums(self, client: State, message: Message, data: Data, ctx: Context) -> Tree:
+    def _group_sums(self, client: Client, data: Data) -> Values:
         """{sums (pairs, groups, classes, M), counts (pairs, groups, classes)} of random groups of samples."""
-        classes = self._classes(ctx)
-        columns = columns_of(classes, ctx.facts.classes)
+        classes = self._classes(client)
+        columns = columns_of(classes, client.facts.classes)
         pair = held_out(data.x).long() if self.pairs == 2 else torch.zeros(len(data), dtype=torch.int64)
-        group = torch.from_numpy(ctx.rng("groups").permutation(len(data)) % self.groups)
+        group = torch.from_numpy(client.rng("groups").permutation(len(data)) % self.groups)
         shape = (self.pairs, self.groups, len(classes))
         counts, sums = torch.zeros(shape, dtype=torch.float64), None
         clipped, start = 0, 0
-        for features, y in feature_rows(client, message, data, ctx):
+        for features, y in feature_rows(client, data):
             h, over = self.hidden(features)
             rows = slice(start, start + len(y))
             places = (pair[rows], group[rows], columns[y.cpu()])
@@ -189,20 +196,21 @@ class Ridge(ReplacesHead):
         assert sums is not None  # there are samples
         return {"sums": sums.to(self._kind), "counts": counts.to(self._kind), "classes": classes, "clipped": clipped}
 
-    def _classes(self, ctx: Context) -> Tensor:
-        return task_classes(ctx) if self.exchange == "task" else torch.arange(ctx.facts.classes)
+    def _classes(self, client: Client) -> Tensor:
+        return task_classes(client) if self.exchange == "task" else torch.arange(client.facts.classes)
 
     @property
     def _kind(self) -> torch.dtype:
         return torch.int64 if self.sums == "fixed" else torch.float64
 
-    def _reply(self, client: State, message: Message, data: Data, ctx: Context) -> Tree:
-        classes = self._classes(ctx)
-        columns = columns_of(classes, ctx.facts.classes)
+    def _whole_sums(self, client: Client, data: Data) -> Values:
+        """{gram (pairs, M (M + 1) / 2), products (pairs, M, classes), counts (pairs, classes)}."""
+        classes = self._classes(client)
+        columns = columns_of(classes, client.facts.classes)
         group = held_out(data.x) if self.pairs == 2 else torch.zeros(len(data), dtype=torch.bool)
         gram: Tensor | None = None
         clipped, start = 0, 0
-        for features, y in feature_rows(client, message, data, ctx):
+        for features, y in feature_rows(client, data):
             h, over = self.hidden(features)
             labels = functional.one_hot(columns.to(y.device)[y], len(classes)).double()
             if gram is None:
@@ -230,44 +238,44 @@ class Ridge(ReplacesHead):
         return features.double(), torch.zeros((), dtype=torch.int64)
 
     # the head --------------------------------------------------------------------------------------------------------
-    def _add(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+    def _new_head(self, server: Server) -> None:
         """G and Q of all clients and tasks so far, and the head that they give."""
-        classes = None if reduced.get("counts") is None else class_numbers(reduced["classes"], ctx.facts.classes)
+        held, reduced, every = server.state, server.reduced, server.facts.classes
+        classes = None if reduced.get("counts") is None else class_numbers(reduced["classes"], every)
         if classes is None:
-            return None
+            return
         if self.groups:
-            reduced = self._estimated(reduced, ctx)
-        held = server.get(self.name, {})
+            reduced = self._estimated(reduced, self.size(server.layout))
         size, kind = reduced["products"].shape[1], reduced["gram"].dtype
-        products = torch.zeros(self.pairs, size, ctx.facts.classes, dtype=kind)
-        counts = torch.zeros(self.pairs, ctx.facts.classes, dtype=kind)
+        products = torch.zeros(self.pairs, size, every, dtype=kind)
+        counts = torch.zeros(self.pairs, every, dtype=kind)
         products[..., classes], counts[..., classes] = reduced["products"], reduced["counts"]
         total = {"gram": reduced["gram"], "products": products, "counts": counts}
         total = {key: value + held[key] if key in held else value for key, value in total.items()}
         if total["counts"].sum() >= MOST_SAMPLES:
             raise ValueError(f"{self.name}: sums of {MOST_SAMPLES:,} samples or more are no longer exact")
-        weights, penalty = self.solve(total, server[MODEL]["params"].device)
-        penalties = {**held.get("penalties", {}), str(ctx.round): penalty}
+        params = server.model["params"].clone()
+        weights, penalty = self.solve(total, params.device)
+        penalties = {**held.get("penalties", {}), str(server.round): penalty}
         clipped = int(reduced["clipped"]) + held.get("clipped", 0)
-        return {**total, "weights": weights, "penalties": penalties, "clipped": clipped}
+        server.state = {**total, "penalties": penalties, "clipped": clipped}
+        server.model = {**server.model, "params": self.write(params, weights.float().T, server.layout)}
 
-    def _estimated(self, reduced: Tree, ctx: Context) -> Tree:
+    def _estimated(self, reduced: Mapping[str, Any], size: int) -> Tree:
         """G from the groups of all clients, Q and counts as their sums; a client whose sums have another form than they
         must have is left out."""
         shape = (self.pairs, self.groups, len(reduced["classes"]))
         replies = zip(reduced["sums"].values(), reduced["counts"].values(), strict=True)
-        fitting = [(s, n) for s, n in replies if s.shape[:-1] == n.shape == shape and s.shape[-1] == self.size(ctx)]
-        sums = (
-            torch.cat([s.double() for s, _ in fitting], 1) if fitting else torch.zeros(*shape, self.size(ctx)).double()
-        )
+        fitting = [(s, n) for s, n in replies if s.shape[:-1] == n.shape == shape and s.shape[-1] == size]
+        sums = torch.cat([s.double() for s, _ in fitting], 1) if fitting else torch.zeros(*shape, size).double()
         counts = torch.cat([n.double() for _, n in fitting], 1) if fitting else torch.zeros(shape).double()
         gram = torch.stack([grouped_gram(s, n) for s, n in zip(sums, counts, strict=True)])
         products = {"products": sums.sum(1).transpose(1, 2), "counts": counts.sum(1)}
         return {**reduced, "gram": triangle(gram), **products}
 
-    def size(self, ctx: Context) -> int:
+    def size(self, layout: Layout) -> int:
         """M, the number of features that the head works on."""
-        return head_weight(ctx.facts.layout).shape[1]
+        return head_weight(layout).shape[1]
 
     def solve(self, total: Tree, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
         """(W (M, C) in float64, the penalty). On a GPU where there is one: it costs M^3, minutes of a CPU at 10,000."""
@@ -280,18 +288,11 @@ class Ridge(ReplacesHead):
         weights = solve_ridge(grams.sum(0), products.sum(0), penalty).cpu()
         return functional.normalize(weights, dim=0) if self.classifier == "cosine" else weights, penalty
 
-    def _new_head(self, server: State, model: Model, ctx: Context) -> tuple[Slots, Model]:
-        own = server.get(self.name, {})
-        if "weights" not in own:
-            return None, model
-        params = self.write(model["params"].clone(), own["weights"].float().T, ctx.facts.layout)
-        return {key: value for key, value in own.items() if key != "weights"}, {**model, "params": params}
-
     def write(self, params: Tensor, weight: Tensor, layout: Layout) -> Tensor:
         """The parameters with the head's weight (C, M) replaced and its bias 0."""
-        own, bias = head_entries(layout)
+        own, *biases = head_entries(layout)
         own.view(params).copy_(weight)
-        if bias is not None:
+        for bias in biases:
             bias.view(params).zero_()
         return params
 
@@ -307,21 +308,16 @@ class Ridge(ReplacesHead):
 
 @dataclass(frozen=True)
 class RanPAC(AddsParameters, Ridge):
-    """width: M, random features h = relu(f P), with P drawn from N(0, 1) by `seed` on every client and never sent."""
+    """Random features h = relu(f P), with P drawn on every client and never sent."""
 
-    bits: int = 5
-    width: int = 10_000
-    seed: int = 0
+    bits: int = option(5, at_least=0, about="of a random feature after the point")
+    width: int = option(10_000, at_least=1, about="M, how many random features")
+    seed: int = option(0, about="from which P is drawn from N(0, 1)")
 
     name = "ranpac"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 1, "width")
-
     def adapt(self, module: nn.Module, server: Server) -> None:
         """Put the head on random features beside the network's own."""
-        ctx = server.context
         name = head_name(module)
         path, weight = name.rpartition(".")[0], module.get_parameter(name)
         if not path or not weight.requires_grad:
@@ -329,9 +325,9 @@ class RanPAC(AddsParameters, Ridge):
             raise CompositionError(f"part {self.name!r} replaces the head, but {name} {problem}")
         own, (parent, _, leaf) = module.get_submodule(path), path.rpartition(".")
         matrix = projection(self.seed, weight.shape[1], self.width, weight.device)
-        setattr(module.get_submodule(parent), leaf, RandomHead(own, matrix, ctx.facts.classes))
+        setattr(module.get_submodule(parent), leaf, RandomHead(own, matrix, server.facts.classes))
 
-    def size(self, ctx: Context) -> int:
+    def size(self, layout: Layout) -> int:
         return self.width
 
     def head_layer(self, module: nn.Module) -> nn.Module:

@@ -16,22 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core.layout import head_name, keeps_some
-from everfed.core.legacy import (
-    CLASSES,
-    CompositionError,
-    Context,
-    Data,
-    Entry,
-    Layout,
-    Message,
-    Optimizer,
-    Part,
-    State,
-    Tree,
-    on_device,
-)
-from everfed.core.message import MODEL
-from everfed.core.part import Personal as NewPersonal
+from everfed.core.tree import on_device
+from everfed.method import CLASSES, Client, CompositionError, Data, Optimizer, Part, Personal, Server
 from everfed.methods.common.features import head, head_inputs, head_weight
 from everfed.methods.common.layers import in_precision
 
@@ -41,13 +27,13 @@ _BATCH = 64  # samples in a forward pass: always so many, for kernels may round 
 _ROWS = 1024  # samples whose features are multiplied at once
 
 
-def feature_rows(client: State, message: Message, data: Data, ctx: Context) -> Iterator[tuple[Tensor, Tensor]]:
-    """(features (n, F) float32, labels (n,)), some samples at a time, under the model of `message`: eval mode, no
+def feature_rows(client: Client, data: Data) -> Iterator[tuple[Tensor, Tensor]]:
+    """(features (n, F) float32, labels (n,)), some samples at a time, under the client's model: eval mode, no
     augmentation, no gradients."""
-    trainer, part = ctx.train, ctx.train.forward_part
-    state = on_device(client.get(part.name, {}), trainer.device) if part else {}
-    sent = on_device(message.get(part.name, {}), trainer.device) if part else {}
-    trainer.replica.load(message[MODEL])
+    trainer, part = client.trainer, client.trainer.forward_part
+    state = on_device(dict(client.of(part.name)), trainer.device) if part else {}
+    sent = on_device(client.messages.get(part.name, {}), trainer.device) if part else {}
+    trainer.replica.load(client.model)
     module = trainer.replica.module.eval()
     for start in range(0, len(data), _ROWS):
         x, y = data.x[start : start + _ROWS].to(trainer.device), data.y[start : start + _ROWS].to(trainer.device)
@@ -61,14 +47,15 @@ def feature_rows(client: State, message: Message, data: Data, ctx: Context) -> I
         yield torch.cat(found), y
 
 
-def class_moments(client: State, message: Message, data: Data, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+def class_moments(client: Client) -> tuple[Tensor, Tensor, Tensor]:
     """(counts (classes,), sums of features (classes, F), sums of their squares) over a client's samples, float64 on the
     host."""
-    counts = torch.zeros(ctx.facts.classes, dtype=torch.float64)
-    sums = torch.zeros(ctx.facts.classes, head_weight(ctx.facts.layout).shape[1], dtype=torch.float64)
+    classes = client.facts.classes
+    counts = torch.zeros(classes, dtype=torch.float64)
+    sums = torch.zeros(classes, head_weight(client.layout).shape[1], dtype=torch.float64)
     squares = torch.zeros_like(sums)
-    for features, y in feature_rows(client, message, data, ctx):
-        labels, h = functional.one_hot(y, ctx.facts.classes).double(), features.double()
+    for features, y in feature_rows(client, client.data):
+        labels, h = functional.one_hot(y, classes).double(), features.double()
         counts += labels.sum(0).cpu()
         sums += (labels.T @ h).cpu()
         squares += (labels.T @ h.square()).cpu()
@@ -79,37 +66,37 @@ def class_moments(client: State, message: Message, data: Data, ctx: Context) -> 
 class ReplacesHead(Part):
     """A part whose server makes the classifier's head, from features that are the same on every client."""
 
-    needs = frozenset({CLASSES})
+    def needs(self) -> set[str]:
+        return {CLASSES}
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         others = [part.name for part in parts if isinstance(part, ReplacesHead)]
         if len(others) > 1:
             raise CompositionError(f"one part at most may replace the head; got {', '.join(others)}")
         for part in parts:
-            if keeps_some(part) or isinstance(part, NewPersonal):
+            if keeps_some(part) or isinstance(part, Personal):
                 raise CompositionError(
                     f"part {self.name!r} needs the same features on every client; {part.name!r} personalises the model"
                 )
         return ()
 
-    def server_slots(self, ctx: Context) -> Tree:
-        """Nothing; refuses a network without a head that can be replaced, and data without one label a sample."""
-        weight = head_weight(ctx.facts.layout)
-        if weight.shape[0] != ctx.facts.classes or ctx.facts.blank.y.dim() != 1:
+    def init(self, side: Client | Server) -> None:
+        """Refuse a network without a head that can be replaced, and data without one label a sample."""
+        weight, facts = head_weight(side.layout), side.facts
+        if isinstance(side, Server) and (weight.shape[0] != facts.classes or facts.blank.y.dim() != 1):
             raise CompositionError(
                 f"part {self.name!r} replaces a classifier's head, the last linear layer, if it is trainable; the last "
-                f"trainable one here is {weight.name}, with {weight.shape[0]} outputs for {ctx.facts.classes} classes"
+                f"trainable one here is {weight.name}, with {weight.shape[0]} outputs for {facts.classes} classes"
             )
-        return {}
 
-    def check_head(self, ctx: Context, data: Data) -> None:
+    def check_head(self, client: Client) -> None:
         """On a client, which has the network: refuse one whose last linear layer is frozen, or whose outputs are not
         that layer's (two heads, distances to prototypes)."""
-        module = ctx.train.replica.module
+        module = client.trainer.replica.module
         name = head_name(module)
-        if name != head_weight(ctx.facts.layout).name:
+        if name != head_weight(client.layout).name:
             raise CompositionError(f"the head, {name}, is frozen, but {self.name!r} replaces it: let it be trainable")
-        if len(data) and not _gives_outputs(self.head_layer(module), module, data, ctx):
+        if len(client.data) and not _gives_outputs(self.head_layer(module), client):
             raise CompositionError(
                 f"part {self.name!r} replaces a linear head, but the network's outputs are not those of {name}"
             )
@@ -119,30 +106,24 @@ class ReplacesHead(Part):
         return head(module)
 
 
-def _gives_outputs(layer: nn.Module, module: nn.Module, data: Data, ctx: Context) -> bool:
+def _gives_outputs(layer: nn.Module, client: Client) -> bool:
     """Is `layer` linear in its input, and are its outputs the network's?"""
-    seen: list[Tensor] = []
+    trainer, seen = client.trainer, list[Tensor]()
+    module = trainer.replica.module.eval()
     handle = layer.register_forward_hook(lambda _, args, outputs: seen.append(outputs))
     try:
-        with torch.no_grad(), in_precision(ctx.train):
-            outputs = module.eval()(ctx.train.stream.inputs(data.x[:1].to(ctx.train.device)))
+        with torch.no_grad(), in_precision(trainer):
+            outputs = module(trainer.stream.inputs(client.data.x[:1].to(trainer.device)))
     finally:
         handle.remove()
     return isinstance(head(module), nn.Linear) and len(seen) == 1 and torch.equal(seen[0], outputs)
 
 
-def head_entries(layout: Layout) -> tuple[Entry, Entry | None]:
-    """The head's weight and, where it has one, its bias."""
-    weight = head_weight(layout)
-    bias = weight.name.removesuffix("weight") + "bias"
-    return weight, next((entry for entry in layout.params if entry.name == bias), None)
-
-
-def task_classes(ctx: Context) -> Tensor:
+def task_classes(client: Client) -> Tensor:
     """The current task's classes, the same for all clients; all classes where clients' tasks differ or are hidden."""
-    stream, task = ctx.train.stream, ctx.current_task
+    stream, task = client.trainer.stream, client.task
     hidden = stream.asynchronous or task is None
-    return torch.arange(ctx.facts.classes) if hidden else torch.tensor(stream.labels(task))
+    return torch.arange(client.facts.classes) if hidden else torch.tensor(stream.labels(task))
 
 
 def class_numbers(mean: Tensor, count: int) -> Tensor | None:

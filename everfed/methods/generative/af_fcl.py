@@ -16,7 +16,7 @@ client has had so far, c' from those of earlier tasks. Features are taken in eva
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -27,94 +27,82 @@ from torch.nn import functional
 
 from everfed.core import random
 from everfed.core.layout import EXTRAS, Extras, registered
-from everfed.core.legacy import (
+from everfed.core.replica import frozen_forward, in_eval_mode, initial_weights
+from everfed.method import (
     BOUNDARIES,
     CLASSES,
     END,
     MODEL,
     AddsParameters,
+    Client,
     Cohort,
-    Context,
-    Data,
     Entry,
-    Fitted,
+    Facts,
     Layout,
-    Message,
     Model,
     Optimizer,
     Part,
     Phase,
     Schedule,
     Server,
-    Slots,
-    State,
     Step,
     Substep,
     Table,
     Tables,
     Tree,
+    Values,
+    option,
 )
-from everfed.core.replica import frozen_forward, in_eval_mode, initial_weights
-from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.features import head_inputs, network, span
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import classes_of, soft_cross_entropy, tasks_before
 from everfed.methods.replay.transition import competing
 from everfed.models.flow import FlowBlueprint, log_normal, permutations
 
-CHOICES = {"credibility_space": ("latent", "feature"), "replay_layers": ("head", "middle")}
 TEMPERATURE = 2.0
 _HEAD = "head."
 
 
 @dataclass(frozen=True)
 class AFFCL(AddsParameters, Part):
-    """k_loss_flow: k_f; 0 switches the flow off. k_flow_lastflow: k_lf. flow_explore_theta: theta. flow_lr: of Adam on
-    the flow. replay_lr: of a separate Adam for step R in runs by SGD, which outliers among the features of a young flow
-    would make diverge; 0: the run's optimiser. k_kd_last_cls: k_last; k_kd_global_cls: the same towards the received
-    model. k_kd_feature, k_kd_output: k_feat and k_out. hidden: width of the flow's networks.
-
-    credibility_space: where the Gaussian of a class's latents is evaluated, at the sample's own "latent" or at the
-    "feature" (released code). replay_layers: replay trains the whole "head", or its "middle" layer only (released
-    code). variance_floor: least variance of a class's latents.
-    """
-
-    k_loss_flow: float = 0.5
-    k_flow_lastflow: float = 0.1
-    flow_explore_theta: float = 0.1
-    flow_lr: float = 5e-3
-    replay_lr: float = 0.0
-    k_kd_last_cls: float = 0.2
-    k_kd_global_cls: float = 0.0
-    k_kd_feature: float = 0.5
-    k_kd_output: float = 0.1
-    hidden: int = 512
-    credibility_space: str = "latent"
-    replay_layers: str = "head"
-    variance_floor: float = 1e-4
+    k_loss_flow: float = option(0.5, at_least=0, about="k_f, weight of replay; 0 switches the flow off")
+    k_flow_lastflow: float = option(0.1, at_least=0, about="k_lf, weight of the last flow's samples in step F")
+    flow_explore_theta: float = option(0.1, at_least=0, at_most=1, about="theta, least weight of replay")
+    flow_lr: float = option(5e-3, at_least=0, about="learning rate of Adam on the flow")
+    replay_lr: float = option(
+        0.0,
+        at_least=0,
+        about="of step R's own Adam, for runs by SGD, which a young flow's outliers make diverge; 0: none",
+    )
+    k_kd_last_cls: float = option(0.2, at_least=0, about="k_last, weight of distillation from the last model")
+    k_kd_global_cls: float = option(0.0, at_least=0, about="weight of distillation from the received model")
+    k_kd_feature: float = option(0.5, at_least=0, about="k_feat, share of the features in distillation")
+    k_kd_output: float = option(0.1, at_least=0, about="k_out, share of the outputs in distillation")
+    hidden: int = option(512, at_least=1, about="width of the flow's networks")
+    credibility_space: str = option(
+        "latent",
+        one_of=("latent", "feature"),
+        about="the Gaussian of a class's latents is evaluated at a sample's latent, or at its feature (code)",
+    )
+    replay_layers: str = option(
+        "head", one_of=("head", "middle"), about="replay trains the whole head, or its middle layer only (code)"
+    )
+    variance_floor: float = option(1e-4, above=0, about="least variance of a class's latents")
 
     name = "af-fcl"
-    needs = frozenset({BOUNDARIES, CLASSES})
 
-    def __post_init__(self) -> None:
-        one_of(self, **CHOICES)
-        at_least(self, 0, "k_loss_flow", "k_flow_lastflow", "flow_lr", "replay_lr")
-        at_least(self, 0, "k_kd_last_cls", "k_kd_global_cls", "k_kd_feature")
-        if not 0 <= self.flow_explore_theta <= 1:
-            raise ValueError(f"flow_explore_theta must lie between 0 and 1; got {self.flow_explore_theta}")
-        if not (self.variance_floor > 0 and self.hidden >= 1):
-            raise ValueError(f"variance_floor and hidden must be above 0; got {self.variance_floor}, {self.hidden}")
+    def needs(self) -> set[str]:
+        return {BOUNDARIES, CLASSES}
 
     # the networks --------------------------------------------------------------------------------------------------
-    def blueprint(self, ctx: Context) -> FlowBlueprint:
-        return FlowBlueprint(feature_width(ctx.facts.layout), ctx.facts.classes, self.hidden)
+    def blueprint(self, facts: Facts) -> FlowBlueprint:
+        return FlowBlueprint(feature_width(facts.layout), facts.classes, self.hidden)
 
     def parameters(self, server: Server) -> dict[str, Tensor]:
-        ctx = server.context
         if not self.k_loss_flow:
             return {}
-        blueprint = self.blueprint(ctx)
-        first = initial_weights(blueprint, random.key(ctx.seed, self.name, "flow"))["params"]
+        blueprint = self.blueprint(server.facts)
+        first = initial_weights(blueprint, random.key(server.seed, self.name, "flow"))["params"]
         with torch.device("meta"):
             named = Layout.of(blueprint.build()).named(first)
         return {f"flow.{name}": value for name, value in named.items()}
@@ -141,45 +129,44 @@ class AFFCL(AddsParameters, Part):
         )
 
     # before training -----------------------------------------------------------------------------------------------
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> Sequence[Phase]:
         """After a task's last round its clients receive the aggregate: the `last` of their next task."""
         needed = self.k_kd_last_cls or (self.k_loss_flow and self.k_flow_lastflow)
         return (Phase("last", Cohort.BOUNDARY, END, in_last_round=False, run=self._keep_last),) if needed else ()
 
-    def _keep_last(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        return {**client.get(self.name, {}), "last": dict(message[MODEL])}, {}
+    def _keep_last(self, client: Client) -> Values:
+        client.state["last"] = dict(client.received)
+        return {}
 
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Slots, Tables]:
+    def plan(self, client: Client, schedule: Schedule) -> Tables:
         """The labels of every batch of sampled features: of all clients' classes so far, and of earlier tasks."""
         if not self.k_loss_flow:
-            return None, {}
-        own, rng = dict(client.get(self.name, {})), ctx.rng(self.name)
+            return {}
+        own, rng = client.state, client.rng(self.name)
 
         def labels(among: Tensor) -> Table:
             return Table.of([rng.choice(among.numpy(), count) for count in schedule.rows.lengths])
 
-        tables = {"sampled": labels(competing(ctx))}
+        tables = {"sampled": labels(competing(client.context))}
         if "last" in own and self.k_flow_lastflow:
-            tables["past"] = labels(classes_of(ctx, tasks_before(ctx), everyone=True))
-        mask = ctx.train.label_mask(ctx)
-        own["mask"] = torch.zeros(ctx.facts.classes) if mask is None else mask
-        own["orders"] = permutations(self.blueprint(ctx).features, random.key(ctx.seed, self.name, "permutations"))
-        return own, tables
+            tables["past"] = labels(classes_of(client, tasks_before(client), everyone=True))
+        mask, width = client.trainer.label_mask(client.context), self.blueprint(client.facts).features
+        own["mask"] = torch.zeros(client.facts.classes) if mask is None else mask
+        own["orders"] = permutations(width, random.key(client.seed, self.name, "permutations"))
+        return tables
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: Client) -> Values:
         """Nothing but the last model outlives a local training."""
-        own = client.get(self.name, {})
-        return {"last": own["last"]} if "last" in own else {}, {}
+        client.state = {name: value for name, value in client.state.items() if name == "last"}
+        return {}
 
     # step C: the classifier ----------------------------------------------------------------------------------------
     def objective(self, step: Step) -> Tensor:
-        classes = step.ctx.facts.classes
+        classes = step.facts.classes
         loss = step.task_loss(step.all_outputs[:, :classes], step.all_y)
         teachers = (
-            (self.k_kd_last_cls, step.state.get(self.name, {}).get("last")),
-            (self.k_kd_global_cls, {**step.message.get(MODEL, {}), "params": step.received}),
+            (self.k_kd_last_cls, step.state.get("last")),
+            (self.k_kd_global_cls, {**step.of(MODEL).message, "params": step.received}),
         )
         for weight, teacher in teachers:
             if weight and teacher is not None:
@@ -188,7 +175,7 @@ class AFFCL(AddsParameters, Part):
 
     def _distilled(self, step: Step, teacher: Model) -> Tensor:
         """k_feat mean (a - a_t)^2 + k_out KD(outputs, outputs_t)."""
-        classes = step.ctx.facts.classes
+        classes = step.facts.classes
         outputs, features = step.outputs[:, :classes], step.outputs[:, classes:]
         target_outputs, target_features = self._frozen(step, teacher)
         loss = self.k_kd_output * soft_cross_entropy(outputs, target_outputs, TEMPERATURE)
@@ -196,18 +183,18 @@ class AFFCL(AddsParameters, Part):
 
     def _frozen(self, step: Step, model: Model) -> tuple[Tensor, Tensor]:
         """(outputs, features) of a model on the batch: eval mode, no gradients."""
-        module = step.replica.module
-        with in_precision(step.ctx.train), head_inputs(module, layer=head_of(module)) as seen:
+        module = step.module
+        with in_precision(step.trainer), head_inputs(module, layer=head_of(module)) as seen:
             outputs: Tensor = frozen_forward(step.replica, model, step.inputs(step.x))
         return outputs.float(), seen[0].float()
 
     # steps F and R: the flow, and the head on features of the flow ---------------------------------------------------
     def _flow_loss(self, step: Step) -> Tensor:
         """L_flow."""
-        with in_eval_mode(step.replica.module):
+        with in_eval_mode(step.module):
             features = self._features(step)
         loss = -self._log_density(step, features, step.y)[1].mean()
-        past = step.rows[self.name].get("past")
+        past = step.rows.get("past")
         if past is None:
             return loss
         with torch.no_grad():
@@ -216,7 +203,7 @@ class AFFCL(AddsParameters, Part):
 
     def _replay_loss(self, step: Step) -> Tensor:
         """L_R."""
-        labels, own = step.rows[self.name]["sampled"], step.state[self.name]
+        labels, own = step.rows["sampled"], step.state
         with torch.no_grad():
             latents, density = self._log_density(step, self._features(step), step.y)
             usual = (density / latents.shape[1]).exp().mean()
@@ -235,15 +222,15 @@ class AFFCL(AddsParameters, Part):
     @torch.no_grad()
     def _features(self, step: Step) -> Tensor:
         """(n, D) of the batch, in the mode that the network is in; in train mode BatchNorm's statistics move."""
-        module = step.replica.module
-        with in_precision(step.ctx.train), head_inputs(module, layer=head_of(module)) as seen:
+        module = step.module
+        with in_precision(step.trainer), head_inputs(module, layer=head_of(module)) as seen:
             module(step.inputs(step.x))
         return seen[0].float()
 
     def _head(self, step: Step, features: Tensor, model: Model | None = None) -> Tensor:
         """(n, C) the head's outputs on features; without gradients for another model's head."""
-        layer = head_of(step.replica.module)
-        with in_precision(step.ctx.train):
+        layer = head_of(step.module)
+        with in_precision(step.trainer):
             if model is None:
                 return cast(Tensor, layer(features)).float()
             with torch.no_grad(), in_eval_mode(layer):
@@ -257,15 +244,15 @@ class AFFCL(AddsParameters, Part):
 
     def _sampled(self, step: Step, labels: Tensor, flow: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(features that a flow draws for labels, the noise they come from)."""
-        width = step.state[self.name]["orders"].shape[1]
-        noise = torch.randn((len(labels), width), generator=step.replica.generator, device=labels.device)
+        width = step.state["orders"].shape[1]
+        noise = torch.randn((len(labels), width), generator=step.generator, device=labels.device)
         return self._flow(step, flow, noise, labels, inverse=True)[0], noise
 
     def _flow(
         self, step: Step, tensors: dict[str, Tensor], x: Tensor, labels: Tensor, inverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        own = step.state[self.name]
-        module = step.ctx.train.auxiliary(self.blueprint(step.ctx)).module
+        own = step.state
+        module = step.trainer.auxiliary(self.blueprint(step.facts)).module
         context = functional.one_hot(labels, len(own["mask"])).to(x.dtype)
         found: Any = functional_call(module, tensors, (x, context, own["orders"]), {"inverse": inverse})
         return found[0], found[1]
@@ -273,11 +260,11 @@ class AFFCL(AddsParameters, Part):
     def _last_flow(self, step: Step) -> dict[str, Tensor]:
         prefix = registered(self.name, "flow.", personal=False)
         where = span(entry for entry in step.layout.params if entry.name.startswith(prefix))
-        layout = step.ctx.train.auxiliary(self.blueprint(step.ctx)).layout
-        return layout.named(step.state[self.name]["last"]["params"][where])
+        layout = step.trainer.auxiliary(self.blueprint(step.facts)).layout
+        return layout.named(step.state["last"]["params"][where])
 
     def _live(self, step: Step) -> dict[str, Tensor]:
-        extras = cast(Extras, step.replica.module.extras)[self.name]
+        extras = cast(Extras, step.module.extras)[self.name]
         return {name.removeprefix("flow."): value for name, value in extras.items()}
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed import CompositionError
+from everfed.errors import CompositionError
 
 GAUSSIAN, NAMES, WORDLLAMA = "gaussian", "names", "wordllama"
 FROM_NAMES = (NAMES, WORDLLAMA)

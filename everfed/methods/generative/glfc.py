@@ -15,9 +15,9 @@ perturbed prototypes (`prototypes.py`), the server reconstructs images from them
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,28 +25,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.legacy import (
+from everfed.core.replica import initial_weights
+from everfed.method import (
     BOUNDARIES,
     CLASSES,
     END,
-    MODEL,
+    Cached,
+    Client,
     Cohort,
     Collect,
-    Context,
     Data,
-    Fitted,
-    Message,
-    Model,
-    Once,
+    Facts,
     Part,
     Phase,
-    Slots,
-    State,
+    Server,
     Step,
     Tree,
+    Values,
+    option,
 )
-from everfed.core.replica import initial_weights
-from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import among, frozen_outputs, mask_of
 from everfed.methods.generative.prototypes import encoded, label_of, nearest_to_mean, perturbed, reconstructed
@@ -54,97 +51,92 @@ from everfed.methods.replay import memory
 from everfed.methods.replay.transition import competing
 from everfed.models.lenet import EncoderBlueprint
 
-CHOICES = {"old_model": ("last", "proxy", "none"), "form": ("sigmoid", "softmax"), "head": ("seen", "full")}
 _MANY = 100_000  # the most prototypes of one round
 
 
 @dataclass(frozen=True)
 class GLFC(Part):
-    """compensation, relation: weights of L_GC and L_RD. old_model: of the "last" task's end, chosen by a "proxy"
-    server, or "none". form: "sigmoid" (released code) or "softmax": cross-entropy and divergence over classes (the
-    paper). head: the loss is over the classes "seen" so far, as if the head grew, or over its "full" width.
-
-    With a proxy: perturbation, perturbation_lr: steps and rate that change a prototype before it is encoded.
-    reconstruction, reconstruction_lr: steps and rate of the search for its image. iterates: how many of the last images
-    are kept. reset: the best score begins at 0 again at a change of task (released code: never, so a choice can
-    freeze).
-    """
-
-    compensation: float = 0.5
-    relation: float = 0.5
-    old_model: str = "last"
-    form: str = "sigmoid"
-    head: str = "seen"
-    perturbation: int = 50
-    perturbation_lr: float = 0.2
-    reconstruction: int = 250
-    reconstruction_lr: float = 0.1
-    iterates: int = 20
-    reset: bool = True
+    compensation: float = option(0.5, at_least=0, about="weight of L_GC")
+    relation: float = option(0.5, at_least=0, about="weight of L_RD")
+    old_model: str = option(
+        "last",
+        one_of=("last", "proxy", "none"),
+        about="of the last task's end, chosen by a proxy server, or none",
+    )
+    form: str = option(
+        "sigmoid",
+        one_of=("sigmoid", "softmax"),
+        about="sigmoid (code), or softmax: cross-entropy and divergence over classes (paper)",
+    )
+    head: str = option(
+        "seen",
+        one_of=("seen", "full"),
+        about="the loss is over the classes seen so far, as if the head grew, or over its full width",
+    )
+    # with a proxy
+    perturbation: int = option(50, at_least=0, about="steps that change a prototype before it is encoded")
+    perturbation_lr: float = option(0.2, at_least=0, about="their rate")
+    reconstruction: int = option(250, at_least=0, about="steps of the search for a prototype's image")
+    reconstruction_lr: float = option(0.1, at_least=0, about="their rate")
+    iterates: int = option(20, at_least=1, about="how many of the search's last images are kept")
+    reset: bool = option(
+        True, about="the best score begins at 0 again at a change of task (code: never, so a choice can freeze)"
+    )
 
     name = "glfc"
 
-    def __post_init__(self) -> None:
-        one_of(self, **CHOICES)
-        at_least(self, 0, "compensation", "relation", "perturbation", "perturbation_lr", "reconstruction")
-        at_least(self, 1, "iterates")
-
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
+    def needs(self) -> set[str]:
         """Boundaries only for a head that grows and for the model of a task's end; otherwise clients detect changes."""
         known = self.head == "seen" or self.old_model == "last"
-        return frozenset({memory.NAME, CLASSES, *([BOUNDARIES] if known else [])})
+        return {memory.NAME, CLASSES, *([BOUNDARIES] if known else [])}
 
     # the old model, on the server ----------------------------------------------------------------------------------
-    def server_slots(self, ctx: Context) -> Tree:
-        if self.old_model != "proxy":
-            return {}
-        weights = initial_weights(_blueprint(ctx), random.key(ctx.seed, "glfc/encoder"))["params"]
-        return {"encoder": weights, "best": 0.0, "reached": 0}
+    def init(self, side: Client | Server) -> None:
+        if isinstance(side, Server) and self.old_model == "proxy":
+            weights = initial_weights(_blueprint(side.facts), random.key(side.seed, "glfc/encoder"))["params"]
+            side.state = {"encoder": weights, "best": 0.0, "reached": 0}
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> Sequence[Phase]:
         """An old model is of no use after the last round."""
         on_server = partial(Phase, cohort=Cohort.SERVER, in_last_round=False)
         if self.old_model == "last":
-            return (on_server("teacher", when=END, update=self._freeze),)
+            return (on_server("teacher", rounds=END, update=self._freeze),)
         if self.old_model == "none":
             return ()
-        collect = {"gradients": Collect()}
+        collect, send, note = {"gradients": Collect()}, self._send, self._transition
         return (
-            Phase(
-                "prototypes", reduce=collect, in_last_round=False, sends=False, run=self._send, update=self._transition
-            ),
-            on_server("reconstruct", repeat=_MANY, update=self._reconstruct, done=self._reconstructed),
-            on_server("choose", update=self._choose, measure=self._score),
+            Phase("prototypes", reduce=collect, in_last_round=False, sends=False, run=send, update=note),
+            on_server("reconstruct", repeat=_MANY, update=self._reconstruct),
+            on_server("choose", update=self._choose),
         )
 
-    def _freeze(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        return {"old": _knowing(server[MODEL], ctx), "since": ctx.round}
+    def _freeze(self, server: Server) -> None:
+        server.state = {"old": _knowing(server), "since": server.round}
 
-    def _transition(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+    def _transition(self, server: Server) -> None:
         """If the task of some clients has changed, the best model becomes the old one, and new images are needed. A
         signal that comes late, when the best model is one of the current task, leaves the old one as it is."""
-        if not reduced.get("gradients"):
-            return None
-        own = server[self.name]
-        changed = {**own, "queue": torch.cat(list(reduced["gradients"].values()))}
+        if not server.reduced.get("gradients"):
+            return
+        own = server.state
+        own["queue"] = torch.cat(list(server.reduced["gradients"].values()))
         for gone in ("images", "labels"):
-            changed.pop(gone, None)
-        if "current" in own and not _same_task(own["current_task"], ctx):
-            changed |= _retired(own)
-        return {**changed, "best": 0.0} if self.reset else changed
+            own.pop(gone, None)
+        if "current" in own and not _same_task(own["current_task"], server):
+            _retire(own)
+        if self.reset:
+            own["best"] = 0.0
 
-    def _reconstruct(self, server: State, reduced: Tree, ctx: Context) -> Slots:
-        """The images of one prototype of the queue."""
-        own = server[self.name]
+    def _reconstruct(self, server: Server) -> bool:
+        """The images of one prototype of the queue; True when every prototype of this round has its images."""
+        own, device = server.state, server.device
         if "queue" not in own:
-            return None
-        encoder = ctx.train.auxiliary(_blueprint(ctx))
-        layout, device = encoder.layout, ctx.train.device
-        weights = layout.named(own["encoder"].to(device))
-        gradient, rest = own["queue"][0].to(device), own["queue"][1:]
-        label = label_of(gradient, layout)
-        noise = ctx.rng("noise").standard_normal(ctx.facts.input_shape, dtype=np.float32)
+            return True
+        encoder = server.trainer.auxiliary(_blueprint(server.facts))
+        weights = encoder.layout.named(own["encoder"].to(device))
+        gradient, rest = own["queue"][0].to(device), own.pop("queue")[1:]
+        label = label_of(gradient, encoder.layout)
+        noise = server.rng("noise").standard_normal(server.facts.input_shape, dtype=np.float32)
         images, _ = reconstructed(
             lambda x: encoded(encoder.module, weights, x, label, differentiable=True),
             gradient,
@@ -154,89 +146,86 @@ class GLFC(Part):
             self.iterates,
         )
         made = {"images": images.cpu(), "labels": label.cpu().repeat(len(images))}
-        grown = {k: torch.cat([own[k], new]) if k in own else new for k, new in made.items()}
-        others = {k: v for k, v in own.items() if k != "queue"}
-        return {**others, **grown, "queue": rest.clone()} if len(rest) else {**others, **grown}
+        own |= {k: torch.cat([own[k], new]) if k in own else new for k, new in made.items()}
+        if len(rest):
+            own["queue"] = rest.clone()
+        return not len(rest)
 
-    def _reconstructed(self, server: State, ctx: Context) -> bool:
-        """True when every prototype of this round has its images."""
-        return "queue" not in server[self.name]
-
-    def _choose(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+    def _choose(self, server: Server) -> None:
         """The new model becomes the best if none was better on the images; one of an earlier task that it replaces is
         the old one from then on, whether or not a signal came."""
-        own, trainer = server[self.name], ctx.train
+        own, trainer = server.state, server.trainer
         if "images" not in own:
-            return None
-        trainer.replica.load(server[MODEL])
+            if "score" in own:
+                server.report("prototype_accuracy", own["score"])
+            return
+        trainer.replica.load(server.model)
         trainer.replica.module.eval()
-        known = competing(ctx).to(trainer.device)
+        known = competing(server.context).to(trainer.device)
         with torch.no_grad():
             outputs = trainer.forward_inputs(own["images"].to(trainer.device)).index_select(1, known)
         right = (known[outputs.argmax(1)] == own["labels"].to(trainer.device)).sum().item() / len(outputs)
+        own["score"] = right
+        server.report("prototype_accuracy", right)
         if right < own["best"]:
-            return {**own, "score": right}
-        best = {"current": _knowing(server[MODEL], ctx), "current_since": ctx.round, "current_task": _task(ctx)}
-        known_change = ctx.current_task is not None and own.get("current_task", _task(ctx)) != _task(ctx)
-        return {**own, **(_retired(own) if known_change else {}), **best, "best": right, "score": right}
+            return
+        if server.task is not None and own.get("current_task", _task(server)) != _task(server):
+            _retire(own)
+        own |= {"current": _knowing(server), "current_since": server.round, "current_task": _task(server)}
+        own["best"] = right
 
-    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
+    def sample(self, server: Server, count: int) -> tuple[Tensor, Tensor]:
         """The next `count` images reconstructed from clients' gradients, and the labels read off these."""
-        own = server.get(self.name, {})
+        own = server.state
         if self.old_model != "proxy":
             raise ValueError(f"method.glfc.old_model = {self.old_model!r} makes no images; only 'proxy' does")
         if "images" not in own:
             raise ValueError("no prototypes have arrived yet: clients send them when they detect a change of task")
-        here = slice(ctx.repeat * count, (ctx.repeat + 1) * count)
-        return own["images"][here].to(ctx.train.device), own["labels"][here].to(ctx.train.device)
+        here = slice(server.repeat * count, (server.repeat + 1) * count)
+        return own["images"][here].to(server.device), own["labels"][here].to(server.device)
 
-    def _score(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        own = server[self.name]
-        return {"prototype_accuracy": own["score"]} if "score" in own else {}
-
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        own = server.get(self.name, {})
-        message: dict[str, Any] = {k: Once(own[f"{k}_since"], own[k]) for k in ("previous", "current") if k in own}
-        if "current" in own:
-            message["task"] = own["current_task"]
-        if "old" in own:
-            message["old"] = Once(own["since"], own["old"])
-        return {**message, "encoder": Once(0, own["encoder"])} if "encoder" in own else message
+    def broadcast(self, server: Server) -> Values:
+        own = server.state
+        since = {"previous": "previous_since", "current": "current_since", "old": "since"}
+        message = {key: Cached(own[version], own[key]) for key, version in since.items() if key in own}
+        task = {"task": own["current_task"]} if "current" in own else {}
+        encoder = {"encoder": Cached(0, own["encoder"])} if "encoder" in own else {}
+        return {**message, **task, **encoder}
 
     # on the client -----------------------------------------------------------------------------------------------
-    def start(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
+    def start(self, client: Client) -> None:
         """The inputs of the loss: the outputs that compete, the learned classes, the old model."""
-        host, received = client[memory.NAME]["host"], message.get(self.name, {})
-        learned = torch.zeros(ctx.facts.classes, dtype=torch.bool)
-        learned[host.get("learned", torch.zeros(0, dtype=torch.int64))] = True
-        own: Tree = {"learned": learned, "classes": self._classes(ctx)}
-        old = self._old(received, bool(host.get("signal", False)), ctx)
+        host = client.of(memory.NAME)["host"]
+        everything = torch.arange(client.facts.classes)
+        classes = competing(client.context) if self.head == "seen" else everything
+        learned = host.get("learned", torch.zeros(0, dtype=torch.int64))
+        own = {"learned": mask_of(client, learned), "classes": mask_of(client, classes)}
+        old = self._old(client, bool(host.get("signal", False)))
         if old is not None and self.relation:
             own["old"] = old
-        return {**own, **({"encoder": received["encoder"]} if "encoder" in received else {})}, model
+        if "encoder" in client.message:
+            own["encoder"] = client.message["encoder"]
+        client.state = own
 
-    def _classes(self, ctx: Context) -> Tensor:
-        """(C,) mask of the outputs that compete."""
-        return mask_of(ctx, competing(ctx) if self.head == "seen" else torch.arange(ctx.facts.classes))
-
-    def _old(self, received: Tree, signal: bool, ctx: Context) -> Slots:
+    def _old(self, client: Client, signal: bool) -> Tree | None:
         """From a proxy: the best model so far for a client that just detected a change of task (signal), unless that is
         one of its current task; the best of the task before for the others."""
+        received = client.message
         if self.old_model != "proxy":
             return received.get("old")
-        if signal and "current" in received and not _same_task(received["task"], ctx):
+        if signal and "current" in received and not _same_task(received["task"], client):
             return received["current"]
         return received.get("previous")
 
     def objective(self, step: Step) -> Tensor:
-        own = step.state[self.name]
+        own = step.state
         classes, outputs = own["classes"], among(step.all_outputs, own["classes"])
         targets = functional.one_hot(step.all_y, outputs.shape[1]).to(outputs.dtype) * classes
         weights = class_weights(self._confidence(outputs, targets), own["learned"][step.all_y], own["learned"].any())
         compensated = (weights * self._distance(outputs, targets, classes)).mean()
         if "old" not in own:
             return compensated
-        related = self._distance(outputs, self._relations(step, own, targets), classes).mean()
+        related = self._distance(outputs, self._relations(step, targets), classes).mean()
         return self.compensation * compensated + self.relation * related
 
     def _confidence(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -252,43 +241,40 @@ class GLFC(Part):
             return (each * classes).sum(1) / classes.sum()
         return functional.kl_div(functional.log_softmax(outputs, dim=1), targets, reduction="none").sum(1)
 
-    def _relations(self, step: Step, own: Tree, targets: Tensor) -> Tensor:
+    def _relations(self, step: Step, targets: Tensor) -> Tensor:
         """(n, outputs) targets, replaced by the old model's outputs at the classes it was trained on."""
-        joined = [batch.x for batch in step.batches.values() if batch.joined]
-        x = torch.cat([step.x, *joined]) if joined else step.x
-        old, known = frozen_outputs(step, own["old"], x), own["old"]["known"] & own["classes"]
+        own = step.state
+        old, known = frozen_outputs(step, own["old"], step.all_x), own["old"]["known"] & own["classes"]
         if self.form == "sigmoid":
             return torch.where(known, torch.sigmoid(old), targets)
         mixed = torch.where(known, functional.softmax(among(old, known), dim=1), targets)
         return mixed / mixed.sum(1, keepdim=True)
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
+    def reply(self, client: Client) -> Values:
         """A client that detected a change of task makes its prototypes, to be sent in a phase of their own."""
-        own, host = client[self.name], client[memory.NAME]["host"]
-        if "encoder" not in own or not host.get("signal", False):
-            return {"learned": own["learned"]}, {}
-        settled = int(host["stored"]) - int(host["staged"])
-        current = data.take(np.flatnonzero(~np.isin(data.ids, host["ids"][:settled].numpy())))
-        return {"learned": own["learned"], "prototypes": self._prototypes(own, fitted.model, current, ctx)}, {}
+        own, host, data = client.state, client.of(memory.NAME)["host"], client.data
+        client.state = {"learned": own["learned"]}
+        if "encoder" in own and host.get("signal", False):
+            settled = int(host["stored"]) - int(host["staged"])
+            current = data.take(np.flatnonzero(~np.isin(data.ids, host["ids"][:settled].numpy())))
+            client.state["prototypes"] = self._prototypes(client, own, current)
+        return {}
 
-    def _prototypes(self, own: Tree, model: Model, data: Data, ctx: Context) -> Tensor:
+    def _prototypes(self, client: Client, own: Mapping[str, Tensor], data: Data) -> Tensor:
         """(k, E) for every current class, the gradient of its perturbed prototype."""
-        trainer = ctx.train
+        trainer, device, model = client.trainer, client.device, client.model
         rows = nearest_to_mean(trainer, model, data.x, data.y).to(data.x.device)
-        y, classes = data.y[rows].to(trainer.device), own["classes"].nonzero().flatten().to(trainer.device)
-        inputs = trainer.stream.inputs(data.x[rows].to(trainer.device))
+        y, classes = data.y[rows].to(device), own["classes"].nonzero().flatten().to(device)
+        inputs = trainer.stream.inputs(data.x[rows].to(device))
         with in_precision(trainer):
             images = perturbed(trainer, model, inputs, y, classes, self.perturbation, self.perturbation_lr)
-        encoder = trainer.auxiliary(_blueprint(ctx))
-        weights = encoder.layout.named(own["encoder"].to(trainer.device))
+        encoder = trainer.auxiliary(_blueprint(client.facts))
+        weights = encoder.layout.named(own["encoder"].to(device))
         return torch.stack([encoded(encoder.module, weights, x, label) for x, label in zip(images, y, strict=True)])
 
-    def _send(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def _send(self, client: Client) -> Values:
         """Send the prototypes, if there are any, and forget them."""
-        own = client.get(self.name, {})
-        if "prototypes" not in own:
-            return None, {}
-        return {k: v for k, v in own.items() if k != "prototypes"}, {"gradients": own["prototypes"]}
+        return {"gradients": client.state.pop("prototypes")} if "prototypes" in client.state else {}
 
 
 def class_weights(confidence: Tensor, learned: Tensor, any_learned: Tensor) -> Tensor:
@@ -304,25 +290,25 @@ def class_weights(confidence: Tensor, learned: Tensor, any_learned: Tensor) -> T
     return torch.where(any_learned, weights, torch.ones_like(weights))
 
 
-def _blueprint(ctx: Context) -> EncoderBlueprint:
-    return EncoderBlueprint(ctx.facts.input_shape, ctx.facts.classes)
+def _blueprint(facts: Facts) -> EncoderBlueprint:
+    return EncoderBlueprint(facts.input_shape, facts.classes)
 
 
-def _task(ctx: Context) -> int:
+def _task(server: Server) -> int:
     """The current task; -1 when tasks are hidden."""
-    return -1 if ctx.current_task is None else ctx.current_task
+    return -1 if server.task is None else server.task
 
 
-def _same_task(task: int, ctx: Context) -> bool:
+def _same_task(task: int, side: Client | Server) -> bool:
     """Is a model chosen in `task` one of the current task? False where tasks are hidden: then signals alone count."""
-    return ctx.current_task is not None and task == ctx.current_task
+    return side.task is not None and task == side.task
 
 
-def _retired(own: Tree) -> Tree:
-    """The best model so far as the previous one."""
-    return {"previous": own["current"], "previous_since": own["current_since"]}
+def _retire(own: Tree) -> None:
+    """The best model so far becomes the previous one."""
+    own |= {"previous": own["current"], "previous_since": own["current_since"]}
 
 
-def _knowing(model: Model, ctx: Context) -> Tree:
-    """A copy of the model with the classes it has been trained on."""
-    return {**model, "known": mask_of(ctx, competing(ctx))}
+def _knowing(server: Server) -> Tree:
+    """A copy of the shared model with the classes it has been trained on."""
+    return {**server.model, "known": mask_of(server, competing(server.context))}

@@ -1,7 +1,7 @@
 """MFCL: mimicking federated continual learning (Babakniya et al., workshop at ICML 2023; equations are its).
 
 At the end of every task but the last the server trains a generator G that inverts the shared model, without any data
-(`data_free.py`), and freezes it together with a copy of the model. Both reach a client once per task. During the next
+(`inversion.py`), and freezes it together with a copy of the model. Both reach a client once per task. During the next
 task a client joins every minibatch of real samples with freshly generated ones, labelled by the frozen model, and
 minimises, with f the features before the head, W_o the frozen model's head rows of the K_o classes seen so far:
 
@@ -14,111 +14,115 @@ The first task is FedAvg. No data is kept, and the server needs nothing but the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.evaluate import class_mask
-from everfed.core.legacy import (
+from everfed.core.ops import cross_entropy
+from everfed.core.replica import frozen_forward, initial_weights
+from everfed.method import (
     BOUNDARIES,
     CLASSES,
     END,
-    MODEL,
     TOGETHER,
     Batch,
+    Cached,
+    Client,
     Cohort,
     CompositionError,
-    Context,
-    Model,
-    Once,
+    Facts,
     Optimizer,
     Part,
     Phase,
     Schedule,
-    State,
+    Server,
     Step,
     Tables,
     Tree,
+    Values,
+    option,
     refuse_personal,
 )
-from everfed.core.ops import cross_entropy
-from everfed.core.replica import frozen_forward, initial_weights
-from everfed.methods.common.checks import at_least, one_of, positive
 from everfed.methods.common.features import head, head_weight, through_head
 from everfed.methods.common.layers import in_precision
-from everfed.methods.common.teacher import frozen_pass, tasks_before
-from everfed.methods.generative.data_free import TERMS, Inversion, draw, labels_of, training_on
-from everfed.methods.generative.inversion import only
+from everfed.methods.common.teacher import classes_of, frozen_pass, mask_of, tasks_before
+from everfed.methods.generative.inversion import TERMS, Inversion, draw, labels_of, only, training_on
 from everfed.models.generators import GeneratorBlueprint, image
 
 PHASE = "generator"
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "label": ("teacher", "noise"),
-    "ft_on": ("all", "synthetic"),
-    "kd_scale": ("code", "paper"),
-    "class_weights": ("none", "abd"),
-    "gen_label": ("model", "noise"),
-    "diversity": ("code", "paper"),
-}
 
 
 @dataclass(frozen=True)
 class MFCL(Part):
-    """On clients. syn_batch: generated samples per step. label: of a generated sample, the frozen model's prediction or
-    the class encoded in its noise. ft_on: L_FT on "all" samples (the authors' code) or the "synthetic" ones (the
-    paper). w_ft, w_kd: weights. kd_scale: "code" as above, "paper" a sum over samples and classes. class_weights: "abd"
-    weighs samples of old classes by K_o/K and of new ones by 1 - K_o/K. bn_double_update: compute the features of L_FT
-    in a second forward pass, as the authors' code does: the same loss, but BatchNorm's statistics move twice per step.
-
-    On the server. gen_steps steps of Adam at gen_lr on batches of gen_batch, gen_chunk of them between checkpoints.
-    z_dim: length of the noise (the authors: 1000). gen_light: a quarter of the width. gen_label, content_tau: the
-    target class of generated images, the "model"'s own prediction at a temperature of 1000 (the authors' code) or the
-    one encoded in the "noise" at 1 (the paper). diversity, w_div, w_bn, w_prior: the other terms, see `inversion.py`.
-    warm_start: begin with the last task's generator. keep_adam: and with its optimiser's moments (ABD)."""
-
-    syn_batch: int = 32
-    label: str = "teacher"
-    ft_on: str = "all"
-    w_ft: float = 1.0
-    w_kd: float = 0.1
-    kd_scale: str = "code"
-    class_weights: str = "none"
-    bn_double_update: bool = False
-    gen_steps: int = 5000
-    gen_chunk: int = 100
-    gen_lr: float = 1e-3
-    gen_batch: int = 128
-    z_dim: int = 200
-    gen_light: bool = False
-    gen_label: str = "model"
-    content_tau: float = 1000.0
-    diversity: str = "code"
-    w_content: float = 1.0
-    w_div: float = 1.0
-    w_bn: float = 50.0
-    w_prior: float = 1e-3
-    warm_start: bool = True
-    keep_adam: bool = False
+    # on clients
+    syn_batch: int = option(32, at_least=0, about="generated samples in a step; 0: neither generator nor L_FT")
+    label: str = option(
+        "teacher",
+        one_of=("teacher", "noise"),
+        about="a generated sample's label: the frozen model's prediction, or the class encoded in its noise",
+    )
+    ft_on: str = option(
+        "all",
+        one_of=("all", "synthetic"),
+        about="L_FT on all samples (the authors' code) or on the synthetic ones (the paper)",
+    )
+    w_ft: float = option(1.0, at_least=0, about="weight of L_FT")
+    w_kd: float = option(0.1, at_least=0, about="weight of the distillation of features")
+    kd_scale: str = option(
+        "code",
+        one_of=("code", "paper"),
+        about="distillation: a mean over samples and old classes (code), or the sum over both (paper)",
+    )
+    class_weights: str = option(
+        "none",
+        one_of=("none", "abd"),
+        about="abd weighs samples of old classes by K_o/K and of new ones by 1 - K_o/K",
+    )
+    bn_double_update: bool = option(
+        False,
+        about="features of L_FT from a second forward pass (code): the same loss, but BatchNorm moves twice a step",
+    )
+    # on the server
+    gen_steps: int = option(5000, at_least=1, about="steps of Adam on the generator at a task's end")
+    gen_chunk: int = option(100, at_least=1, about="of them between two checkpoints")
+    gen_lr: float = option(1e-3, at_least=0, about="the generator's learning rate")
+    gen_batch: int = option(128, at_least=2, about="images of a generator's step")
+    z_dim: int = option(200, at_least=1, about="length of the noise (the authors: 1000)")
+    gen_light: bool = option(False, about="a generator of a quarter of the width")
+    gen_label: str = option(
+        "model",
+        one_of=("model", "noise"),
+        about="target class of a generated image: the model's own prediction (code), or the one in its noise (paper)",
+    )
+    content_tau: float = option(1000.0, above=0, about="temperature of the content term (code: 1000, paper: 1)")
+    diversity: str = option(
+        "code",
+        one_of=("code", "paper"),
+        about="of predictions: scaled into [0, 1] (code), or the negative entropy over the number of classes (paper)",
+    )
+    w_content: float = option(1.0, at_least=0, about="weight of the content term")
+    w_div: float = option(1.0, at_least=0, about="weight of the diversity of predictions")
+    w_bn: float = option(50.0, at_least=0, about="weight of the divergence from BatchNorm's statistics")
+    w_prior: float = option(1e-3, at_least=0, about="weight of the smoothness of images")
+    warm_start: bool = option(True, about="begin with the last task's generator")
+    keep_adam: bool = option(False, about="begin with the last task's moments of Adam (ABD)")
 
     name = "mfcl"
-    # one generator serves all clients, so their old classes must be the same
-    needs = frozenset({BOUNDARIES, TOGETHER, CLASSES})
 
     def __post_init__(self) -> None:
-        one_of(self, **CHOICES)
-        at_least(self, 0, "syn_batch", "w_ft", "w_kd", "w_content", "w_div", "w_bn", "w_prior", "gen_lr")
-        at_least(self, 1, "gen_steps", "gen_chunk", "z_dim")
-        at_least(self, 2, "gen_batch")
-        positive(self, "content_tau")
+        super().__post_init__()
         if not self.w_content + self.w_div + self.w_bn + self.w_prior > 0:
             raise ValueError(
                 "w_content, w_div, w_bn and w_prior must not all be 0; got nothing to train a generator on"
             )
+
+    def needs(self) -> set[str]:
+        """One generator serves all clients, so their old classes must be the same."""
+        return {BOUNDARIES, TOGETHER, CLASSES}
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         refuse_personal(self, parts)
@@ -130,88 +134,84 @@ class MFCL(Part):
         weights = (self.w_content, self.w_div, self.w_bn, self.w_prior)
         return Inversion(self.gen_batch, self.gen_lr, self.gen_label, self.content_tau, self.diversity, *weights)
 
-    def blueprint(self, ctx: Context) -> GeneratorBlueprint:
-        return GeneratorBlueprint(tuple(ctx.facts.input_shape), self.z_dim, self.gen_light)
+    def blueprint(self, facts: Facts) -> GeneratorBlueprint:
+        return GeneratorBlueprint(tuple(facts.input_shape), self.z_dim, self.gen_light)
 
-    def server_slots(self, ctx: Context) -> Tree:
-        """No slots; refuses what cannot work before the first round."""
+    def init(self, side: Client | Server) -> None:
+        """Refuse what cannot work before the first round."""
+        if isinstance(side, Client):
+            return
         try:
-            image(ctx.facts.input_shape)
+            image(side.facts.input_shape)
         except ValueError as error:
             raise CompositionError(f"part {self.name!r}: {error}") from error
-        if "noise" in (self.label, self.gen_label) and self.z_dim < ctx.facts.classes:
+        if "noise" in (self.label, self.gen_label) and self.z_dim < side.facts.classes:
             raise CompositionError(
-                f"mfcl.z_dim must be at least the number of classes, {ctx.facts.classes}, when noise encodes the label"
+                f"mfcl.z_dim must be at least the number of classes, {side.facts.classes}, when noise encodes the label"
             )
-        if self.w_bn and ctx.options.batchnorm == "local" and ctx.facts.layout.stats:
+        if self.w_bn and side.options.batchnorm == "local" and side.layout.stats:
             raise CompositionError(
                 "mfcl.w_bn needs BatchNorm statistics on the server: set model.batchnorm = 'mean', or mfcl.w_bn = 0"
             )
-        return {}
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self) -> Sequence[Phase]:
         chunks = -(-self.gen_steps // self.gen_chunk) if self.syn_batch else 1
-        return (
-            Phase(
-                PHASE, Cohort.SERVER, END, repeat=chunks, in_last_round=False, update=self._invert, measure=self._terms
-            ),
-        )
+        return (Phase(PHASE, Cohort.SERVER, END, repeat=chunks, in_last_round=False, update=self._invert),)
 
-    def _invert(self, server: State, reduced: Tree, ctx: Context) -> Tree:
+    def _invert(self, server: Server) -> None:
         """One chunk of generator training; the model at a task's end becomes the teacher."""
-        own = server.get(self.name, {})
-        if ctx.repeat == 0:
-            finished = {"since": ctx.round, "tasks": (ctx.current_task or 0) + 1}
-            own = {**self._begin(own, ctx), "teacher": dict(server[MODEL]), **finished}
-        return self._chunk(own, server[MODEL], ctx) if self.syn_batch else own
+        if server.repeat == 0:
+            self._begin(server)
+            server.state |= {"teacher": dict(server.model), "since": server.round, "tasks": (server.task or 0) + 1}
+        if self.syn_batch:
+            self._chunk(server)
 
-    def _begin(self, own: Tree, ctx: Context) -> Tree:
+    def _begin(self, server: Server) -> None:
         """The generator and the moments that generator training starts from."""
         if not self.syn_batch:
-            return {}
-        generator = own.get("generator") if self.warm_start else None
+            return
+        generator = server.state.get("generator") if self.warm_start else None
         if generator is None:
-            first = initial_weights(self.blueprint(ctx), random.key(ctx.seed, self.name, ctx.current_task))
-            generator = {k: v.to(ctx.train.device) for k, v in first.items()}
-        fresh = self.inversion.optimizer.init(generator["params"])
-        return {"generator": generator, "adam": own.get("adam", fresh) if self.keep_adam else fresh}
+            first = initial_weights(self.blueprint(server.facts), random.key(server.seed, self.name, server.task))
+            generator = {name: tensor.to(server.device) for name, tensor in first.items()}
+        adam = server.state.get("adam") if self.keep_adam else None
+        server.state = {"generator": generator, "adam": adam or self.inversion.optimizer.init(generator["params"])}
 
-    def _chunk(self, own: Tree, model: Model, ctx: Context) -> Tree:
-        steps = min(self.gen_chunk, self.gen_steps - ctx.repeat * self.gen_chunk)
-        training = training_on(ctx.train, self.blueprint(ctx), self.inversion)
-        seen = _classes(ctx, range((ctx.current_task or 0) + 1))
-        generator, adam, terms = training.run(model, own["generator"], own["adam"], seen, steps, ctx.key("noise"))
-        measured = dict(zip(TERMS, terms.tolist(), strict=True))
-        kept = {**own, "generator": generator, "adam": adam, "terms": measured}
-        over = (ctx.repeat + 1) * self.gen_chunk >= self.gen_steps
-        return {k: v for k, v in kept.items() if k != "adam"} if over and not self.keep_adam else kept
+    def _chunk(self, server: Server) -> None:
+        own, steps = server.state, min(self.gen_chunk, self.gen_steps - server.repeat * self.gen_chunk)
+        training = training_on(server.trainer, self.blueprint(server.facts), self.inversion)
+        seen, seed = _mask(server, range(own["tasks"])), server.key("noise")
+        given = own["generator"], own["adam"]
+        own["generator"], own["adam"], terms = training.run(server.model, *given, seen, steps, seed)
+        if (server.repeat + 1) * self.gen_chunk >= self.gen_steps and not self.keep_adam:
+            del own["adam"]
+        own["terms"] = dict(zip(TERMS, terms.tolist(), strict=True))
+        for term, mean in own["terms"].items():
+            server.report(term, mean)
 
-    def _terms(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        """The mean of each term of the generator's loss over the chunk."""
-        return dict(server[self.name].get("terms", {}))
+    def broadcast(self, server: Server) -> Values:
+        own = server.state
+        return {name: Cached(own["since"], own[name]) for name in ("teacher", "generator") if name in own}
 
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
-        own = server.get(self.name, {})
-        return {k: Once(own["since"], own[k]) for k in ("teacher", "generator") if k in own}
-
-    def sample(self, server: State, count: int, ctx: Context) -> tuple[Tensor, Tensor]:
+    def sample(self, server: Server, count: int) -> tuple[Tensor, Tensor]:
         """Generated images and the frozen model's labels for them."""
-        own, trainer = server.get(self.name, {}), ctx.train
+        own, trainer = server.state, server.trainer
         if "generator" not in own:
             raise ValueError("no generator was trained yet: the first one is, at the end of the first task")
-        noise = draw(count, self.z_dim, torch.Generator(trainer.device).manual_seed(ctx.key("sample")))
+        noise = draw(count, self.z_dim, torch.Generator(trainer.device).manual_seed(server.key("sample")))
         with in_precision(trainer):
-            images = frozen_forward(trainer.auxiliary(self.blueprint(ctx)), own["generator"], noise).float()
+            generator = trainer.auxiliary(self.blueprint(server.facts))
+            images = frozen_forward(generator, own["generator"], noise).float()
             outputs = frozen_forward(trainer.replica, own["teacher"], images).float()
-        known = _classes(ctx, range(own["tasks"])).to(trainer.device)
-        return images, only(outputs, known).argmax(1)
+        return images, only(outputs, _mask(server, range(own["tasks"])).to(trainer.device)).argmax(1)
 
     # the client ------------------------------------------------------------------------------------------------------
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[Tree, Tables]:
+    def plan(self, client: Client, schedule: Schedule) -> Tables:
         """Masks of the classes of earlier tasks, of this task, and of all tasks so far."""
-        now = ctx.current_task or 0
-        tasks = {"old": tasks_before(ctx), "new": range(now, now + 1), "seen": range(now + 1)}
-        return {name: _classes(ctx, which) for name, which in tasks.items()}, {}
+        now = client.task or 0
+        tasks = {"old": tasks_before(client), "new": range(now, now + 1), "seen": range(now + 1)}
+        client.state = {name: _mask(client, which) for name, which in tasks.items()}
+        return {}
 
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
         """The model's own outputs; when there is a teacher, training keeps the features for the losses."""
@@ -224,25 +224,24 @@ class MFCL(Part):
 
     def batches(self, step: Step) -> dict[str, Batch]:
         """Freshly generated samples with labels, and the teacher's features of the real and the generated ones."""
-        message, own = step.message.get(self.name, {}), step.state[self.name]
+        message, own = step.message, step.state
         if "generator" not in message:
             return {}
-        noise = draw(self.syn_batch, self.z_dim, step.replica.generator)
-        generator = step.ctx.train.auxiliary(self.blueprint(step.ctx))
-        with in_precision(step.ctx.train):
+        noise = draw(self.syn_batch, self.z_dim, step.generator)
+        generator = step.trainer.auxiliary(self.blueprint(step.facts))
+        with in_precision(step.trainer):
             images = frozen_forward(generator, message["generator"], noise).float()
         outputs, features = frozen_pass(step, message["teacher"], torch.cat([step.inputs(step.x), images]))
         predicted = only(outputs[len(step.x) :], own["old"]).argmax(1)
         labels = predicted if self.label == "teacher" else labels_of(noise, own["old"])
-        return {self.name: Batch(images, labels, joined=True, extra={"features": features}, ready=True)}
+        return {"generated": Batch(images, labels, joined=True, extra={"features": features}, ready=True)}
 
     def objective(self, step: Step) -> Tensor:
-        message, own = step.message.get(self.name, {}), step.state[self.name]
-        if "teacher" not in message:  # the first task
+        if "teacher" not in step.message:  # the first task
             return step.task_loss(step.all_outputs, step.all_y)
-        features = own.pop("features").float()
-        total = self.current(step.outputs, step.y, own)
-        if self.w_ft and self.name in step.batches:
+        features = step.state.pop("features").float()
+        total = self.current(step.outputs, step.y, step.state)
+        if self.w_ft and step.batches:
             total = total + self.w_ft * self._fine_tuning(step, features)
         if self.w_kd:
             total = total + self.w_kd * self._distillation(step, features)
@@ -254,13 +253,13 @@ class MFCL(Part):
 
     def _fine_tuning(self, step: Step, features: Tensor) -> Tensor:
         """L_FT: the head alone, on fixed features, over all classes so far."""
-        own, real = step.state[self.name], 0 if self.ft_on == "all" else len(step.x)
+        own, real = step.state, 0 if self.ft_on == "all" else len(step.x)
         if self.bn_double_update:
             with torch.no_grad():
-                step.forward_inputs(torch.cat([step.inputs(step.x), step.batches[self.name].x]))
+                step.forward_inputs(torch.cat([step.inputs(step.x), step.batches["generated"].x]))
             features = own.pop("features").float()
-        with in_precision(step.ctx.train):
-            outputs = head(step.replica.module)(features[real:].detach()).float()
+        with in_precision(step.trainer):
+            outputs = head(step.module)(features[real:].detach()).float()
         return self._cross_entropy(only(outputs, own["seen"]), step.all_y[real:], own)
 
     def _cross_entropy(self, outputs: Tensor, y: Tensor, own: Tree) -> Tensor:
@@ -271,13 +270,13 @@ class MFCL(Part):
 
     def _distillation(self, step: Step, features: Tensor) -> Tensor:
         """L_KD on real and generated samples; the frozen head weighs the directions of the features."""
-        teacher, own = step.message[self.name]["teacher"], step.state[self.name]
-        if self.name in step.batches:
-            target = step.batches[self.name].extra["features"]
+        teacher = step.message["teacher"]
+        if step.batches:
+            target = step.batches["generated"].extra["features"]
         else:
             target = frozen_pass(step, teacher, step.inputs(step.x))[1]
         weight = head_weight(step.layout).view(teacher["params"])
-        return distillation(features, target, weight, own["old"], self.kd_scale)
+        return distillation(features, target, weight, step.state["old"], self.kd_scale)
 
 
 def distillation(features: Tensor, target: Tensor, weight: Tensor, old: Tensor, scale: str = "code") -> Tensor:
@@ -293,7 +292,6 @@ def abd_weights(old: Tensor, seen: Tensor) -> Tensor:
     return torch.where(old, share, 1.0 - share)
 
 
-def _classes(ctx: Context, tasks: Iterable[int]) -> Tensor:
-    """(C,) mask of the classes of some tasks."""
-    stream = ctx.train.stream
-    return class_mask((label for task in tasks for label in stream.labels(task)), stream.classes)
+def _mask(side: Client | Server, tasks: Iterable[int]) -> Tensor:
+    """(C,) mask of the classes that any client has in some tasks."""
+    return mask_of(side, classes_of(side, tasks, everyone=True))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from everfed.core.legacy import Layout, Model, Trainer
+from everfed.core.trainer import Trainer
+from everfed.method import Layout, Model
 from everfed.methods.common.features import class_means, features
 
 Weights = dict[str, Tensor]  # of the encoder, by name

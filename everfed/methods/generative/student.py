@@ -11,13 +11,13 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.core.legacy import Context, Model, Optimizer, Trainer, Tree
 from everfed.core.replica import tensors
+from everfed.core.trainer import Trainer
 from everfed.core.tree import clone
+from everfed.method import Model, Optimizer, Server, Tree
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import among
-from everfed.methods.generative.adversary import divergences
 from everfed.methods.generative.image_pool import Augmentation, cycled
 
 GAIN_SPREAD = 0.02  # of the first BatchNorm weights about 1
@@ -90,17 +90,17 @@ class Student:
             outputs: Tensor = functional_call(self.trainer.replica.module, self.tensors, (inputs,))
         return outputs.float()
 
-    def learn(self, pool: Tensor, classes: Tensor, rate: float, ctx: Context) -> None:
+    def learn(self, pool: Tensor, classes: Tensor, rate: float, server: Server) -> None:
         """One lesson on the images of the pool, about the classes of a mask."""
         lesson = self.lesson
-        rows = cycled(len(pool), lesson.steps, lesson.batch, ctx.rng("lesson"))
+        rows = cycled(len(pool), lesson.steps, lesson.batch, server.rng("lesson"))
         self.pool[: len(pool)].copy_(pool)
         self.rows.copy_(torch.from_numpy(rows))
-        self.augmentation.draw(ctx.rng("lesson/augment"))
+        self.augmentation.draw(server.rng("lesson/augment"))
         self.classes.copy_(classes)
         self.rate.fill_(rate)
         self.step.zero_()
-        self.trainer.replica.generator.manual_seed(ctx.key("lesson/dropout"))
+        self.trainer.replica.generator.manual_seed(server.key("lesson/dropout"))
         self.loop(lesson.steps)
 
     def _step(self) -> None:
@@ -133,6 +133,12 @@ class Student:
         target = functional.linear(theirs, named[projection.matrix], named[projection.bias])
         own = functional.linear(ours, self.tensors[projection.matrix], self.tensors[projection.bias])
         return functional.mse_loss(own, target)
+
+
+def divergences(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """(n,) T^2 KL(softmax(teacher / T) || softmax(student / T)) of every sample."""
+    student, teacher = (functional.log_softmax(z / temperature, dim=1) for z in (student, teacher))
+    return temperature**2 * (teacher.exp() * (teacher - student)).sum(1)
 
 
 def fresh_student(trainer: Trainer, teacher: Model, rng: np.random.Generator) -> Model:

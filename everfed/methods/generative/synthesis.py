@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.legacy import Context, Model, Optimizer, Trainer, Tree
 from everfed.core.replica import Blueprint, initial_weights
+from everfed.core.trainer import Trainer
+from everfed.method import Model, Optimizer, Server, Tree
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import among
-from everfed.methods.generative.adversary import adversarial, statistics_distance
 from everfed.methods.generative.image_pool import LEVELS, Augmentation, affine, to_bytes
 from everfed.methods.generative.inversion import Statistics, batch_statistics
-from everfed.methods.generative.student import Lesson, Student, fresh_student
+from everfed.methods.generative.student import Lesson, Student, divergences, fresh_student
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class Synthesizer(ABC):
 
     # what subclasses define ----------------------------------------------------------------------------------------
     @abstractmethod
-    def first(self, generator: Model, ctx: Context) -> Tree:
+    def first(self, generator: Model, server: Server) -> Tree:
         """The state of the generator's training before the first round."""
 
     @abstractmethod
-    def load(self, own: Tree, ctx: Context) -> None:
+    def load(self, own: Tree, server: Server) -> None:
         """Load the state of the generator's training, after the targets are set; make this round's draws."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Synthesizer(ABC):
         """Every tensor that `improve` changes."""
 
     @abstractmethod
-    def choose(self, classes: np.ndarray, ctx: Context) -> np.ndarray:
+    def choose(self, classes: np.ndarray, server: Server) -> np.ndarray:
         """(batch,) the target classes of the images."""
 
     def normalise(self, pixels: Tensor) -> Tensor:
@@ -131,13 +131,13 @@ class Synthesizer(ABC):
         return None
 
     # a round -------------------------------------------------------------------------------------------------------
-    def begin(self, teacher: Model, ctx: Context) -> Tree:
+    def begin(self, teacher: Model, server: Server) -> Tree:
         """The state before the first round."""
-        generator = initial_weights(self.blueprint, ctx.key("generator"))
-        student = fresh_student(self.trainer, teacher, ctx.rng("student"))
-        return {"generator": self.first(generator, ctx), "student": self.student.first(student)}
+        generator = initial_weights(self.blueprint, server.key("generator"))
+        student = fresh_student(self.trainer, teacher, server.rng("student"))
+        return {"generator": self.first(generator, server), "student": self.student.first(student)}
 
-    def round(self, teacher: Model, work: Tree, pool: Tensor, classes: Tensor, turn: Turn, ctx: Context) -> Tree:
+    def round(self, teacher: Model, work: Tree, pool: Tensor, classes: Tensor, turn: Turn, server: Server) -> Tree:
         """{"work": the state, "pool": all images so far}; none of the inputs is changed.
 
         pool: (n, ...) uint8. classes: (C,) mask of those that images may be of.
@@ -145,23 +145,23 @@ class Synthesizer(ABC):
         self.trainer.replica.load(teacher)
         self.trainer.replica.module.eval()
         self.classes.copy_(classes)
-        self._draw(classes, ctx)
+        self._draw(classes, server)
         self._load_statistics(work.get("statistics"))
         self.student.load(work["student"])
-        self.load(work["generator"], ctx)
+        self.load(work["generator"], server)
         self._loop(turn.adversary)(self.how.steps)
         if turn.keep:
             pool = torch.cat([pool.to(self.device), to_bytes(self.images)])
         if turn.rate and len(pool):
-            self.student.learn(pool, self.classes, turn.rate, ctx)
+            self.student.learn(pool, self.classes, turn.rate, server)
         statistics = torch.lerp(self.latest, self.kept, self.mix)
         work = {"generator": self.read(), "student": self.student.read(), "statistics": statistics}
         return {"work": {**work, "loss": self.lowest.clone()}, "pool": pool}
 
-    def _draw(self, classes: Tensor, ctx: Context) -> None:
+    def _draw(self, classes: Tensor, server: Server) -> None:
         allowed = classes.cpu().nonzero().squeeze(1).numpy()
-        self.targets.copy_(torch.from_numpy(self.choose(allowed, ctx)))
-        self.augmentation.draw(ctx.rng("augment"))
+        self.targets.copy_(torch.from_numpy(self.choose(allowed, server)))
+        self.augmentation.draw(server.rng("augment"))
         self.step.zero_()
         self.lowest.fill_(math.inf)
 
@@ -215,3 +215,20 @@ class Synthesizer(ABC):
         better = loss < self.lowest
         self.lowest.copy_(torch.where(better, loss, self.lowest))
         self.images.copy_(torch.where(better, images, self.images))
+
+
+# the losses -----------------------------------------------------------------------------------------------------------
+def statistics_distance(stored: Sequence[tuple[Tensor, Tensor]], seen: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """L_bn: sum over layers of ||variance - v|| + ||mean - m||, each pair (mean, variance) of (C,)."""
+    terms = [
+        torch.linalg.vector_norm(variance - v) + torch.linalg.vector_norm(mean - m)
+        for (mean, variance), (m, v) in zip(stored, seen, strict=True)
+    ]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def adversarial(student: Tensor, teacher: Tensor, mask: str) -> Tensor:
+    """L_adv = - mean_i [w_i KL(teacher_i || student_i)], w_i = 1 where their predictions agree (or disagree)."""
+    agree = student.argmax(1) == teacher.argmax(1)
+    chosen = agree if mask == "agree" else ~agree
+    return -(chosen * divergences(student, teacher)).mean()

@@ -18,17 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import Context, Model, Optimizer, State, Step, Trainer, Tree
+from everfed.core.trainer import Trainer
 from everfed.core.tree import clone
-from everfed.methods.common.checks import at_least, one_of
+from everfed.method import Model, Optimizer, Server, Step, Tree, option
 from everfed.methods.common.teacher import frozen_outputs
 from everfed.methods.generative.student import Lesson
 from everfed.methods.generative.synthesis import Synthesis, Synthesizer, Turn
 from everfed.methods.generative.synthetic_replay import SyntheticReplay
 from everfed.models.pixel_generators import PixelBlueprint
 
-META = ("fomaml", "reptile")
-OBJECTIVES = ("split", "full")
 REPTILE = 67.0  # the code's factor on the generator's displacement
 STUDENT = Optimizer(momentum=0.9, weight_decay=1e-4)
 LAST_RATE, RATE_ROUNDS = 2e-4, 200  # the student's learning rate follows a cosine over so many rounds
@@ -36,21 +34,20 @@ LAST_RATE, RATE_ROUNDS = 2e-4, 200  # the student's learning rate follows a cosi
 
 @dataclass(frozen=True)
 class Target(SyntheticReplay):
-    """alpha_kd: weight of the distillation. ce: labels compete among the new classes ("split", the code) or among all
-    ("full", the paper's formula). lr_z: of the noise. meta: how the generator learns from a round, "fomaml" or
-    "reptile" (the code's branch for larger images). The others are those of `SyntheticReplay`."""
-
-    alpha_kd: float = 25.0
-    ce: str = "split"
-    lr_z: float = 1e-2
-    meta: str = "fomaml"
+    alpha_kd: float = option(25.0, at_least=0, about="weight of the distillation")
+    ce: str = option(
+        "split",
+        one_of=("split", "full"),
+        about="labels compete among the new classes (split, the code) or among all (full, the paper's formula)",
+    )
+    lr_z: float = option(1e-2, at_least=0, about="learning rate of the noise")
+    meta: str = option(
+        "fomaml",
+        one_of=("fomaml", "reptile"),
+        about="how the generator learns from a round; reptile is the code's branch for larger images",
+    )
 
     name = "target"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(self, 0, "alpha_kd", "lr_z")
-        one_of(self, ce=OBJECTIVES, meta=META)
 
     # on the client -------------------------------------------------------------------------------------------------
     def objective(self, step: Step) -> Tensor:
@@ -59,10 +56,10 @@ class Target(SyntheticReplay):
         return self.labels_loss(step)
 
     def loss(self, step: Step) -> Tensor | None:
-        teacher = step.message.get(self.name, {}).get("teacher")
+        teacher = step.message.get("teacher")
         if teacher is None:
             return None
-        targets = frozen_outputs(step, teacher, step.batches[self.name].x)
+        targets = frozen_outputs(step, teacher, step.batches["images"].x)
         return self.alpha_kd * self.distillation(step, targets)  # Eq. 3, 4
 
     # on the server -------------------------------------------------------------------------------------------------
@@ -82,8 +79,8 @@ class Target(SyntheticReplay):
         rate = schedule.rate(min(index - self.warmup, RATE_ROUNDS), RATE_ROUNDS) if trained else 0.0
         return Turn(self.adv > 0 and index + 1 >= self.warmup, keep=True, rate=rate)
 
-    def synthesizer(self, ctx: Context, server: State) -> Synthesizer:
-        trainer, shape = ctx.train, ctx.facts.input_shape
+    def synthesizer(self, server: Server) -> Synthesizer:
+        trainer, shape = server.trainer, server.facts.input_shape
         blueprint = PixelBlueprint(shape, self.nz, self.upsamplings)
         lesson = Lesson(self.kd_steps, self.kd_batch, self.t_student, STUDENT, keep=True)
         return trainer.made(
@@ -105,17 +102,17 @@ class MetaSynthesizer(Synthesizer):
         self.sum = torch.zeros_like(self.generator.params)
         self.own: Tree = {}
 
-    def first(self, generator: Model, ctx: Context) -> Tree:
+    def first(self, generator: Model, server: Server) -> Tree:
         return {**generator, "moments": self.optimizer.init(generator["params"])}
 
-    def choose(self, classes: np.ndarray, ctx: Context) -> np.ndarray:
-        return ctx.rng("targets").choice(classes, self.how.batch)
+    def choose(self, classes: np.ndarray, server: Server) -> np.ndarray:
+        return server.rng("targets").choice(classes, self.how.batch)
 
-    def load(self, own: Tree, ctx: Context) -> None:
+    def load(self, own: Tree, server: Server) -> None:
         self.own = own
         self.generator.load({name: own[name] for name in ("params", "stats", "counters")})
         self.generator.module.train()
-        noise = ctx.rng("noise").standard_normal(tuple(self.noise.shape), dtype=np.float32)
+        noise = server.rng("noise").standard_normal(tuple(self.noise.shape), dtype=np.float32)
         self.noise.data.copy_(torch.from_numpy(noise))
         for place in (self.sum, *self.moments.values(), *self.noise_moments.values()):
             place.zero_()

@@ -28,7 +28,6 @@ from everfed.core import random
 from everfed.core.pieces import Spans, cut, joined, pasted
 from everfed.method import (
     CLASSES,
-    MODEL,
     AddsParameters,
     Aggregator,
     Cached,
@@ -120,8 +119,7 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
         super().reply(client)
         if not client.message or not client.synchronises:
             return None
-        messages = {**client.messages, MODEL: client.model}
-        counts, sums, _ = class_moments(client.states, messages, client.data, client.context)
+        counts, sums, _ = class_moments(client)
         classes = client.message["classes"].cpu()
         labels = classes[counts[classes] > 0]
         return {"labels": labels, "features": (sums / counts.clamp(min=1).unsqueeze(1))[labels].float()}
