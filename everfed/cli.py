@@ -4,38 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import os
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from everfed.commands.bench import bench
-from everfed.commands.compare import compare
-from everfed.commands.data import data
-from everfed.commands.demo import demo
-from everfed.commands.doctor import doctor
-from everfed.commands.export import export
-from everfed.commands.federation import federation
-from everfed.commands.init import init
-from everfed.commands.join import join
-from everfed.commands.leaderboard import leaderboard
-from everfed.commands.listing import listing
-from everfed.commands.near_optimality import near_optimality
-from everfed.commands.record import record
-from everfed.commands.report import report
-from everfed.commands.reproduce import reproduce
-from everfed.commands.resume import resume
-from everfed.commands.run import run
-from everfed.commands.samples import samples
-from everfed.commands.serve import serve
-from everfed.commands.show import show
-from everfed.commands.sweep import sweep
-from everfed.commands.ui import ui
 from everfed.errors import exit_code, sentence
+
+# in the order of the help page: name -> place in everfed/commands
+PLACES = {
+    **{name: f"{name}:{name}" for name in ("init", "run", "resume", "compare", "sweep", "reproduce", "record")},
+    **{name: f"{name}:{name}" for name in ("leaderboard", "demo", "show", "report", "samples", "export", "ui")},
+    "bench": "bench:bench",
+    "near-optimality": "near_optimality:near_optimality",
+    "doctor": "doctor:doctor",
+    "serve": "serve:serve",
+    "join": "join:join",
+    "list": "listing:listing",
+    "data": "data:data",
+    "federation": "federation:federation",
+}
+LOOK: dict[str, Any] = {
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": "rich",
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+
+class Loaded(dict[str, Any]):
+    """Commands by name; the file of one is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, attribute = super().__getitem__(name).partition(":")
+        found = getattr(import_module(f"everfed.commands.{module}"), attribute)
+        alone = found
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(add_completion=False, **LOOK)
+            alone.command(name)(found)
+        command = typer.main.get_command(alone)
+        command.name = name
+        return command
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 (dict's own would not load it)
 
 
 class Commands(TyperGroup):
     """Turns errors that need no traceback into one message and an exit code."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = Loaded(PLACES)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -48,23 +68,7 @@ class Commands(TyperGroup):
             raise typer.Exit(code) from error
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-COMMANDS = (
-    *(init, run, resume, compare, sweep, reproduce, record, leaderboard),
-    *(demo, show, report, samples, export, ui, bench, near_optimality, doctor),
-)
-FEDERATION = (serve, join)
-for command in (*COMMANDS, *FEDERATION):
-    app.command()(command)
-app.command("list")(listing)
-app.add_typer(data, name="data")
-app.add_typer(federation, name="federation")
+app = typer.Typer(cls=Commands, no_args_is_help=True, **LOOK)
 
 
 def _version(asked: bool) -> None:

@@ -95,7 +95,7 @@ def test_the_documentation_builds_without_a_broken_link(site: Path) -> None:
     assert "Adding a method" in (site / "contributing.html").read_text()
     assert "run_client" in (site / "protocol.html").read_text()
     api = (site / "api.html").read_text()
-    assert "everfed.core.part.Part" in api and "The samples to train on." in api
+    assert "everfed.core.part.Part" in api and "When a round begins" in api
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "REPRODUCIBILITY.md"])

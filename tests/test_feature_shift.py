@@ -98,9 +98,9 @@ def test_a_mean_that_moved_adds_what_it_must(moved: float) -> None:
 
 # suspicions ----------------------------------------------------------------------------------------------------------
 def suspected(values: list[float]) -> list[int]:
-    monitor, memory = DriftMonitor(watched=("features",)), {}
+    monitor, memory = DriftMonitor(watched=("features",)), dict[str, Any]()
     for index, value in enumerate(values, start=1):
-        memory, _ = monitor.observe(memory, index, {"features": {0: value}})
+        monitor.observe(memory, index, {"features": {0: value}})
     return [one["round"] for one in memory["suspected"]]
 
 

@@ -13,7 +13,7 @@ from everfed.errors import UserError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-data = typer.Typer(no_args_is_help=True, help="Data sets: get those that are published.")
+data = typer.Typer(add_completion=False, no_args_is_help=True, help="Data sets: get those that are published.")
 
 
 @data.callback()

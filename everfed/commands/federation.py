@@ -11,7 +11,9 @@ import typer
 from everfed.commands import options
 from everfed.commands.output import show_table
 
-federation = typer.Typer(no_args_is_help=True, help="Keys, proxy, status and Flower app of a federation.")
+federation = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Keys, proxy, status and Flower app of a federation."
+)
 
 Folder = Annotated[Path, typer.Option(metavar="DIR", help="Folder of certificates and keys.")]
 

@@ -30,6 +30,8 @@ def init(
         raise UserError(f"{folder / taken[0]} is there already; nothing was written. Name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        (folder / name).write_text(resources.files("everfed").joinpath("starter", name).read_text("utf-8"), "utf-8")
+        (folder / name).write_text(
+            resources.files("everfed.recipe").joinpath("starter", name).read_text("utf-8"), "utf-8"
+        )
     typer.echo(f"written to {folder}: {', '.join(FILES)}")
     typer.echo(f"next: cd {folder} && everfed run recipe.toml")

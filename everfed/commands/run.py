@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +13,8 @@ from everfed.commands.interrupts import interrupt_message
 from everfed.commands.output import print_result, show_table, stdout
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.recipe import Reading
-
-Observer = Callable[[dict[str, Any]], None]
 
 
 def run(
@@ -105,16 +103,16 @@ def _show_estimate(reading: Reading, data: Path | None, scale: float, as_json: b
 
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    from everfed.reports.progress import duration, size
+    from everfed.privacy.reveals import sentence
+    from everfed.reports.formats import clock, size
 
-    seen = ", ".join(f"{', '.join(parts)} (phase {phase})" for phase, parts in found["reveals"].items())
     return [
         ("method", f"{found['method']}, of the parts {', '.join(found['parts'])}"),
         ("stream", f"{found['stream']}: {found['tasks']} tasks, {found['clients']} clients, {found['rounds']} rounds"),
         ("samples", f"{found['samples']} in the first round, each {tuple(found['input_shape'])}"),
         ("model", f"{found['model']}: {found['parameters']:,} parameters, outputs {tuple(found['output_shape'])}"),
-        ("server sees", f"single clients' values for {seen}" if seen else "sums and means over clients suffice"),
-        ("time", f"{duration(found['seconds'])}, {found['seconds_per_round']:.2f} s a round on this machine"),
+        ("server sees", sentence(found["reveals"])),
+        ("time", f"{clock(found['seconds'])}, {found['seconds_per_round']:.2f} s a round on this machine"),
         ("memory", f"{size(found['peak_memory_bytes'])} at the peak, in this process"),
         ("bytes", f"{size(found['bytes_up'])} up, {size(found['bytes_down'])} down in all"),
     ]

@@ -67,11 +67,11 @@ def _facts(name: str, data: Path | None) -> Facts:
 
 def _method(name: str) -> Facts:
     from everfed.methods import registry as methods
+    from everfed.privacy.reveals import sentence
 
     method = methods.build(name)
     beside = [_exchange(phase) for phase in method.own_phases]
     needs = sorted({need for part in method.parts for need in part.needs()} - {part.name for part in method.parts})
-    seen = [f"{', '.join(parts)} in phase {phase}" for phase, parts in method.reveals().items()]
     return {
         "method": name,
         "about": methods.names()[name],
@@ -79,9 +79,7 @@ def _method(name: str) -> Facts:
         "exchanges beside training": beside or "none",
         "needs": needs or "nothing",
         "scored": "on the clients, with their own models" if method.personal else "on the server, the shared model",
-        "server sees": f"single clients' values of {'; '.join(seen)}"
-        if seen
-        else "sums and means over clients suffice",
+        "server sees": sentence(method.reveals()),
         "cost": f"on your data: everfed run RECIPE --method {name} --dry-run",
     }
 

@@ -237,6 +237,7 @@ class Client(Handle):
         parts: Sequence[Part],
         *,
         model: Model | None = None,
+        received: Tensor | None = None,
         data: Data | None = None,
         state: State | None = None,
         messages: Message | None = None,
@@ -249,8 +250,9 @@ class Client(Handle):
     ) -> Fitted:
         """A local training beside the client's own, under `parts` alone; nothing of the client is changed.
 
-        model: to start from, by default the current one. data: by default the current samples. state, messages: of
-        these parts, by name. rate: the learning rate of all steps, by default those of the round. tag: of its draws.
+        model: to start from, by default the current one. received: what steps see as sent by the server, (P,), by
+        default that one. data: by default the current samples. state, messages: of these parts, by name. rate: the
+        learning rate of all steps, by default those of the round. tag: of its draws.
         """
         context = self.context if rate is None else self.context.at(rate=rate)
         start = self.model if model is None else model
@@ -259,7 +261,7 @@ class Client(Handle):
             context,
             parts,
             start,
-            start["params"],
+            start["params"] if received is None else received,
             state or {},
             messages or {},
             samples,

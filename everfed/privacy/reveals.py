@@ -1,4 +1,4 @@
-"""What each shipped method reveals to the server, as a table for the documentation, from the methods themselves.
+"""What a method reveals to the server: the one place that says so, and a table of all methods for the documentation.
 
 python -m everfed.privacy.reveals docs/privacy.md      # renews the table in that page
 """
@@ -6,9 +6,11 @@ python -m everfed.privacy.reveals docs/privacy.md      # renews the table in tha
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from everfed.core.method import Method
+from everfed.core.phase import TRAIN
 from everfed.methods import registry as methods
 from everfed.store.marked import renewed
 
@@ -23,14 +25,31 @@ def table() -> str:
     return "\n".join([*head, *(f"| {', '.join(names)} {columns}" for columns, names in alike.items())])
 
 
+def seen(method: Method, single: bool) -> list[tuple[str, str]]:
+    """(phase, PART/KEY) of every value that the server learns. single: of each client by itself; else as a sum."""
+    return [
+        (phase.name, f"{part}/{key}")
+        for phase in method.scheduled_phases()
+        for part, keys in method.reducers(phase).items()
+        for key, reducer in keys.items()
+        if reducer.secure != single
+    ]
+
+
+def sentence(reveals: Mapping[str, Sequence[str]]) -> str:
+    """`Method.reveals` in words."""
+    found = ", ".join(f"{', '.join(parts)} (phase {phase})" for phase, parts in reveals.items())
+    return f"single clients' values of {found}" if found else "sums and means over clients suffice"
+
+
 def _columns(method: Method) -> str:
-    found: dict[bool, list[str]] = {True: [], False: []}
-    for phase in method.scheduled_phases():
-        for part, keys in method.reducers(phase).items():
-            for key, reducer in keys.items():
-                found[reducer.secure].append(f"`{part}/{key}`{'' if phase.name == 'train' else f' ({phase.name})'}")
-    sums, single = (", ".join(found[secure]) or "nothing" for secure in (True, False))
+    sums, single = (_listed(seen(method, single)) for single in (False, True))
     return f"| {sums} | {single} | {'no' if method.reveals() else 'yes'} |"
+
+
+def _listed(values: Sequence[tuple[str, str]]) -> str:
+    shown = (f"`{value}`{'' if phase == TRAIN else f' ({phase})'}" for phase, value in values)
+    return ", ".join(shown) or "nothing"
 
 
 def renew(page: Path) -> None:

@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from everfed import kernels
-from everfed.core.context import Setup
+from everfed.core.context import Setup, TrainOptions
 from everfed.core.data import Table
 from everfed.core.engine import ClientError
-from everfed.core.legacy import Optimizer, TrainOptions
-from everfed.core.optimizer import Group
-from everfed.core.step import Step
+from everfed.core.optimizer import Group, Optimizer
+from everfed.core.step import Training
 from everfed.core.trainer import Trainer
 from everfed.engines.captured_steps import Columns, Workspace, kernel_search, share_of_steps
 from everfed.engines.graphs import Graphs
@@ -102,7 +101,7 @@ def test_a_workspace_that_becomes_too_small_is_replaced_and_freed(device: Device
         params, slot = device.run_in_one_slot(case)
     *replaced, last = made
     assert [one.capacity for one in made] == [12, 18, 38]  # 9, 14 and 30 samples, a quarter more, and one
-    assert all(not one.graphs and one.step is None for one in replaced)
+    assert all(not one.graphs and one.training is None for one in replaced)
     assert list(slot._workspaces.values()) == [last]
     assert torch.equal(params, case.run().params)
 
@@ -322,9 +321,9 @@ def test_equal_optimisers_share_the_rates_that_graphs_read() -> None:
     case = bench("fedavg")
     setup = case.setup()
     replica = Trainer(setup.stream, setup.facts.layout, case.build_module).replica
-    step = Step(None, replica, None, None, {}, {}, replica.params)  # type: ignore[arg-type]
+    training = Training(None, replica, None, None, {}, {}, replica.params)  # type: ignore[arg-type]
     first, second = (Optimizer(lr=0.1, groups=(Group(("*bias*",), lr=0.2),)) for _ in range(2))
-    assert first is not second and step.scales(first) is step.scales(second)
+    assert first is not second and training.scales(first) is training.scales(second)
 
 
 def test_kernels_are_searched_only_for_shapes_that_are_frequent(device: Device) -> None:

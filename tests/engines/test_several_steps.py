@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everfed.core.legacy import Optimizer, TrainOptions
+from everfed.core.context import TrainOptions
+from everfed.core.optimizer import Optimizer
 from everfed.engines import captured_steps
 from tests.support.cuda import Device
 from tests.support.toy import Bench, Norm, Toy

@@ -20,7 +20,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from everfed.core.legacy import Part, Phase
+from everfed.method import Part, Phase
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,15 @@ class Fragile(Part):
     def phases(self):
         return (Phase("look", run=self.look),)
 
-    def look(self, client, message, data, ctx):
-        self.fail("look", ctx)
-        return None, {}
+    def look(self, client):
+        self.fail("look", client)
+        return {}
 
-    def receive(self, client, message, model, data, ctx):
-        self.fail("train", ctx)
-        return None, model
+    def receive(self, client):
+        self.fail("train", client)
 
-    def fail(self, phase, ctx):
-        if (ctx.client, ctx.round) != (2, 5):
+    def fail(self, phase, client):
+        if (client.id, client.round) != (2, 5):
             return
         if Path(f"raise-{phase}").exists():
             raise ValueError("a mistake of mine")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from everfed.core.context import Setup
-from everfed.core.legacy import Optimizer, TrainOptions
+from everfed.core.context import Setup, TrainOptions
+from everfed.core.optimizer import Optimizer
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Norm, Toy
 

@@ -13,10 +13,10 @@ from everfed import models
 from everfed.core import ops as loss
 from everfed.core import ops as rows_of
 from everfed.core import replica as replicas
-from everfed.core.context import Setup
+from everfed.core.context import Setup, TrainOptions
 from everfed.core.gradient import squared_norm
 from everfed.core.layout import Layout
-from everfed.core.legacy import Optimizer, TrainOptions
+from everfed.core.optimizer import Optimizer
 from everfed.core.replica import Replica, adopt_dropout
 from everfed.data import transforms
 from everfed.engines import captured_steps

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from everfed.core.context import Setup
-from everfed.core.legacy import Method, Optimizer, TrainOptions
+from everfed.core.context import Setup, TrainOptions
+from everfed.core.method import Method
+from everfed.core.optimizer import Optimizer
 from everfed.engines.eager import Eager
 from everfed.methods.monitor import FeatureShift
 from everfed.store.clients import ClientStore

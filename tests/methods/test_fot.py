@@ -16,10 +16,10 @@ from everfed.core.layout import Layout
 from everfed.core.message import Model
 from everfed.core.optimizer import Optimizer
 from everfed.core.tree import equal
+from everfed.method import Client, Server
 from everfed.methods import registry as methods
 from everfed.methods.common.layers import fan_in, hidden_weights
 from everfed.methods.project.fot import FOT, Sketch, directions, extended, input_columns, outside, wanted_share
-from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
 from tests.support.toy import Bench, Norm, Toy
 
@@ -50,10 +50,10 @@ def orthonormal(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 def transformed(bench: Bench, bases: dict[str, Tensor], new: Tensor) -> Tensor:
     """The parameters after FOT's projection of a round that went from the first model to `new`."""
-    server = {"model": bench.model(), "fot": {"bases": bases}}
-    part = next(part for part in bench.build_method().parts if part.name == "fot")
-    model: Model = {**bench.model(), "params": new}
-    return part.update_model(server, model, bench.setup().server("train"))[1]["params"]
+    before: Model = bench.model()
+    server = bench.server("fot", {"fot": {"bases": bases}}, before=before, model={**before, "params": new})
+    bench.build_method().part("fot").update(server)
+    return server.model["params"]
 
 
 def perturbed(bench: Bench) -> Tensor:
@@ -103,7 +103,7 @@ def test_the_sum_of_sketches_is_the_sketch_of_all_data() -> None:
     entry, basis = hidden_weights(bench.layout())[0], orthonormal(9, 3)
     rng = torch.Generator().manual_seed(0)
     pieces = [torch.randn(9, n, generator=rng) for n in (20, 35)]
-    sketches = [Sketch(entry, 4, basis, bench.context(client=k)) for k in range(2)]
+    sketches = [Sketch(entry, 4, basis, bench.client("fot", number=k)) for k in range(2)]
     blocks = []
     for sketch, x in zip(sketches, pieces, strict=True):
         generator = torch.Generator().manual_seed(sketch.generator.initial_seed())
@@ -121,7 +121,7 @@ def test_the_share_outside_the_basis() -> None:
     x[0], x[1] = 3.0, 4.0
     shares = []
     for known in (None, basis):
-        sketch = Sketch(entry, 4, known, bench.context())
+        sketch = Sketch(entry, 4, known, bench.client("fot"))
         assert sketch.share() == 0.0
         sketch.add(x)
         shares.append(sketch.share().item())
@@ -132,19 +132,19 @@ def test_the_share_outside_is_weighted_by_samples(monkeypatch: pytest.MonkeyPatc
     """Clients of 4 and 12 samples: rho = (4 rho_0 + 12 rho_1) / 16 in every layer."""
     sent: dict[int, Tensor] = {}
     arrived: list[Tensor] = []
-    sketch, extend = FOT._sketch, FOT._extend
+    sketch, extend = FOT.sketch, FOT.extend
 
-    def sketched(self: FOT, client: Any, message: Any, data: Any, ctx: Any) -> Any:
-        found = sketch(self, client, message, data, ctx)
-        sent[ctx.client] = found[1]["outside"]
+    def sketched(self: FOT, client: Client) -> Any:
+        found = sketch(self, client)
+        sent[client.id] = found["outside"]
         return found
 
-    def extended_by(self: FOT, server: Any, reduced: Any, ctx: Any) -> Any:
-        arrived.append(reduced["outside"])
-        return extend(self, server, reduced, ctx)
+    def extended_by(self: FOT, server: Server) -> None:
+        arrived.append(server.reduced["outside"])
+        extend(self, server)
 
-    monkeypatch.setattr(FOT, "_sketch", sketched)
-    monkeypatch.setattr(FOT, "_extend", extended_by)
+    monkeypatch.setattr(FOT, "sketch", sketched)
+    monkeypatch.setattr(FOT, "extend", extended_by)
     stream = Toy(clients=2, tasks=3, rounds_per_task=1, sizes={(0, 1): 4, (1, 1): 12}, only={0: (0,), 1: (1, 2, 3)})
     DEEP.change(stream=stream).run(rounds=2)
     assert (sent[0] - sent[1]).abs().min() > 1e-3  # so that the weights matter in every layer
@@ -285,11 +285,11 @@ def test_the_threshold_rises_after_every_task() -> None:
     dense = torch.zeros(16, 80)
     dense[:, :16] = torch.eye(16)
     reduced = {"sketch": torch.cat([sketch, dense.reshape(-1)]), "outside": torch.ones(3)}
-    ctx = bench.setup().server("subspace")
-    ranks = [
-        phase_of(part, "subspace").update({"fot": {"finished": n}}, reduced, ctx)["bases"]["conv2.weight"].shape[1]
-        for n in range(3)
-    ]
+    ranks = []
+    for n in range(3):
+        server = bench.server("fot", {"fot": {"finished": n}}, reduced=reduced, phase="subspace")
+        part.extend(server)
+        ranks.append(server.state["bases"]["conv2.weight"].shape[1])
     assert ranks == [7, 10, 12]  # more than 0.5, 0.8 and 1.0 of twelve equal directions
 
 

@@ -56,7 +56,7 @@ def test_local_models_are_scored_before_aggregation() -> None:
 
 def test_a_client_that_did_not_train_is_not_scored() -> None:
     nothing = Toy().data(0, 0).take(np.zeros(0, dtype=np.int64))
-    assert Gap()._score_shared({}, {}, nothing, Bench().context()) == (None, {})
+    assert Gap().score_shared(Bench().client("gap", data=nothing)) == {}
 
 
 def test_it_costs_no_uplink() -> None:

@@ -22,6 +22,8 @@ from everfed.methods.generative.glfc import GLFC, class_weights
 from everfed.methods.generative.prototypes import encoded, label_of, nearest_to_mean, reconstructed
 from everfed.methods.replay.herding import herd
 from everfed.methods.replay.memory import Memory, stored
+from everfed.methods.replay.policy import Pool
+from everfed.methods.replay.sample_gradients import GradientOptions
 from everfed.methods.replay.transition import OnTransition, entropy
 from everfed.models.lenet import EncoderBlueprint
 from tests.parity.test_resume import assert_resumes
@@ -125,7 +127,10 @@ def test_a_growing_head_leaves_rows_of_unseen_classes_alone() -> None:
 # the signal and the exemplars ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("before", "now", "fires"), [(0.5, 1.8, True), (0.5, 1.6, False), (0.0, 1.3, True)])
 def test_the_signal_is_a_jump_of_more_than_the_threshold(before: float, now: float, fires: bool) -> None:
-    assert OnTransition().fires(now, {"entropy": before, "task": -1}, bench().context()) is fires
+    none, rows = torch.zeros(0), np.zeros(0, dtype=np.int64)
+    state = {"entropy": before, "task": -1}
+    pool = Pool(bench().client("memory"), none, none, rows, 0, 0, 0, state, GradientOptions())
+    assert OnTransition().fires(now, pool) is fires
 
 
 def test_entropy_of_equal_outputs_is_the_logarithm_of_their_number() -> None:

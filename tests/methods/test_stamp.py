@@ -17,7 +17,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.data import Data
 from everfed.core.method import compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
+from everfed.core.part import EAGER, CompositionError
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.project.matching import match_gradients
@@ -270,8 +270,8 @@ def test_hidden_boundaries_are_refused() -> None:
 
 
 def test_it_needs_an_aggregator_and_step_matching_is_not_captured() -> None:
-    assert compose(FedAvg(), STAMP()).parts[1].capturable
-    assert not STAMP(granularity="step").capturable
+    assert EAGER not in compose(FedAvg(), STAMP()).parts[1].needs()
+    assert EAGER in STAMP(granularity="step").needs()
     with pytest.raises(CompositionError, match="own aggregation"):
         compose(STAMP())
 

@@ -168,7 +168,7 @@ def test_every_real_sample_is_used_once_an_epoch_whatever_the_size_of_the_pool(m
     steps = [seen for seen in log if (seen.client, seen.round) == (0, 2)]
     data, epochs = case.stream.data(0, 1), 2
     assert rows(torch.cat([seen.x for seen in steps])) == Counter({k: epochs * n for k, n in rows(data.x).items()})
-    assert {len(seen.batches["images"][0]) for seen in steps} == {min(pool, 4)}
+    assert {len(seen.batches[f"{method}/images"][0]) for seen in steps} == {min(pool, 4)}
 
 
 def rows(x: Tensor) -> Counter[bytes]:
@@ -203,7 +203,7 @@ def test_synthetic_images_keep_their_colours_where_real_ones_do_not(method: str)
     outcome = case.change(method=spied(case.build_method(), log)).run()
     steps = [seen for seen in log if (seen.client, seen.round) == (0, 2)]
     pool = rows(outcome.state.server[method]["pool"])
-    assert all(image in pool for seen in steps for image in rows(seen.batches["images"][0]))
+    assert all(image in pool for seen in steps for image in rows(seen.batches[f"{method}/images"][0]))
     real = rows(case.stream.data(0, 1).x)
     assert not any(image in real for seen in steps for image in rows(seen.x))
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from everfed.core import tree
-from everfed.core.context import Context, TrainOptions
-from everfed.core.data import Data
+from everfed.core.context import TrainOptions
 from everfed.core.evaluate import EvalOptions
-from everfed.core.legacy import Part, Slots
-from everfed.core.message import Message, State
+from everfed.core.gradient import Gradient
+from everfed.core.handle import Client, Server
+from everfed.core.message import Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
+from everfed.core.part import Part
 from everfed.core.step import Step
-from everfed.core.trainer import Fitted
-from everfed.core.tree import Tree, TreeError
+from everfed.core.tree import TreeError
 from everfed.errors import ClientError, CompositionError
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.presets import each_kind
@@ -78,9 +78,9 @@ class KeepsOnInstance(Part):
     steps: list[int] = field(default_factory=list)
     name: ClassVar[str] = "keeps"
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
         self.steps.append(1)
-        return gradient / len(self.steps)
+        return gradient.vector / len(self.steps)
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class KeepsOnClass(Part):
     steps: ClassVar[list[int]] = []
     name: ClassVar[str] = "keeps"
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
         self.steps.append(1)
-        return gradient / len(self.steps)
+        return gradient.vector / len(self.steps)
 
 
 @dataclass(frozen=True)
@@ -102,38 +102,42 @@ class KeepsOnServer(Part):
     asked: list[int] = field(default_factory=list)
     name: ClassVar[str] = "keeps"
 
-    def broadcast(self, server: State, ctx: Context) -> dict[str, Any]:
+    def broadcast(self, server: Server) -> Values:
         self.asked.append(1)
         return {"count": torch.tensor(float(len(self.asked)))}
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        return gradient / step.message["keeps"]["count"]
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        count: Tensor = step.message["count"]
+        return gradient.vector / count
 
 
 @dataclass(frozen=True)
-class KeepsInSlots(Part):
-    """The right way: the count lives in the client's slots."""
+class KeepsInState(Part):
+    """The right way: the count lives in the client's state."""
 
     name: ClassVar[str] = "keeps"
 
-    def client_slots(self, ctx: Context) -> Tree:
-        return {"steps": torch.zeros(())}
+    def init(self, side: Client | Server) -> None:
+        if isinstance(side, Client):
+            side.state["steps"] = torch.zeros(())
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        return gradient / (step.state["keeps"]["steps"] + 1)
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        steps: Tensor = step.state["steps"]
+        return gradient.vector / (steps + 1)
 
     def after(self, step: Step) -> None:
-        step.state["keeps"]["steps"] += 1
+        step.state["steps"] += 1
 
 
 @dataclass(frozen=True)
 class SharesAnObject(Part):
-    """Puts something into its slots that no wire can carry."""
+    """Puts something into its state that no wire can carry."""
 
     name: ClassVar[str] = "shares"
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Slots, Tree]:
-        return {"data": data}, {}
+    def reply(self, client: Client) -> Values:
+        client.state["data"] = client.data
+        return {}
 
 
 def with_part(part: Callable[[], Part]) -> Bench:
@@ -150,8 +154,8 @@ def test_a_part_that_keeps_state_on_itself_is_caught(part: Callable[[], Part]) -
         with_part(part).run()
 
 
-def test_the_same_state_in_slots_is_fine() -> None:
-    bench = with_part(KeepsInSlots)
+def test_the_same_state_in_the_clients_is_fine() -> None:
+    bench = with_part(KeepsInState)
     outcome = bench.run()
     assert_same(outcome, run_over_wire(bench))
     assert outcome.clients[0]["keeps"]["steps"] == 4 * 2 * 3  # rounds x epochs x minibatches of 12 samples by 5

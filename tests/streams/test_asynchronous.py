@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from everfed.core import tree
 from everfed.core.context import TrainOptions
-from everfed.core.legacy import TOGETHER
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
+from everfed.core.part import TOGETHER, CompositionError
 from everfed.methods import registry as methods
 from everfed.streams import clocks
 from everfed.streams.options import OptionError

@@ -15,10 +15,10 @@ from everfed.api import check
 from everfed.core import tree
 from everfed.core.context import Context, Hidden, TrainOptions
 from everfed.core.evaluate import EvalOptions
-from everfed.core.legacy import Part, overrides
+from everfed.core.handle import Handle
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
-from everfed.core.part import CompositionError
+from everfed.core.part import HOOKS, CompositionError, Part, overrides
 from everfed.core.step import Step
 from everfed.errors import RecipeError
 from everfed.methods import registry as methods
@@ -30,14 +30,13 @@ from tests.support.presets import each_preset
 from tests.support.small_stream import small_stream
 from tests.support.toy import Bench, comparable, small_memory
 
-HOOKS = [name for name in vars(Part) if callable(getattr(Part, name)) and not name.startswith("_")]
 Calls = dict[int, set[tuple[str, str, str]]]
 
 
 def contexts(values: tuple[Any, ...]) -> Iterator[Context]:
     for value in values:
-        if isinstance(value, Context | Step):
-            yield value if isinstance(value, Context) else value.ctx
+        if isinstance(value, Handle | Step):
+            yield value.context
 
 
 def knows_nothing(ctx: Context) -> None:

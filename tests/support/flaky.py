@@ -12,8 +12,10 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.engine import Absent, Engine
 from everfed.core.evaluate import EvalSpec
-from everfed.core.legacy import Method, Model, Phase, Trainer
-from everfed.core.message import Message
+from everfed.core.message import Message, Model
+from everfed.core.method import Method
+from everfed.core.phase import Phase
+from everfed.core.trainer import Trainer
 from everfed.privacy.secure import secured
 from everfed.privacy.secure_engine import Secured
 from everfed.store.clients import ClientStore

@@ -16,8 +16,8 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Engine
 from everfed.core.evaluate import EvalSpec, score_tasks
-from everfed.core.legacy import Once, Phase
-from everfed.core.message import Message, Model, State, addressed
+from everfed.core.message import Cached, Message, Model, State, addressed
+from everfed.core.phase import Phase
 from everfed.core.server import Runner, RunState
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree, from_bytes, to_bytes
@@ -32,7 +32,7 @@ def crossed(tree: Tree) -> Tree:
 
 
 def message_to_tree(message: Message) -> Tree:
-    """{part: {key: {"value", and "version" of a `Once`}}}."""
+    """{part: {key: {"value", and "version" of a `Cached`}}}."""
     return {part: {key: _packed(value) for key, value in values.items()} for part, values in message.items()}
 
 
@@ -41,11 +41,11 @@ def message_from_tree(tree: Tree) -> Message:
 
 
 def _packed(value: Any) -> Tree:
-    return {"value": value.value, "version": value.version} if isinstance(value, Once) else {"value": value}
+    return {"value": value.value, "version": value.version} if isinstance(value, Cached) else {"value": value}
 
 
 def _unpacked(packed: Tree) -> Any:
-    return Once(packed["version"], packed["value"]) if "version" in packed else packed["value"]
+    return Cached(packed["version"], packed["value"]) if "version" in packed else packed["value"]
 
 
 def reply_to_tree(reply: Reply) -> Tree:

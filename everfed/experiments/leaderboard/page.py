@@ -17,12 +17,13 @@ from everfed.errors import UserError
 from everfed.experiments.leaderboard import pareto, records, tuning
 from everfed.experiments.leaderboard.records import Record
 from everfed.methods import registry as methods
+from everfed.privacy.reveals import seen
 from everfed.recipe import read, settled
 from everfed.reports.colours import variables
+from everfed.reports.formats import size
 from everfed.reports.html import POLICY, asset
 from everfed.reports.markdown import markdown_table
 from everfed.reports.markup import Html, tag
-from everfed.reports.progress import size
 from everfed.store import marked
 from everfed.store.files import make_folder, write_atomic
 
@@ -174,14 +175,8 @@ def facts_of(stream: str, method: str) -> MethodFacts:
     """From the method itself, with the options that the stream's recipe sets."""
     section = settled(read(f"{tuning.RECIPES}{stream}", method=method)).method
     built = methods.build(section.name, section.model_extra)
-    single = [
-        f"{part}/{key}"
-        for phase in built.scheduled_phases()
-        for part, keys in built.reducers(phase).items()
-        for key, reducer in keys.items()
-        if not reducer.secure
-    ]
-    sees = f"every client's {', '.join(dict.fromkeys(single))}" if single else ""
+    single = dict.fromkeys(value for _, value in seen(built, single=True))
+    sees = f"every client's {', '.join(single)}" if single else ""
     return MethodFacts(
         sees, any(map(_needs_boundaries, built.parts)), any("history" in part.needs() for part in built.parts)
     )

@@ -74,12 +74,19 @@ def mask_of(side: Handle, classes: Tensor) -> Tensor:
 def classes_of(side: Handle, tasks: Iterable[int], everyone: bool = False) -> Tensor:
     """The classes of some tasks together, ascending; on a client those of its own tasks, or those that any client has
     in them (everyone)."""
-    context = getattr(side, "context", side)  # some still come with a context
-    stream, client = context.train.stream, None if everyone else context.client
+    stream, client = side.trainer.stream, None if everyone else side.context.client
     found = (stream.labels(task) if client is None else stream.labels_of(client, task) for task in tasks)
     return torch.tensor(sorted({label for labels in found for label in labels}), dtype=torch.int64)
 
 
 def tasks_before(side: Handle) -> range:
     """The tasks that this client has finished."""
-    return range(getattr(side, "context", side).current_task or 0)
+    return range(side.task or 0)
+
+
+def competing(side: Handle) -> Tensor:
+    """The outputs that the shared head, grown class by class, would have now: of all tasks so far, with the classes of
+    every client; all, when tasks are hidden."""
+    if side.task is None:
+        return torch.arange(side.facts.classes)
+    return classes_of(side, range(side.task + 1), everyone=True)

@@ -55,8 +55,7 @@ from everfed.method import (
 )
 from everfed.methods.common.features import head_inputs, network, span
 from everfed.methods.common.layers import in_precision
-from everfed.methods.common.teacher import classes_of, soft_cross_entropy, tasks_before
-from everfed.methods.replay.transition import competing
+from everfed.methods.common.teacher import classes_of, competing, soft_cross_entropy, tasks_before
 from everfed.models.flow import FlowBlueprint, log_normal, permutations
 
 TEMPERATURE = 2.0
@@ -147,7 +146,7 @@ class AFFCL(AddsParameters, Part):
         def labels(among: Tensor) -> Table:
             return Table.of([rng.choice(among.numpy(), count) for count in schedule.rows.lengths])
 
-        tables = {"sampled": labels(competing(client.context))}
+        tables = {"sampled": labels(competing(client))}
         if "last" in own and self.k_flow_lastflow:
             tables["past"] = labels(classes_of(client, tasks_before(client), everyone=True))
         mask, width = client.trainer.label_mask(client.context), self.blueprint(client.facts).features

@@ -52,9 +52,8 @@ from everfed.method import (
     option,
 )
 from everfed.methods.common.features import head_weight, span, through_head
-from everfed.methods.common.teacher import mask_of
+from everfed.methods.common.teacher import competing, mask_of
 from everfed.methods.generative.acgan import ACGAN, GENERATOR, LOSSES, Consolidation, labels_of, live_generator
-from everfed.methods.replay.transition import competing
 from everfed.models.acgan import KINDS, ACGANBlueprint
 
 
@@ -161,7 +160,7 @@ class FedCIL(AddsParameters, Aggregator):
         if "old" in own and len(past):
             tables |= {"old": labels(past), "fake_old": labels(seen)}
         if own["host"]["trained"] and any(self._consistency):
-            tables["known"] = labels(competing(client.context).numpy())
+            tables["known"] = labels(competing(client).numpy())
         own["classes"] = self._competing(client)
         return tables
 
@@ -172,7 +171,7 @@ class FedCIL(AddsParameters, Aggregator):
     def _competing(self, side: Client | Server) -> Tensor:
         """(C,) mask of the class logits that compete."""
         everything = torch.arange(side.facts.classes)
-        return mask_of(side, competing(side.context) if self.head == "seen" else everything)
+        return mask_of(side, competing(side) if self.head == "seen" else everything)
 
     def _gan(self, step: Step) -> ACGAN:
         return ACGAN(step.trainer, self.blueprint(step.facts), step.state["classes"])
@@ -281,7 +280,7 @@ class FedCIL(AddsParameters, Aggregator):
 
     def sample(self, server: Server, count: int) -> tuple[Tensor, Tensor]:
         """Images of the global generator, with the labels they were made for: classes so far."""
-        drawn = server.rng("sample").choice(competing(server.context).numpy(), count)
+        drawn = server.rng("sample").choice(competing(server).numpy(), count)
         labels = torch.from_numpy(drawn).to(server.device)
         server.trainer.replica.generator.manual_seed(server.key("sample"))
         generator = server.model["params"][self.generator_span(server.layout)].to(server.device)

@@ -45,10 +45,9 @@ from everfed.method import (
     option,
 )
 from everfed.methods.common.layers import in_precision
-from everfed.methods.common.teacher import among, frozen_outputs, mask_of
+from everfed.methods.common.teacher import among, competing, frozen_outputs, mask_of
 from everfed.methods.generative.prototypes import encoded, label_of, nearest_to_mean, perturbed, reconstructed
 from everfed.methods.replay import memory
-from everfed.methods.replay.transition import competing
 from everfed.models.lenet import EncoderBlueprint
 
 _MANY = 100_000  # the most prototypes of one round
@@ -161,7 +160,7 @@ class GLFC(Part):
             return
         trainer.replica.load(server.model)
         trainer.replica.module.eval()
-        known = competing(server.context).to(trainer.device)
+        known = competing(server).to(trainer.device)
         with torch.no_grad():
             outputs = trainer.forward_inputs(own["images"].to(trainer.device)).index_select(1, known)
         right = (known[outputs.argmax(1)] == own["labels"].to(trainer.device)).sum().item() / len(outputs)
@@ -197,7 +196,7 @@ class GLFC(Part):
         """The inputs of the loss: the outputs that compete, the learned classes, the old model."""
         host = client.of(memory.NAME)["host"]
         everything = torch.arange(client.facts.classes)
-        classes = competing(client.context) if self.head == "seen" else everything
+        classes = competing(client) if self.head == "seen" else everything
         learned = host.get("learned", torch.zeros(0, dtype=torch.int64))
         own = {"learned": mask_of(client, learned), "classes": mask_of(client, classes)}
         old = self._old(client, bool(host.get("signal", False)))
@@ -311,4 +310,4 @@ def _retire(own: Tree) -> None:
 
 def _knowing(server: Server) -> Tree:
     """A copy of the shared model with the classes it has been trained on."""
-    return {**server.model, "known": mask_of(server, competing(server.context))}
+    return {**server.model, "known": mask_of(server, competing(server))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from everfed.core.events import LOSS, Monitor
-from everfed.core.legacy import Method
+from everfed.core.method import Method
 from everfed.methods.monitor.drift import DriftMonitor, PageHinkley, Track
 from everfed.methods.monitor.features import SIGNAL as FEATURES
 from everfed.methods.monitor.features import FeatureShift

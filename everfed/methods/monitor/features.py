@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everfed.core.client import synchronises
-from everfed.core.legacy import Collect, Context, Data, Fitted, Message, Model, Part, Reducer, State, Trainer, Tree
+from everfed.core.trainer import Trainer
+from everfed.method import Client, Collect, Part, Reducer, Server, Values, option
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 
@@ -68,41 +69,41 @@ class Reference:
 
 @dataclass(frozen=True)
 class FeatureShift(Part):
-    """samples: drawn in every round. window: rounds that a client's reference remembers."""
-
-    samples: int = 64
-    window: int = 5
+    samples: int = option(64, about="drawn in every round")
+    window: int = option(5, about="rounds that a client's reference remembers")
 
     name = "monitor"
 
     def reducers(self) -> Mapping[str, Reducer]:
         return {"shift": Collect()}
 
-    def receive(self, client: State, message: Message, model: Model, data: Data, ctx: Context) -> tuple[Tree, Model]:
-        return self._compare(client.get(self.name, {}), data, ctx), model
-
-    def _compare(self, own: Tree, data: Data, ctx: Context) -> Tree:
+    def receive(self, client: Client) -> None:
         """Reference and shift after this round's samples; one alone has no variance, and an unsent shift no use."""
-        if len(data) < 2 or not synchronises(ctx):
-            return {key: value for key, value in own.items() if key != "shift"}
-        rows = np.sort(ctx.rng("monitor").permutation(len(data))[: self.samples])
-        features = first_features(ctx.train, data.x[torch.from_numpy(rows).to(data.x.device)])
+        own, x = client.state, client.own_data.x
+        own.pop("shift", None)
+        if len(x) < 2 or not client.synchronises:
+            return
+        rows = np.sort(client.rng("monitor").permutation(len(x))[: self.samples])
+        features = first_features(client.trainer, x[torch.from_numpy(rows).to(x.device)])
         if not own:
-            return vars(Reference.first(features))
+            client.state = vars(Reference.first(features))
+            return
         known = Reference(*(own[key].to(features.device) for key in Reference.__dataclass_fields__))
-        return {**vars(known.updated(features, self.window)), "shift": known.moved(features)}
+        client.state = {**vars(known.updated(features, self.window)), "shift": known.moved(features)}
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
-        own = client.get(self.name, {})
-        return None, {"shift": own["shift"]} if "shift" in own and synchronises(ctx) else {}
+    def reply(self, client: Client) -> Values:
+        shift = client.state.get("shift")
+        return {} if shift is None or not client.synchronises else {"shift": shift}
 
-    def signals(self, reduced: Tree) -> dict[str, dict[int, float]]:
+    def signals(self, reduced: Mapping[str, Any]) -> dict[str, dict[int, float]]:
         shifts = reduced.get("shift") or {}
         return {SIGNAL: {client: float(value) for client, value in shifts.items()}} if shifts else {}
 
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        shifts = self.signals(reduced).get(SIGNAL, {}).values()
-        return {"mean shift": sum(shifts) / len(shifts), "largest shift": max(shifts)} if shifts else {}
+    def update(self, server: Server) -> None:
+        shifts = self.signals(server.reduced).get(SIGNAL, {}).values()
+        if shifts:
+            server.report("mean shift", sum(shifts) / len(shifts))
+            server.report("largest shift", max(shifts))
 
 
 def first_features(trainer: Trainer, x: Tensor) -> Tensor:

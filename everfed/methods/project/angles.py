@@ -14,75 +14,65 @@ sends its update a second time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.core.legacy import (
+from everfed.method import (
     BOUNDARIES,
     HISTORY,
-    MODEL,
+    Client,
     Collect,
-    Context,
     Data,
     Fitted,
     Mean,
-    Message,
     Part,
     Reducer,
-    State,
-    Tree,
+    Server,
+    Values,
+    option,
 )
-from everfed.methods.common.checks import at_least
-from everfed.methods.project.fedomg import angles, mean_cosine
+from everfed.methods.project.fedomg import mean_cosine, report_angles
+from everfed.methods.project.stamp import train_clone
 
 
 @dataclass(frozen=True)
 class Angles(Part):
-    """every: measured in the last of every so many rounds. samples: of each task that a clone is trained on, drawn at
-    random (0: all)."""
-
-    every: int = 1
-    samples: int = 0
+    every: int = option(1, at_least=1, about="measured in the last of every so many rounds")
+    samples: int = option(0, at_least=0, about="of each task that a clone is trained on, drawn at random; 0: all")
 
     name = "angles"
-    needs = frozenset({BOUNDARIES, HISTORY})
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, "every")
-        at_least(self, 0, "samples")
+    def needs(self) -> AbstractSet[str]:
+        return {BOUNDARIES, HISTORY}
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
-        if (ctx.round + 1) % self.every:
-            return None, {}
-        shared = ctx.facts.layout.shared
-        theta = fitted.model["params"][:shared]
-        values: Tree = {"update": theta - message[MODEL]["params"][:shared].to(theta.device)}
-        tasks = [task for task in (*ctx.history(), data) if len(task)]
+    def reply(self, client: Client) -> Values:
+        if (client.round + 1) % self.every:
+            return {}
+        values, theta = {"update": client.update}, client.model["params"]
+        tasks = [task for task in (*client.history(), client.data) if len(task)]
         if len(tasks) < 2:
-            return None, values
-        ends = [self._clone(f"angles {i}", task, client, message, fitted, ctx) for i, task in enumerate(tasks)]
-        cosine = mean_cosine([(end[:shared] - theta).cpu() for end in ends])
-        return None, values if cosine is None else {**values, "cosine": cosine, "tasks": len(tasks)}
+            return values
+        ends = [self._clone(client, f"angles {i}", task) for i, task in enumerate(tasks)]
+        cosine = mean_cosine([(end - theta)[: client.layout.shared].cpu() for end in ends])
+        return values if cosine is None else {**values, "cosine": cosine, "tasks": len(tasks)}
 
-    def _clone(self, tag: str, data: Data, client: State, message: Message, fitted: Fitted, ctx: Context) -> Tensor:
+    def _clone(self, client: Client, tag: str, data: Data) -> Tensor:
         """(P,) where training the current model on a task ends; the optimiser goes on from the client's state."""
         if self.samples:
-            data = data.take(ctx.rng(tag).permutation(len(data))[: self.samples])
-        forward = ctx.train.forward_part  # the only other part that matters: it changes the forward pass
-        args = (ctx, () if forward is None else (forward,), fitted.model, fitted.start["params"], client, message)
-        return ctx.train.fit(*args, data, moments=_moments(fitted), tag=tag).model["params"]
+            data = data.take(client.rng(tag).permutation(len(data))[: self.samples])
+        return train_clone(client, client.model, data, moments=_moments(client.fitted), tag=tag)
 
     def reducers(self) -> Mapping[str, Reducer]:
         return {"update": Collect(), "cosine": Mean(), "tasks": Mean()}
 
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
+    def update(self, server: Server) -> None:
+        reduced = server.reduced
         updates = list((reduced.get("update") or {}).values())
-        spatial, temporal = mean_cosine(updates), reduced.get("cosine")
-        found = {} if spatial is None else angles("spatial", spatial, len(updates))
-        if temporal is not None:
-            found |= angles("temporal", float(temporal), round(float(reduced["tasks"])))
-        return found
+        report_angles(server, "spatial", mean_cosine(updates), len(updates))
+        if reduced.get("cosine") is not None:
+            report_angles(server, "temporal", float(reduced["cosine"]), round(float(reduced["tasks"])))
 
 
 def _moments(fitted: Fitted) -> dict[str, Tensor] | None:

@@ -11,92 +11,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from torch import Tensor
 
-from everfed.core.legacy import (
-    MODEL,
-    Aggregator,
-    Collect,
-    Context,
-    Data,
-    Fitted,
-    Mean,
-    Message,
-    Model,
-    Part,
-    Reducer,
-    State,
-    Tree,
-)
-from everfed.methods.common.checks import one_of, positive
-from everfed.methods.project.matching import Scale, Solver, match_gradients, pairwise_cosines
+from everfed.method import Aggregator, Client, Collect, Mean, Model, Reducer, Server, Values, option
+from everfed.methods.project.matching import KAPPA, SCALE, SOLVER, Scale, Solver, match_gradients, pairwise_cosines
 
 
 @dataclass(frozen=True)
 class FedOMG(Aggregator):
-    """kappa: radius of the search around the mean update, as a part of its norm; 0 is FedAvg. scale: what the result is
-    divided by: "none" (1), "1+k" or "1+k2" (the released code). rate: lr_s. weighting: shares of the clients in the
-    mean: "uniform" (paper) or by "samples". solver: "exact", or the released code's "softmax_sgd".
-    angles: report the mean cosine between the clients' updates (Fig. 4); costs one more pass over them.
-    """
-
-    kappa: float = 0.25
-    scale: Scale = "1+k2"
-    rate: float = 1.0
-    weighting: str = "uniform"
-    solver: Solver = "exact"
-    angles: bool = False
+    kappa: float = option(0.25, **KAPPA)
+    scale: Scale = option("1+k2", **SCALE)
+    rate: float = option(1.0, above=0, about="lr_s")
+    weighting: str = option(
+        "uniform",
+        one_of=("uniform", "samples"),
+        about="shares of the clients in the mean: equal (paper), or by samples",
+    )
+    solver: Solver = option("exact", **SOLVER)
+    angles: bool = option(
+        False, about="report the mean cosine between the clients' updates (Fig. 4); costs one more pass over them"
+    )
 
     name = "fedomg"
-
-    def __post_init__(self) -> None:
-        check_matching(self, self.kappa)
-        one_of(self, weighting=("uniform", "samples"))
 
     def reducers(self) -> Mapping[str, Reducer]:
         mean = Mean(weighted=self.weighting == "samples")
         return {"update": Collect(), "samples": Collect(), "stats": mean, "counters": mean}
 
-    def upload(self, model: Model, message: Message, ctx: Context) -> Tree:
+    def upload(self, client: Client) -> Values:
         """The update rather than the model: as many bytes, and the server need not hold both."""
-        params = model["params"]
-        sent: Tree = {"update": params - message[MODEL]["params"].to(params.device)}
-        return sent if ctx.options.batchnorm == "local" else {**sent, **{k: model[k] for k in ("stats", "counters")}}
+        statistics = {key: value for key, value in super().upload(client).items() if key != "params"}
+        return {"update": client.update, **statistics}
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
+    def reply(self, client: Client) -> Values:
         """The number of samples, where it is the client's weight: a plain number, which costs no payload."""
-        return None, {"samples": fitted.samples} if self.weighting == "samples" else {}
+        return {"samples": client.fitted.samples} if self.weighting == "samples" else {}
 
-    def measure(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        updates = list((reduced.get("update") or {}).values())
-        return angles("spatial", pairwise_cosines(updates), len(updates)) if self.angles and len(updates) > 1 else {}
-
-    def aggregate(self, server: State, reduced: Tree, ctx: Context) -> Model:
-        model = {k: v if reduced.get(k) is None else reduced[k] for k, v in server[MODEL].items()}
+    def aggregate(self, server: Server) -> Model:
+        model, reduced = super().aggregate(server), server.reduced
         updates: dict[int, Tensor] | None = reduced.get("update")
         if not updates:
             return model
         shares = [reduced["samples"][client] for client in updates] if self.weighting == "samples" else None
         matched = match_gradients(list(updates.values()), self.kappa, self.scale, weights=shares, solver=self.solver)
-        return {**model, "params": server[MODEL]["params"].to(matched.device) + self.rate * matched}  # Eq. 4
+        return {**model, "params": model["params"].to(matched.device) + self.rate * matched}  # Eq. 4
+
+    def update(self, server: Server) -> None:
+        if self.angles:
+            updates = list((server.reduced.get("update") or {}).values())
+            report_angles(server, "spatial", mean_cosine(updates), len(updates))
 
 
-def check_matching(part: Part, kappa: float) -> None:
-    """Refuse options of the matching outside their range."""
-    if not 0.0 <= kappa < 1.0:
-        raise ValueError(f"kappa must be at least 0 and below 1; got {kappa}")
-    one_of(part, scale=get_args(Scale), solver=get_args(Solver))
-    positive(part, "rate")
-
-
-def angles(kind: str, cosine: float, count: int) -> dict[str, float]:
-    """A mean cosine over the pairs i < j of `count` updates, and over all ordered pairs with i = j, as in the released
-    code; nothing where no pair has a direction."""
-    if cosine != cosine:
-        return {}
-    return {f"{kind}_cosine": cosine, f"{kind}_cosine_with_self": (1.0 + (count - 1) * cosine) / count}
+def report_angles(server: Server, kind: str, cosine: float | None, count: int) -> None:
+    """Report a mean cosine over the pairs i < j of `count` updates, and over all ordered pairs with i = j, as in the
+    released code; nothing where no pair has a direction."""
+    if cosine is not None:
+        server.report(f"{kind}_cosine", cosine)
+        server.report(f"{kind}_cosine_with_self", (1.0 + (count - 1) * cosine) / count)
 
 
 def mean_cosine(updates: Sequence[Tensor]) -> float | None:

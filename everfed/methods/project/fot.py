@@ -17,6 +17,7 @@ Biases, BatchNorm and the head are never projected.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,30 +25,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.legacy import (
+from everfed.core.trainer import Trainer
+from everfed.core.tree import on_device
+from everfed.method import (
     END,
-    MODEL,
     TOGETHER,
+    Aggregator,
+    Client,
     Cohort,
     CompositionError,
-    Context,
     Data,
     Entry,
     Mean,
-    Message,
     Model,
     Optimizer,
     Part,
     Phase,
-    Slots,
-    State,
+    Server,
     Sum,
-    Tree,
-    on_device,
-    options_of,
-    overrides,
+    Values,
+    option,
 )
-from everfed.methods.common.checks import at_least
 from everfed.methods.common.layers import fan_in, hidden_weights, in_precision
 
 _AT_ONCE = 16  # samples whose layer inputs are held at a time
@@ -55,93 +53,87 @@ _AT_ONCE = 16  # samples whose layer inputs are held at a time
 
 @dataclass(frozen=True)
 class FOT(Part):
-    """threshold: e, the share of a layer's input energy that the basis must hold; threshold_step: added to it after
-    every task. sketch_cols: columns of a sketch (0: `sketch_factor` times the layer's fan-in m, 5 m for linear layers).
-    sketch_factor: 1 in the authors' AlexNet, 5 in their ResNets. samples: task samples that a client sketches (0: all).
-    max_rank: at most so many directions per layer (0: no limit, that is m).
+    """A basis has at most as many directions as the sketch has columns, and a sketch with few columns makes the inputs
+    look concentrated: then it holds less energy than `threshold`."""
 
-    A basis has at most as many directions as the sketch has columns, and a sketch with few columns makes the inputs
-    look concentrated: then it holds less energy than `threshold`.
-    """
-
-    threshold: float = 0.87
-    threshold_step: float = 0.001
-    sketch_cols: int = 0
-    sketch_factor: int = 1
-    samples: int = 0
-    max_rank: int = 0
+    threshold: float = option(
+        0.87, above=0, at_most=1, about="e, the share of a layer's input energy that the basis must hold"
+    )
+    threshold_step: float = option(0.001, at_least=0, about="added to the threshold after every task")
+    sketch_cols: int = option(
+        0, at_least=0, about="columns of a sketch; 0: sketch_factor times the layer's fan-in m, 5 m for linear layers"
+    )
+    sketch_factor: int = option(1, at_least=1, about="1 in the authors' AlexNet, 5 in their ResNets")
+    samples: int = option(0, at_least=0, about="task samples that a client sketches; 0: all")
+    max_rank: int = option(0, at_least=0, about="directions per layer, at most; 0: no limit, that is m")
 
     name = "fot"
-    # what is protected once one client has finished a task is what the others would still have to learn
-    needs = frozenset({TOGETHER})
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.threshold <= 1.0:
-            raise ValueError(f"threshold must be in (0, 1]; got {self.threshold}")
-        at_least(self, 0, "threshold_step", "sketch_cols", "samples", "max_rank")
-        at_least(self, 1, "sketch_factor")
+    def needs(self) -> AbstractSet[str]:
+        # what is protected once one client has finished a task is what the others would still have to learn
+        return {TOGETHER}
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        weighting = next((options_of(part).get("weighting") for part in parts if overrides(part, "aggregate")), None)
-        if weighting == "samples":
+        if any(isinstance(part, Aggregator) and getattr(part, "weighting", "") == "samples" for part in parts):
             return ("fot: its authors average clients uniformly; method.weighting is 'samples'",)
         return ()
 
-    def server_slots(self, ctx: Context) -> Tree:
-        """Nothing; refuses a network in which no hidden layer is trained."""
-        if not hidden_weights(ctx.facts.layout):
+    def init(self, side: Client | Server) -> None:
+        """Refuses a network in which no hidden layer is trained."""
+        if not hidden_weights(side.layout):
             raise CompositionError(
                 f"part {self.name!r} projects updates of hidden layers, but none is trained: low-rank adapters and "
                 "frozen networks have none"
             )
-        return {}
 
-    def phases(self) -> tuple[Phase, ...]:
-        return (
+    def phases(self) -> Sequence[Phase]:
+        reduce = {"sketch": Sum(), "outside": Mean(weighted=True)}
+        return [
             Phase(
                 "subspace",
                 Cohort.BOUNDARY,
                 END,
-                reduce={"sketch": Sum(), "outside": Mean(weighted=True)},
+                reduce=reduce,
                 in_last_round=False,
-                broadcast=self._send_bases,
-                run=self._sketch,
-                update=self._extend,
-            ),
-        )
+                broadcast=self.send_bases,
+                run=self.sketch,
+                update=self.extend,
+            )
+        ]
 
     # every round, on the server ----------------------------------------------------------------------------------
-    def update_model(self, server: State, model: Model, ctx: Context) -> tuple[None, Model]:
+    def update(self, server: Server) -> None:
         """The round's update, projected layer by layer."""
-        bases: dict[str, Tensor] = server.get(self.name, {}).get("bases", {})
+        bases: dict[str, Tensor] = server.state.get("bases", {})
         if not bases:
-            return None, model
-        old = server[MODEL]["params"].to(model["params"].device)
-        update = old - model["params"]
-        for entry in hidden_weights(ctx.facts.layout):
+            return
+        new = server.model["params"]
+        old = server.before["params"].to(new.device)
+        update = old - new
+        for entry in hidden_weights(server.layout):
             if entry.name in bases:
                 part = entry.view(update)
                 part.copy_(outside(part.reshape(len(part), -1), bases[entry.name]).reshape(part.shape))
-        return None, {**model, "params": old - update}
+        server.model = {**server.model, "params": old - update}
 
     # at a task's end, on clients ---------------------------------------------------------------------------------
-    def _send_bases(self, server: State, ctx: Context) -> dict[str, Any]:
-        bases = server.get(self.name, {}).get("bases")
+    def send_bases(self, server: Server) -> Values:
+        bases = server.state.get("bases")
         return {"bases": bases} if bases else {}
 
-    def _sketch(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
+    def sketch(self, client: Client) -> Values:
         """{sketch: all layers' A one after the other, outside: (layers,) rho}."""
+        data = client.data
         if len(data) == 0:
-            return None, {}
+            return {}
         if self.samples:
-            data = data.take(ctx.rng("sketch").permutation(len(data))[: self.samples])
-        device = ctx.train.device
-        bases = on_device(message.get(self.name, {}), device).get("bases", {})
-        sketches = [Sketch(e, self.columns(e), bases.get(e.name), ctx) for e in hidden_weights(ctx.facts.layout)]
-        for inputs in layer_inputs(ctx, message[MODEL], data, [s.entry for s in sketches]):
+            data = data.take(client.rng("sketch").permutation(len(data))[: self.samples])
+        bases = on_device(dict(client.message), client.device).get("bases", {})
+        sketches = [Sketch(e, self.columns(e), bases.get(e.name), client) for e in hidden_weights(client.layout)]
+        for inputs in layer_inputs(client.trainer, client.model, data, [s.entry for s in sketches]):
             for sketch in sketches:
                 sketch.add(inputs[sketch.entry.name])
-        return None, {
+        return {
             "sketch": torch.cat([sketch.total.reshape(-1) for sketch in sketches]),
             "outside": torch.stack([sketch.share() for sketch in sketches]),
         }
@@ -151,30 +143,30 @@ class FOT(Part):
         return self.sketch_cols or fan_in(entry) * (self.sketch_factor if len(entry.shape) == 4 else 5)
 
     # at a task's end, on the server ------------------------------------------------------------------------------
-    def _extend(self, server: State, reduced: Tree, ctx: Context) -> Slots:
+    def extend(self, server: Server) -> None:
+        own, reduced = server.state, server.reduced
         if reduced.get("sketch") is None:
-            return None
-        own = server.get(self.name, {})
+            return
         finished = int(own.get("finished", 0))
         threshold = min(1.0, self.threshold + finished * self.threshold_step)
         bases = dict(own.get("bases", {}))
-        layers = hidden_weights(ctx.facts.layout)
+        layers = hidden_weights(server.layout)
         sketches = reduced["sketch"].split([fan_in(e) * self.columns(e) for e in layers])
         for entry, flat, rho in zip(layers, sketches, reduced["outside"].tolist(), strict=True):
             new = directions(flat.reshape(fan_in(entry), -1), wanted_share(rho, threshold))
             basis = extended(bases.get(entry.name), new, min(self.max_rank or fan_in(entry), fan_in(entry)))
             if basis.shape[1]:
                 bases[entry.name] = basis
-        return {"bases": bases, "finished": finished + 1}
+        server.state = {"bases": bases, "finished": finished + 1}
 
 
 class Sketch:
     """The sketch of one layer on one client, built from pieces of its inputs."""
 
-    def __init__(self, entry: Entry, columns: int, basis: Tensor | None, ctx: Context) -> None:
-        device = ctx.train.device
+    def __init__(self, entry: Entry, columns: int, basis: Tensor | None, client: Client) -> None:
+        device = client.device
         self.entry, self.basis, self.columns = entry, basis, columns
-        self.generator = torch.Generator(device).manual_seed(ctx.key(f"sketch/{entry.name}"))
+        self.generator = torch.Generator(device).manual_seed(client.key(f"sketch/{entry.name}"))
         self.total = torch.zeros((fan_in(entry), columns), device=device)
         self.energy = torch.zeros((), dtype=torch.float64, device=device)
         self.energy_outside = torch.zeros((), dtype=torch.float64, device=device)
@@ -220,9 +212,8 @@ def extended(basis: Tensor | None, new: Tensor, limit: int) -> Tensor:
     return vectors.contiguous()  # the memory order after sending or loading, so that products agree to the bit
 
 
-def layer_inputs(ctx: Context, model: Model, data: Data, entries: list[Entry]) -> Iterator[dict[str, Tensor]]:
+def layer_inputs(trainer: Trainer, model: Model, data: Data, entries: list[Entry]) -> Iterator[dict[str, Tensor]]:
     """{layer's weight: (m, N) its inputs, one column per output position}, for a few samples at a time; eval mode."""
-    trainer = ctx.train
     module = trainer.replica.module
     trainer.replica.load(model)
     module.eval()

@@ -5,33 +5,20 @@ shared one on the same tests:
 
     gap = correct answers of the clients' models / samples - those of the shared model / samples
 
-It is reported as an event of every round ("measure"). Added to a method as `everfed.methods.project.gap:Gap`; it
-changes no result. Its phase sends the new model to the clients a little earlier than the next
-round would; at the very end of a run that is one model more.
+It is reported as an event of every round ("measure"); all logits compete, whatever eval.logits says. Added to a method
+as `everfed.methods.project.gap:Gap`; it changes no result. Its phase sends the new model to the clients a little
+earlier than the next round would; at the very end of a run that is one model more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 from everfed.core.evaluate import EvalSpec, score_tasks
-from everfed.core.legacy import (
-    BOUNDARIES,
-    HELD_OUT,
-    MODEL,
-    Context,
-    Data,
-    Fitted,
-    Message,
-    Model,
-    Part,
-    Phase,
-    Reducer,
-    State,
-    Sum,
-    Tree,
-)
+from everfed.method import BOUNDARIES, HELD_OUT, Client, Part, Phase, Reducer, Server, Sum, Values
 from everfed.metrics.alignment import local_global_gap
 
 COUNTS: Mapping[str, Reducer] = {"correct": Sum(), "samples": Sum()}
@@ -39,48 +26,47 @@ COUNTS: Mapping[str, Reducer] = {"correct": Sum(), "samples": Sum()}
 
 @dataclass(frozen=True)
 class Gap(Part):
-    """All logits compete, whatever eval.logits says."""
-
     name = "gap"
-    needs = frozenset({BOUNDARIES, HELD_OUT})
+
+    def needs(self) -> AbstractSet[str]:
+        return {BOUNDARIES, HELD_OUT}
 
     def reducers(self) -> Mapping[str, Reducer]:
         return COUNTS
 
-    def phases(self) -> tuple[Phase, ...]:
-        return (Phase("gap", reduce=COUNTS, run=self._score_shared, measure=self._compare, update=self._forget),)
+    def phases(self) -> Sequence[Phase]:
+        return [Phase("gap", reduce=COUNTS, run=self.score_shared, update=self.compare)]
 
     # the clients' models -----------------------------------------------------------------------------------------
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
-        return None, self._counts(fitted.model, client, {}, ctx)
+    def reply(self, client: Client) -> Values:
+        return _counts(client, {})
 
-    def update(self, server: State, reduced: Tree, ctx: Context) -> Tree:
+    def update(self, server: Server) -> None:
         """The server keeps the accuracy of the clients' models until that of the shared one is known."""
-        accuracy = _accuracy(reduced)
-        return {} if accuracy is None else {"local": accuracy}
+        accuracy = _accuracy(server.reduced)
+        server.state = {} if accuracy is None else {"local": accuracy}
 
     # the shared model --------------------------------------------------------------------------------------------
-    def _score_shared(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[None, Tree]:
+    def score_shared(self, client: Client) -> Values:
         """On the clients that trained, so that both models are scored on the same tests."""
-        return None, self._counts(message[MODEL], client, message, ctx) if len(data) else {}
+        return _counts(client, client.messages) if len(client.data) else {}
 
-    def _compare(self, server: State, reduced: Tree, ctx: Context) -> dict[str, float]:
-        local, shared = server.get(self.name, {}).get("local"), _accuracy(reduced)
-        if local is None or shared is None:
-            return {}
-        gap = local_global_gap([local], shared)
-        return {"local_accuracy": local, "global_accuracy": shared, "local_global_gap": float(gap or 0.0)}
-
-    def _forget(self, server: State, reduced: Tree, ctx: Context) -> Tree:
-        return {}
-
-    def _counts(self, model: Model, client: State, message: Message, ctx: Context) -> Tree:
-        """Plain numbers, which cost no payload."""
-        task = ctx.current_task or 0
-        spec = EvalSpec((task,), task + 1)
-        samples, correct, *_ = score_tasks(ctx.train, ctx.held_out, model, spec, client, message, ctx.client)[0]
-        return {"correct": int(correct), "samples": int(samples)}
+    def compare(self, server: Server) -> None:
+        local, shared = server.state.get("local"), _accuracy(server.reduced)
+        if local is not None and shared is not None:
+            server.report("local_accuracy", local)
+            server.report("global_accuracy", shared)
+            server.report("local_global_gap", float(local_global_gap([local], shared) or 0.0))
+        server.state = {}
 
 
-def _accuracy(reduced: Tree) -> float | None:
+def _counts(client: Client, messages: Mapping[str, Any]) -> Values:
+    """Of the client's current model. Plain numbers, which cost no payload."""
+    task = client.task or 0
+    spec, where = EvalSpec((task,), task + 1), (client.states, dict(messages), client.id)
+    samples, correct, *_ = score_tasks(client.trainer, client.held_out, client.model, spec, *where)[0]
+    return {"correct": int(correct), "samples": int(samples)}
+
+
+def _accuracy(reduced: Mapping[str, Any]) -> float | None:
     return float(reduced["correct"] / reduced["samples"]) if reduced.get("samples") else None

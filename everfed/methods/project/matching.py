@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -26,6 +26,20 @@ from everfed.methods.project.matching_solvers import RESOLUTION, Dual, SoftmaxSG
 
 Scale = Literal["none", "1+k", "1+k2"]
 Solver = Literal["exact", "softmax_sgd"]
+# the options of the methods that match
+KAPPA: dict[str, Any] = {
+    "at_least": 0,
+    "below": 1,
+    "about": "radius of the search around the mean update, as a part of its norm; 0 is the mean itself",
+}
+SCALE: dict[str, Any] = {
+    "one_of": get_args(Scale),
+    "about": "what the result is divided by: 1, 1 + kappa, or 1 + kappa^2 (the released code)",
+}
+SOLVER: dict[str, Any] = {
+    "one_of": get_args(Solver),
+    "about": "of the matching: exact, or softmax_sgd as in the released code",
+}
 
 ZERO_MEAN = 1e-12  # ||gbar|| / max ||g_i|| at or below which the updates cancel out
 SMALLEST = 1e-280  # squared norms below this underflow; such updates count as zero

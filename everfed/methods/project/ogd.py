@@ -14,37 +14,31 @@ rows of Q are the top right singular vectors of the old rows, each at its singul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from everfed.core.legacy import (
+from everfed.core.tree import on_device
+from everfed.method import (
     CLASSES,
     END,
-    MODEL,
+    Client,
     Cohort,
     CompositionError,
-    Context,
     Data,
-    Fitted,
-    Message,
-    Model,
+    Gradient,
     Optimizer,
     Part,
     Phase,
     Schedule,
-    Slots,
-    State,
     Step,
-    Tables,
-    Tree,
-    on_device,
+    option,
     overrides,
 )
-from everfed.methods.common.checks import at_least, one_of
 from everfed.methods.replay.diversity import column_blocks
 
 STORAGE = {"float32": torch.float32, "float16": torch.float16}
@@ -54,25 +48,25 @@ _DEPENDENT = 1e-4  # a direction of which less than this share is new is not kep
 
 @dataclass(frozen=True)
 class OGD(Part):
-    """vectors: samples whose gradients are kept per task. storage: "float32", or "float16" for half the memory (then
-    orthogonal to about 1e-3). max_vectors: at most so many in all, those that hold most of the gradients' energy (0: no
-    limit). project: the "gradient", the "update" that the optimiser makes, or "auto": the gradient for plain SGD, the
-    update otherwise."""
-
-    vectors: int = 20
-    storage: str = "float32"
-    max_vectors: int = 0
-    project: str = "auto"
+    vectors: int = option(20, at_least=1, about="samples whose gradients are kept per task")
+    storage: str = option(
+        "float32", one_of=tuple(STORAGE), about="float16 halves the memory; orthogonal to about 1e-3 then"
+    )
+    max_vectors: int = option(
+        0, at_least=0, about="directions in all, at most: those that hold most of the gradients' energy; 0: no limit"
+    )
+    project: str = option(
+        "auto",
+        one_of=("auto", "gradient", "update"),
+        about="the gradient, or the update that the optimiser makes; auto: the gradient for plain SGD without weight "
+        "decay, the update otherwise",
+    )
 
     name = "ogd"
-    needs = frozenset({CLASSES})
     changes = frozenset({"before"})  # the basis is large and stays as it is
 
-    def __post_init__(self) -> None:
-        at_least(self, 1, "vectors")
-        if self.max_vectors < 0:
-            raise ValueError(f"max_vectors must be at least 0 (0: no limit); got {self.max_vectors}")
-        one_of(self, storage=STORAGE, project=("auto", "gradient", "update"))
+    def needs(self) -> AbstractSet[str]:
+        return {CLASSES}
 
     def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]
@@ -85,22 +79,23 @@ class OGD(Part):
         return ()
 
     # building the basis ------------------------------------------------------------------------------------------
-    def phases(self) -> tuple[Phase, ...]:
-        return (Phase("basis", Cohort.BOUNDARY, END, in_last_round=False, run=self._extend),)
+    def phases(self) -> Sequence[Phase]:
+        return [Phase("basis", Cohort.BOUNDARY, END, in_last_round=False, run=self.extend)]
 
-    def _extend(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
+    def extend(self, client: Client) -> None:
+        data = client.data
         if len(data) == 0:
-            return None, {}
-        own = on_device(client.get(self.name, {}), ctx.train.device)
-        chosen = data.take(ctx.rng("basis").permutation(len(data))[: self.vectors])
-        gradients = logit_gradients(ctx, message[MODEL], chosen)
-        nothing = torch.zeros((0, ctx.facts.layout.size), device=ctx.train.device)
+            return
+        own = on_device(client.state, client.device)
+        gradients = logit_gradients(client, data.take(client.rng("basis").permutation(len(data))[: self.vectors]))
+        nothing = torch.zeros((0, client.layout.size), device=client.device)
         basis = widened(own["basis"]) if "basis" in own else nothing
         if not self.max_vectors:
-            return {"basis": self._stored(reduce(extended, gradients, basis))}, {}
+            client.state = {"basis": self._stored(reduce(extended, gradients, basis))}
+            return
         values = own.get("values", nothing.new_zeros(0))
         basis, values = principal(torch.stack([*(basis * values.unsqueeze(1)), *gradients]), self.max_vectors)
-        return {"basis": self._stored(basis), "values": values}, {}
+        client.state = {"basis": self._stored(basis), "values": values}
 
     def _stored(self, rows: Tensor) -> Tensor:
         # scaled by sqrt(P): a unit vector's entries are near 1 / sqrt(P), where float16 has lost its digits
@@ -113,35 +108,31 @@ class OGD(Part):
             return optimizer.kind != "sgd" or optimizer.weight_decay > 0 or bool(optimizer.groups)
         return self.project == "update"
 
-    def plan(
-        self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context
-    ) -> tuple[Slots, Tables]:
-        own = client.get(self.name, {})
-        if "basis" not in own or not self.on_update(ctx.options.optimizer):
-            return None, {}
-        return {**own, "before": torch.zeros(ctx.facts.layout.size)}, {}
+    def plan(self, client: Client, schedule: Schedule) -> None:
+        if "basis" in client.state and self.on_update(client.options.optimizer):
+            client.state["before"] = torch.zeros(client.layout.size)
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        own = step.state.get(self.name, {})
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient | Tensor:
+        own = step.state
         if "before" in own:
             own["before"].copy_(step.params)
             return gradient
-        return project_out(gradient, own["basis"]) if "basis" in own else gradient
+        return project_out(gradient.vector, own["basis"]) if "basis" in own else gradient
 
     def after(self, step: Step) -> None:
-        own = step.state.get(self.name, {})
+        own = step.state
         if "before" in own:
             step.params.copy_(own["before"] + project_out(step.params - own["before"], own["basis"]))
 
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[Tree, Tree]:
-        return {k: v for k, v in client.get(self.name, {}).items() if k != "before"}, {}
+    def reply(self, client: Client) -> None:
+        client.state.pop("before", None)
 
 
-def logit_gradients(ctx: Context, model: Model, data: Data) -> Iterator[Tensor]:
-    """(P,) gradient of each sample's true-class logit at `model`, in eval mode."""
-    trainer = ctx.train
+def logit_gradients(client: Client, data: Data) -> Iterator[Tensor]:
+    """(P,) gradient of each sample's true-class logit at the client's model, in eval mode."""
+    trainer = client.trainer
     replica = trainer.replica
-    replica.load(model)
+    replica.load(client.model)
     replica.module.eval()
     for x, y in zip(data.x.to(trainer.device), data.y.tolist(), strict=True):
         logit = trainer.forward(x.unsqueeze(0))[0, y]

@@ -14,144 +14,129 @@ the phase that draws them sends nothing at all, so traffic is FedAvg's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from everfed.core.client import OWN
-from everfed.core.legacy import (
+from everfed.method import (
     BOUNDARIES,
     CLASSES,
+    EAGER,
     END,
-    MODEL,
+    Client,
     Cohort,
-    Context,
     Data,
-    Fitted,
-    Message,
+    Gradient,
+    Model,
     Part,
     Phase,
     Schedule,
-    Slots,
-    State,
+    Server,
     Step,
     Table,
     Tables,
     Tree,
+    option,
 )
-from everfed.methods.common.checks import at_least, one_of
-from everfed.methods.project.fedomg import check_matching
-from everfed.methods.project.matching import Scale, Solver, match_gradients
+from everfed.methods.project.matching import KAPPA, SCALE, SOLVER, Scale, Solver, match_gradients
 from everfed.methods.project.matching_solvers import SoftmaxSGD
-
-CHOICES = {
-    "clone_from": ("after_current", "round_start"),
-    "moments": ("fresh", "copied"),
-    "combine": ("mean", "sum"),
-    "granularity": ("round", "step"),
-}
 
 
 @dataclass(frozen=True)
 class STAMP(Part):
-    """exemplars: of every class, kept per task. kappa, scale, solver: of the matching. rate: lr_t.
+    """A clone's minibatches are cut as those of local training: where `train.drop_last` drops a partial last one, it
+    does so here (the released code, too), but a pool below one minibatch is one minibatch."""
 
-    clone_from: clones start "after_current" training (released code: the mean keeps the whole progress) or at
-    "round_start" (the wording of Eq. 3: progress is divided by the number of tasks unless combine = "sum").
-    combine: "mean" as matched, or "sum": times the number of updates. balance: rescale every update to their mean norm.
-    epochs: of a clone over its exemplars (None: as many as local training), in minibatches cut as those of local
-    training: where `train.drop_last` drops a partial last one, it does so here (the released code, too), but a pool
-    below one minibatch is one minibatch. moments: a clone's optimiser starts "fresh" or from a copy of the client's.
-    granularity: "round" matches what whole trainings moved; "step" matches the gradients of every minibatch, one per
-    stored task beside the current one. match_first: match in the first task, too, where the only update is made longer
-    (released code). solver_steps, solver_momentum: of the solver "softmax_sgd"; the released code has 25 and 0.1 on
-    clients.
-    """
-
-    exemplars: int = 13
-    kappa: float = 0.25
-    scale: Scale = "1+k2"
-    rate: float = 1.0
-    clone_from: str = "after_current"
-    combine: str = "mean"
-    balance: bool = False
-    epochs: int | None = None
-    moments: str = "fresh"
-    granularity: str = "round"
-    solver: Solver = "exact"
-    solver_steps: int = 100
-    solver_momentum: float = 0.5
-    match_first: bool = False
+    exemplars: int = option(13, at_least=0, about="of every class, kept per task")
+    kappa: float = option(0.25, **KAPPA)
+    scale: Scale = option("1+k2", **SCALE)
+    rate: float = option(1.0, above=0, about="lr_t; the released code has 2")
+    clone_from: str = option(
+        "after_current",
+        one_of=("after_current", "round_start"),
+        about="where clones start: after training (released code; the mean keeps the whole progress), or at the "
+        "round's start (the wording of Eq. 3; progress is divided by the number of tasks unless combine is sum)",
+    )
+    combine: str = option("mean", one_of=("mean", "sum"), about="as matched, or times the number of updates")
+    balance: bool = option(False, about="rescale every update to their mean norm")
+    epochs: int | None = option(None, at_least=0, about="of a clone over its exemplars; None: as local training")
+    moments: str = option(
+        "fresh", one_of=("fresh", "copied"), about="a clone's optimiser begins anew, or from a copy of the client's"
+    )
+    granularity: str = option(
+        "round",
+        one_of=("round", "step"),
+        about="match what whole trainings moved, or the gradients of every minibatch, one per stored task beside the "
+        "current one (never captured on a GPU)",
+    )
+    solver: Solver = option("exact", **SOLVER)
+    solver_steps: int = option(100, at_least=1, about="of solver softmax_sgd; the released code has 25 on clients")
+    solver_momentum: float = option(
+        0.5, at_least=0, below=1, about="of solver softmax_sgd; the released code has 0.1 on clients"
+    )
+    match_first: bool = option(
+        False, about="match in the first task, too, where the only update is made longer (released code)"
+    )
 
     name = "stamp"
-    needs = frozenset({BOUNDARIES, CLASSES})
+
+    def needs(self) -> AbstractSet[str]:
+        return {BOUNDARIES, CLASSES} | ({EAGER} if self._every_step else set())  # matching in a step solves on the host
 
     @property
-    def capturable(self) -> bool:  # type: ignore[override]
-        """Matching inside a step solves on the host."""
-        return self.granularity == "round"
-
-    def __post_init__(self) -> None:
-        check_matching(self, self.kappa)
-        one_of(self, **CHOICES)
-        at_least(self, 0, "exemplars", "epochs")
-        at_least(self, 1, "solver_steps")
-        if not 0.0 <= self.solver_momentum < 1.0:
-            raise ValueError(f"solver_momentum must be at least 0 and below 1; got {self.solver_momentum}")
+    def _every_step(self) -> bool:
+        return self.granularity == "step"
 
     # the pool ----------------------------------------------------------------------------------------------------
-    def client_slots(self, ctx: Context) -> Tree:
+    def init(self, side: Client | Server) -> None:
         """host/pool: {task: {x, y}} in storage form, in host memory."""
-        return {"host": {"pool": {}}}
+        if isinstance(side, Client):
+            side.state["host"] = {"pool": {}}
 
     def buffer_tasks(self, own: Tree, task_of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         pool = own["host"]["pool"]
         return np.repeat([int(task) for task in pool], [len(kept["y"]) for kept in pool.values()]).astype(np.int64)
 
-    def phases(self) -> tuple[Phase, ...]:
-        if self.exemplars == 0:
-            return ()
-        return (Phase("exemplars", Cohort.BOUNDARY, END, sends=False, run=self._draw),)
+    def phases(self) -> Sequence[Phase]:
+        return [Phase("exemplars", Cohort.BOUNDARY, END, sends=False, run=self.draw)] if self.exemplars else []
 
-    def _draw(self, client: State, message: Message, data: Data, ctx: Context) -> tuple[Slots, Tree]:
-        if len(data) == 0:
-            return None, {}
-        kept = data.take(per_class(data.y.numpy(force=True), self.exemplars, ctx.rng("exemplars")))
-        pool = {**client[self.name]["host"]["pool"], str(ctx.current_task): {"x": kept.x.cpu(), "y": kept.y.cpu()}}
-        return {"host": {"pool": pool}}, {}
+    def draw(self, client: Client) -> None:
+        if len(client.data):
+            labels = client.data.y.numpy(force=True)
+            kept = client.data.take(per_class(labels, self.exemplars, client.rng("exemplars")))
+            client.state["host"]["pool"][str(client.task)] = {"x": kept.x.cpu(), "y": kept.y.cpu()}
 
     # matching the updates of whole trainings ---------------------------------------------------------------------
-    def reply(self, client: State, message: Message, fitted: Fitted, data: Data, ctx: Context) -> tuple[None, Tree]:
+    def reply(self, client: Client) -> None:
         """The matched model in place of the trained one."""
-        pool = client[self.name]["host"]["pool"]
-        if not (pool or self.match_first) or self.granularity == "step":
-            return None, {}
-        theta, shared = fitted.start["params"].cpu(), ctx.facts.layout.shared
-        trained = [self._clone(task, kept, client, message, fitted, ctx) for task, kept in pool.items()]
-        ends = [*trained, fitted.model["params"]]
+        pool, trained = client.state["host"]["pool"], client.model
+        if self._every_step or not (pool or self.match_first):
+            return
+        theta, shared = client.fitted.start["params"].cpu(), client.layout.shared
+        ends = [*(self._clone(client, task, kept) for task, kept in pool.items()), trained["params"]]
         updates = [(end.cpu() - theta)[:shared] for end in ends]  # in host memory: t vectors may outgrow a device
         matched = theta[:shared] + self.rate * self._matched(updates)  # Eq. 3
-        params = fitted.model["params"].clone()  # personal parameters stay as they were trained
+        params = trained["params"].clone()  # personal parameters stay as they were trained
         params[:shared] = matched.to(params.device)
-        return None, {MODEL: {**fitted.model, "params": params}}
+        client.model = {**trained, "params": params}
 
-    def _clone(self, task: str, kept: Tree, client: State, message: Message, fitted: Fitted, ctx: Context) -> Tensor:
+    def _clone(self, client: Client, task: str, kept: Tree) -> Tensor:
         """(P,) where training on the exemplars of an earlier task ends."""
-        after = self.clone_from == "after_current"
-        model = fitted.model if after else fitted.start
-        epochs = ctx.options.local_epochs if self.epochs is None else self.epochs
+        after, epochs = self.clone_from == "after_current", self.epochs
+        model = client.model if after else client.fitted.start
+        epochs = client.options.local_epochs if epochs is None else epochs
         if epochs == 0:
             return model["params"]
-        copied = fitted.moments if after else client[OWN].get("moments")
+        copied = client.fitted.moments if after else client.of(OWN).get("moments")
         exemplars = Data(kept["x"], kept["y"], np.arange(len(kept["y"]), dtype=np.int64))
         moments = copied if self.moments == "copied" else None
-        forward = ctx.train.forward_part  # the only other part that matters: it changes the forward pass
-        parts = () if forward is None else (forward,)
-        args = (ctx, parts, model, fitted.start["params"], client, message, exemplars)
-        return ctx.train.fit(*args, epochs=epochs, moments=moments, tag=f"exemplars {task}").model["params"]
+        return train_clone(client, model, exemplars, epochs=epochs, moments=moments, tag=f"exemplars {task}")
 
     def _matched(self, updates: list[Tensor]) -> Tensor:
         """GM of the updates, with the options `balance` and `combine`."""
@@ -162,27 +147,30 @@ class STAMP(Part):
         return matched * len(updates) if self.combine == "sum" else matched
 
     # matching the gradients of every step ------------------------------------------------------------------------
-    def plan(self, client: State, schedule: Schedule, plans: Mapping[str, Tables], ctx: Context) -> tuple[None, Tables]:
+    def plan(self, client: Client, schedule: Schedule) -> Tables:
         """For every step and stored task, which of its exemplars are replayed."""
-        if self.granularity == "round":
-            return None, {}
-        rng, size = ctx.rng("replayed"), ctx.options.batch_size
-        pool = client[self.name]["host"]["pool"]
-        return None, {
+        if not self._every_step:
+            return {}
+        rng, size = client.rng("replayed"), client.options.batch_size
+        return {
             task: Table.of([rng.permutation(len(kept["y"]))[:size] for _ in range(schedule.steps)])
-            for task, kept in pool.items()
+            for task, kept in client.state["host"]["pool"].items()
         }
 
-    def gradient(self, step: Step, gradient: Tensor) -> Tensor:
-        if self.granularity == "round":
-            return gradient
-        pool: dict[str, Tree] = step.state[self.name]["host"]["pool"]
-        gradients = []
+    def gradient(self, step: Step, gradient: Gradient) -> Gradient | Tensor:
+        pool: dict[str, Tree] = step.state["host"]["pool"] if self._every_step else {}
+        replayed = []
         for task, kept in pool.items():
-            rows = step.rows[self.name][task].cpu()
-            x, y = kept["x"][rows].to(gradient.device), kept["y"][rows].to(gradient.device)
-            gradients.append(step.task_gradient(x, y))
-        return self.rate * self._matched([*gradients, gradient]) if gradients else gradient
+            rows, device = step.rows[task].cpu(), step.params.device
+            replayed.append(step.task_gradient(kept["x"][rows].to(device), kept["y"][rows].to(device)))
+        return self.rate * self._matched([*replayed, gradient.vector]) if replayed else gradient
+
+
+def train_clone(client: Client, model: Model, data: Data, **how: Any) -> Tensor:
+    """(P,) where training `model` on some data beside the client's own training ends. how: as of `Client.fit`."""
+    forward = client.trainer.forward_part  # the only other part that matters: it changes the forward pass
+    how |= {"received": client.fitted.start["params"], "state": client.states, "messages": dict(client.messages)}
+    return client.fit(() if forward is None else (forward,), model=model, data=data, **how).model["params"]
 
 
 def per_class(labels: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:

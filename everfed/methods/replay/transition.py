@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.context import Context
 from everfed.method import CLASSES, Cohort, Phase, Tree, When, option
 from everfed.methods.common.features import outputs_and_features
-from everfed.methods.common.teacher import classes_of
+from everfed.methods.common.teacher import competing
 from everfed.methods.replay.herding import herd, quota
 from everfed.methods.replay.policy import REMEMBER, Policy, Pool
 
@@ -65,7 +64,7 @@ class OnTransition(Policy):
             pool.state["signal"] = False
             return np.arange(pool.stored)
         outputs, features = outputs_and_features(pool.client.trainer, pool.model, pool.x)
-        now = entropy(outputs[: pool.new].index_select(1, competing(pool.client.context).to(outputs.device)))
+        now = entropy(outputs[: pool.new].index_select(1, competing(pool.client).to(outputs.device)))
         signal = self.fires(now, pool)
         labels, border = pool.y.numpy(force=True), len(pool) - int(pool.state["staged"])
         old = _committed(pool, border, signal)
@@ -97,14 +96,6 @@ def entropy(outputs: Tensor) -> float:
     """Mean over samples of the entropy of softmax(outputs), in nats, with GLFC's 1e-5 inside the logarithm."""
     p = functional.softmax(outputs, dim=1)
     return float(-(p * torch.log(p + 1e-5)).sum(1).mean())
-
-
-def competing(context: Context) -> Tensor:
-    """The outputs that the shared head, grown class by class, would have now: of all tasks so far, with the classes of
-    every client; all, when tasks are hidden."""
-    if context.current_task is None:
-        return torch.arange(context.facts.classes)
-    return classes_of(context, range(context.current_task + 1), everyone=True)
 
 
 def _committed(pool: Pool, border: int, signal: bool) -> np.ndarray:
