@@ -255,7 +255,7 @@ class Checks:
             before = self.stream.data(client, other) if len(common) else None
             if before is not None and not torch.equal(data.x[int(here[0])], before.x[int(there[0])]):
                 raise SettingError(
-                    f"stream: {self.stream.name!r}, {where}: sample id {common[0]} is another sample's of task {other}, "
+                    f"stream: {self.stream.name!r}, {where}: sample id {common[0]} is another sample of task {other}, "
                     "and replay would take them for the same. Give every sample of a client an id of its own, such as "
                     "ids + task * 1_000_000"
                 )

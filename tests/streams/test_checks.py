@@ -80,7 +80,7 @@ def test_and_where_models_are_scored_on_it() -> None:
 
 
 def test_ids_that_recur_for_other_samples_are_refused() -> None:
-    with pytest.raises(UserError, match=r"client 0, task 1: sample id 0 is another sample's of task 0.*of its own"):
+    with pytest.raises(UserError, match=r"client 0, task 1: sample id 0 is another sample of task 0.*of its own"):
         run(Mine(apart=False), "naive-uniform")
 
 
