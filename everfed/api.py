@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
+    from everfed.core.events import Observer
     from everfed.core.stream import Stream
     from everfed.session.saved_model import Description
 
-Observer = Callable[[dict[str, Any]], None]
-Observers = Sequence[Observer] | Callable[[Path], Sequence[Observer]]  # or a function from the run folder to them
+    Observers = Sequence[Observer] | Callable[[Path], Sequence[Observer]]  # or a function from the run folder to them
+
 CHECKPOINT_EVERY = 5.0
 IN_PYTHON = "python:"  # what stream.dataset or model.kind begins with where the stream or the network is an object
 

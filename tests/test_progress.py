@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 from rich.console import Console
 
-from everfed.reports.progress import JsonLines, PlainLines, ProgressState, Several, duration, size, watching
+from everfed.reports.progress import JsonLines, PlainLines, ProgressState, Several, watching
 
 START = {"event": "start", "method": "fedgp+der", "seed": 3, "rounds": 4, "tasks": 2, "clients": 5, "round": 0}
 
@@ -58,19 +58,6 @@ def whole_run(clock: Clock | None = None) -> Iterator[dict]:
         if index % 2:
             yield evaluation(index, index // 2, 0.5)
     yield {"event": "end", "metrics": {"acc": 0.5}}
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (87_360, "87.4 kB"), (6_653_480, "6.7 MB"), (5 * 10**12, "5.0 TB")],
-)
-def test_sizes(count: int, text: str) -> None:
-    assert size(count) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03")])
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_standing_adds_up_bytes_and_keeps_the_last_loss() -> None:

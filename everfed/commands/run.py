@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +13,8 @@ from everfed.commands.interrupts import interrupt_message
 from everfed.commands.output import print_result, show_table, stdout
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.recipe import Reading
-
-Observer = Callable[[dict[str, Any]], None]
 
 
 def run(
@@ -106,7 +104,7 @@ def _show_estimate(reading: Reading, data: Path | None, scale: float, as_json: b
 
 def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     from everfed.privacy.reveals import sentence
-    from everfed.reports.progress import duration, size
+    from everfed.reports.formats import clock, size
 
     return [
         ("method", f"{found['method']}, of the parts {', '.join(found['parts'])}"),
@@ -114,7 +112,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("samples", f"{found['samples']} in the first round, each {tuple(found['input_shape'])}"),
         ("model", f"{found['model']}: {found['parameters']:,} parameters, outputs {tuple(found['output_shape'])}"),
         ("server sees", sentence(found["reveals"])),
-        ("time", f"{duration(found['seconds'])}, {found['seconds_per_round']:.2f} s a round on this machine"),
+        ("time", f"{clock(found['seconds'])}, {found['seconds_per_round']:.2f} s a round on this machine"),
         ("memory", f"{size(found['peak_memory_bytes'])} at the peak, in this process"),
         ("bytes", f"{size(found['bytes_up'])} up, {size(found['bytes_down'])} down in all"),
     ]

@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from everfed.commands.interrupts import interrupt_message, same_command
 from everfed.commands.output import stdout
-from everfed.experiments.jobs import MOST_NAMED, GridJob, Observer, Output
+from everfed.experiments.jobs import MOST_NAMED, GridJob, Output
 from everfed.metrics.scores import score_of
-from everfed.reports.progress import ProgressState, Several, duration, watching
+from everfed.reports.formats import clock
+from everfed.reports.progress import ProgressState, Several, watching
+
+if TYPE_CHECKING:
+    from everfed.core.events import Observer
 
 SECONDS_BETWEEN_LINES = 15.0  # about runs side by side
 ENDS = ("end", "fault")
@@ -89,7 +93,7 @@ class Beside:
         places = [f"{run.title} {run.place()}" for run in self._runs.values()]
         others = [f"{len(places) - MOST_NAMED} more"] if len(places) > MOST_NAMED else []
         left = self._several.left(sum(run.share for run in self._runs.values()))
-        time_left = [] if left is None else [f"{duration(left)} left in all"]
+        time_left = [] if left is None else [f"{clock(left)} left in all"]
         return "; ".join([*places[:MOST_NAMED], *others, *time_left])
 
 

@@ -20,6 +20,7 @@ from everfed.core.tree import Tree
 from everfed.errors import Fault
 
 Event = dict[str, Any]
+Observer = Callable[[Event], None]  # what is told everything that happens
 LOSS = "loss"
 Signals = Mapping[str, Mapping[int, float]]  # signal -> client -> value; "loss": its mean step loss; others: from parts
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +18,9 @@ from everfed.errors import UserError
 from everfed.store.clients import DEFAULT_BUDGET, ClientStore
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.recipe import EngineSection
 
-Notify = Callable[[dict[str, Any]], None]
 
 choose_queues()  # before CUDA starts
 
@@ -100,7 +99,7 @@ def build(
     setup: Setup,
     store: ClientStore,
     build_module: BuildModule,
-    notify: Notify,
+    notify: Observer,
     group: Group | None = None,
 ) -> Engine:
     """The engine that `section` asks for; "auto" takes graphs on a GPU, else processes when they are faster."""
@@ -133,7 +132,7 @@ def build(
 
 
 def _ranks(
-    section: EngineSection, setup: Setup, store: ClientStore, build_module: BuildModule, notify: Notify, group: Group
+    section: EngineSection, setup: Setup, store: ClientStore, build_module: BuildModule, notify: Observer, group: Group
 ) -> Engine:
     """Of several processes, each with the engine inside that suits its device."""
     from everfed.engines.ranks import Ranks

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everfed.api import CHECKPOINT_EVERY, Observer
+from everfed.api import CHECKPOINT_EVERY
 from everfed.errors import RecipeError
 from everfed.experiments.grid import Grid, Shown, Streams, checked_jobs, streams_of
 from everfed.experiments.jobs import GridJob, JobSettings, key_of_set, new_job
@@ -16,6 +16,7 @@ from everfed.naming import split_names
 from everfed.recipe import MethodSection, Recipe, Sets, Source, as_entries, read
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.core.stream import Stream
 
 

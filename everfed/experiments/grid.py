@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from everfed.api import Observer
 from everfed.errors import UserError
 from everfed.experiments import summary
 from everfed.experiments.jobs import GridJob, JobSettings, Output, check, run_all
@@ -16,6 +15,7 @@ from everfed.experiments.result import Comparison
 from everfed.reports.progress import Several, shown
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.core.stream import Stream
 
 Streams = Callable[[int], "Stream"]  # the stream of a seed

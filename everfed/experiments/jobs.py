@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed import api
-from everfed.api import Observer
 from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.experiments import workers
 from everfed.experiments.choice import choose
@@ -27,6 +26,7 @@ from everfed.store.event_log import read_log
 from everfed.store.run import RunFolder, RunHeld, SameRun
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.core.stream import Stream
 
 MOST_NAMED = 8  # finished jobs in one line

@@ -75,14 +75,14 @@ def _numbers(result: dict[str, Any]) -> dict[str, float]:
 
 def table(found: Sequence[TableRow], heading: str) -> tuple[list[str], list[list[str]]]:
     """(columns, lines), fractions in per cent; columns without a value are left out."""
-    from everfed.reports.progress import duration, size
+    from everfed.reports.formats import clock, size
 
     score = next((row.score for row in found if row.spreads), score_of("accuracy"))
     metrics = [key for key in SHOWN if any(key in row.spreads for row in found)]
     lines = []
     for row in found:
         scores = [_text(row.spreads.get(key), METRICS[key].kind_of(score)) for key in metrics]
-        costs = [size(round(row.mean("bytes_up"))), duration(row.mean("seconds"))] if row.spreads else ["-", "-"]
+        costs = [size(round(row.mean("bytes_up"))), clock(row.mean("seconds"))] if row.spreads else ["-", "-"]
         finished = sum(outcome.result is not None for outcome in row.outcomes)
         lines.append([row.name, f"{finished}/{len(row.outcomes)}", *scores, *costs])
     return [heading, "Runs", *(METRICS[key].named(score) for key in metrics), *(head for head, _ in COSTS)], lines

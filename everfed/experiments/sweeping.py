@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everfed.api import CHECKPOINT_EVERY, Observer
+from everfed.api import CHECKPOINT_EVERY
 from everfed.errors import RecipeError
 from everfed.experiments.grid import Grid, Shown, Streams, checked_jobs, streams_of
 from everfed.experiments.jobs import JobSettings, key_of_set, new_job
@@ -19,6 +19,7 @@ from everfed.experiments.result import Comparison
 from everfed.recipe import Recipe, Sets, Source, as_entries, read
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.core.stream import Stream
 
 VALIDATION = 0.1  # share of the training data to hold out when the recipe holds out none

@@ -19,10 +19,10 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everfed.errors import UserError
 from everfed.federation.packet import Packet, PacketError, digest
@@ -31,12 +31,14 @@ from everfed.federation.transport import Failure, Transport
 from everfed.store.appended import GrowingFile, Lost
 from everfed.store.files import write_atomic
 
+if TYPE_CHECKING:
+    from everfed.core.events import Observer
+
 AUDIT = "audit.jsonl"
 START = "0" * 64  # what the first line names as the hash before it
 HEAD = "audit"  # in the header of a client's answers: the last hash of its log
 
 
-Notify = Callable[[dict[str, Any]], None]
 _LOG = logging.getLogger("everfed.audit")
 
 
@@ -232,7 +234,7 @@ class AuditedTransport:
         self.transport.close()
 
 
-def noted(notify: Notify, log: AuditLog) -> Notify:
+def noted(notify: Observer, log: AuditLog) -> Observer:
     """`notify`, with the connections and refusals of clients written down."""
 
     def both(event: dict[str, Any]) -> None:

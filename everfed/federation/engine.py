@@ -11,6 +11,7 @@ import torch
 from everfed.core.client import Reply
 from everfed.core.context import Moment, Place, Setup
 from everfed.core.engine import Absent, ClientError, PhaseCall
+from everfed.core.events import Observer
 from everfed.core.message import MODEL, Message, Model, unwrap
 from everfed.core.phase import TRAIN, Phase
 from everfed.engines.base import BuildModule, OneTrainer, new_trainer
@@ -19,7 +20,7 @@ from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply
 from everfed.federation.cross_checks import SampleClaims, find_other_forms, find_outliers
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.phase_options import PhaseOptions
-from everfed.federation.phase_requests import REJECTED, Notify, PhaseRequests
+from everfed.federation.phase_requests import REJECTED, PhaseRequests
 from everfed.federation.request import RECIPE, Answer, Request, Step, fingerprint
 from everfed.federation.transport import Transport
 
@@ -70,7 +71,7 @@ class Federated(OneTrainer):
         identity: RunIdentity,
         options: PhaseOptions,
         durable: Callable[[], Place],
-        notify: Notify = lambda event: None,
+        notify: Observer = lambda event: None,
         outlier: float = OUTLIER,
         allowed: Callable[[int], int | None] = lambda client: None,
     ) -> None:

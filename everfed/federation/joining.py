@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from everfed.federation.local import socket_path
 from everfed.federation.logs import stamped
 from everfed.federation.policy import Policy
 from everfed.federation.runs import KEPT
-from everfed.federation.supervisor import Child, Say, environment, supervise
+from everfed.federation.supervisor import Child, Say, environment, python, supervise
 from everfed.federation.watch import FolderWatch, StateLost
 from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
 from everfed.store.files import make_private
@@ -104,7 +103,7 @@ def last_line(text: str) -> str:
 
 
 def _worker(joining: Joining, folder: Path) -> list[str]:
-    words = [sys.executable, "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
+    words = [*python(), "-m", "everfed.federation.worker", "--folder", str(folder), "--name", joining.name]
     words += ["--client", str(joining.client), "--device", joining.device, "--keep-runs", str(joining.keep_runs)]
     words += ["--budget", str(joining.budget), "--delta", str(joining.delta)]
     words += ["--server", joining.server]
@@ -120,7 +119,7 @@ def _worker(joining: Joining, folder: Path) -> list[str]:
 
 
 def _supernode(joining: Joining, folder: Path) -> list[str]:
-    words = [sys.executable, "-m", "everfed.federation.flower.supernode", "--superlink", joining.server]
+    words = [*python(), "-m", "everfed.federation.flower.supernode", "--superlink", joining.server]
     words += ["--poll", str(joining.poll), "--worker", str(socket_path(folder))]
     if joining.policy:
         words += ["--limit", str(Policy.read(joining.policy).message_limit)]

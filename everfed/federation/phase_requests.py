@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everfed.core.engine import Absent
+from everfed.core.events import Observer
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import MISSING, REPLY, Answer
 from everfed.federation.transport import Failure, Transport
 
 FAILED, LATE, REJECTED, SILENT = "failed", "late", "rejected", "silent"
-Notify = Callable[[dict[str, Any]], None]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class PhaseRequests:
         options: PhaseOptions,
         write: Callable[[int, tuple[str, ...]], Packet],
         read: Callable[[int, Answer], Any],
-        notify: Notify,
+        notify: Observer,
         given_up: set[int],
     ) -> None:
         self.phase, self.clients, self.given_up = phase, clients, given_up

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from everfed.core.context import Place
     from everfed.core.engine import Engine
+    from everfed.core.events import Observer
     from everfed.federation.flower.grid import Node
     from everfed.session import Assembly
 
 IDENTITY = "federation.json"
-Observer = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)

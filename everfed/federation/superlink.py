@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from everfed.errors import UserError
 from everfed.federation.local import answers, control_socket
 from everfed.federation.logs import stamped
 from everfed.federation.proxy import check_binding
-from everfed.federation.supervisor import Child, Say, environment
+from everfed.federation.supervisor import Child, Say, environment, python
 from everfed.store.files import make_private, write_atomic
 
 PID = "superlink.pid"
@@ -48,7 +47,7 @@ class Settings:
     security: Security | None = None
 
     def command(self) -> list[str]:
-        words = [sys.executable, "-m", "everfed.federation.flower.superlink", "--host", self.host]
+        words = [*python(), "-m", "everfed.federation.flower.superlink", "--host", self.host]
         words += ["--port", str(self.port), "--database", str(self.folder / "link.db")]
         if self.security is None:
             return [*words, "--insecure"]

@@ -30,6 +30,11 @@ Say = Callable[[str], None]  # prints one line
 Explain = Callable[[str], str]  # the output of a process since its start -> the cause of its exit, "" if unknown
 
 
+def python() -> list[str]:
+    """This Python, which imports nothing from the folder that it is started in: a file there is not to be code."""
+    return [sys.executable, "-P"]
+
+
 def environment(home: Path) -> dict[str, str]:
     """For Flower's processes: their own folder, no telemetry, commands from this Python's environment."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

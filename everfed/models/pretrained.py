@@ -69,8 +69,30 @@ class ConvertsWeights(Protocol):
         """The tensors of a file under this network's names; config: the content of a config.json beside it, or {}."""
 
 
+# what of a recipe reaches timm: sizes and rates. Others of its options fetch files, write or load them
+TIMM_NUMBERS = frozenset({
+    "attn_drop_rate", "base_width", "cardinality", "class_token", "depth", "depths", "dims", "drop_path_rate",
+    "drop_rate", "dynamic_img_size", "embed_dim", "embed_dims", "head_drop_rate", "img_size", "init_values",
+    "mlp_ratio", "no_embed_class", "num_heads", "output_stride", "patch_drop_rate", "patch_size", "pos_drop_rate",
+    "proj_drop_rate", "qkv_bias", "reg_tokens", "stem_width", "width", "window_size",
+})  # fmt: skip
+TIMM_NAMES = frozenset({"act_layer", "global_pool", "norm_layer", "stem_type"})
+
+
+def _check_timm_options(name: str, options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        fits = isinstance(value, str) if key in TIMM_NAMES else all(isinstance(one, int | float) for one in numbers)
+        if key not in TIMM_NUMBERS | TIMM_NAMES or not fits:
+            raise ModelError(
+                f"model.{key} = {value!r} is not passed on to '{TIMM}{name}': numbers are, as "
+                f"{', '.join(sorted(TIMM_NUMBERS))}, and names as {', '.join(sorted(TIMM_NAMES))}"
+            )
+
+
 def build_timm(name: str, input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-    """timm's network `name` with random weights; options go to timm.create_model. Nothing is downloaded."""
+    """timm's network `name` with random weights. Nothing is downloaded."""
+    _check_timm_options(name, options)
     try:
         import timm
     except ImportError as missing:
@@ -82,11 +104,11 @@ def build_timm(name: str, input_shape: tuple[int, ...], classes: int, **options:
             f"model.kind = '{TIMM}{name}': timm {timm.__version__} has no such network."
             f"{nearest(name, timm.list_models())} timm.list_models() lists all"
         )
-    usual: dict[str, Any] = {"pretrained": False, "num_classes": classes, "in_chans": input_shape[0]}
+    usual: dict[str, Any] = {"num_classes": classes, "in_chans": input_shape[0]}
     found = timm.models.get_pretrained_cfg(name)
     if found is not None and found.fixed_input_size:  # a ViT's positions belong to one size
         usual["img_size"] = input_shape[1]
-    module: nn.Module = timm.create_model(name, **{**usual, **options})
+    module: nn.Module = timm.create_model(name, pretrained=False, **{**usual, **options})
     return module
 
 
@@ -110,17 +132,18 @@ def build_hf(
         auto = transformers.AutoModelForSequenceClassification
     if config is not None:
         made = transformers.AutoConfig.for_model(**config)
-        return HuggingFace(auto.from_config(made))
+        return HuggingFace(auto.from_config(made, trust_remote_code=False))
     folder = find(name, data_folder, "model.kind", CONFIG)
-    described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if described.num_labels != classes:  # else the names of its classes are kept
         described.num_labels = classes
     if not (folder / WEIGHTS).is_file():
-        return HuggingFace(auto.from_config(described))
+        return HuggingFace(auto.from_config(described, trust_remote_code=False))
     base, report = auto.from_pretrained(
         folder,
         config=described,
         local_files_only=True,
+        trust_remote_code=False,
         use_safetensors=True,
         ignore_mismatched_sizes=True,
         output_loading_info=True,

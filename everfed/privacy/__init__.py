@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from everfed.core.context import Ledger, Setup
 from everfed.core.engine import Engine
@@ -13,9 +13,8 @@ from everfed.core.server import RunState
 from everfed.errors import CompositionError
 
 if TYPE_CHECKING:
+    from everfed.core.events import Observer
     from everfed.recipe import PrivacySection
-
-Notify = Callable[[dict[str, Any]], None]
 
 
 def protect(method: Method, section: PrivacySection) -> Method:
@@ -38,7 +37,7 @@ def check(setup: Setup) -> None:
     check_setup(setup)
 
 
-def accounting(setup: Setup, folder: Path, notify: Notify) -> Callable[[RunState], None] | None:
+def accounting(setup: Setup, folder: Path, notify: Observer) -> Callable[[RunState], None] | None:
     """A function that records what a run has released in a ledger in its folder; None where nothing is counted."""
     from everfed.privacy.spending import RunLedger, protection
 
@@ -46,7 +45,7 @@ def accounting(setup: Setup, folder: Path, notify: Notify) -> Callable[[RunState
     return None if part is None else RunLedger(folder, part, notify).record
 
 
-def wrap(engine: Engine, setup: Setup, device: str, notify: Notify, ledger: Ledger | None = None) -> Engine:
+def wrap(engine: Engine, setup: Setup, device: str, notify: Observer, ledger: Ledger | None = None) -> Engine:
     """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
     from everfed.privacy.secure import NAME
     from everfed.privacy.spending import protection

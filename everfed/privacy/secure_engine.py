@@ -16,6 +16,7 @@ from everfed.core.client import Reply
 from everfed.core.context import Ledger, Moment, Setup
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.evaluate import EvalSpec
+from everfed.core.events import Observer
 from everfed.core.handle import Server
 from everfed.core.message import Message, Model, PerClient, Traffic, addressed, payload_bytes
 from everfed.core.phase import Phase, When
@@ -26,7 +27,7 @@ from everfed.errors import CompositionError
 from everfed.privacy.encoding import Sums
 from everfed.privacy.members import set_text
 from everfed.privacy.secure import NAME, SecureAggregation
-from everfed.privacy.secure_phase import Notify, SecurePhase
+from everfed.privacy.secure_phase import SecurePhase
 from everfed.privacy.secure_sum import TooFewClients
 
 __all__ = ["Secured", "TooFewClients"]
@@ -41,7 +42,7 @@ class Secured(Engine):
         inner: Engine,
         setup: Setup,
         device: str = "cpu",
-        notify: Notify = lambda event: None,
+        notify: Observer = lambda event: None,
         ledger: Ledger | None = None,
     ) -> None:
         self.inner, self.setup, self.device, self.notify, self.ledger = inner, setup, device, notify, ledger

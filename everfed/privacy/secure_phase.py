@@ -7,8 +7,7 @@ again with fresh keys. A sum that was opened before the server was stopped is op
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from everfed.core.client import Reply
 from everfed.core.context import Moment
@@ -24,8 +23,6 @@ from everfed.privacy.secure_sum import Left, SecureSum, TooFewClients
 
 if TYPE_CHECKING:
     from everfed.privacy.secure_engine import Secured
-
-Notify = Callable[[dict[str, Any]], None]
 
 
 class SecurePhase:

@@ -13,6 +13,7 @@ from typing import Any
 
 from everfed.core.client import Reply
 from everfed.core.context import Place
+from everfed.core.events import Observer
 from everfed.core.message import State
 from everfed.core.method import Method
 from everfed.core.server import RunState
@@ -21,7 +22,6 @@ from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy
 from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
 
 DELTA = 1e-5
-Notify = Callable[[dict[str, Any]], None]
 
 
 def protection(method: Method) -> DifferentialPrivacy | None:
@@ -84,7 +84,7 @@ class RunLedger:
     """What the server of a run has released. After a crash a run goes on from its last checkpoint, perhaps with other
     clients: the sums that it then releases at the same places are further releases."""
 
-    def __init__(self, folder: Path, part: DifferentialPrivacy, notify: Notify) -> None:
+    def __init__(self, folder: Path, part: DifferentialPrivacy, notify: Observer) -> None:
         self.file, self.part, self.notify = AppendedFile(folder / PRIVACY_LEDGER), part, notify
 
     def record(self, state: RunState) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from everfed.reports.colours import PIECES
+from everfed.reports.formats import duration, log_ticks, size, ticks, whole_ticks
 from everfed.reports.groups import COLOURS
 from everfed.reports.markup import NOTHING, Child, Html, join, tag
-from everfed.reports.numbers import duration, log_ticks, size, ticks, whole_ticks
 from everfed.reports.series import Line
 
 UNITS = 1000

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everfed.metrics.scores import Score, score_of
-from everfed.reports import charts, heatmaps, numbers, series
+from everfed.reports import charts, formats, heatmaps, series
 from everfed.reports.charts import Axis, Bar, Marks, PieceColours
 from everfed.reports.groups import SeedGroup
 from everfed.reports.markup import NOTHING, Html, join, tag
@@ -237,7 +237,7 @@ def traffic(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
         ]
     if not found:
         return charts.missing(title, "No round has ended yet.", "traffic")
-    return charts.figure(title, charts.bars(found, numbers.size, "bytes", pieces), about, "traffic")
+    return charts.figure(title, charts.bars(found, formats.size, "bytes", pieces), about, "traffic")
 
 
 def _named_parts(sizes: dict[str, float]) -> tuple[tuple[str, float], ...]:
@@ -256,7 +256,7 @@ def time(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
         found = [Bar(group.label, tuple(seconds.items()), group.colour) for group, seconds in logs if seconds]
     if not found:
         return charts.missing(title, "No round has ended yet.", "time")
-    return charts.figure(title, charts.bars(found, numbers.duration, "seconds", pieces), about, "time")
+    return charts.figure(title, charts.bars(found, formats.duration, "seconds", pieces), about, "time")
 
 
 def memory(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
@@ -272,7 +272,7 @@ def memory(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
 def _memory_bars(groups: Sequence[SeedGroup], key: str, what: str, pieces: PieceColours) -> Html | None:
     known = [(group, series.mean_cost(group, key)) for group in groups]
     found = [Bar(group.label, ((what, value),), group.colour) for group, value in known if value is not None]
-    return charts.bars(found, numbers.size, what, pieces) if any(bar.total for bar in found) else None
+    return charts.bars(found, formats.size, what, pieces) if any(bar.total for bar in found) else None
 
 
 # one run -----------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def buffers(run: LoggedRun) -> Html:
     tasks = max(run.log.start.tasks if run.log.start else 1, *(len(counts) for _, counts in found))
     some = run.log.buffers_of
     whose = f"The first {some[0]:,} of {some[1]:,} clients together." if some else "All clients together."
-    drawing = charts.bars(rows, numbers.count, "samples", lambda task: heatmaps.task_colour(int(task[5:]), tasks))
+    drawing = charts.bars(rows, formats.count, "samples", lambda task: heatmaps.task_colour(int(task[5:]), tasks))
     return charts.figure(title, drawing, whose)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from everfed.reports.charts import chip, tick
 from everfed.reports.colours import on_heat
+from everfed.reports.formats import plain, whole_ticks
 from everfed.reports.markup import Html, join, tag
-from everfed.reports.numbers import plain, whole_ticks
 from everfed.reports.series import ClassMix, ClientGrid
 
 NUMBERED_UP_TO = 20  # tasks whose numbers fit into the cells

@@ -10,7 +10,7 @@ from typing import Any
 
 from everfed import __version__
 from everfed.metrics.scores import score_of
-from everfed.reports import attendance, figures, numbers, rerun, tables
+from everfed.reports import attendance, figures, formats, rerun, tables
 from everfed.reports.charts import PieceColours
 from everfed.reports.colours import variables
 from everfed.reports.groups import SeedGroup, StreamRuns, by_stream
@@ -88,7 +88,7 @@ def _contents(parts: Sequence[Chapter]) -> Html:
 def _subject(streams: Sequence[StreamRuns]) -> str:
     """As "der and fedavg on digits"."""
     methods = list(dict.fromkeys(run.method for stream in streams for run in stream.runs))
-    return f"{numbers.listed(methods)} on {numbers.listed([stream.name for stream in streams])}"
+    return f"{formats.listed(methods)} on {formats.listed([stream.name for stream in streams])}"
 
 
 def _header(title: str, runs: Sequence[LoggedRun], streams: Sequence[StreamRuns]) -> Html:
@@ -195,8 +195,8 @@ def facts(run: LoggedRun, left: float | None = None) -> Html:
         known |= _now(run, left)
     known["folder"] = str(run.folder)
     if run.log.first_time is not None and run.log.last_time is not None:
-        known["from"], known["to"] = numbers.moment(run.log.first_time), numbers.moment(run.log.last_time)
-    known |= {"took": numbers.duration(run.seconds)} if result is not None and run.seconds else {}
+        known["from"], known["to"] = formats.moment(run.log.first_time), formats.moment(run.log.last_time)
+    known |= {"took": formats.duration(run.seconds)} if result is not None and run.seconds else {}
     if result is not None:
         known |= {"scored": f"{result.evaluated} model, {result.split} split, logits {result.logits}"}
         known |= {name: _summary(facts) for name, facts in result.parts.items()}
@@ -215,11 +215,11 @@ def _now(run: LoggedRun, left: float | None) -> dict[str, str]:
     if latest is not None and (value := log.evaluations[latest].score) is not None:
         found["score now"] = f"{score_of(run.score).text(value)} (round {latest + 1})"
     if log.loss is not None:
-        found["loss now"] = numbers.plain(log.loss)
+        found["loss now"] = formats.plain(log.loss)
     if run.seconds is not None:
-        found["so far"] = numbers.duration(run.seconds)
+        found["so far"] = formats.duration(run.seconds)
     if left is not None:
-        found["time left"] = f"about {numbers.duration(left)}"
+        found["time left"] = f"about {formats.duration(left)}"
     return found
 
 
@@ -255,7 +255,7 @@ def happenings(run: LoggedRun) -> Html:
 
 
 def _note(kind: str, when: float | None, done: int, message: str) -> Html:
-    place = f"round {done}" + (f", {numbers.moment(when)}" if when is not None else "")
+    place = f"round {done}" + (f", {formats.moment(when)}" if when is not None else "")
     return tag("li", tag("b", kind), f" {message} ", tag("small", f"({place})"), class_=f"kind-{kind}")
 
 

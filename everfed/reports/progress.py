@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 from everfed.metrics.scores import score_of
+from everfed.reports.formats import clock, size
 
-Event = dict[str, Any]
-Observer = Callable[[Event], None]
+if TYPE_CHECKING:
+    from everfed.core.events import Event, Observer
+
+    Stamp = Callable[[str, Event], str]  # the line of an event -> the line to print
+
 Write = Callable[[str], None]
 
 # Plain lines come at task ends and at most this often in between.
@@ -122,8 +126,8 @@ class ProgressState:
             "measured": self.measured if self.work else None,
             "loss": None if self.loss is None or self.work else f"loss {self.loss:.3f}",
             "score": None if self.acc is None else self._scored(self.acc),
-            "left": None if self.left is None else f"{duration(self.left)} left",
-            "in all": None if self.left_in_all is None else f"{duration(self.left_in_all)} left in all",
+            "left": None if self.left is None else f"{clock(self.left)} left",
+            "in all": None if self.left_in_all is None else f"{clock(self.left_in_all)} left in all",
             "bytes": f"{size(self.bytes_up)} up {size(self.bytes_down)} down",
         }
         return {name: fact for name, fact in known.items() if fact}
@@ -174,23 +178,6 @@ class Several:
         return (self.clock() - self.began) / worked * (self.runs - worked)
 
 
-def size(count: int) -> str:
-    """Bytes with a unit, in powers of 1000."""
-    amount = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
-
-
-def duration(seconds: float) -> str:
-    """H:MM:SS, or M:SS below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def message_for(event: Event, state: ProgressState) -> str | None:
     """The line to print for an event, or None. A fault has none: it ends the run with an error, which is printed."""
     kind = event["event"]
@@ -209,9 +196,6 @@ def message_for(event: Event, state: ProgressState) -> str | None:
     if kind == "warning":
         return f"warning: {event['message']}"
     return None
-
-
-Stamp = Callable[[str, Event], str]  # the line of an event -> the line to print
 
 
 def _plain(line: str, event: Event) -> str:

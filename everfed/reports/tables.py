@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from everfed.metrics.scores import METRICS, Score, ShownMetric, score_of
 from everfed.metrics.statistics import Spread, mean_and_deviation
-from everfed.reports import figures, numbers
+from everfed.reports import figures, formats
 from everfed.reports.groups import SeedGroup, StreamRuns, facts
 from everfed.reports.markdown import markdown_table
 from everfed.reports.markup import Html, tag
@@ -60,11 +60,11 @@ def mean(cell: Cell) -> float | None:
 
 
 _TEXT: dict[str, Callable[[float], str]] = {
-    "percent": numbers.percent,
-    "plain": numbers.plain,
-    "count": numbers.count,
-    "bytes": numbers.size,
-    "seconds": numbers.duration,
+    "percent": formats.percent,
+    "plain": formats.plain,
+    "count": formats.count,
+    "bytes": formats.size,
+    "seconds": formats.duration,
 }
 
 
@@ -204,7 +204,7 @@ def overview(streams: Sequence[StreamRuns]) -> ReportTable:
 
 def _overview_row(stream: StreamRuns) -> tuple[str, ...]:
     values = (_scenario, _tasks, _clients, _rounds, _network, _training)
-    methods = numbers.listed(list(dict.fromkeys(run.method for run in stream.runs)))
+    methods = formats.listed(list(dict.fromkeys(run.method for run in stream.runs)))
     return (stream.name, *(_values(stream, value) for value in values), methods, _values(stream, lambda r: str(r.seed)))
 
 
@@ -212,11 +212,11 @@ def sentence(streams: Sequence[StreamRuns]) -> str:
     """What was run, in words."""
     groups = [group for stream in streams for group in stream.groups]
     methods = list(dict.fromkeys(run.method for group in groups for run in group.runs))
-    who = numbers.listed(methods) if len(methods) <= 4 else f"{len(methods)} methods"
+    who = formats.listed(methods) if len(methods) <= 4 else f"{len(methods)} methods"
     seeds = sorted({run.seed for group in groups for run in group.runs})
-    ran = f"{'seed' if len(seeds) == 1 else 'seeds'} {numbers.listed([str(seed) for seed in seeds])}"
+    ran = f"{'seed' if len(seeds) == 1 else 'seeds'} {formats.listed([str(seed) for seed in seeds])}"
     if len(streams) > 1:
-        return f"{who} on {len(streams)} streams ({numbers.listed([s.name for s in streams])}), {ran}."
+        return f"{who} on {len(streams)} streams ({formats.listed([s.name for s in streams])}), {ran}."
     (stream,) = streams
     task, client, rounds, network = (_values(stream, value) for value in (_tasks, _clients, _rounds, _network))
     what = f"{stream.name}, {_values(stream, _scenario)}"
@@ -225,7 +225,7 @@ def sentence(streams: Sequence[StreamRuns]) -> str:
 
 def _values(stream: StreamRuns, of: Callable[[LoggedRun], str]) -> str:
     """What the runs of a stream have, each value once."""
-    return numbers.listed(list(dict.fromkeys(of(run) for run in stream.runs)))
+    return formats.listed(list(dict.fromkeys(of(run) for run in stream.runs)))
 
 
 def _known(run: LoggedRun, key: str) -> str:

@@ -14,14 +14,15 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from everfed.errors import UserError
 from everfed.recipe import Recipe
 from everfed.reports.groups import flat
 
-Event = dict[str, Any]
-Observer = Callable[[Event], None]
+if TYPE_CHECKING:
+    from everfed.core.events import Event, Observer
+
 Values = dict[str, float]
 PROJECT = "everfed"
 

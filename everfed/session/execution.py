@@ -11,6 +11,7 @@ from everfed import engines, privacy
 from everfed.core.context import Place
 from everfed.core.engine import Engine
 from everfed.core.evaluate import EvalOptions
+from everfed.core.events import Observer
 from everfed.core.phase import EVALUATE
 from everfed.core.server import Runner, RunState
 from everfed.core.tree import on_device
@@ -21,7 +22,7 @@ from everfed.methods import monitor
 from everfed.session import saved_model
 from everfed.session.assembly import Assembly, fingerprint
 from everfed.session.pictures import save_pictures
-from everfed.session.reporting import Observer, announce, buffer_reporter, fan_out, report_end, report_fault
+from everfed.session.reporting import announce, buffer_reporter, fan_out, report_end, report_fault
 from everfed.session.result import result
 from everfed.store.checkpoint import Checkpoints, latest, numbers
 from everfed.store.clients import ClientStore

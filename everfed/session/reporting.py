@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from everfed.core.context import Setup
-from everfed.core.events import Event
+from everfed.core.events import Event, Observer
 from everfed.core.server import RunState
 from everfed.engines.group import Group
 from everfed.errors import UserError
@@ -17,7 +17,6 @@ from everfed.session.assembly import Assembly
 from everfed.session.result import at_chance
 from everfed.store.clients import ClientStore
 
-Observer = Callable[[Event], None]
 _MOST_CLIENTS = 1000  # whose buffers are read at a task's end
 
 

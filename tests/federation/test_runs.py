@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from everfed.federation.packet import Packet
 from everfed.federation.request import Answer
 from everfed.federation.runs import Runs
 from everfed.federation.site import ClientRuntime, Identity, Site
+from everfed.federation.superlink import Settings
 from tests.federation.loop import federated, loop_of, runtime
 from tests.support.toy import Bench, Toy
 
@@ -126,6 +128,17 @@ def test_a_damaged_order_says_nothing(damage: bytes, tmp_path: Path) -> None:
 def test_the_option_reaches_the_worker(tmp_path: Path) -> None:
     (worker, *_) = children(Joining("127.0.0.1:1", tmp_path, "site-0", keep_runs=7))
     assert worker.command[worker.command.index("--keep-runs") + 1] == "7"
+
+
+def test_children_import_nothing_from_the_folder_that_they_are_started_in(tmp_path: Path) -> None:
+    """A file that a server had written there would run with the next start of the client."""
+    (tmp_path / "argparse.py").write_text(f"open({str(tmp_path / 'taken')!r}, 'w').close()\n")
+    link = Settings("127.0.0.1", 1, tmp_path).command()
+    for command in (*(one.command for one in children(Joining("127.0.0.1:1", tmp_path, "site-0"))), link):
+        start = command[: command.index("-m") + 2]
+        assert start[-1].startswith("everfed.federation.")
+        subprocess.run([*start, "--help"], cwd=tmp_path, capture_output=True, check=True)
+        assert not (tmp_path / "taken").exists(), start
 
 
 def test_another_scale_is_another_runtime_and_the_same_one_is_reused(tmp_path: Path, first: Packet) -> None:

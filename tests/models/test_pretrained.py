@@ -275,6 +275,35 @@ def test_timm_is_asked_for_the_network_without_downloading(monkeypatch: pytest.M
     assert asked == {**expected, "img_size": 8, "depth": 2}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pretrained": True},
+        {"pretrained": True, "pretrained_cfg": {"url": "file:///etc/hostname"}, "cache_dir": "somewhere"},
+        {"checkpoint_path": "/etc/hostname"},
+        {"pretrained_cfg_overlay": {"file": "/etc/hostname"}},
+        {"depth": {"url": "http://localhost"}},
+        {"drop_rate": "0.1"},
+        {"act_layer": ("relu",)},
+        {"nonsense": 3},
+    ],
+)
+def test_a_recipe_cannot_make_timm_fetch_or_write_files(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `pretrained_cfg` and `cache_dir` timm writes a file of a server's choice into a folder of its choice."""
+    asked: list[Any] = []
+    fake = SimpleNamespace(
+        is_model=bool,
+        create_model=lambda *args, **more: asked.append(more) or Net(),
+        models=SimpleNamespace(get_pretrained_cfg=lambda name: None),
+    )
+    monkeypatch.setitem(sys.modules, "timm", fake)  # type: ignore[arg-type]
+    with pytest.raises(models.ModelError, match=f"model.{next(iter(options))} = .* is not passed on to 'timm:vit"):
+        build("timm:vit_tiny_patch16_224", **options)
+    assert asked == []
+
+
 def test_timm_itself() -> None:
     pytest.importorskip("timm", reason="needs timm and torchvision", exc_type=ImportError)
     made = build("timm:vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=2, patch_size=4)
@@ -282,7 +311,7 @@ def test_timm_itself() -> None:
     with pytest.raises(models.ModelError, match=r"no such network. Did you mean .*vit_tiny_patch16_224"):
         build("timm:vit_tinny_patch16_224")
     with pytest.raises(models.ModelError, match="cannot be built from its options"):
-        build("timm:vit_tiny_patch16_224", nonsense=3)
+        build("timm:vit_tiny_patch16_224", cardinality=3)
 
 
 def test_an_unknown_kind_names_what_is_allowed() -> None:

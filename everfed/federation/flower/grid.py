@@ -11,6 +11,7 @@ import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from everfed.core.events import Observer
 from everfed.federation.flower.internals import ObjectPushError, RunNotRunningException, use_large_objects
 from everfed.federation.flower.pulling import UNUSABLE
 from everfed.federation.flower.records import from_records, to_records
@@ -48,7 +49,6 @@ class Node:
 
 
 Enrol = Callable[[Node], int]  # the index of a client; raises PacketError for one that may not take part
-Notify = Callable[[dict[str, Any]], None]
 
 
 class GridTransport:
@@ -61,7 +61,7 @@ class GridTransport:
         self,
         open_grid: Callable[[], Grid],
         enrol: Enrol,
-        notify: Notify = lambda event: None,
+        notify: Observer = lambda event: None,
         poll: float = 0.1,
         look: float = 2.0,
     ) -> None:

@@ -21,13 +21,18 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def duration(seconds: float) -> str:
-    """Below a minute in seconds, then M:SS, then H:MM:SS."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
+def clock(seconds: float) -> str:
+    """M:SS, or H:MM:SS from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """With its unit: below a minute in seconds, else as `clock`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    return f"{clock(seconds)} {'h' if round(seconds) >= 3600 else 'min'}"
 
 
 def count(value: float) -> str:
