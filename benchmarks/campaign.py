@@ -40,8 +40,8 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment
 from everfed.core.engine import Absent, Engine, Replies
 from everfed.core.evaluate import EvalOptions, EvalSpec
-from everfed.core.legacy import Phase
 from everfed.core.message import Message, Model
+from everfed.core.phase import Phase
 from everfed.core.server import Runner
 from everfed.core.trainer import Trainer
 from everfed.engines.eager import Eager

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from everfed.api import LoadedRun, check, load, resume, run
     from everfed.errors import CompositionError, RecipeError, UserError
     from everfed.experiments import Comparison, compare, sweep
+    from everfed.experiments.papers.reproducing import reproduce
     from everfed.recipe import Recipe
     from everfed.recipe import read as read_recipe
     from everfed.reports import write as report
@@ -41,6 +42,7 @@ _PLACES = {  # name -> module, and what it is called there
     "method": "method:",
     "read_recipe": "recipe:read",
     "report": "reports:write",
+    "reproduce": "experiments.papers.reproducing:reproduce",
     "resume": "api:resume",
     "run": "api:run",
     "streams": "streams:",
@@ -61,6 +63,7 @@ __all__ = [
     "load",
     "read_recipe",
     "report",
+    "reproduce",
     "resume",
     "run",
     "streams",

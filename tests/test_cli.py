@@ -57,7 +57,7 @@ PART = '''\
 from dataclasses import dataclass
 from typing import ClassVar
 
-from everfed.core.legacy import Part
+from everfed.method import Part
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Halved(Part):
     name: ClassVar[str] = "halved"
 
     def gradient(self, step, gradient):
-        return gradient * self.factor
+        return gradient.vector * self.factor
 '''
 
 
@@ -245,7 +245,7 @@ import os, signal
 from dataclasses import dataclass
 from typing import ClassVar
 
-from everfed.core.legacy import Part
+from everfed.method import Part
 
 
 def ctrl_c():
@@ -263,10 +263,9 @@ class Destroyed:
 class InDestructor(Part):
     name: ClassVar[str] = "in-destructor"
 
-    def receive(self, client, message, model, data, ctx):
-        if ctx.round == 1 and ctx.client == 0:
+    def receive(self, client):
+        if client.round == 1 and client.id == 0:
             Destroyed()
-        return None, model
 
 
 @dataclass(frozen=True)

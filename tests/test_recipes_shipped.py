@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from everfed import api
-from everfed.core.legacy import Optimizer
 from everfed.data import available
 from everfed.data.domains import KNOWN
 from everfed.experiments.papers.tables import papers
+from everfed.method import Optimizer
 from everfed.methods import registry as methods
 from everfed.recipe import Recipe, read, read_placed, settled, to_toml
 from everfed.recipe import shipped as recipes

@@ -1,4 +1,4 @@
-"""`everfed record`: finished runs as small records, and the tables that are made of records."""
+"""`everfed record`: finished runs as small records, and the pages that are made of records."""
 
 from __future__ import annotations
 
@@ -22,46 +22,32 @@ def record(
         bool, typer.Option("--shared", help="Other programs used the device: the seconds are no measure of speed.")
     ] = False,
     remark: Annotated[str, typer.Option(metavar="TEXT", help="What a reader of the numbers must know.")] = "",
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also renew the tables of this page, REPRODUCIBILITY.md.")
+    pages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Also write REPRODUCIBILITY.md and docs/results/ in this folder, from all records."
+        ),
     ] = None,
 ) -> None:
-    """Keep finished runs as small records, and renew the tables that are made of them.
+    """Keep finished runs as small records, and write the pages that are made of records.
 
     A record holds a run's recipe, method, seed, engine, hardware, metrics,
     accuracy matrix, seconds and samples: what a table needs, without the run
-    folder. everfed reproduce --status shows the tables that records fill.
+    folder. A run that diverged is recorded, too. everfed reproduce --status
+    shows the tables that records fill.
 
     \b
     Examples:
       everfed record runs/reproduce
       everfed record runs/mine-fedavg-0 --shared --remark "two runs on one GPU"
-      everfed record --page REPRODUCIBILITY.md
+      everfed record --pages .
     """
-    from everfed.experiments.papers import page as tables
+    from everfed.experiments.papers import pages as written
     from everfed.experiments.papers import records as kept
-    from everfed.store.files import write_atomic
-    from everfed.store.marked import read_page
 
-    if not runs and page is None:
-        raise UserError("name run folders to record, or a page to renew with --page")
-    for folder in _folders(runs or []):
-        typer.echo(str(kept.write(kept.of_run(folder, shared=shared, remark=remark), records)))
-    if page is not None:
-        write_atomic(page, tables.renewed(read_page(page), kept.read_all(records)).encode())
-        typer.echo(str(page))
-
-
-def _folders(given: list[Path]) -> list[Path]:
-    """Run folders, themselves or below the folders given; only finished ones of those below."""
-    from everfed.store.run import RECIPE, RESULT
-
-    found: list[Path] = []
-    for path in given:
-        if not path.exists():
-            raise UserError(f"there is no folder {path}")
-        inside = sorted(result.parent for result in path.rglob(RESULT)) if not (path / RECIPE).exists() else [path]
-        if not inside:
-            raise UserError(f"{path} holds no finished run")
-        found += inside
-    return found
+    if not runs and pages is None:
+        raise UserError("name run folders to record, or a folder for the pages with --pages")
+    made = [kept.write(kept.of_run(run, shared=shared, remark=remark), records) for run in kept.folders(runs or [])]
+    made += written.write(pages, records) if pages is not None else []
+    for path in made:
+        typer.echo(str(path))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,17 +11,9 @@ import typer
 from everfed.commands import options, tracking
 from everfed.commands.record import RECORDS, Records
 from everfed.errors import UserError
-from everfed.naming import split_names
 
 if TYPE_CHECKING:
-    from everfed.experiments.jobs import GridJob, JobSettings, Outcome
-    from everfed.experiments.papers.judging import Runs
-    from everfed.experiments.papers.planning import Cell as Place
-    from everfed.experiments.papers.planning import Experiment
-    from everfed.experiments.papers.tables import Table
-    from everfed.experiments.papers.writing import Found
-
-SMALL = 0.05  # `--scale small`: enough data for every recipe's division among clients
+    from everfed.experiments.papers.writing import Reproduction
 
 
 def reproduce(
@@ -32,7 +22,7 @@ def reproduce(
     ] = None,
     show: Annotated[bool, typer.Option("--list", help="Show every table with what it costs, and run nothing.")] = False,
     status: Annotated[
-        bool, typer.Option("--status", help="Show the cells with records, verdicts, and what the rest costs.")
+        bool, typer.Option("--status", help="Show the cells with records, verdicts, what is planned and what it costs.")
     ] = False,
     records: Records = RECORDS,
     rate: Annotated[
@@ -64,7 +54,7 @@ def reproduce(
     track: tracking.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
-    """Run a table of a paper and print our numbers, the paper's, the difference and whether it is reproduced.
+    """Run a table of a paper and print our numbers, the paper's, and the verdicts on levels and effects.
 
     Every cell either runs or is listed with the reason why not. When the
     command is repeated, finished runs are kept and interrupted ones resumed;
@@ -79,183 +69,44 @@ def reproduce(
       everfed reproduce fedgp/table1 --data ~/data --scale small --seeds 1
       everfed reproduce fedgp/table7 --methods der,fedgp+der --columns MNIST
     """
-    from everfed.experiments.jobs import JobSettings
-    from everfed.experiments.papers.tables import find
+    from everfed.commands.terminal import Terminal
+    from everfed.experiments.papers import reproducing
 
-    factor = _scale(scale)
-    selection = Selection(split_names(methods), split_names(columns), seeds, engine, out or _default_folder(factor))
-    settings = JobSettings(options.absolute(data), factor, checkpoint_every, as_json, track, jobs)
+    factor = reproducing.share(scale)
+    if (show or status) and (methods or columns):
+        raise UserError(f"--{'list' if show else 'status'} shows whole tables; leave --methods and --columns out")
     if show:
-        if methods or columns:
-            raise UserError("--list shows whole tables; leave --methods and --columns out")
-        _show_list(table or "", selection, settings)
-        return
+        return _show_list(table or "", seeds, factor, as_json)
     if status:
-        if methods or columns:
-            raise UserError("--status shows whole tables; leave --methods and --columns out")
-        _show_status(table or "", records, rate, seeds, as_json)
-        return
+        return _show_status(table or "", records, rate, seeds, as_json)
     if table is None:
         raise UserError("name a table, such as fedgp/table1; `everfed reproduce --list` shows every one")
-    chosen = find(table)
-    if chosen.item.nothing:
-        raise UserError(f"{chosen.name} ({chosen.item.about}): there is nothing to run; {chosen.item.nothing}")
-    found = _reproduced(chosen, selection, settings)
-    _print_result(found, selection.out, as_json)
+    found = reproducing.reproduce(
+        table,
+        methods,
+        columns,
+        seeds,
+        out,
+        engine=engine,
+        data_dir=options.absolute(data),
+        scale=factor,
+        track=track,
+        checkpoint_every=checkpoint_every,
+        jobs=jobs,
+        output=Terminal(as_json),
+    )
+    _print(found, as_json)
     if found.problems:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The options of the command line beside the table. out: the folder of all run folders."""
-
-    methods: Sequence[str]
-    columns: Sequence[str]
-    seeds: int | None
-    engine: str | None
-    out: Path
-
-
-def _scale(text: str) -> float:
-    try:
-        return SMALL if text == "small" else float(text)
-    except ValueError as error:
-        raise UserError(f"--scale must be a number above 0 and at most 1, or small; got {text!r}") from error
-
-
-def _default_folder(scale: float) -> Path:
-    """Scaled runs have a folder of their own."""
-    return Path("runs") / ("reproduce" if scale == 1 else f"reproduce-{scale:g}")
-
-
-# running ---------------------------------------------------------------------------------------------------------
-
-
-def _reproduced(table: Table, selection: Selection, settings: JobSettings) -> Found:
-    """Run what can be run and judge it."""
-    from everfed.commands.terminal import Terminal
-    from everfed.experiments import jobs
-    from everfed.experiments.papers import judging, planning
-    from everfed.experiments.papers.writing import Found
-
-    places = planning.plan(table, selection.methods, selection.columns)
-    grid, refused = _grid(planning.experiments(places), selection, settings)
-    places = [_with_refusal(place, refused) for place in places]
-    wanted = {experiment: grid[experiment] for experiment in planning.experiments(places)}
-    runs = [cell for own in wanted.values() for cell in own]
-    _announce(places, runs, settings)
-    outcomes = {
-        outcome.job.folder: outcome for outcome in jobs.run_all(runs, settings, output=Terminal(settings.as_json))
-    }
-    judged = judging.judge(places, _finished(wanted, outcomes))
-    return Found(table, settings.scale, judged, _problems(outcomes.values()))
-
-
-def _finished(wanted: dict[Experiment, list[GridJob]], outcomes: dict[Path, Outcome]) -> Runs:
-    from everfed.experiments.papers import records
-    from everfed.experiments.papers.measures import Sample
-
-    found: dict[Experiment, dict[int, Sample]] = {}
-    for experiment, cells in wanted.items():
-        done = [cell for cell in cells if outcomes[cell.folder].result is not None]
-        found[experiment] = {cell.recipe.seed: Sample(records.of_run(cell.folder)) for cell in done}
-    return found
-
-
-def _grid(
-    wanted: Sequence[Experiment], selection: Selection, settings: JobSettings
-) -> tuple[dict[Experiment, list[GridJob]], dict[Experiment, str]]:
-    """(runs by experiment, why experiments cannot be run). Raises UserError for a folder that holds other runs."""
-    from everfed.errors import is_user_error
-    from everfed.experiments import jobs
-
-    grid: dict[Experiment, list[GridJob]] = {}
-    refused: dict[Experiment, str] = {}
-    for experiment in wanted:
-        try:
-            grid[experiment] = _cells(experiment, selection)
-            unfinished = [cell for cell in grid[experiment] if not (cell.folder / "result.json").exists()]
-            if unfinished:
-                jobs.check_run(unfinished[0], settings)
-        except Exception as error:
-            if not is_user_error(error):
-                raise
-            refused[experiment] = str(error)
-    jobs.check_folders([cell for e, own in grid.items() if e not in refused for cell in own], settings)
-    if refused and len(refused) == len(wanted):
-        raise UserError("nothing can be run:\n" + "\n".join(dict.fromkeys(refused.values())))
-    return grid, refused
-
-
-def _cells(experiment: Experiment, selection: Selection) -> list[GridJob]:
-    from everfed.experiments.jobs import new_job
-    from everfed.experiments.sweeping import folder_name
-
-    sets = [*experiment.sets, *([f"engine.kind={selection.engine}"] if selection.engine else [])]
-    base = experiment.recipe.replace("/", "-")
-    parent = selection.out / (f"{base},{folder_name(experiment.sets)}" if experiment.sets else base)
-    name = experiment.method or "parts"
-    return [
-        new_job(
-            f"{experiment.recipe} {name}",
-            experiment.recipe,
-            parent / f"{name}-{seed}",
-            method=experiment.method or None,
-            seed=seed,
-            sets=sets,
-        )
-        for seed in _seeds(experiment.recipe, selection.seeds)
-    ]
-
-
-def _seeds(recipe: str, count: int | None) -> list[int]:
-    """The first `count` seeds of those the recipe compares, and further ones when it has fewer."""
-    from everfed.recipe import read
-
-    base = read(recipe)
-    own = base.compare.seeds if base.compare else [base.seed]
-    if count is None or count <= len(own):
-        return own[:count]
-    further = [seed for seed in range(count + len(own)) if seed not in own]
-    return [*own, *further][:count]
-
-
-def _with_refusal(place: Place, refused: dict[Experiment, str]) -> Place:
-    reason = next((refused[run] for run in (place.experiment, place.against) if run in refused), "")
-    return replace(place, missing=place.missing or reason)
-
-
-def _problems(outcomes: Iterable[Outcome]) -> list[str]:
-    return [f"{one.job.folder}: {one.problem}" for one in outcomes if one.result is None]
-
-
-# output ----------------------------------------------------------------------------------------------------------
-
-
-def _announce(places: Sequence[Place], runs: Sequence[GridJob], settings: JobSettings) -> None:
-    if settings.as_json:
-        return
-    done = sum((cell.folder / "result.json").exists() for cell in runs)
-    typer.echo(f"{len(runs)} runs ({done} finished already); {_missing_count(places)}{_warning(settings.scale)}")
-
-
-def _missing_count(places: Sequence[Place]) -> str:
-    absent = sum(bool(place.missing) for place in places)
-    return f"{len(places) - absent} of {len(places)} cells can be run"
-
-
-def _warning(scale: float) -> str:
-    return "" if scale == 1 else f"; --scale {scale:g}: the numbers are not comparable with the paper's"
-
-
-def _print_result(found: Found, out: Path, as_json: bool) -> None:
+def _print(found: Reproduction, as_json: bool) -> None:
     from everfed.commands.output import show_table
     from everfed.experiments.papers import writing
 
-    written = writing.write(out, found)
+    written = found.write()
     if as_json:
-        typer.echo(json.dumps({"event": "reproduction", **writing.as_dict(found)}))
+        typer.echo(json.dumps({"event": "reproduction", **found.as_dict()}))
         return
     for columns, lines in (writing.cells(found.measured), writing.missing(found.judged)):
         if lines:
@@ -265,22 +116,20 @@ def _print_result(found: Found, out: Path, as_json: bool) -> None:
         typer.echo(f"failed: {problem}")
     if found.table.item.note:
         typer.echo(f"note: {found.table.item.note}")
-    typer.echo(f"{found.table.name}: {writing.summary(found)}")
+    typer.echo(f"{found.table.name}: {found.summary}")
     typer.echo(f"written to {', '.join(map(str, written))}")
 
 
-# listing ---------------------------------------------------------------------------------------------------------
-
-
-def _show_list(prefix: str, selection: Selection, settings: JobSettings) -> None:
+def _show_list(prefix: str, seeds: int | None, scale: float, as_json: bool) -> None:
     from everfed.commands.output import show_table
     from everfed.experiments.papers.listing import COLUMNS, overview
+    from everfed.experiments.papers.reproducing import seeds_of
     from everfed.experiments.papers.tables import papers
 
-    rows = overview(prefix.lower(), lambda recipe: _seeds(recipe, selection.seeds), settings.scale)
+    rows = overview(prefix.lower(), lambda recipe: seeds_of(recipe, seeds), scale)
     if not rows:
         raise UserError(f"no table begins with {prefix!r}; papers: {', '.join(papers())}")
-    if settings.as_json:
+    if as_json:
         typer.echo(json.dumps([vars(row) for row in rows], indent=2))
         return
     show_table(COLUMNS, [row.line() for row in rows])
@@ -289,17 +138,16 @@ def _show_list(prefix: str, selection: Selection, settings: JobSettings) -> None
 
 def _show_status(prefix: str, folder: Path, rate: float | None, seeds: int | None, as_json: bool) -> None:
     from everfed.commands.output import show_table
-    from everfed.experiments.papers import matching, records
-    from everfed.experiments.papers.status import COLUMNS, Rates, measured_rates, status
+    from everfed.experiments.papers.status import COLUMNS, PLANNED, progress
     from everfed.experiments.papers.tables import papers
 
-    kept = records.read_all(folder)
-    rates = Rates(given=rate) if rate else measured_rates(kept)
-    rows = status(prefix.lower(), matching.runs_of(kept), lambda recipe: _seeds(recipe, seeds), rates)
-    if not rows:
+    found = progress(prefix.lower(), folder, rate, seeds)
+    if not found.tables:
         raise UserError(f"no table with runs begins with {prefix!r}; papers: {', '.join(papers())}")
     if as_json:
-        typer.echo(json.dumps([vars(row) for row in rows], indent=2))
+        typer.echo(json.dumps(found.as_dict(), indent=2))
         return
-    show_table(COLUMNS, [row.line() for row in rows])
-    typer.echo(f"{len(kept)} records in {folder}. Tables share runs: a run that several need is counted in each.")
+    show_table(COLUMNS, [row.line() for row in found.tables])
+    typer.echo(f"{found.overall.text()} Tables share runs: a run that several need is counted in each.")
+    if found.planned:
+        show_table(PLANNED, [row.line() for row in found.planned])

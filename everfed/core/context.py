@@ -22,7 +22,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
 from everfed.core.pieces import Pieces, TrainsPieces
-from everfed.core.stream import HeldOut, Hidden, RoundPlan, Stream
+from everfed.core.stream import Checks, HeldOut, Hidden, RoundPlan, Stream
 
 if TYPE_CHECKING:
     from everfed.core.trainer import Trainer
@@ -202,9 +202,11 @@ class Setup:
     options: TrainOptions
     seed: int
     held_out: HeldOut = field(init=False, compare=False)
+    _checks: Checks = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "held_out", HeldOut(self.stream))
+        object.__setattr__(self, "_checks", Checks(self.stream))
 
     @cached_property
     def pieces(self) -> Pieces | None:
@@ -268,7 +270,7 @@ class Setup:
             return _no_data(self.stream)
         if client in moment.plan.drifting:
             return self.stream.data_in(client, moment.round)
-        return self.stream.data(client, task)
+        return self._checks.training(client, task, self.stream.data(client, task))
 
     def _past(self, client: int, task: int | None) -> Callable[[], list[Data]] | None:
         if task is None or not self.method.needs(HISTORY):

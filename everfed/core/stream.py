@@ -20,6 +20,7 @@ from torch import Tensor
 
 from everfed.core.data import Data, device_memory
 from everfed.core.ops import cross_entropy
+from everfed.errors import SettingError
 from everfed.metrics.scores import score_value
 
 _TEST_SHARE = 0.1  # of the device memory that is free when the first test set is copied
@@ -95,6 +96,7 @@ class Stream(ABC):
     capturable: bool = True  # do `augment` and `inputs` keep the rules of a captured step? Else steps run as they come
     visible: frozenset[str] = frozenset()  # further attributes that parts may use in training
     has_pictures: bool = False  # does it draw its samples (`pictures`)?
+    checked: bool = False  # were samples checked where they were read? Else everything it gives is (`Checks`)
 
     # what every stream defines -----------------------------------------------------------------------------------
     @abstractmethod
@@ -208,6 +210,58 @@ def digest_of(text: str, *tensors: Tensor) -> str:
     return found.hexdigest()
 
 
+class Checks:
+    """Looks once at everything that a stream of a user's own gives: numbers must be finite, and a client's sample ids
+    differ between tasks, since replay knows samples by them."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self._seen: set[tuple[str, int | None, int]] = set()
+        self._ids: dict[int, dict[int, np.ndarray]] = {}
+
+    def training(self, client: int, task: int, data: Data) -> Data:
+        """What a client sees in a task."""
+        if self._is_new("train", client, task):
+            where = f"client {client}, task {task}"
+            self._check(data, where)
+            self._check_ids(client, task, data, where)
+        return data
+
+    def held_out(self, client: int | None, task: int, split: str, data: Data) -> Data:
+        """What a task is scored on."""
+        if self._is_new(split, client, task):
+            self._check(data, f"{split} samples of {'' if client is None else f'client {client}, '}task {task}")
+        return data
+
+    def _is_new(self, kind: str, client: int | None, task: int) -> bool:
+        if self.stream.checked or (kind, client, task) in self._seen:
+            return False
+        self._seen.add((kind, client, task))
+        return True
+
+    def _check(self, data: Data, where: str) -> None:
+        for name, values in (("x", data.x), ("y", data.y)):
+            if values.dtype.is_floating_point and not bool(values.isfinite().all()):
+                place = (~values.isfinite()).nonzero()[0].tolist()
+                raise SettingError(
+                    f"stream: {self.stream.name!r}, {where}: {name}{place} is {values[tuple(place)].item():g}, no "
+                    "finite number; fill it in, or leave the sample out"
+                )
+
+    def _check_ids(self, client: int, task: int, data: Data, where: str) -> None:
+        earlier = self._ids.setdefault(client, {})
+        for other, ids in earlier.items():
+            common, here, there = np.intersect1d(data.ids, ids, return_indices=True)
+            before = self.stream.data(client, other) if len(common) else None
+            if before is not None and not torch.equal(data.x[int(here[0])], before.x[int(there[0])]):
+                raise SettingError(
+                    f"stream: {self.stream.name!r}, {where}: sample id {common[0]} is another sample of task {other}, "
+                    "and replay would take them for the same. Give every sample of a client an id of its own, such as "
+                    "ids + task * 1_000_000"
+                )
+        earlier[task] = data.ids
+
+
 class Hidden(RuntimeError):
     """A part asked for what this stream hides."""
 
@@ -261,6 +315,7 @@ class HeldOut:
     def __init__(self, stream: Stream, budget: int | None = None) -> None:
         self.stream = stream
         self.budget = budget
+        self._checks = Checks(stream)
         self.bytes = 0
         self._cached: dict[Hashable, Data] = {}
         self._lock = Lock()
@@ -281,7 +336,8 @@ class HeldOut:
             return self._cached[key] if key in self._cached else self._copy(key, self._load(whose, task, split), device)
 
     def _load(self, client: int | None, task: int, split: str) -> Data:
-        return self.stream.test(task, split) if client is None else self.stream.test_of(client, task, split)
+        data = self.stream.test(task, split) if client is None else self.stream.test_of(client, task, split)
+        return self._checks.held_out(client, task, split, data)
 
     def _copy(self, key: Hashable, data: Data, device: torch.device) -> Data:
         if self.budget is None:

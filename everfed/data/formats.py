@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from everfed.data.errors import DataError
+from everfed.data.source import require_finite
 from everfed.data.split import held_out
 from everfed.data.targets import strata
 
@@ -110,7 +111,9 @@ def read_npz(path: Path) -> Arrays:
         if {"x_train", "y_train", "x_test", "y_test"} <= set(file.files):
             return Arrays(file["x_train"], file["y_train"], file["x_test"], file["y_test"], names)
         if {"x", "y"} <= set(file.files):
-            return split_arrays(file["x"], file["y"], names)
+            x = file["x"]
+            require_finite(x, f"{path}, x")  # here rows still have the file's numbers
+            return split_arrays(x, file["y"], names)
         raise DataError(
             f"{path}: needs the arrays x_train, y_train, x_test, y_test, or x and y; it has {', '.join(file.files)}"
         )

@@ -127,7 +127,7 @@ class Samples:
             raise DataError(
                 f"{self.name}: sample {index} cannot be read ({type(problem).__name__}: {problem})"
             ) from problem
-        made = storage_form(one_sample(value, self.name), self.name)
+        made = storage_form(one_sample(value, self.name), f"{self.name}, sample {index}")
         if made.dtype == torch.uint8 and (self._size or self._channels):
             try:
                 made = transforms.to_format(made, self._channels or made.shape[1], self._size or made.shape[2])

@@ -79,7 +79,7 @@ def make_source(
 ) -> Source:
     """A source from arrays in any of the usual layouts. label_kind: one of KINDS; by default by type and shape."""
     targets = make_targets(name, y_train, y_test, classes, class_names, label_kind)
-    x = storage_form(x_train, name), storage_form(x_test, name)
+    x = storage_form(x_train, f"{name}, train part"), storage_form(x_test, f"{name}, test part")
     train, test, classes, names, kind = targets
     return Source(name, x[0], train, x[1], test, classes, names, origin, encoder, kind)
 
@@ -158,7 +158,23 @@ def storage_form(x: np.ndarray | Tensor, name: str = "x") -> Tensor:
         x = x.permute(0, 3, 1, 2)
     if x.dtype == torch.uint8 and x.dim() == 3:
         x = x.unsqueeze(1)
+    require_finite(x, name)
     return x.to(_storage_dtype(x, name)).contiguous()
+
+
+def require_finite(x: np.ndarray | Tensor, name: str) -> None:
+    """Raises DataError that names the first number that float32 cannot hold (NaN, infinity), by row and column."""
+    x = _as_tensor(x, name)
+    if not x.dtype.is_floating_point or bool(x.float().isfinite().all()):
+        return
+    wrong = ~x.float().isfinite()
+    row, *inside = wrong.nonzero()[0].tolist()
+    column = f" in column {inside[0] + 1}" if x.dim() == 2 else f" at {inside}" if inside else ""
+    place, many = f"{column} of row {row + 1}" if len(x) > 1 else column, int(wrong.flatten(1).any(1).sum())
+    some = f"; {many} of {len(x)} rows have such numbers" if many > 1 else ""
+    raise DataError(
+        f"{name}: {x[row, *inside].item():g}{place} is no finite number{some}: fill it in, or leave the row out"
+    )
 
 
 def storage_labels(y: np.ndarray | Tensor, name: str = "y") -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +14,22 @@ from everfed.data.formats import Arrays, split_arrays
 SUFFIXES = (".csv", ".tsv", ".parquet")
 LABELS = ("label", "labels", "target", "class", "y")  # names of the label column, whatever their case
 SPLIT, PARTS = "split", ("train", "test")  # a column that says which rows are for testing
+MISSING = ("", "na", "n/a", "#n/a", "nan", "null")  # how files write that there is no value
 Columns = dict[str, np.ndarray]  # text, or numbers
+Where = Callable[[int], str]  # the place of a row in its file
 
 
 def read_table(path: Path, label: str | None = None) -> Arrays:
     """The numbers of a table as features, float32, and its labels: text, whole numbers, or fractions. label: the column
     of labels, else the one that is called like one of LABELS. A column `split` with train and test divides the rows;
     without it a fixed fifth of every class (or tenth of the fractions) is for testing."""
-    columns = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+    columns, where = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
+    for key, values in columns.items():
+        _require_values(path, key, values, where)
     name = _label_column(path, columns, label)
-    y = _labels(path, name, columns.pop(name))
+    y = _labels(path, name, columns.pop(name), where)
     split = columns.pop(SPLIT, None)
-    x = np.stack([_numbers(path, key, values) for key, values in columns.items()], axis=1)
+    x = np.stack([_numbers(path, key, values, where) for key, values in columns.items()], axis=1)
     if split is None:
         return split_arrays(x, y)
     wrong = sorted(set(map(str, split)) - set(PARTS))
@@ -34,7 +39,7 @@ def read_table(path: Path, label: str | None = None) -> Arrays:
     return Arrays(x[train], y[train], x[~train], y[~train])
 
 
-def _read_csv(path: Path) -> Columns:
+def _read_csv(path: Path) -> tuple[Columns, Where]:
     """Every column as text."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -42,18 +47,20 @@ def _read_csv(path: Path) -> Columns:
         raise DataError(f"{path}: cannot be read as text ({problem})") from problem
     first = text.partition("\n")[0]
     delimiter = max(",;\t|", key=first.count)
-    names, *rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter) if row] or [[]]
+    reader = csv.reader(text.splitlines(keepends=True), delimiter=delimiter)
+    (_, names), *rows = [(reader.line_num, row) for row in reader if row] or [(1, [])]
     if not rows:
         raise DataError(f"{path}: a table needs a first line with the names of its columns, and rows below it")
-    ragged = next((number for number, row in enumerate(rows, start=2) if len(row) != len(names)), None)
+    ragged = next(((line, row) for line, row in rows if len(row) != len(names)), None)
     if ragged is not None:
-        raise DataError(
-            f"{path}: row {ragged} has {len(rows[ragged - 2])} values where the first line has {len(names)}"
-        )
-    return {name.strip(): np.array(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+        line, row = ragged
+        raise DataError(f"{path}: line {line} has {len(row)} values where the first line has {len(names)}")
+    columns = zip(*(row for _, row in rows), strict=True)
+    table = {name.strip(): np.array(values) for name, values in zip(names, columns, strict=True)}
+    return table, lambda row: f"line {rows[row][0]}"
 
 
-def _read_parquet(path: Path) -> Columns:
+def _read_parquet(path: Path) -> tuple[Columns, Where]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as missing:
@@ -65,7 +72,15 @@ def _read_parquet(path: Path) -> Columns:
         table = parquet.read_table(path)
     except (OSError, ArrowException) as problem:
         raise DataError(f"{path}: cannot be read as parquet ({problem})") from problem
-    return {name: table[name].to_numpy() for name in table.column_names}
+    return {name: table[name].to_numpy() for name in table.column_names}, lambda row: f"row {row + 1}"
+
+
+def _require_values(path: Path, name: str, values: np.ndarray, where: Where) -> None:
+    """Raises DataError for a cell that is empty or says that nothing is known."""
+    for row, value in enumerate(values.tolist() if values.dtype.kind in "UO" else ()):
+        if value is None or str(value).strip().lower() in MISSING:
+            what = f"says {str(value).strip()!r}" if value is not None and str(value).strip() else "is empty"
+            raise DataError(f"{path}: {where(row)}: column {name!r} {what}; fill it in, or remove the row")
 
 
 def _label_column(path: Path, columns: Columns, label: str | None) -> str:
@@ -82,28 +97,30 @@ def _label_column(path: Path, columns: Columns, label: str | None) -> str:
     return found[0]
 
 
-def _labels(path: Path, name: str, values: np.ndarray) -> np.ndarray:
+def _labels(path: Path, name: str, values: np.ndarray, where: Where) -> np.ndarray:
     """Whole numbers where all of them are, fractions (regression) where some are, else text."""
     words = values.astype(str)
-    if (np.char.strip(words) == "").any() or (words == "None").any():
-        raise DataError(f"{path}: column {name!r} has rows without a label; remove them")
     try:
         numbers = words.astype(np.float64)
     except ValueError:
         return words
-    if not np.isfinite(numbers).all():
-        raise DataError(f"{path}: column {name!r} holds numbers that are not finite; remove these rows")
+    _require_finite(path, name, numbers, where)
     return numbers if (numbers != np.rint(numbers)).any() else numbers.astype(np.int64)
 
 
-def _numbers(path: Path, name: str, values: np.ndarray) -> np.ndarray:
+def _numbers(path: Path, name: str, values: np.ndarray, where: Where) -> np.ndarray:
     try:
         numbers = values.astype(np.float32)
     except (TypeError, ValueError) as problem:
         raise DataError(
             f"{path}: column {name!r} holds text; features are numbers: encode it, or leave it out ({problem})"
         ) from problem
-    missing = np.flatnonzero(~np.isfinite(numbers))
-    if len(missing):
-        raise DataError(f"{path}: column {name!r} has no number in row {missing[0] + 2}; fill it in, or remove the row")
+    _require_finite(path, name, numbers, where)
     return numbers
+
+
+def _require_finite(path: Path, name: str, numbers: np.ndarray, where: Where) -> None:
+    wrong = np.flatnonzero(~np.isfinite(numbers))
+    if len(wrong):
+        place = f"{path}: {where(wrong[0])}: column {name!r}"
+        raise DataError(f"{place} has no finite number; correct it, or remove the row")

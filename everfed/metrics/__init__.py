@@ -32,7 +32,9 @@ From perplexities (`language`)
 Over seeds and against the papers (`statistics`, `acceptance`)
     mean_and_deviation             population deviation (ddof = 0)
     paired_difference              mean difference over the same seeds, with a t-interval
-    cell_tolerance, cell_reproduced, sign_disagreements, experiment_reproduced, never_compared
+    gap, levels                    whether levels are equivalent, differ, or neither is shown
+    effect, covers                 whether a method's difference to its baseline is the paper's
+    never_compared                 published cells that carry no evidence
 
 Agreement, selection, cost (`alignment`, `selection`, `cost`)
     mean_pairwise_cosine           spatial and temporal angles
@@ -41,13 +43,7 @@ Agreement, selection, cost (`alignment`, `selection`, `cost`)
     payload_bytes, amortised_bytes, cost_ratio, first_and_later
 """
 
-from everfed.metrics.acceptance import (
-    cell_reproduced,
-    cell_tolerance,
-    experiment_reproduced,
-    never_compared,
-    sign_disagreements,
-)
+from everfed.metrics.acceptance import covers, effect, gap, levels, never_compared
 from everfed.metrics.alignment import local_global_gap, mean_pairwise_cosine
 from everfed.metrics.convergence import (
     acc_last_rounds,
@@ -98,11 +94,10 @@ __all__ = [
     "average_incremental_accuracy",
     "bwt",
     "by_task",
-    "cell_reproduced",
-    "cell_tolerance",
     "cost_ratio",
+    "covers",
     "delta",
-    "experiment_reproduced",
+    "effect",
     "first_and_later",
     "forgetting",
     "forgetting_avg_incremental",
@@ -113,9 +108,11 @@ __all__ = [
     "forgetting_mfcl_code",
     "forgetting_standard",
     "fwt",
+    "gap",
     "language_summary",
     "learning_accuracy",
     "learning_accuracy_best",
+    "levels",
     "local_global_gap",
     "mean_and_deviation",
     "mean_pairwise_cosine",
@@ -131,7 +128,6 @@ __all__ = [
     "rounds_to_best_per_task",
     "rounds_to_best_sum",
     "selection_objective",
-    "sign_disagreements",
     "summary",
     "task_curve",
 ]

@@ -1,44 +1,110 @@
-"""When a published number, or the claim of an experiment, counts as reproduced.
+"""Two verdicts on a published number: whether its level is ours, and whether a method's effect over its baseline is.
 
-All values and deviations are in points (per cent), as the papers print them. A deviation that a paper does not give is
-None and widens nothing. Whether a cell may be compared at all is `never_compared`'s answer.
+All values and deviations are in points (per cent), as the papers print them; deviations are those of the population
+(ddof = 0), which is what numpy computes unless told otherwise. Whether a cell may be compared at all is
+`never_compared`'s answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-CELL_FLOOR = 3.0
-SIGN_MARGIN = 2.0
-_ROUNDING = 1e-9  # published decimals are not exact in binary: 8.05 - 5.05 must count as 3 points
+from everfed.metrics.statistics import PairedDifference, Spread
 
+MARGIN = 3.0  # levels that are no further apart are equivalent
+CLAIM = 2.0  # a printed difference of at most this many points claims nothing
+LEAST_SEEDS = 3
+ALPHA = 0.05
+ROUNDING = 1e-9  # published decimals are not exact in binary: 10.02 - 8.02 must not be above 2 points
 
-def cell_tolerance(std_ours: float | None, std_paper: float | None) -> float:
-    """max(2 * (std_ours + std_paper), 3 points)."""
-    for name, std in (("std_ours", std_ours), ("std_paper", std_paper)):
-        if std is not None and not std >= 0:
-            raise ValueError(f"{name} is {std}; allowed: 0 or more, or None where it is not known")
-    return max(2 * ((std_ours or 0.0) + (std_paper or 0.0)), CELL_FLOOR)
-
-
-def cell_reproduced(ours: float, paper: float, std_ours: float | None = None, std_paper: float | None = None) -> bool:
-    """|ours - paper| <= tolerance."""
-    return abs(ours - paper) <= cell_tolerance(std_ours, std_paper) + _ROUNDING
-
-
-def sign_disagreements(ours: Mapping[str, float], paper: Mapping[str, float], baseline: str) -> tuple[str, ...]:
-    """The methods whose published difference to `baseline` exceeds 2 points and has another sign in our run."""
-    if set(ours) != set(paper):
-        raise ValueError(f"both sides must hold the same methods; only on one: {sorted(set(ours) ^ set(paper))}")
-    if baseline not in paper:
-        raise ValueError(f"baseline {baseline!r} is not among the methods; allowed: {sorted(paper)}")
-    claimed = [method for method in paper if abs(paper[method] - paper[baseline]) > SIGN_MARGIN + _ROUNDING]
-    return tuple(m for m in claimed if (ours[m] - ours[baseline]) * (paper[m] - paper[baseline]) <= 0)
+EQUIVALENT, DIFFERS, UNRESOLVED = "equivalent", "differs", "unresolved"
+CONFIRMED, CONTRADICTED = "confirmed", "contradicted"
+UNCLAIMED, NONE_CLAIMED = "not in the paper", "none claimed"
+LEVELS = (EQUIVALENT, DIFFERS, UNRESOLVED)
+EFFECTS = (CONFIRMED, CONTRADICTED, UNRESOLVED)  # of those that the paper claims
 
 
-def experiment_reproduced(ours: Mapping[str, float], paper: Mapping[str, float], baseline: str) -> bool:
-    """True when every published difference to `baseline` larger than 2 points has the same sign in our run."""
-    return not sign_disagreements(ours, paper, baseline)
+@dataclass(frozen=True)
+class Gap:
+    """ours - paper between two means, its standard error, and Welch's degrees of freedom."""
+
+    difference: float
+    error: float
+    freedom: float
+
+    @property
+    def p_differs(self) -> float:
+        """Welch's test: how probable so large a difference is where there is none. Two-sided."""
+        return 2 * self._beyond(abs(self.difference))
+
+    @property
+    def p_equivalent(self) -> float:
+        """Two one-sided tests: the larger of both probabilities where the levels are MARGIN apart."""
+        return self._beyond(MARGIN - abs(self.difference))
+
+    def _beyond(self, distance: float) -> float:
+        """The probability of an error of at least `distance` to one side."""
+        if self.error == 0:
+            return 0.5 - math.copysign(0.5, distance) if abs(distance) > ROUNDING else 0.5
+        from scipy.special import stdtr  # Student's distribution without scipy.stats, which takes a second to import
+
+        return float(stdtr(self.freedom, -distance / self.error))
+
+
+def gap(ours: Spread, paper: Spread) -> Gap:
+    """The difference of two means over seeds; each side needs at least two."""
+    for name, side in (("ours", ours), ("paper", paper)):
+        if side.count < 2 or not side.deviation >= 0:
+            raise ValueError(f"{name}: a level needs two or more seeds and a deviation of 0 or more, got {side}")
+    parts = [side.deviation**2 / (side.count - 1) for side in (ours, paper)]  # of the mean, from the sample deviation
+    whole = sum(parts)
+    below = sum(part**2 / (side.count - 1) for part, side in zip(parts, (ours, paper), strict=True))
+    return Gap(ours.mean - paper.mean, math.sqrt(whole), whole**2 / below if below else math.inf)
+
+
+def levels(gaps: Sequence[Gap]) -> list[str]:
+    """The verdicts on the levels of a table's cells. Those that differ are found with Holm's correction for all."""
+    differ = _holm([one.p_differs for one in gaps])
+    return [
+        EQUIVALENT if one.p_equivalent < ALPHA else DIFFERS if differs else UNRESOLVED
+        for one, differs in zip(gaps, differ, strict=True)
+    ]
+
+
+def effect(ours: PairedDifference, claimed: float) -> str:
+    """The verdict on a method's difference to its baseline. claimed: the difference of the printed numbers. One that
+    the paper does not have must exceed CLAIM to count here."""
+    if ours.low is None or ours.high is None:
+        raise ValueError("an effect needs two or more seeds")
+    sure = ours.low > 0 or ours.high < 0
+    if not claims(claimed):
+        return UNCLAIMED if sure and claims(ours.mean) else NONE_CLAIMED
+    if not sure:
+        return UNRESOLVED
+    return CONFIRMED if ours.mean * claimed > 0 else CONTRADICTED
+
+
+def claims(difference: float) -> bool:
+    """Whether a difference is large enough to be a claim."""
+    return abs(difference) > CLAIM + ROUNDING
+
+
+def covers(ours: PairedDifference, claimed: float) -> bool:
+    """Whether our interval holds the paper's difference."""
+    return ours.low is not None and ours.high is not None and ours.low <= claimed <= ours.high
+
+
+def _holm(probabilities: Sequence[float]) -> list[bool]:
+    """Which hypotheses are rejected at ALPHA for all together: the smallest of m against ALPHA / m, the next against
+    ALPHA / (m - 1), and so on until the first that is not."""
+    rejected = [False] * len(probabilities)
+    for rank, index in enumerate(sorted(range(len(probabilities)), key=probabilities.__getitem__)):
+        if probabilities[index] >= ALPHA / (len(probabilities) - rank):
+            break
+        rejected[index] = True
+    return rejected
 
 
 def never_compared(paper: str, table: str, metric: str) -> str | None:

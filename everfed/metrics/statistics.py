@@ -34,6 +34,12 @@ def mean_and_deviation(values: Sequence[float]) -> Spread:
     return Spread(mean, math.sqrt(_squares(values, mean) / len(values)), len(values))
 
 
+def interval(spread: Spread, confidence: float = 0.95) -> tuple[float, float]:
+    """The t-interval of the mean of two or more values."""
+    half = _t_quantile(confidence, spread.count - 1) * spread.deviation / math.sqrt(spread.count - 1)
+    return spread.mean - half, spread.mean + half
+
+
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> PairedDifference:
     """Difference seed by seed (the k-th values share a seed); its sample deviation (ddof = 1) gives the interval."""
     if len(ours) != len(theirs):

@@ -34,6 +34,7 @@ class PlannedStream(Stream):
     scenario: ClassVar[str]
     about: ClassVar[str]
     task_ids = False
+    checked = True
 
     _mean: tuple[float, ...] = ()
     _std: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""The acceptance rule, on cells of FedGP's Table 1 (per cent)."""
+"""The two verdicts, on numbers made by hand: t(0.95, 4) = 2.1318, t(0.975, 4) = 2.7764, t(0.9875, 4) = 3.4954."""
 
 from __future__ import annotations
 
@@ -8,90 +8,98 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed import metrics
+from everfed.metrics import covers, effect, gap, levels, mean_and_deviation, paired_difference
+from everfed.metrics.statistics import Spread
 
-points = st.floats(0, 100)
-stds = st.none() | st.floats(0, 10)
-
-PAPER = {"FedAvg": 17.44, "FedAvg+FedGP": 18.02, "DER": 18.44, "DER+FedGP": 30.94}
-
-
-@pytest.mark.parametrize(
-    ("std_ours", "std_paper", "tolerance"), [(0.1, 0.2, 3.0), (1.0, 3.1, 8.2), (None, 2.0, 4.0), (None, None, 3.0)]
-)
-def test_tolerance(std_ours, std_paper, tolerance) -> None:
-    assert metrics.cell_tolerance(std_ours, std_paper) == pytest.approx(tolerance)
+# the mean of three values with a sample deviation of 1 has an error of sqrt(1/3); that of two such means 0.8165
+OF_ONE = math.sqrt(2 / 3)
 
 
-def test_cell() -> None:
-    assert metrics.cell_reproduced(76.0, 68.02, std_ours=1.0, std_paper=3.1)
-    assert not metrics.cell_reproduced(76.3, 68.02, std_ours=1.0, std_paper=3.1)
-
-
-def test_the_border_counts_whatever_the_rounding() -> None:
-    assert 8.05 - 5.05 > 3  # in binary
-    assert metrics.cell_reproduced(8.05, 5.05)
-    assert metrics.cell_reproduced(5.05, 8.05)
-    assert not metrics.cell_reproduced(8.06, 5.05)
-
-
-@given(points, points, stds, stds)
-def test_both_sides_are_alike(ours, paper, std_ours, std_paper) -> None:
-    forth = metrics.cell_reproduced(ours, paper, std_ours, std_paper)
-    assert forth == metrics.cell_reproduced(paper, ours, std_paper, std_ours)
-    assert metrics.cell_reproduced(paper, paper, std_ours, std_paper)
-
-
-@pytest.mark.parametrize("std", [-1.0, math.nan])
-def test_impossible_deviation(std: float) -> None:
-    with pytest.raises(ValueError, match="std_paper is .*; allowed: 0 or more, or None"):
-        metrics.cell_tolerance(1.0, std)
-
-
-def test_only_differences_above_two_points_must_agree() -> None:
-    ours = {"FedAvg": 20.0, "FedAvg+FedGP": 15.0, "DER": 10.0, "DER+FedGP": 20.1}
-    assert metrics.sign_disagreements(ours, PAPER, "FedAvg") == ()
-    assert metrics.experiment_reproduced(ours, PAPER, "FedAvg")
-
-
-@pytest.mark.parametrize("value", [20.0, 19.9])
-def test_a_claim_that_fails_is_named(value: float) -> None:
-    ours = {"FedAvg": 20.0, "FedAvg+FedGP": 30.0, "DER": 30.0, "DER+FedGP": value}
-    assert metrics.sign_disagreements(ours, PAPER, "FedAvg") == ("DER+FedGP",)
-    assert not metrics.experiment_reproduced(ours, PAPER, "FedAvg")
-
-
-def test_two_points_exactly_is_not_larger_than_two() -> None:
-    assert 8.05 - 6.05 > 2  # in binary
-    assert metrics.experiment_reproduced({"a": 1.0, "b": 0.0}, {"a": 6.05, "b": 8.05}, "a")
-    assert not metrics.experiment_reproduced({"a": 1.0, "b": 0.0}, {"a": 6.05, "b": 8.06}, "a")
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), points, min_size=1))
-def test_the_paper_reproduces_itself(paper: dict[str, float]) -> None:
-    assert all(metrics.experiment_reproduced(paper, paper, baseline) for baseline in paper)
-
-
-def test_incomplete_experiments_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"only on one: \['DER', 'DER\+FedGP', 'FedAvg\+FedGP'\]"):
-        metrics.experiment_reproduced({"FedAvg": 20.0}, PAPER, "FedAvg")
-    with pytest.raises(ValueError, match="baseline 'fedavg' is not among the methods"):
-        metrics.experiment_reproduced(PAPER, PAPER, "fedavg")
+def level(*differences: float) -> list[str]:
+    """Of cells whose sample deviations are 1, over three seeds on both sides."""
+    return levels([gap(Spread(50 + d, OF_ONE, 3), Spread(50, OF_ONE, 3)) for d in differences])
 
 
 @pytest.mark.parametrize(
-    ("cell", "compared"),
+    ("difference", "verdict"),
     [
-        (("FedGP", "T1", "Acc_T"), True),
-        (("FedSSI", "T7 bandwidth", "A(f)"), True),
-        (("FedSSI", "T7 scalability", "A(f)"), False),
-        (("STAMP", "T1", "AF"), True),
-        (("STAMP", "F2", "Accuracy"), False),
-        (("STAMP", "T1", "sec/round"), False),
-        (("MFCL", "T1", "client s/round T>=1"), False),
-        (("FedSSI", "T5", "hours"), False),
-        (("STAMP", "T1", "C->S"), True),
+        (0.0, "equivalent"),
+        (1.25, "equivalent"),  # 1.25 + 2.1318 x 0.8165 = 2.991 < 3
+        (1.27, "unresolved"),
+        (2.26, "unresolved"),  # 2.7764 x 0.8165 = 2.267
+        (2.28, "differs"),
     ],
 )
-def test_cells_that_are_never_compared(cell: tuple[str, str, str], compared: bool) -> None:
-    assert (metrics.never_compared(*cell) is None) == compared
+def test_a_level_is_equivalent_differs_or_stays_open(difference: float, verdict: str) -> None:
+    assert level(difference) == level(-difference) == [verdict]
+
+
+def test_a_sure_difference_within_three_points_is_equivalent() -> None:
+    assert levels([gap(Spread(52, 0.1, 5), Spread(50, 0.1, 5))]) == ["equivalent"]
+
+
+def test_many_cells_are_corrected_for_as_holm_does() -> None:
+    """Of two, the surer needs 3.4954 x 0.8165 = 2.854; then the other needs 2.267 as if it were alone."""
+    assert level(2.84, 0.0) == ["unresolved", "equivalent"]
+    assert level(2.87, 0.0) == ["differs", "equivalent"]
+    assert level(2.87, 2.28) == ["differs", "differs"]
+    assert level(2.84, 2.28) == ["unresolved", "unresolved"]
+
+
+def test_the_side_with_the_larger_spread_decides_the_freedom() -> None:
+    """Variances of the means 1 and 1/4 over three and five seeds: Welch has 1.25^2 / (1/2 + 1/64) = 3.03 degrees."""
+    found = gap(Spread(60, math.sqrt(2), 3), Spread(50, 1.0, 5))
+    assert (found.difference, found.error) == (10.0, pytest.approx(math.sqrt(1.25)))
+    assert found.freedom == pytest.approx(1.25**2 / (1 / 2 + 1 / 64))
+
+
+@pytest.mark.parametrize(("difference", "verdict"), [(0.0, "equivalent"), (2.9, "equivalent"), (3.1, "differs")])
+def test_without_any_spread_the_difference_decides(difference: float, verdict: str) -> None:
+    assert levels([gap(Spread(50 + difference, 0.0, 3), Spread(50, 0.0, 3))]) == [verdict]
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0, 100), st.floats(0.1, 10))
+def test_both_sides_are_alike(values: list[float], mean: float, deviation: float) -> None:
+    ours, paper = mean_and_deviation(values), Spread(mean, deviation, 5)
+    assert levels([gap(ours, paper)]) == levels([gap(paper, ours)])
+
+
+@pytest.mark.parametrize("side", [Spread(50, 0.0, 1), Spread(50, -1.0, 5), Spread(50, math.nan, 5)])
+def test_one_seed_has_no_level(side: Spread) -> None:
+    with pytest.raises(ValueError, match="paper: a level needs two or more seeds"):
+        gap(Spread(50, 1.0, 3), side)
+
+
+@pytest.mark.parametrize(
+    ("differences", "claimed", "verdict", "covered"),
+    [
+        ((3, 4, 5), 5.0, "confirmed", True),  # 4 +- 4.3027 / sqrt(3) = [1.52, 6.48]
+        ((3, 4, 5), 7.0, "confirmed", False),
+        ((3, 4, 5), -5.0, "contradicted", False),
+        ((-3, -4, -5), -5.0, "confirmed", True),
+        ((2, 4, 6), 8.0, "unresolved", True),  # 4 +- 4.97
+        ((2, 4, 6), 10.0, "unresolved", False),
+        ((3, 4, 5), 1.9, "not in the paper", True),
+        ((3, 4, 5), 0.0, "not in the paper", False),
+        ((0.9, 1.0, 1.1), 0.0, "none claimed", False),  # sure, but no more than 2 points
+        ((2, 4, 6), 0.0, "none claimed", True),
+    ],
+)
+def test_an_effect_has_the_papers_sign_or_not(
+    differences: tuple[float, ...], claimed: float, verdict: str, covered: bool
+) -> None:
+    ours = paired_difference([50 + d for d in differences], [50.0] * len(differences))
+    assert (effect(ours, claimed), covers(ours, claimed)) == (verdict, covered)
+
+
+def test_two_points_exactly_are_no_claim() -> None:
+    assert 8.05 - 6.05 > 2  # in binary
+    ours = paired_difference([53.0, 54.0, 55.0], [50.0] * 3)
+    assert effect(ours, 8.05 - 6.05) == "not in the paper" and effect(ours, 8.06 - 6.05) == "confirmed"
+
+
+def test_one_seed_has_no_effect() -> None:
+    alone = paired_difference([54.0], [50.0])
+    assert not covers(alone, 4.0)
+    with pytest.raises(ValueError, match="an effect needs two or more seeds"):
+        effect(alone, 4.0)

@@ -75,7 +75,7 @@ def test_a_table_from_nothing_and_again(data: Path) -> None:
     assert found["cells"][0]["ours"] == pytest.approx(100 * sum(acc) / 2)
     reasons = found["cells"][0]["lacking"]
     assert "--scale 0.005" in reasons and "141 of the 60,000 published training samples" in reasons
-    assert found["cells"][1]["paired"]["ours"]["count"] == 2 and "not judged" in found["cells"][1]["verdict"]
+    assert found["cells"][1]["effect"]["ours"]["count"] == 2 and "not judged" in found["cells"][1]["verdict"]
 
     before = {path: path.stat().st_mtime_ns for path in results}
     forgetting = reproduce("fedgp/table7", *QUICK, "--data", str(data))
@@ -110,24 +110,24 @@ OWN = {
 
 
 def test_a_table_at_full_scale_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With printed numbers that no run can be far from, and that no run can reach."""
-    printed = {"FedAvg": (50.0, 30.0), "ER": (150.0, None)}
+    """With printed numbers so spread that nothing can be said, and one that no run can reach."""
+    printed = {"FedAvg": (50.0, 30.0), "ER": (250.0, 1.0)}
     rows = tuple(Target("Own", "T1", "d", "", method, "Acc_T", *numbers, "") for method, numbers in printed.items())
     monkeypatch.setattr("everfed.experiments.papers.tables.papers", lambda: {"own": Paper.model_validate(OWN)})
     monkeypatch.setattr("everfed.experiments.papers.targets.read", lambda: rows)
-    done = reproduce("own/table1", "--engine", "eager")
+    done = reproduce("own/table1", "--engine", "eager", "--seeds", "3")
     assert done.exit_code == 0, done.output
     found = json.loads(Path("runs/reproduce/own-table1.json").read_text())
-    assert [cell["verdict"] for cell in found["cells"]] == ["reproduced", "not reproduced"]
-    assert [(cell["seeds"], cell["paper_seeds"]) for cell in found["cells"]] == [(2, 3), (2, 3)]
-    assert "1 of 2 judged cells reproduced" in done.output
-    paired = found["cells"][1]["paired"]
-    assert paired["paper"] == 100.0 and paired["ours"]["count"] == 2 and paired["agrees"] in (True, False)
+    assert [cell["level"] for cell in found["cells"]] == ["unresolved", "differs"]
+    assert [(cell["seeds"], cell["paper_seeds"]) for cell in found["cells"]] == [(3, 3), (3, 3)]
+    assert "2 cells judged: 0 equivalent, 1 differs, 1 unresolved" in done.output
+    effect = found["cells"][1]["effect"]
+    assert (effect["paper"], effect["ours"]["count"], effect["covers"]) == (200.0, 3, False)
 
     monkeypatch.setitem(SETS, "digits", Published(5000))
-    again = reproduce("own/table1", "--engine", "eager")
+    again = reproduce("own/table1", "--engine", "eager", "--seeds", "3")
     assert "not judged: 1,438 of the 5,000 published training samples" in again.output
-    assert "0 of 0 judged cells reproduced; 2 cells not judged" in again.output
+    assert "0 cells judged: 0 equivalent, 0 differs, 0 unresolved; 2 cells not judged" in again.output
 
 
 def test_nothing_that_can_run_is_an_error_with_the_reasons() -> None:
@@ -169,8 +169,8 @@ def test_runs_of_another_scale_are_not_mistaken(data: Path) -> None:
 
 
 def test_more_seeds_than_the_recipe_has() -> None:
-    from everfed.commands.reproduce import _seeds
+    from everfed.experiments.papers.reproducing import seeds_of
 
-    assert _seeds("fedgp/table1-rotated-mnist", None) == [0, 1, 2, 3, 4]
-    assert _seeds("fedgp/table1-rotated-mnist", 2) == [0, 1]
-    assert _seeds("fedgp/table1-rotated-mnist", 7) == [0, 1, 2, 3, 4, 5, 6]
+    assert seeds_of("fedgp/table1-rotated-mnist", None) == [0, 1, 2, 3, 4]
+    assert seeds_of("fedgp/table1-rotated-mnist", 2) == [0, 1]
+    assert seeds_of("fedgp/table1-rotated-mnist", 7) == [0, 1, 2, 3, 4, 5, 6]

@@ -81,11 +81,10 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     unfinished.mkdir()
     (unfinished / "recipe.toml").write_text('[method]\nname = "fedavg"\n')
     for arguments, message in (
-        ((), "name run folders to record, or a page"),
+        ((), "name run folders to record, or a folder for the pages"),
         ((str(empty),), "holds no finished run"),
         ((str(tmp_path / "nowhere"),), "there is no folder"),
         ((str(unfinished),), "the run is not finished"),
-        (("--page", str(tmp_path / "none.md")), "cannot be read"),
     ):
         refused = command(*arguments)
         assert refused.exit_code == 2 and message in refused.output, refused.output

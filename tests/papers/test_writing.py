@@ -11,62 +11,63 @@ from everfed.experiments.papers.judging import judge
 from everfed.experiments.papers.listing import overview
 from everfed.experiments.papers.planning import Experiment
 from everfed.experiments.papers.tables import find
-from everfed.experiments.papers.writing import Found
+from everfed.experiments.papers.writing import Reproduction
 from tests.papers.made import accuracy, cell
 
 TABLE = find("fedgp/table1")
 
 
-def found(problems: tuple[str, ...] = ()) -> Found:
-    """DER as printed, DER+FedGP five points too low but above DER, and a method that is missing."""
+def found(problems: tuple[str, ...] = ()) -> Reproduction:
+    """DER as printed, DER+FedGP ten points too low but surely above DER, and a method that is missing."""
     cells = [
         cell("DER", 40.0, 1.0),
-        cell("DER+FedGP", 50.0, baseline="DER", claimed=10.0),
+        cell("DER+FedGP", 55.0, 1.0, baseline="DER", claimed=15.0),
         cell("FedAvg", None),
         cell("Ideal", 90.0, missing="method ideal is not here"),
     ]
     runs = {
-        Experiment("recipe", "DER"): {0: accuracy(0.40), 1: accuracy(0.42)},
-        Experiment("recipe", "DER+FedGP"): {0: accuracy(0.45), 1: accuracy(0.45)},
+        Experiment("recipe", "DER"): {seed: accuracy(value) for seed, value in enumerate((0.39, 0.40, 0.41))},
+        Experiment("recipe", "DER+FedGP"): {seed: accuracy(value) for seed, value in enumerate((0.43, 0.45, 0.47))},
         Experiment("recipe", "FedAvg"): {0: accuracy(0.30)},
     }
-    return Found(TABLE, 1.0, judge(cells, runs), problems)
+    return Reproduction(TABLE, 1.0, Path("nowhere"), judge(cells, runs), problems)
 
 
 def test_the_tables() -> None:
     columns, lines = writing.cells(found().measured)
     assert columns == [
-        *("Data", "Method", "Ours", "Paper", "Difference (band)", "To the baseline", "Seeds (paper)", "Verdict"),
+        *("Data", "Method", "Ours", "Paper", "Difference", "Level", "To the baseline", "Effect", "Seeds (paper)"),
     ]
-    paired = "+4.00 [-8.71, +16.71] over DER (paper +10.00)"
+    paired = "+5.00 [+2.52, +7.48] over DER (paper +15.00)"
     assert lines == [
-        ["MNIST", "DER", "41.00 ± 1.00", "40.00 ± 1", "+1.00 (± 4.00)", "-", "2 (5)", "reproduced"],
-        ["MNIST", "DER+FedGP", "45.00 ± 0.00", "50.00", "-5.00 (± 3.00)", paired, "2 (5)", "not reproduced"],
-        ["MNIST", "FedAvg", "30.00", "-", "-", "-", "1 (5)", "not judged: no number is printed"],
+        ["MNIST", "DER", "40.00 ± 0.82", "40.00 ± 1", "+0.00", "equivalent", "-", "-", "3 (5)"],
+        ["MNIST", "DER+FedGP", "45.00 ± 1.63", "55.00 ± 1", "-10.00", "differs", paired, "confirmed", "3 (5)"],
+        ["MNIST", "FedAvg", "30.00", "-", "-", "not judged: no number is printed", "-", "-", "1 (5)"],
     ]
     _, missing = writing.missing(found().judged)
     assert missing == [["method ideal is not here", "1", "Ideal", "MNIST"]]
 
 
 def test_the_line() -> None:
-    assert writing.summary(found(problems=("run: diverged",))) == (
-        "1 of 2 judged cells reproduced; 1 of 1 claimed differences have the paper's sign; 1 cells not judged; "
-        "1 of 4 cells missing; 1 runs failed"
+    assert found(problems=("run: diverged",)).summary == (
+        "2 cells judged: 1 equivalent, 1 differs, 0 unresolved; 1 of 1 effects confirmed, 0 contradicted; "
+        "1 cells not judged; 1 of 4 cells missing; 1 runs failed"
     )
 
 
 def test_the_files(tmp_path: Path) -> None:
-    paths = writing.write(tmp_path / "new", found())
+    paths = found().write(tmp_path / "new")
     assert [path.name for path in paths] == ["fedgp-table1.json", "fedgp-table1.md", "fedgp-table1.csv"]
     data = json.loads(paths[0].read_text())
-    assert [one["verdict"] for one in data["cells"]][:2] == ["reproduced", "not reproduced"]
-    assert data["cells"][1]["paired"]["ours"]["count"] == 2 and data["cells"][1]["paper_seeds"] == 5
+    assert [one["level"] for one in data["cells"]][:3] == ["equivalent", "differs", None]
+    assert data["cells"][1]["effect"]["ours"]["count"] == 3 and data["cells"][1]["paper_seeds"] == 5
     text = paths[1].read_text()
-    assert "## Missing" in text and "method ideal is not here" in text and "max(2 (deviation" in text
+    assert "## Missing" in text and "method ideal is not here" in text and "Holm's correction" in text
     with open(paths[2], newline="") as file:
         rows = list(csv.DictReader(file))
-    assert (rows[1]["method"], float(rows[1]["difference"])) == ("DER+FedGP", -5.0)
-    assert (rows[1]["baseline"], float(rows[1]["to_baseline"]), rows[0]["baseline"]) == ("DER", 4.0, "")
+    assert (rows[1]["method"], float(rows[1]["difference"]), rows[1]["level"]) == ("DER+FedGP", -10.0, "differs")
+    assert (rows[1]["baseline"], float(rows[1]["to_baseline"]), rows[1]["effect"]) == ("DER", 5.0, "confirmed")
+    assert rows[0]["baseline"] == ""
 
 
 def test_the_list_counts_runs_and_samples() -> None:

@@ -11,9 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from everfed.core.events import Event
 from everfed.errors import UserError
 from everfed.reports import trackers
-from everfed.reports.trackers import Event, numbers, scalars, tracker
+from everfed.reports.trackers import numbers, scalars, tracker
 from tests.reports.folders import evaluation, phase, recipe, start, whole
 
 Track = Callable[[str, list[Event]], None]

@@ -22,7 +22,7 @@ from torch import Tensor
 import everfed
 from everfed import streams
 from everfed.core.context import TrainOptions
-from everfed.core.step import Step
+from everfed.core.step import Training
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
 from everfed.data.tokenizer import MASK, PAD, SPECIAL, Tokenizer
@@ -259,7 +259,7 @@ def test_static_masks_stay(file: Path, talk: Any) -> None:
 def test_two_epochs_train_on_two_masks(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the steps of a local training see: the same tokens in both epochs, under other masks."""
     seen: list[tuple[Tensor, Tensor]] = []
-    monkeypatch.setattr("everfed.core.step.Step.begin", spying(Step.begin, seen))
+    monkeypatch.setattr("everfed.core.step.Training.begin", spying(Training.begin, seen))
     stream = build(file)
     bench = Bench("fedavg", stream=stream, train=TrainOptions(2, 100), module=lambda *_: TinyBERT(
         stream.input_shape, stream.classes, layers=1, width=8, heads=2, feed_forward=8))  # fmt: skip
@@ -271,7 +271,7 @@ def test_two_epochs_train_on_two_masks(file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def spying(begin: Any, seen: list[tuple[Tensor, Tensor]]) -> Any:
-    def spy(step: Step, x: Tensor, y: Tensor, rows: Any) -> None:
+    def spy(step: Training, x: Tensor, y: Tensor, rows: Any) -> None:
         seen.append((x.clone(), y.clone()))
         begin(step, x, y, rows)
 

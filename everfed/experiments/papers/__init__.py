@@ -4,14 +4,18 @@ targets     what the papers print, one row per cell (targets.csv)
 tables      which recipe, method and metric stand for a cell (tables.toml)
 planning    every cell of a table with the runs behind it, or the reason why there are none
 published   sizes and test labels of the published data sets
-records     what is kept of a finished run, in the repository
+records     what is kept of a run that finished or diverged, in the repository
 matching    which of the tables' runs a record is
 shortfall   what a run lacks of the experiment that the paper states
 cost        how many training samples a plan processes
 listing     every table with what can be run of it and what that costs
 measures    a cell's number from a run
-judging     ours against the paper's: difference, paired difference to the baseline, verdict
+judging     ours against the paper's: the level, and the effect over the baseline
 writing     all that as a table, Markdown, CSV and JSON
-page        the tables of REPRODUCIBILITY.md, from records
-status      every table with its records, verdicts and what the rest costs
+reproducing `everfed.reproduce`: a table, run and judged
+notes       what we know and no record says: choices, disagreements, planned runs (notes/PAPER.toml)
+status      every table with its records and verdicts, and what is planned
+runs        the records of a recipe as a table
+plot        ours and the paper's numbers as a dot plot
+pages       REPRODUCIBILITY.md and docs/results/, from all that
 """

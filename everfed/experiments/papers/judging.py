@@ -1,8 +1,7 @@
-"""Ours against the paper's: the difference, the paired difference to the baseline over seeds, and the verdict.
+"""Ours against the paper's, cell by cell: the level, and the effect of a method over its baseline, seed by seed.
 
-A cell is reproduced when its number lies in the band around the paper's and, where the paper's difference to the
-baseline exceeds 2 points, ours has the same sign. A run that is not the paper's experiment is not judged.
-All numbers are in the unit of their cell; bands and signs are judged in points.
+A run that is not the paper's experiment is not judged, nor are fewer than three seeds. A run that diverged is a result.
+All numbers are in the unit of their cell; only points are judged.
 """
 
 from __future__ import annotations
@@ -13,64 +12,79 @@ from dataclasses import dataclass, replace
 from everfed.experiments.papers import shortfall
 from everfed.experiments.papers.measures import Sample, measure
 from everfed.experiments.papers.planning import Cell, Experiment
-from everfed.metrics import PairedDifference, Spread, cell_reproduced, mean_and_deviation, paired_difference
-from everfed.metrics.acceptance import SIGN_MARGIN, cell_tolerance
+from everfed.metrics import PairedDifference, Spread, covers, gap, levels, mean_and_deviation, paired_difference
+from everfed.metrics import effect as verdict_on
+from everfed.metrics.acceptance import LEAST_SEEDS
 
-REPRODUCED, NOT_REPRODUCED, NOT_JUDGED = "reproduced", "not reproduced", "not judged"
-VERDICTS = {REPRODUCED, NOT_REPRODUCED}
+NOT_JUDGED, DIVERGED = "not judged", "diverged"
 Runs = Mapping[Experiment, Mapping[int, Sample]]
-"""experiment -> seed -> finished run."""
+"""experiment -> seed -> run."""
 
 
 @dataclass(frozen=True)
-class Paired:
-    """A method less its baseline, seed by seed. paper: the difference of the printed numbers. agrees: whether ours has
-    its sign; None where the paper claims nothing, that is 2 points or less."""
+class Effect:
+    """A method less its baseline, seed by seed. paper: the difference of the printed numbers. verdict: of
+    `acceptance.effect`, "" where it is not judged: why. covers: whether our interval holds the paper's difference."""
 
     baseline: str
     ours: PairedDifference
     paper: float | None
-    agrees: bool | None
+    verdict: str = ""
+    covers: bool | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A cell with its number over seeds. paper: in the cell's unit, a ratio for ratios. band: how far ours may be from
-    the paper's. lacking: why its runs are not the paper's experiment. verdict: REPRODUCED, NOT_REPRODUCED, or
-    NOT_JUDGED and other words with the reason."""
+    """A cell with its number over seeds. paper: in the cell's unit, a ratio for ratios. diverged: the seeds that did.
+    lacking: why its runs are not the paper's experiment. level: of `acceptance.levels` or DIVERGED, "" where it is not
+    judged: why."""
 
     cell: Cell
     values: Mapping[int, float]
     spread: Spread | None
     paper: float | None
-    band: float | None = None
+    diverged: tuple[int, ...] = ()
     lacking: tuple[str, ...] = ()
-    paired: Paired | None = None
-    verdict: str = ""
+    effect: Effect | None = None
+    level: str = ""
+    why: str = ""
 
     @property
     def difference(self) -> float | None:
         return None if self.spread is None or self.paper is None else self.spread.mean - self.paper
 
+    @property
+    def measured(self) -> bool:
+        """Whether there is a run of it."""
+        return bool(self.values or self.diverged)
+
+    @property
+    def verdict(self) -> str:
+        """The level in words, or why there is none."""
+        seeds = f"{DIVERGED} in {', '.join(map(str, self.diverged))}" if self.diverged else ""
+        return "; ".join(filter(None, [self.level if self.level != DIVERGED else "", self.why, seeds]))
+
 
 def judge(cells: Iterable[Cell], runs: Runs) -> list[Judged]:
-    """Every cell with its number and its verdict."""
+    """Every cell of a table with its number and its verdicts."""
     found = list(cells)
     printed = {(cell.place, cell.method): cell.target.value for cell in found if cell.target}
     measured = [_measured(cell, runs, _paper(cell, printed)) for cell in found]
     by_place = {(one.cell.place, one.cell.method): one for one in measured}
-    return [_judged(one, by_place.get((one.cell.place, one.cell.baseline))) for one in measured]
+    baselines = [by_place.get((one.cell.place, one.cell.baseline)) for one in measured]
+    pairs = zip(measured, baselines, strict=True)
+    return _with_levels([replace(one, effect=_effect(one, baseline)) for one, baseline in pairs])
 
 
 def _measured(cell: Cell, runs: Runs, paper: float | None) -> Judged:
-    values = {} if cell.missing else _values(cell, runs)
+    own = {} if cell.missing else runs.get(cell.experiment, {})
+    diverged = tuple(seed for seed, run in sorted(own.items()) if run.diverged)
+    values = _values(cell, runs, own)
     spread = mean_and_deviation(list(values.values())) if values else None
-    in_points = spread is not None and paper is not None and cell.measured.unit == "points"
-    band = cell_tolerance(spread.deviation, cell.target.std) if in_points and spread and cell.target else None
-    used = [run for run in (cell.experiment, cell.against) if run is not None]
-    return Judged(
-        cell, values, spread, paper, band, _lacking(cell, [run for e in used for run in runs.get(e, {}).values()])
-    )
+    others = runs.get(cell.against, {}) if cell.against and own else {}
+    one = Judged(cell, values, spread, paper, diverged, _lacking(cell, [*own.values(), *others.values()]))
+    return replace(one, why=_why_not(one))
 
 
 def _lacking(cell: Cell, runs: Sequence[Sample]) -> tuple[str, ...]:
@@ -83,11 +97,14 @@ def _lacking(cell: Cell, runs: Sequence[Sample]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reasons))
 
 
-def _values(cell: Cell, runs: Runs) -> dict[int, float]:
+def _values(cell: Cell, runs: Runs, own: Mapping[int, Sample]) -> dict[int, float]:
     others = runs.get(cell.against, {}) if cell.against else {}
     found = {}
-    for seed, run in runs.get(cell.experiment, {}).items():
-        against = _as_seen(others[seed], cell) if seed in others else None
+    for seed, run in sorted(own.items()):
+        other = others.get(seed)
+        if run.diverged or (other is not None and other.diverged):
+            continue
+        against = _as_seen(other, cell) if other is not None else None
         value = measure(cell.measured.measure, cell.measured.unit, _as_seen(run, cell, against))
         if value is not None:
             found[seed] = value
@@ -107,44 +124,61 @@ def _paper(cell: Cell, printed: Mapping[tuple[tuple[str, str, str], str], float 
     return value / other if other else None
 
 
-def _judged(one: Judged, baseline: Judged | None) -> Judged:
-    paired = _paired(one, baseline)
-    return replace(one, paired=paired, verdict=_verdict(one, baseline, paired))
+def _why_not(one: Judged) -> str:
+    """Why the level of a cell is not judged; nothing where it is."""
+    cell = one.cell
+    if cell.missing:
+        return f"missing: {cell.missing}"
+    if not one.measured:
+        return "not measured"
+    why = cell.not_judged or "; ".join(one.lacking)
+    if not why and not one.diverged:
+        why = _too_few(len(one.values)) or ("" if _printed(one) else "the paper prints no deviation over seeds")
+    return f"{NOT_JUDGED}: {why}" if why else ""
 
 
-def _paired(one: Judged, baseline: Judged | None) -> Paired | None:
+def _too_few(seeds: int) -> str:
+    return "" if seeds >= LEAST_SEEDS else f"{seeds} of at least {LEAST_SEEDS} seeds"
+
+
+def _printed(one: Judged) -> Spread | None:
+    """What the paper prints, where it is a mean over seeds."""
+    cell = one.cell
+    if one.paper is None or cell.target is None or cell.target.std is None or not cell.over_seeds or cell.seeds < 2:
+        return None
+    return Spread(one.paper, cell.target.std, cell.seeds)
+
+
+def _with_levels(found: Sequence[Judged]) -> list[Judged]:
+    gaps = {
+        index: gap(one.spread, printed)
+        for index, one in enumerate(found)
+        if not one.why and not one.diverged and one.spread and (printed := _printed(one))
+    }
+    verdicts = dict(zip(gaps, levels(list(gaps.values())), strict=True))
+    return [
+        replace(one, level=DIVERGED if one.diverged and not one.why else verdicts.get(index, ""))
+        for index, one in enumerate(found)
+    ]
+
+
+def _effect(one: Judged, baseline: Judged | None) -> Effect | None:
     """The difference to the baseline over the seeds that both have; None where there is none, or no points."""
     seeds = sorted(set(one.values) & set(baseline.values)) if baseline else []
     if baseline is None or not seeds or one.cell.measured.unit != "points":
         return None
     ours = paired_difference([one.values[s] for s in seeds], [baseline.values[s] for s in seeds])
-    claimed = one.cell.claimed
-    agrees = ours.mean * claimed > 0 if claimed is not None and _claims(one.cell) else None
-    return Paired(one.cell.baseline, ours, claimed, agrees)
+    found = Effect(one.cell.baseline, ours, one.cell.claimed)
+    why = _why_no_effect(one, baseline, len(seeds))
+    if why or found.paper is None:
+        return replace(found, why=why or "the paper prints no difference")
+    return replace(found, verdict=verdict_on(ours, found.paper), covers=covers(ours, found.paper))
 
 
-def _claims(cell: Cell) -> bool:
-    """Whether the paper has a difference to the baseline whose sign counts."""
-    return cell.claimed is not None and abs(cell.claimed) > SIGN_MARGIN + 1e-9
-
-
-def _verdict(one: Judged, baseline: Judged | None, paired: Paired | None) -> str:
-    cell = one.cell
-    if cell.missing:
-        return f"missing: {cell.missing}"
-    if one.spread is None:
-        return "not measured"
-    why = cell.not_judged or "; ".join(one.lacking) or _without_baseline(cell, baseline, paired)
-    if why or cell.target is None or cell.target.value is None:
-        return f"{NOT_JUDGED}: {why}"
-    close = cell_reproduced(one.spread.mean, cell.target.value, one.spread.deviation, cell.target.std)
-    return REPRODUCED if close and (paired is None or paired.agrees is not False) else NOT_REPRODUCED
-
-
-def _without_baseline(cell: Cell, baseline: Judged | None, paired: Paired | None) -> str:
-    """Why the sign of a claimed difference cannot be judged."""
-    if not _claims(cell):
-        return ""
-    if paired is None or baseline is None:
-        return f"needs {cell.baseline} with the same seeds, for the sign of the difference"
-    return f"{cell.baseline}: {'; '.join(baseline.lacking)}" if baseline.lacking else ""
+def _why_no_effect(one: Judged, baseline: Judged, seeds: int) -> str:
+    for side in (one, baseline):
+        if why := side.cell.not_judged or "; ".join(side.lacking):
+            return why if side is one else f"{baseline.cell.method}: {why}"
+        if side.diverged:
+            return f"{side.cell.method} {DIVERGED} in {', '.join(map(str, side.diverged))}"
+    return "" if seeds >= LEAST_SEEDS else f"{_too_few(seeds)} that {baseline.cell.method} has, too"

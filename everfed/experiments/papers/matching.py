@@ -6,29 +6,46 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+from everfed.experiments.papers import shortfall
 from everfed.experiments.papers.judging import Runs
 from everfed.experiments.papers.measures import Sample
 from everfed.experiments.papers.planning import Experiment, experiments, plan
 from everfed.experiments.papers.records import Record, differences, settings_of
-from everfed.experiments.papers.tables import tables
+from everfed.experiments.papers.tables import Stated, tables
 from everfed.recipe import read
 
 _EXACTNESS = {"fp32": 0, "tf32": 1, "bf16": 2}  # lowest first
 
 
 def runs_of(records: Iterable[Record]) -> Runs:
-    """The records by experiment and seed. Of several for one place the one that differs least is taken, of equal ones
-    that with the most exact arithmetic; a record of a recipe and method that no table uses is left out."""
+    """The records by experiment and seed. Of several for one place that which lacks least of the paper's experiment is
+    taken, then that whose settings differ least, then that with the most exact arithmetic, then the last one. A record
+    of a recipe and method that no table uses is left out."""
     found: dict[Experiment, dict[int, Sample]] = {}
-    wanted = _all_experiments()
-    for record in sorted(records, key=_exactness):
-        candidates = [e for e in wanted if e.recipe == record["recipe"] and e.method in (record["method"], "")]
-        if candidates:
-            experiment, differs = _nearest(record["settings"], candidates)
-            taken = found.setdefault(experiment, {})
-            if record["seed"] not in taken or len(differs) < len(taken[record["seed"]].differs):
-                taken[record["seed"]] = Sample(record, differs=differs)
+    ranks: dict[tuple[Experiment, int], tuple[int, int, int]] = {}
+    for record in records:
+        candidates = [e for e in _stated() if e.recipe == record["recipe"] and e.method in (record["method"], "")]
+        if not candidates:
+            continue
+        experiment, differs = _nearest(record["settings"], candidates)
+        run, place = Sample(record, differs=differs), (experiment, record["seed"])
+        rank = len(lacking(experiment, run)), len(differs), _exactness(record)
+        if place not in ranks or rank <= ranks[place]:
+            ranks[place] = rank
+            found.setdefault(experiment, {})[record["seed"]] = run
     return found
+
+
+def lacking(experiment: Experiment, run: Sample) -> set[str]:
+    """What a run lacks of an experiment that running its recipe again could give: other data, fewer rounds, other
+    settings, but nothing in which the recipe itself departs from the paper."""
+    settings = _settings(experiment)
+    return {
+        reason
+        for stated in _stated()[experiment]
+        for reason in shortfall.of_run(stated, run.result, run.differs)
+        if reason not in shortfall.of_settings(stated, settings)
+    }
 
 
 def _exactness(record: Record) -> int:
@@ -41,8 +58,15 @@ def _nearest(settings: dict[str, Any], candidates: Sequence[Experiment]) -> tupl
 
 
 @cache
-def _all_experiments() -> tuple[Experiment, ...]:
-    return tuple(dict.fromkeys(run for table in tables().values() for run in experiments(plan(table))))
+def _stated() -> dict[Experiment, tuple[Stated, ...]]:
+    """Every experiment of the tables with what the papers state about it; nothing is stated about some."""
+    found: dict[Experiment, dict[str, Stated]] = {}
+    for table in tables().values():
+        for cell in plan(table):
+            for experiment in experiments([cell]):
+                stated = cell.stated or Stated()
+                found.setdefault(experiment, {})[stated.model_dump_json(exclude={"columns"})] = stated
+    return {experiment: tuple(stated.values()) for experiment, stated in found.items()}
 
 
 @cache

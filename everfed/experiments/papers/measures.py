@@ -23,15 +23,19 @@ LAST_ROUNDS = 10  # FedSSI's A_t and A(f) are their mean
 
 @dataclass(frozen=True)
 class Sample:
-    """A finished run for one cell. result: its record. task: counted from 1; None for the end. logits: which
-    logits are scored, None for the recipe's own. against: the other run of the same seed, where the measure needs one.
-    differs: the keys in which its settings are not those of the table's recipe."""
+    """A finished run, or one that diverged, for one cell. result: its record. task: counted from 1; None for the end.
+    logits: which logits are scored, None for the recipe's own. against: the other run of the same seed, where the
+    measure needs one. differs: the keys in which its settings are not those of the table's recipe."""
 
     result: Result
     task: int | None = None
     logits: Logits | None = None
     against: Sample | None = None
     differs: tuple[str, ...] = ()
+
+    @property
+    def diverged(self) -> bool:
+        return "diverged" in self.result
 
     @property
     def scores(self) -> Result:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from everfed.errors import UserError
 from everfed.experiments.papers import targets
 from everfed.experiments.papers.tables import Block, Metric, Stated, Table
 from everfed.experiments.papers.targets import Target
 from everfed.metrics.acceptance import never_compared
+from everfed.recipe import read
 from everfed.recipe import shipped as recipes
 from everfed.recipe.problems import suggestion
 from everfed.recipe.schema import Logits
@@ -31,8 +33,9 @@ class Cell:
 
     target: what the paper prints, if it does. experiment: the run that gives it; against: the other one it needs.
     missing: why it cannot be run, empty when it can. not_judged: why its number is not held against the paper's.
-    stated: what the paper states about the experiment. seeds: how many the paper's number is a mean over. baseline: the
-    paper's method that this one is compared with, "" for the baseline itself. claimed: the printed difference to it.
+    stated: what the paper states about the experiment. seeds: how many the paper's number is a mean over. over_seeds:
+    whether the printed deviation is over these. baseline: the paper's method that this one is compared with, "" for the
+    baseline itself. claimed: the printed difference to it.
     """
 
     dataset: str
@@ -48,6 +51,7 @@ class Cell:
     not_judged: str
     stated: Stated | None = None
     seeds: int = 0
+    over_seeds: bool = True
     baseline: str = ""
     claimed: float | None = None
 
@@ -135,8 +139,8 @@ def _cell(
     table: Table, block: Block, setting: str, method: str, metric: str, target: Target | None, known: _Known
 ) -> Cell:
     measured = table.paper.metrics[metric]
-    own = _experiment(table, block, method, block.sets_of(setting))
-    against = _experiment(table, block, measured.against, tuple(block.sets)) if measured.against else None
+    own = _experiment(table, block, method, block.sets_of(setting), known)
+    against = _experiment(table, block, measured.against, tuple(block.sets), known) if measured.against else None
     return Cell(
         block.dataset,
         setting,
@@ -151,6 +155,7 @@ def _cell(
         _why_not_judged(table, measured, target),
         table.stated(block.dataset),
         table.paper.seeds,
+        table.paper.deviations == "seeds",
     )
 
 
@@ -166,11 +171,21 @@ def _with_claims(table: Table, cells: Sequence[Cell]) -> list[Cell]:
     return found
 
 
-def _experiment(table: Table, block: Block, method: str, sets: tuple[str, ...]) -> Experiment:
-    sets = (*sets, *block.sets_of_method.get(method, ()))
-    parts_named = any(entry.startswith("method.parts=") for entry in sets)
-    options = tuple(table.paper.options.get(method, ()))
-    return Experiment(block.recipe, "" if parts_named else table.methods[method], (*sets, *options))
+def _experiment(table: Table, block: Block, method: str, sets: tuple[str, ...], known: _Known) -> Experiment:
+    """The recipe's own settings for a method in a comparison come first, as in `everfed compare`."""
+    sets = (*sets, *block.sets_of_method.get(method, ()), *table.paper.options.get(method, ()))
+    if any(entry.startswith("method.parts=") for entry in sets):
+        return Experiment(block.recipe, "", sets)
+    ours = table.methods[method]
+    own = _compared_with(block.recipe).get(ours, ()) if block.recipe in known.recipes else ()
+    return Experiment(block.recipe, ours, tuple(dict.fromkeys((*own, *sets))))
+
+
+@cache
+def _compared_with(recipe: str) -> dict[str, list[str]]:
+    """A shipped recipe's settings by method."""
+    compare = read(recipe).compare
+    return compare.options if compare else {}
 
 
 def _why_missing(experiment: Experiment, known: _Known) -> str:

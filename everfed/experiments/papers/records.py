@@ -1,23 +1,28 @@
 """Records of finished runs, small enough for the repository: all that a table or a verdict needs of a run.
 
 A record is `result.json` without its long lists, with the recipe's settings and their hash, and with the means that
-are computed from the run's events. It lies in RECIPE/METHOD-SEED-PRECISION-HASH.json below the folder of all records.
+are computed from the run's events. A run that diverged has a record, too: where, and no metrics. A record lies in
+RECIPE/METHOD-SEED-PRECISION-HASH.json below the folder of all records; another run of the same name beside it, with
+a number behind the hash.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import everfed
 from everfed.errors import UserError
 from everfed.experiments.papers.measures import from_events
 from everfed.recipe import Recipe, settled
 from everfed.recipe import read as read_recipe
+from everfed.store.event_log import read_log
 from everfed.store.files import digest, make_folder, write_atomic
-from everfed.store.run import RunFolder
+from everfed.store.run import RECIPE, RESULT, RunFolder
 
 Record = dict[str, Any]
 FOLDER = Path("results")
@@ -45,14 +50,65 @@ def recipe_hash(settings: Mapping[str, Any]) -> str:
 
 
 def of_run(folder: Path, *, shared: bool = False, remark: str = "") -> Record:
-    """The record of a finished run folder. shared: other programs used the device, so that its seconds are no
-    measurement of speed. Raises UserError."""
+    """The record of a run folder that is finished or diverged. shared: other programs used the device, so that its
+    seconds are no measurement of speed. Raises UserError."""
     run = RunFolder.open(folder)
-    result = run.read_result()
+    result = run.read_result() or _of_diverged(run)
     if result is None:
         raise UserError(f"{folder} has no result.json: the run is not finished; `everfed resume {folder}` finishes it")
-    events = from_events(folder)
-    return make(result, settings_of(read_recipe(str(run.recipe))), events, shared=shared, remark=remark)
+    measured = from_events(folder) if "diverged" not in result else {}
+    return make(result, settings_of(read_recipe(str(run.recipe))), measured, shared=shared, remark=remark)
+
+
+def folders(given: Iterable[Path]) -> list[Path]:
+    """Run folders, themselves or below the folders given; only finished and diverged ones of those below. Raises
+    UserError."""
+    found: list[Path] = []
+    for path in given:
+        if not path.exists():
+            raise UserError(f"there is no folder {path}")
+        if (path / RECIPE).exists():
+            found.append(path)
+            continue
+        below = [recipe.parent for recipe in sorted(path.rglob(RECIPE))]
+        inside = [one for one in below if (one / RESULT).exists() or diverged(one)]
+        if not inside:
+            raise UserError(f"{path} holds no finished run")
+        found += inside
+    return found
+
+
+def diverged(folder: Path) -> str:
+    """The error with which an unfinished run diverged, if that was the last that it did."""
+    log = read_log(folder)
+    if (folder / RESULT).exists() or not log.failed:
+        return ""
+    kind, _, message = log.notes[-1].message.partition(": ")
+    return message if kind == "Diverged" else ""
+
+
+def _of_diverged(run: RunFolder) -> dict[str, Any] | None:
+    """What a run that diverged has in place of a result: its stream's facts, built anew, and where it ended."""
+    message = diverged(run.path)
+    if not message:
+        return None
+    from everfed.api import reassemble
+
+    assembly = reassemble(run, on_cpu=True)
+    facts = assembly.stream.describe()
+    recipe = assembly.recipe
+    return {
+        "everfed": everfed.__version__,
+        "recipe": recipe.name,
+        "method": assembly.method.name,
+        "seed": recipe.seed,
+        "stream": {**facts, **({"scale": assembly.scale} if "scale" in facts else {})},
+        "diverged": message,
+        "metrics": {},
+        "accuracy_matrix": [],
+        "cost": {},
+        "environment": {"engine": recipe.engine.kind, "precision": recipe.engine.precision},
+    }
 
 
 def make(
@@ -81,12 +137,19 @@ def make(
 
 
 def write(record: Record, root: Path) -> Path:
-    """Write a record to its place below `root`: one line per key."""
-    path = root / _place(record)
+    """Write a record to its place below `root`: one line per key. A different record that has the name already stays:
+    this one gets the next number."""
     lines = ",\n".join(f'  "{key}": {json.dumps(record[key])}' for key in sorted(record))
-    make_folder(path.parent)
-    write_atomic(path, f"{{\n{lines}\n}}\n".encode())
-    return path
+    content = f"{{\n{lines}\n}}\n".encode()
+    for number in itertools.count(1):
+        path = root / _place(record, number)
+        if not path.exists():
+            make_folder(path.parent)
+            write_atomic(path, content)
+            return path
+        if path.read_bytes() == content:
+            return path
+    raise AssertionError("numbers end")
 
 
 def read(path: Path) -> Record:
@@ -104,9 +167,15 @@ def read(path: Path) -> Record:
 
 
 def read_all(root: Path) -> list[Record]:
-    """Every record below `root`, in the order of their paths; those of the leaderboard are no records of runs. Raises
-    UserError for a file that is no record."""
-    return [read(path) for path in sorted(root.rglob("*.json")) if LEADERBOARD not in path.relative_to(root).parts]
+    """Every record below `root`, in the order of their paths and numbers; those of the leaderboard are no records of
+    runs. Raises UserError for a file that is no record."""
+    found = (path for path in root.rglob("*.json") if LEADERBOARD not in path.relative_to(root).parts)
+    return [read(path) for path in sorted(found, key=_order)]
+
+
+def _order(path: Path) -> tuple[str, int]:
+    stem, _, number = str(path.with_suffix("")).rpartition(".")
+    return (stem, int(number)) if stem and number.isdecimal() else (str(path.with_suffix("")), 1)
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -127,10 +196,10 @@ def _defaults() -> dict[str, Any]:
     return flat(any_method.model_dump(mode="json", exclude={**dict.fromkeys(_HOW, True), "method": {"name", "parts"}}))
 
 
-def _place(record: Record) -> Path:
+def _place(record: Record, number: int) -> Path:
     precision = record["environment"].get("precision", "fp32")
-    name = f"{record['method']}-{record['seed']}-{precision}-{record['recipe_hash'][:8]}.json"
-    return Path(record["recipe"].replace("/", "-")) / name
+    name = f"{record['method']}-{record['seed']}-{precision}-{record['recipe_hash'][:8]}"
+    return Path(record["recipe"].replace("/", "-")) / f"{name}{f'.{number}' if number > 1 else ''}.json"
 
 
 def flat(table: Mapping[str, Any]) -> dict[str, Any]:

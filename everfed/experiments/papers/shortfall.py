@@ -31,7 +31,7 @@ def of_run(stated: Stated, record: Mapping[str, Any], differs: Sequence[str] = (
     found = _unlike(stated, {**_planned(record.get("settings", {})), **_measured(stream)}) + _data(stated, stream)
     if stream.get("scale", 1.0) != 1.0:
         found.append(f"--scale {stream['scale']:g}")
-    if "rounds" in stream and cost.get("rounds", stream["rounds"]) < stream["rounds"]:
+    if "diverged" not in record and "rounds" in stream and cost.get("rounds", stream["rounds"]) < stream["rounds"]:
         found.append(f"{cost['rounds']} of {stream['rounds']} rounds")
     if differs:
         found.append(f"another recipe than the table's: {', '.join(differs)}")

@@ -1,20 +1,28 @@
-"""How far the papers' tables are: the cells that records give, their verdicts, and what the remaining runs cost."""
+"""How far the papers' tables are: the cells that records give, their verdicts, what the remaining runs cost, and which
+of them are planned."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from everfed.experiments.papers.cost import training_samples
-from everfed.experiments.papers.judging import Runs, judge
+from everfed.experiments.papers.judging import DIVERGED, NOT_JUDGED, Judged, Runs, judge
 from everfed.experiments.papers.listing import experiment_recipe
-from everfed.experiments.papers.planning import Experiment, experiments, plan
-from everfed.experiments.papers.records import Record
-from everfed.experiments.papers.tables import Table, tables
+from everfed.experiments.papers.matching import lacking, runs_of
+from everfed.experiments.papers.notes import Planned, notes
+from everfed.experiments.papers.planning import Cell, Experiment, experiments, plan
+from everfed.experiments.papers.records import Record, read_all
+from everfed.experiments.papers.reproducing import seeds_of
+from everfed.experiments.papers.tables import Table, find, papers, tables
+from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
 from everfed.recipe import ModelSection
 
-COLUMNS = ["table", "cells with records", "verdicts", "runs left", "samples left", "device hours left"]
+COLUMNS = ["table", "cells with records", "levels", "effects", "runs left", "samples left", "device hours left"]
+PLANNED = ["planned", "runs done", "GPU minutes left", "command"]
 Seeds = Callable[[str], list[int]]
 
 
@@ -53,22 +61,25 @@ def measured_rates(records: Iterable[Record]) -> Rates:
 
 @dataclass(frozen=True)
 class Status:
-    """cells, recorded: all that can be run, and those with a number from records. verdicts: their first words, counted.
-    runs, samples, hours: of the runs without a record; without_rate: how many of them `hours` leaves out."""
+    """cells, recorded: all that can be run, and those with a number from records. levels, effects: the verdicts,
+    counted. unjudged: cells with records whose level is not judged. runs, samples, hours: of the runs that no record
+    stands for which can be judged; without_rate: how many of them `hours` leaves out."""
 
     table: str
     cells: int
     recorded: int
-    verdicts: dict[str, int]
+    levels: dict[str, int]
+    effects: dict[str, int]
+    unjudged: int
     runs: int
     samples: float | None
     hours: float
     without_rate: int
 
     def line(self) -> list[str]:
-        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
         samples = "?" if self.samples is None else f"{self.samples / 1e6:,.1f} M"
-        return [self.table, f"{self.recorded}/{self.cells}", verdicts or "-", str(self.runs), samples, self._hours()]
+        counts = [_counted({**self.levels, NOT_JUDGED: self.unjudged}), _counted(self.effects)]
+        return [self.table, f"{self.recorded}/{self.cells}", *counts, str(self.runs), samples, self._hours()]
 
     def _hours(self) -> str:
         if self.without_rate == self.runs:
@@ -76,28 +87,138 @@ class Status:
         return f"{self.hours:,.1f}" + (f" + {self.without_rate} runs without a rate" if self.without_rate else "")
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A planned group of runs. done, runs: those with a record that can be judged, and all; None where what is to be
+    run is no table's. minutes: of a GPU, for what is left."""
+
+    what: str
+    command: str
+    done: int | None
+    runs: int | None
+    minutes: float
+
+    def line(self) -> list[str]:
+        count = "-" if self.runs is None else f"{self.done}/{self.runs}"
+        return [self.what, count, f"{self.minutes:,.0f}", self.command]
+
+
+@dataclass(frozen=True)
+class Overall:
+    """What all records give. judged: cells with a level over all tables; distinct: those left when a number that
+    several tables show counts once, with their levels and effects."""
+
+    records: int
+    judged: int
+    distinct: int
+    levels: dict[str, int]
+    effects: dict[str, int]
+
+    def text(self) -> str:
+        return (
+            f"{self.records} records; {self.judged} cells judged, {self.distinct} of them distinct: "
+            f"{_counted(self.levels)}; effects: {_counted(self.effects)}."
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the tables are. overall: of all that are shown."""
+
+    tables: list[Status]
+    overall: Overall
+    planned: list[Plan]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def progress(prefix: str, folder: Path, rate: float | None = None, seeds: int | None = None) -> Progress:
+    """What the records in `folder` give of the tables whose name begins with `prefix`. rate: training samples a second,
+    by default those of the records. seeds: how many of each run are wanted, by default as many as the recipe has."""
+    kept = read_all(folder)
+    runs = runs_of(kept)
+    rates = Rates(given=rate) if rate else measured_rates(kept)
+    rows = status(prefix, runs, lambda recipe: seeds_of(recipe, seeds), rates)
+    return Progress(rows, overall(prefix, kept, runs), planned(prefix, runs))
+
+
 def status(prefix: str, runs: Runs, seeds: Seeds, rates: Rates) -> list[Status]:
     """Every table with something to run whose name begins with `prefix`. seeds: those of a recipe, by its name."""
-    chosen = [table for name, table in tables().items() if name.startswith(prefix) and not table.item.nothing]
-    return [_status(table, runs, seeds, rates) for table in chosen]
+    return [_status(table, runs, seeds, rates) for table in _chosen(prefix)]
+
+
+def overall(prefix: str, records: Sequence[Record], runs: Runs) -> Overall:
+    """The verdicts of every table whose name begins with `prefix`."""
+    judged = [one for table in _chosen(prefix) for one in judge(plan(table), runs) if one.level]
+    once = list({identity(one.cell): one for one in judged}.values())
+    return Overall(len(records), len(judged), len(once), levels_of(once), effects_of(once))
+
+
+def planned(prefix: str, runs: Runs) -> list[Plan]:
+    """What is planned for the papers whose tables' names begin with `prefix`, and not done."""
+    groups = [group for key in papers() if key.startswith(prefix.partition("/")[0]) for group in notes(key).runs()]
+    found = [_plan(group, runs) for group in groups]
+    return [one for one in found if one.runs is None or one.done != one.runs]
+
+
+def identity(cell: Cell) -> tuple[object, ...]:
+    """Equal for cells that show the same number of the same runs."""
+    return cell.experiment, cell.against, cell.measured.measure, cell.measured.unit, cell.logits, cell.task
+
+
+def levels_of(judged: Iterable[Judged]) -> dict[str, int]:
+    found = Counter(one.level for one in judged)
+    return {level: found[level] for level in (*LEVELS, DIVERGED) if found[level] or level in LEVELS}
+
+
+def effects_of(judged: Iterable[Judged]) -> dict[str, int]:
+    """The effects that the paper claims, and those that it has not."""
+    found = Counter(one.effect.verdict for one in judged if one.effect)
+    return {effect: found[effect] for effect in (*EFFECTS, UNCLAIMED)}
+
+
+def _chosen(prefix: str) -> list[Table]:
+    return [table for name, table in tables().items() if name.startswith(prefix) and not table.item.nothing]
 
 
 def _status(table: Table, runs: Runs, seeds: Seeds, rates: Rates) -> Status:
     cells = plan(table)
-    recorded = [one for one in judge(cells, runs) if one.values]
-    left = [e for e in experiments(cells) for seed in seeds(e.recipe) if seed not in runs.get(e, {})]
+    recorded = [one for one in judge(cells, runs) if one.measured]
+    left = [e for e in experiments(cells) for seed in seeds(e.recipe) if not _stands(e, seed, runs)]
     samples = [training_samples(experiment_recipe(e), e.method) for e in left]
     seconds = [_seconds(count, rates.find(e)) for count, e in zip(samples, left, strict=True)]
     return Status(
         table.name,
         sum(not cell.missing for cell in cells),
         len(recorded),
-        dict(Counter(one.verdict.partition(":")[0] for one in recorded)),
+        {level: count for level, count in levels_of(recorded).items() if count},
+        {effect: count for effect, count in effects_of(recorded).items() if count},
+        sum(not one.level for one in recorded),
         len(left),
         _total(samples),
         sum(one for one in seconds if one is not None) / 3600,
         sum(one is None for one in seconds),
     )
+
+
+def _stands(experiment: Experiment, seed: int, runs: Runs) -> bool:
+    """Whether a record stands for this run, so that another one would show no more."""
+    run = runs.get(experiment, {}).get(seed)
+    return run is not None and not lacking(experiment, run)
+
+
+def _plan(group: Planned, runs: Runs) -> Plan:
+    if not group.table:
+        return Plan(group.what, group.command, None, None, group.minutes)
+    cells = plan(find(group.table), group.methods, group.columns)
+    wanted = [(e, seed) for e in experiments(cells) for seed in range(group.seeds)]
+    done = sum(_stands(e, seed, runs) for e, seed in wanted)
+    return Plan(group.what, group.command, done, len(wanted), group.minutes * (1 - done / len(wanted)))
+
+
+def _counted(verdicts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items() if count) or "-"
 
 
 def _seconds(samples: float | None, rate: float | None) -> float | None:

@@ -15,7 +15,7 @@ from everfed.recipe.problems import suggestion
 from everfed.recipe.schema import Logits
 
 FILE = "tables.toml"
-# What a number is counted in. Only points are judged by the acceptance rule.
+# What a number is counted in. Only points are judged.
 Unit = Literal["points", "per cent", "rounds", "ratio", "MiB", "cosine", "relative"]
 
 
@@ -130,7 +130,8 @@ class Item(Section):
 class Paper(Section):
     """name: as in targets.csv. methods: {the paper's name: everfed's}. baselines: {method: what it is compared with};
     any other method is compared with `baseline`. options: {the paper's method: settings that it needs here}. seeds: how
-    many the paper's means are over. states: what it states about its experiments, by column."""
+    many the paper's means are over. deviations: what its deviations are over; only those over seeds say how sure a mean
+    is. states: what it states about its experiments, by column."""
 
     name: str
     title: str
@@ -140,6 +141,7 @@ class Paper(Section):
     baselines: dict[str, str] = {}
     options: dict[str, list[str]] = {}
     seeds: int
+    deviations: Literal["seeds", "rounds"] = "seeds"
     states: list[Stated] = []
     items: list[Item] = Field(min_length=1)
 

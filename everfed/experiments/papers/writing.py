@@ -5,33 +5,108 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from everfed.experiments.papers.judging import NOT_JUDGED, REPRODUCED, VERDICTS, Judged, Paired
+from everfed.experiments.papers.judging import NOT_JUDGED, Effect, Judged
 from everfed.experiments.papers.shortfall import not_stated
 from everfed.experiments.papers.tables import Table
+from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
 from everfed.reports.markdown import markdown_table
 from everfed.store.files import write_atomic
 
 Lines = tuple[list[str], list[list[str]]]
 SHOWN_NAMES = 6  # of methods and columns that a reason is spelled out for
+RULE = (
+    "Ours: mean ± population deviation over seeds. Level: equivalent where two one-sided tests place the difference "
+    "to the paper within 3 points, differs where Welch's test with Holm's correction over the table says so, else "
+    "unresolved. Effect: the mean difference to the baseline over the same seeds with its 95 % interval; confirmed "
+    "where that excludes 0 on the paper's side, contradicted on the other side, else unresolved. Both need three seeds."
+)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The results of a reproduction. problems: runs that failed, with their errors."""
+class Reproduction:
+    """A table of a paper, run and judged. folder: of the run folders. judged: its cells. problems: runs that failed,
+    with their errors."""
 
     table: Table
     scale: float
+    folder: Path
     judged: Sequence[Judged]
     problems: Sequence[str]
 
     @property
     def measured(self) -> list[Judged]:
         return [one for one in self.judged if not one.cell.missing]
+
+    @property
+    def summary(self) -> str:
+        """The outcome in one line."""
+        levels = Counter(one.level for one in self.judged if one.level)
+        effects = Counter(one.effect.verdict for one in self.judged if one.effect)
+        claimed = sum(effects[verdict] for verdict in EFFECTS)
+        unjudged = sum(one.why.startswith(NOT_JUDGED) for one in self.judged)
+        absent = sum(bool(one.cell.missing) for one in self.judged)
+        counted = ", ".join(f"{levels[level]} {level}" for level in [*LEVELS, *sorted(set(levels) - set(LEVELS))])
+        parts = [f"{sum(levels.values())} cells judged: {counted}"]
+        if claimed:
+            parts.append(f"{effects[EFFECTS[0]]} of {claimed} effects {EFFECTS[0]}, {effects[EFFECTS[1]]} {EFFECTS[1]}")
+        if effects[UNCLAIMED]:
+            parts.append(f"{effects[UNCLAIMED]} effects {UNCLAIMED}")
+        if unjudged:
+            parts.append(f"{unjudged} cells not judged")
+        if absent:
+            parts.append(f"{absent} of {len(self.judged)} cells missing")
+        if self.problems:
+            parts.append(f"{len(self.problems)} runs failed")
+        return "; ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of the JSON file."""
+        return {
+            "table": self.table.name,
+            "paper": self.table.paper.title,
+            "about": self.table.item.about,
+            "note": self.table.item.note or None,
+            "scale": self.scale,
+            "summary": self.summary,
+            "cells": [_cell(one) for one in self.judged],
+            "problems": list(self.problems),
+        }
+
+    def write(self, folder: Path | None = None) -> list[Path]:
+        """PAPER-TABLE.json, .md and .csv in `folder`, by default that of the run folders."""
+        folder = folder or self.folder
+        stem = self.table.name.replace("/", "-")
+        texts = {
+            "json": json.dumps(self.as_dict(), indent=2) + "\n",
+            "md": self.markdown(),
+            "csv": _csv([_row(one) for one in self.judged]),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{stem}.{kind}" for kind in texts]
+        for path, text in zip(paths, texts.values(), strict=True):
+            write_atomic(path, text.encode(), shared=True)
+        return paths
+
+    def markdown(self) -> str:
+        item = self.table.item
+        parts = [f"# {self.table.name}: {item.about}", self.table.paper.title + "."]
+        parts += [f"Note: {item.note}."] if item.note else []
+        parts += [f"**{self.summary}.**"]
+        for title, (columns, lines) in (
+            ("Cells", cells(self.measured)),
+            ("Missing", missing(self.judged)),
+        ):
+            if lines:
+                parts += [f"## {title}", markdown_table(columns, lines)]
+        parts += ["## Failed runs", *(f"* {problem}" for problem in self.problems)] if self.problems else []
+        parts.append(RULE)
+        return "\n\n".join(parts) + "\n"
 
 
 def cells(found: Sequence[Judged]) -> Lines:
@@ -43,9 +118,9 @@ def cells(found: Sequence[Judged]) -> Lines:
     for one in found:
         cell = one.cell
         names = [cell.dataset, *([cell.setting] if settings else []), cell.method, *([cell.metric] if metrics else [])]
-        numbers = [_ours(one), _paper(one), _with_band(one), _paired(one.paired), _seeds(one)]
-        lines.append([*names, *numbers, one.verdict])
-    return [*head, "Ours", "Paper", "Difference (band)", "To the baseline", "Seeds (paper)", "Verdict"], lines
+        numbers = [ours(one), paper(one), _signed(one.difference), one.verdict, *effect(one.effect), _seeds(one)]
+        lines.append([*names, *numbers])
+    return [*head, "Ours", "Paper", "Difference", "Level", "To the baseline", "Effect", "Seeds (paper)"], lines
 
 
 def missing(judged: Iterable[Judged]) -> Lines:
@@ -66,75 +141,33 @@ def missing(judged: Iterable[Judged]) -> Lines:
     return ["Missing because", "Cells", "Methods", "Data"], lines
 
 
-def summary(found: Found) -> str:
-    """The outcome in one line."""
-    judged = [one for one in found.judged if one.verdict in VERDICTS]
-    unjudged = sum(one.verdict.startswith(NOT_JUDGED) for one in found.judged)
-    claims = [one.paired.agrees for one in judged if one.paired and one.paired.agrees is not None]
-    absent = sum(bool(one.cell.missing) for one in found.judged)
-    parts = [f"{sum(one.verdict == REPRODUCED for one in judged)} of {len(judged)} judged cells reproduced"]
-    if claims:
-        parts.append(f"{sum(claims)} of {len(claims)} claimed differences have the paper's sign")
-    if unjudged:
-        parts.append(f"{unjudged} cells not judged")
-    if absent:
-        parts.append(f"{absent} of {len(found.judged)} cells missing")
-    if found.problems:
-        parts.append(f"{len(found.problems)} runs failed")
-    return "; ".join(parts)
+def ours(one: Judged) -> str:
+    if one.spread is None:
+        return "-"
+    spread = f" ± {one.spread.deviation:.2f}" if one.spread.count > 1 else ""
+    return f"{one.spread.mean:.2f}{spread}"
 
 
-def as_dict(found: Found) -> dict[str, Any]:
-    """The content of the JSON file."""
-    return {
-        "table": found.table.name,
-        "paper": found.table.paper.title,
-        "about": found.table.item.about,
-        "note": found.table.item.note or None,
-        "scale": found.scale,
-        "summary": summary(found),
-        "cells": [_cell(one) for one in found.judged],
-        "problems": list(found.problems),
-    }
+def paper(one: Judged) -> str:
+    target = one.cell.target
+    if one.paper is None:
+        return target.text if target else "-"
+    deviation = "" if target is None or target.std is None else f" ± {target.std:g}"
+    return f"{one.paper:.2f}{deviation}"
 
 
-def write(folder: Path, found: Found) -> list[Path]:
-    """PAPER-TABLE.json, .md and .csv in `folder`."""
-    stem = found.table.name.replace("/", "-")
-    texts = {
-        "json": json.dumps(as_dict(found), indent=2) + "\n",
-        "md": markdown(found),
-        "csv": _csv([_row(one) for one in found.judged]),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{stem}.{kind}" for kind in texts]
-    for path, text in zip(paths, texts.values(), strict=True):
-        write_atomic(path, text.encode(), shared=True)
-    return paths
+def effect(found: Effect | None) -> list[str]:
+    """The difference to the baseline, and the verdict on it."""
+    if found is None:
+        return ["-", "-"]
+    paper = "" if found.paper is None else f" (paper {found.paper:+.2f})"
+    return [f"{interval(found)} over {found.baseline}{paper}", found.verdict or f"{NOT_JUDGED}: {found.why}"]
 
 
-def markdown(found: Found) -> str:
-    item = found.table.item
-    parts = [f"# {found.table.name}: {item.about}", found.table.paper.title + "."]
-    parts += [f"Note: {item.note}."] if item.note else []
-    parts += [f"**{summary(found)}.**"]
-    for title, (columns, lines) in (
-        ("Cells", cells(found.measured)),
-        ("Missing", missing(found.judged)),
-    ):
-        if lines:
-            parts += [f"## {title}", markdown_table(columns, lines)]
-    parts += ["## Failed runs", *(f"* {problem}" for problem in found.problems)] if found.problems else []
-    parts.append(RULE)
-    return "\n\n".join(parts) + "\n"
-
-
-RULE = (
-    "Ours: mean ± population deviation over seeds. Band: max(2 (deviation of ours + the paper's), 3 points). To the "
-    "baseline: the mean difference over the same seeds with its 95 % interval. A cell is reproduced when the "
-    "difference to the paper lies in the band and, where the paper's difference to the baseline exceeds 2 points, ours "
-    "has its sign."
-)
+def interval(found: Effect) -> str:
+    low, high = found.ours.low, found.ours.high
+    ends = "one seed" if low is None or high is None else f"{low:+.2f}, {high:+.2f}"
+    return f"{found.ours.mean:+.2f} [{ends}]"
 
 
 def _cell(one: Judged) -> dict[str, Any]:
@@ -151,34 +184,32 @@ def _cell(one: Judged) -> dict[str, Any]:
         "ours": one.spread.mean if one.spread else None,
         "deviation": one.spread.deviation if one.spread else None,
         "seeds": len(one.values),
+        "diverged": list(one.diverged),
         "paper": one.paper,
         "paper_deviation": target.std if target else None,
         "paper_seeds": cell.seeds,
         "difference": one.difference,
-        "band": one.band,
-        "paired": asdict(one.paired) if one.paired else None,
-        "lacking": list(one.lacking) if one.values else [],
-        "not_stated": not_stated(cell.stated) if cell.stated else [],
+        "level": one.level or None,
         "verdict": one.verdict,
+        "effect": asdict(one.effect) if one.effect else None,
+        "lacking": list(one.lacking) if one.measured else [],
+        "not_stated": not_stated(cell.stated) if cell.stated else [],
     }
 
 
 def _row(one: Judged) -> dict[str, Any]:
     """The cell for CSV: one value per column."""
-    found, ours = _cell(one), one.paired.ours if one.paired else None
+    found, effect = _cell(one), one.effect
     flat = {
-        "baseline": one.paired.baseline if one.paired else None,
-        "to_baseline": ours.mean if ours else None,
-        "to_baseline_low": ours.low if ours else None,
-        "to_baseline_high": ours.high if ours else None,
-        "to_baseline_paper": one.paired.paper if one.paired else None,
+        "baseline": effect.baseline if effect else None,
+        "to_baseline": effect.ours.mean if effect else None,
+        "to_baseline_low": effect.ours.low if effect else None,
+        "to_baseline_high": effect.ours.high if effect else None,
+        "to_baseline_paper": effect.paper if effect else None,
+        "effect": effect.verdict if effect else None,
     }
-    verdict = found.pop("verdict")
-    return {
-        **{k: v for k, v in found.items() if k not in ("paired", "lacking", "not_stated")},
-        **flat,
-        "verdict": verdict,
-    }
+    plain = {key: value for key, value in found.items() if not isinstance(value, (list, dict)) and key != "effect"}
+    return {**plain, **flat}
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -189,36 +220,8 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _ours(one: Judged) -> str:
-    if one.spread is None:
-        return "-"
-    spread = f" ± {one.spread.deviation:.2f}" if one.spread.count > 1 else ""
-    return f"{one.spread.mean:.2f}{spread}"
-
-
-def _paper(one: Judged) -> str:
-    target = one.cell.target
-    if one.paper is None:
-        return target.text if target else "-"
-    deviation = "" if target is None or target.std is None else f" ± {target.std:g}"
-    return f"{one.paper:.2f}{deviation}"
-
-
 def _signed(value: float | None) -> str:
     return "-" if value is None else f"{value:+.2f}"
-
-
-def _with_band(one: Judged) -> str:
-    return _signed(one.difference) + ("" if one.band is None else f" (± {one.band:.2f})")
-
-
-def _paired(paired: Paired | None) -> str:
-    if paired is None:
-        return "-"
-    ours = paired.ours
-    interval = "one seed" if ours.low is None or ours.high is None else f"{ours.low:+.2f}, {ours.high:+.2f}"
-    paper = "" if paired.paper is None else f" (paper {paired.paper:+.2f})"
-    return f"{ours.mean:+.2f} [{interval}] over {paired.baseline}{paper}"
 
 
 def _seeds(one: Judged) -> str:

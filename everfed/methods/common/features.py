@@ -69,22 +69,22 @@ def head_inputs(
         handle.remove()
 
 
-def keep_features(step: Step, key: str) -> None:
+def keep_features(step: Step) -> None:
     """Keep the head's inputs in the step's next forward pass with gradients; call it in `batches`."""
     if step.trainer.network is not step.module:
-        raise CompositionError(f"part {key!r} reads the features of every step; leave engine.compile out")
+        raise CompositionError(f"part {step.name!r} reads the features of every step; leave engine.compile out")
 
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():  # not in a teacher's pass through the same module
             handle.remove()
-            step.handed[key] = args[0]
+            step.handed["features"] = args[0]
 
     handle = head(step.module).register_forward_pre_hook(keep)
 
 
-def kept_features(step: Step, key: str) -> Tensor:
+def kept_features(step: Step) -> Tensor:
     """(n, F) of the real minibatch, which comes first in a forward pass."""
-    return step.handed[key][: len(step.x)].float()
+    return step.handed["features"][: len(step.x)].float()
 
 
 def features(trainer: Trainer, model: Model, x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def classes_of(side: Handle, tasks: Iterable[int], everyone: bool = False) -> Te
 
 
 def tasks_before(side: Handle) -> range:
-    """The tasks that this client has finished."""
+    """The tasks that are finished, on a client those of its own."""
     return range(side.task or 0)
 
 

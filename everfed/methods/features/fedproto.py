@@ -61,14 +61,14 @@ class FedProto(Part):
 
     def batches(self, step: Step) -> dict[str, Batch]:
         if self._pulls(step):
-            keep_features(step, "features")
+            keep_features(step)
         return {}
 
     def loss(self, step: Step) -> Tensor | None:
         if not self._pulls(step):
             return None
         sent = step.message
-        distances = (kept_features(step, "features") - sent["prototypes"][step.y]).square().mean(1)
+        distances = (kept_features(step) - sent["prototypes"][step.y]).square().mean(1)
         return self.weight * (distances * sent["known"][step.y]).mean()
 
     def _pulls(self, step: Step) -> bool:

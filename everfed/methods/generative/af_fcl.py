@@ -66,7 +66,9 @@ _HEAD = "head."
 class AFFCL(AddsParameters, Part):
     k_loss_flow: float = option(0.5, at_least=0, about="k_f, weight of replay; 0 switches the flow off")
     k_flow_lastflow: float = option(0.1, at_least=0, about="k_lf, weight of the last flow's samples in step F")
-    flow_explore_theta: float = option(0.1, at_least=0, at_most=1, about="theta, least weight of replay")
+    flow_explore_theta: float = option(
+        0.1, at_least=0, at_most=1, about="theta: 1 ignores how well the flow fits, 0 trusts it fully"
+    )
     flow_lr: float = option(5e-3, at_least=0, about="learning rate of Adam on the flow")
     replay_lr: float = option(
         0.0,

@@ -71,11 +71,11 @@ class FedCIL(AddsParameters, Aggregator):
         one_of=("auto", *KINDS),
         about="wide (grey images in the release), slim (colour), or auto, by the images",
     )
-    width: int = option(0, at_least=0, about="of the generator's first map; 0: the kind's own")
+    width: int = option(0, at_least=0, about="channels of the generator's first map; 0: the kind's own, 512 or 384")
     generator_lr: float = option(
         0.0,
         at_least=0,
-        about="of the generator's own Adam, with the betas of the release; 0: the run's optimiser",
+        about="of the generator's own Adam, with the release's betas; 0: the run's optimiser, which should be Adam",
     )
     head: str = option(
         "seen",

@@ -198,7 +198,7 @@ class GLFC(Part):
         everything = torch.arange(client.facts.classes)
         classes = competing(client) if self.head == "seen" else everything
         learned = host.get("learned", torch.zeros(0, dtype=torch.int64))
-        own = {"learned": mask_of(client, learned), "classes": mask_of(client, classes)}
+        own: Tree = {"learned": mask_of(client, learned), "classes": mask_of(client, classes)}
         old = self._old(client, bool(host.get("signal", False)))
         if old is not None and self.relation:
             own["old"] = old

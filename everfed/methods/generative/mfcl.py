@@ -102,7 +102,7 @@ class MFCL(Part):
     diversity: str = option(
         "code",
         one_of=("code", "paper"),
-        about="of predictions: scaled into [0, 1] (code), or the negative entropy over the number of classes (paper)",
+        about="of predictions: in [0, 1] (code), or their negative entropy over q (paper), which needs another w_div",
     )
     w_content: float = option(1.0, at_least=0, about="weight of the content term")
     w_div: float = option(1.0, at_least=0, about="weight of the diversity of predictions")

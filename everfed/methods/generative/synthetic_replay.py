@@ -71,7 +71,11 @@ class SyntheticReplay(Part):
     kd_batch: int = option(256, at_least=1, about="images of a student's step")
     t_student: float = option(20.0, above=0, about="temperature of the student's distillation")
     lr_student: float = option(0.2, at_least=0, about="the student's learning rate")
-    upsamplings: int = option(0, at_least=0, about="of the generator; 0 chooses by the image's side")
+    upsamplings: int = option(
+        0,
+        at_least=0,
+        about="doublings of the side in the generator (code: 2); 0: 2 below 64 pixels, 3 below 128, 4 from there",
+    )
 
     def needs(self) -> set[str]:
         """One pool serves all clients, so their old classes must be the same."""

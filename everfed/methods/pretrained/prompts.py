@@ -187,14 +187,14 @@ class FedCPrompt(PromptCODA):
         return {"contrast": 1} if server.task else {}
 
     def batches(self, step: Step) -> dict[str, Batch]:
-        keep_features(step, self.name)
+        keep_features(step)
         return {}
 
     def loss(self, step: Step) -> Tensor:
         received, inputs = step.received_model, step.inputs(step.x)
         models = [received, *([before_task(received, step.layout)] if step.message else [])]
         frozen = [frozen_pass(step, model, inputs)[1] for model in models]
-        return contrast(kept_features(step, self.name), *frozen, near=self.near, far=self.far)
+        return contrast(kept_features(step), *frozen, near=self.near, far=self.far)
 
 
 def contrast(z: Tensor, received: Tensor, previous: Tensor | None = None, *, near: float, far: float) -> Tensor:

@@ -34,7 +34,7 @@ class MOON(Part):
 
     def batches(self, step: Step) -> dict[str, Batch]:
         if "previous" in step.state:
-            keep_features(step, self.name)
+            keep_features(step)
         return {}
 
     def loss(self, step: Step) -> Tensor | None:
@@ -42,7 +42,7 @@ class MOON(Part):
             return None
         models, inputs = (step.received_model, step.state["previous"]), step.inputs(step.x)
         z_glob, z_prev = (frozen_pass(step, model, inputs)[1] for model in models)
-        return self.mu * contrast(kept_features(step, self.name), z_glob, z_prev, self.temperature)
+        return self.mu * contrast(kept_features(step), z_glob, z_prev, self.temperature)
 
     def reply(self, client: Client) -> None:
         if self.mu:

@@ -1,12 +1,4 @@
-"""The tables of REPRODUCIBILITY.md, between marks that name a table of a paper or a recipe, from the records alone.
-
-<!-- records: fedgp/table1 -->
-...
-<!-- records: end -->
-
-<!-- records: recipe:stamp/cifar100-cnn --> marks a line for every method of a recipe, with the settings that
-differ and the scores of its seeds.
-"""
+"""The records of a recipe as a table: a line for every choice of settings, and how the runs were made."""
 
 from __future__ import annotations
 
@@ -16,19 +8,12 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from everfed.errors import UserError
-from everfed.experiments.papers import writing
-from everfed.experiments.papers.judging import NOT_JUDGED, Judged, Runs, judge
-from everfed.experiments.papers.matching import runs_of
-from everfed.experiments.papers.planning import plan
 from everfed.experiments.papers.records import Record, complete, settings_of
-from everfed.experiments.papers.tables import find
 from everfed.methods import registry as methods
 from everfed.recipe import parse_set, read
 from everfed.reports.markdown import markdown_table
-from everfed.store import marked
 
 PRECISION = "engine.precision"
-RECIPE = "recipe:"  # what a mark of a recipe begins with
 OPTION = "method."  # what the key of a method's option begins with
 # titles of columns: which logits, "" for the recipe's own, and the metric
 _SCORES = {
@@ -37,31 +22,6 @@ _SCORES = {
     "forgetting": ("", "forgetting"),
 }
 _TASK_IL = {"final accuracy, task-IL": ("task", "acc")}  # where it says something else than the final accuracy
-
-
-def renewed(text: str, records: Iterable[Record]) -> str:
-    """The page with every marked table written anew. Raises UserError for a mark of a table that is not there."""
-    records = list(records)
-    runs = runs_of(records)
-    if not marked.names(text, "records"):
-        raise UserError("the page has no table to renew; mark its place with <!-- records: PAPER/TABLE -->")
-
-    def written(name: str) -> str:
-        return every_run(name.removeprefix(RECIPE), records) if name.startswith(RECIPE) else section(name, runs)
-
-    return marked.renewed(text, "records", written)
-
-
-def section(name: str, runs: Runs) -> str:
-    """The cells of a table that records give, and what made them."""
-    judged = [one for one in judge(plan(find(name)), runs) if one.values]
-    if not judged:
-        return "No records."
-    columns, lines = writing.cells(judged)
-    reasons = _numbered([line[-1] for line in lines])
-    table = markdown_table(columns, [[*line[:-1], reasons.get(line[-1], line[-1])] for line in lines])
-    notes = [f"{short.removeprefix(NOT_JUDGED).strip()} {long}" for long, short in reasons.items()]
-    return "\n\n".join([table, *notes, _sources(judged, runs)])
 
 
 def every_run(recipe: str, records: Iterable[Record]) -> str:
@@ -79,15 +39,15 @@ def every_run(recipe: str, records: Iterable[Record]) -> str:
     task_il = any(_score(one, "task", "acc") not in (None, _score(one, "", "acc")) for one in own)
     scores = {**_SCORES, **(_TASK_IL if task_il else {})}
     rows = [
-        [*line, ", ".join(str(one["seed"]) for one in group), *(_over_seeds(group, *of) for of in scores.values())]
+        [*line, ", ".join(map(_seed, group)), *(_over_seeds(group, *of) for of in scores.values())]
         for line, group in sorted(lines.items())
     ]
     columns = ["method", *(["options"] if options else []), *keys, "seeds", *scores]
-    ways: dict[str, list[Record]] = {}
-    for one in own:
-        ways.setdefault(_how(one), []).append(one)
-    sources = [_line(recipe, how, group) for how, group in ways.items()]
-    return "\n\n".join([markdown_table(columns, rows), *sources])
+    return "\n\n".join([markdown_table(columns, rows), sources(own)])
+
+
+def _seed(record: Record) -> str:
+    return f"{record['seed']}{' (diverged)' if 'diverged' in record else ''}"
 
 
 def _differing(records: Sequence[Record]) -> list[str]:
@@ -160,18 +120,11 @@ def _over_seeds(records: Sequence[Record], logits: str, metric: str) -> str:
     return each if len(values) < 2 or not known else f"{fmean(known):.1f} ± {pstdev(known):.1f} ({each})"
 
 
-def _numbered(verdicts: Iterable[str]) -> dict[str, str]:
-    """A short form for every verdict with reasons: these are long, and shared by many cells."""
-    reasons = dict.fromkeys(verdict for verdict in verdicts if verdict.startswith(NOT_JUDGED))
-    return {long: f"{NOT_JUDGED} ({number})" for number, long in enumerate(reasons, start=1)}
-
-
-def _sources(judged: Sequence[Judged], runs: Runs) -> str:
+def sources(records: Iterable[Record]) -> str:
     """A line for all runs of one recipe that were made alike: methods, seeds, hardware, seconds, remark."""
     alike: dict[tuple[str, str], list[Record]] = {}
-    for experiment in dict.fromkeys(one.cell.experiment for one in judged):
-        for run in runs[experiment].values():
-            alike.setdefault((run.result["recipe"], _how(run.result)), []).append(run.result)
+    for one in records:
+        alike.setdefault((one["recipe"], _how(one)), []).append(one)
     return "\n".join(f"* {_line(recipe, how, group)}" for (recipe, how), group in alike.items())
 
 
@@ -185,5 +138,6 @@ def _how(record: Record) -> str:
 
 def _line(recipe: str, how: str, group: Sequence[Record]) -> str:
     methods, seeds = (", ".join(dict.fromkeys(str(one[key]) for one in group)) for key in ("method", "seed"))
-    seconds = sorted(one["cost"]["seconds"] for one in group)
-    return f"`{recipe}`: {methods}; seeds {seeds}; {how}; {seconds[0]:,.0f} to {seconds[-1]:,.0f} s a run"
+    seconds = sorted(one["cost"]["seconds"] for one in group if "seconds" in one["cost"])
+    took = f"; {seconds[0]:,.0f} to {seconds[-1]:,.0f} s a run" if seconds else ""
+    return f"`{recipe}`: {methods}; seeds {seeds}; {how}{took}"

@@ -1,65 +1,14 @@
-"""The tables of REPRODUCIBILITY.md are those of the records."""
+"""A recipe's records as a table: a line for every choice of settings."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-from typer.testing import CliRunner
-
-from everfed.cli import app
-from everfed.errors import UserError
-from everfed.experiments.papers import records
-from everfed.experiments.papers.page import renewed
-from everfed.experiments.papers.records import FOLDER, Record
+from everfed.experiments.papers.records import Record
+from everfed.experiments.papers.runs import every_run
 from everfed.methods import registry as methods
 from everfed.recipe import Recipe
 from tests.papers.test_records import made
-
-ROOT = Path(__file__).parents[2]
-PAGE = "# Results\n\n<!-- records: fedgp/table1 -->\nold\n<!-- records: end -->\n\nThe end.\n"
-
-
-def test_the_pages_tables_are_those_of_the_records() -> None:
-    text = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
-    kept = records.read_all(ROOT / FOLDER)
-    assert kept and renewed(text, kept) == text, "renew them with: everfed record --page REPRODUCIBILITY.md"
-
-
-def test_every_record_is_shown_on_the_page() -> None:
-    text = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
-    for record in records.read_all(ROOT / FOLDER):
-        assert f"`{record['recipe']}`:" in text, f"{record['recipe']} has records, but no table of the page"
-
-
-def test_a_table_is_written_between_its_marks(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    records.write(made(accuracy=0.6802), tmp_path / "kept")
-    done = CliRunner().invoke(app, ["record", "--page", str(page), "--records", str(tmp_path / "kept")])
-    assert done.exit_code == 0, done.output
-    text = page.read_text()
-    assert text.startswith("# Results\n\n<!-- records: fedgp/table1 -->\n| Data") and "old" not in text
-    assert text.endswith("<!-- records: end -->\n\nThe end.\n")
-    assert "| 68.02 ± 3.1 | +0.00 (± 6.20)" in text and "| 1 (5)" in text and "reproduced" in text
-    assert renewed(text, records.read_all(tmp_path / "kept")) == text
-
-
-def test_a_changed_number_is_noticed(tmp_path: Path) -> None:
-    before, after = (renewed(PAGE, [made(accuracy=accuracy)]) for accuracy in (0.68, 0.69))
-    assert before != after
-
-
-def test_without_records_the_table_says_so() -> None:
-    assert "<!-- records: fedgp/table1 -->\nNo records.\n<!-- records: end -->" in renewed(PAGE, [])
-
-
-def test_marks_of_no_table_are_refused() -> None:
-    with pytest.raises(UserError, match="there is no table 'fedgp/table0'"):
-        renewed(PAGE.replace("table1", "table0"), [])
-    with pytest.raises(UserError, match="no table to renew"):
-        renewed("# Results\n", [])
 
 
 def of_recipe(method: str, seed: int, settings: dict[str, Any], **scores: float) -> Record:
@@ -68,7 +17,7 @@ def of_recipe(method: str, seed: int, settings: dict[str, Any], **scores: float)
 
 
 def rows_of(records: list[Record]) -> list[list[str]]:
-    text = renewed("<!-- records: recipe:own -->\n<!-- records: end -->\n", records)
+    text = every_run("own", records)
     assert "`own`: " in text
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
 
@@ -173,10 +122,18 @@ def test_what_a_recipe_gives_one_method_is_no_difference() -> None:
 
     def head(method: str) -> list[str]:
         runs = [of_recipe("af-fcl", 0, {}, acc=0.5), of_recipe(method, 0, theirs, acc=0.4)]
-        text = renewed(
-            f"<!-- records: recipe:{name} -->\n<!-- records: end -->\n", [{**one, "recipe": name} for one in runs]
-        )
-        return [cell.strip() for cell in text.splitlines()[1].split("|")[1:-1]]
+        text = every_run(name, [{**one, "recipe": name} for one in runs])
+        return [cell.strip() for cell in text.splitlines()[0].split("|")[1:-1]]
 
     assert head("fedcil")[:2] == ["method", "seeds"]
     assert {"stream.normalise", "train.optimizer.lr", "train.optimizer.kind"} <= set(head("fedavg"))
+
+
+def test_a_run_that_diverged_is_a_line() -> None:
+    ended = {**of_recipe("fedavg", 1, {}), "diverged": "the loss of client 0 is not finite", "cost": {}}
+    _, row = rows_of([of_recipe("fedavg", 0, {}, acc=0.5), ended])
+    assert row[1:4] == ["0, 1 (diverged)", "- -", "50.0 ± 0.0 (50.0 -)"]
+
+
+def test_a_recipe_without_records_says_so() -> None:
+    assert every_run("own", []) == "No records."

@@ -1,0 +1,293 @@
+"""REPRODUCIBILITY.md and docs/results/: what the records in results/ say, with what the notes know beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from everfed.experiments.papers import writing
+from everfed.experiments.papers.judging import NOT_JUDGED, Judged, Runs, judge
+from everfed.experiments.papers.matching import runs_of
+from everfed.experiments.papers.notes import Disagreement, Notes, notes
+from everfed.experiments.papers.planning import plan
+from everfed.experiments.papers.plot import dot_plot
+from everfed.experiments.papers.records import FOLDER, Record, read_all
+from everfed.experiments.papers.runs import every_run, sources
+from everfed.experiments.papers.status import Plan, effects_of, identity, levels_of, planned
+from everfed.experiments.papers.tables import Paper, papers, tables
+from everfed.metrics.acceptance import CONFIRMED, CONTRADICTED, DIFFERS, EFFECTS, EQUIVALENT, UNCLAIMED, UNRESOLVED
+from everfed.reports.markdown import markdown_table
+from everfed.store.files import write_atomic
+
+SCREEN, PAGES = "REPRODUCIBILITY.md", "docs/results"
+MADE = "<!-- written by `everfed record --pages .` from results/ and the notes beside tables.toml; not to be edited -->"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the records give of a paper. tables: its tables that have records, with their printed cells; a number that
+    several tables print counts in the first. left: what is planned."""
+
+    key: str
+    paper: Paper
+    notes: Notes
+    tables: dict[str, list[Judged]]
+    left: list[Plan]
+
+    @property
+    def measured(self) -> list[Judged]:
+        return [one for own in self.tables.values() for one in own]
+
+    @property
+    def cells(self) -> list[Judged]:
+        """Those whose level is judged."""
+        return [one for one in self.measured if one.level]
+
+    @property
+    def levels(self) -> dict[str, int]:
+        return levels_of(self.cells)
+
+    @property
+    def effects(self) -> dict[str, int]:
+        return effects_of(self.measured)
+
+    @property
+    def claimed(self) -> int:
+        """Effects that the paper claims and that are judged."""
+        return sum(self.effects[verdict] for verdict in EFFECTS)
+
+    def filled(self, sentence: str) -> str:
+        """A sentence of the notes with its counts."""
+        counts = {name: self.levels[name] for name in (EQUIVALENT, DIFFERS, UNRESOLVED)}
+        counts |= {"confirmed": self.effects[CONFIRMED], "contradicted": self.effects[CONTRADICTED]}
+        return sentence.format(**counts, claimed=self.claimed, judged=len(self.cells))
+
+
+def write(root: Path, folder: Path = FOLDER) -> list[Path]:
+    """Write every page below `root` from the records in `folder`."""
+    made = []
+    for name, text in pages(read_all(folder)).items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode(), shared=True)
+        made.append(path)
+    return made
+
+
+def pages(records: Sequence[Record]) -> dict[str, str]:
+    """{path: text} of every page that is made from records."""
+    runs = runs_of(records)
+    found = [findings(key, runs) for key in papers()]
+    made = {SCREEN: _screen(found, len(records))}
+    for one in found:
+        drawing = dot_plot(_drawn(one))
+        made[f"{PAGES}/{one.key}.md"] = _page(one, records, runs, bool(drawing))
+        if drawing:
+            made[f"{PAGES}/{one.key}.svg"] = drawing
+    return made
+
+
+def findings(key: str, runs: Runs) -> Findings:
+    """What these runs give of a paper. A number belongs to the first table that prints it."""
+    found: dict[str, list[Judged]] = {}
+    taken: set[object] = set()
+    for name, table in tables().items():
+        if table.key != key or table.item.nothing:
+            continue
+        own = [one for one in judge(plan(table), runs) if one.measured and one.cell.target is not None]
+        found[name] = [one for one in own if identity(one.cell) not in taken]
+        taken |= {identity(one.cell) for one in own}
+    filled = {name: own for name, own in found.items() if own}
+    return Findings(key, papers()[key], notes(key), filled, planned(key, runs))
+
+
+# the screen --------------------------------------------------------------------------------------------------------
+
+
+def _screen(found: Sequence[Findings], records: int) -> str:
+    rows = [
+        [
+            f"[{one.paper.name}]({PAGES}/{one.key}.md)",
+            f"{one.effects[CONFIRMED]} of {one.claimed}",
+            str(one.effects[CONTRADICTED]),
+            *(str(one.levels[level]) for level in (EQUIVALENT, DIFFERS, UNRESOLVED)),
+            str(len(one.cells)),
+            one.notes.question,
+        ]
+        for one in found
+    ]
+    columns = ["Paper", "Effects confirmed", "Contradicted", "Equivalent", "Differ", "Unresolved", "Cells judged"]
+    minutes = sum(plan.minutes for one in found for plan in one.left)
+    about = (
+        f"everfed runs the tables of five papers, and {records} runs have a record in `results/`. This screen counts\n"
+        "what the records say. A page for each paper has the answer in three sentences, a plot, every cell and what\n"
+        "is open."
+    )
+    left = (
+        f"What is planned takes about {minutes:,.0f} minutes of one H200; `everfed reproduce --status` lists the\n"
+        "runs. Numbers from before there were records are on [a page of their own](docs/results/earlier.md); no\n"
+        "verdict rests on them."
+    )
+    table = markdown_table([*columns, "Open question"], rows)
+    return "\n\n".join(["# Reproducibility", MADE, about, table, _RULES, left, _AGAIN]) + "\n"
+
+
+_RULES = """## What a verdict says
+
+A cell is a printed number: a method on a data set under one metric. A number that several tables print counts once.
+
+* **Effect.** The method less its baseline, seed by seed. *Confirmed*: the 95 % interval over seeds excludes 0 and has
+  the paper's sign. *Contradicted*: it excludes 0 with the other sign. Else the effect is unresolved. A printed
+  difference of 2 points or less claims nothing; where ours is larger and sure, the page lists it as not in the paper.
+* **Level.** *Equivalent*: two one-sided tests at 5 % place the difference between our mean and the paper's within 3
+  points. *Differ*: Welch's test says so, with Holm's correction over the table. Else the level is unresolved: seeds
+  differ too much to tell. A run that diverged is a result and is counted as such.
+* **Not judged**: fewer than three seeds, or runs that are not the paper's experiment. Other data, another encoder,
+  size or network, fewer rounds or epochs count as another experiment; `everfed reproduce` finds that from the run's
+  own facts.
+
+Deviations are those of the population, ours and the papers': FedGP's code computes them so, the other papers do not
+say. The papers' comparisons are unpaired. Here every method of a seed sees the same stream, so seeds differ more than
+methods do."""
+
+_AGAIN = """## Again
+
+```console
+everfed reproduce fedgp/table1 --data ~/data --columns MNIST
+everfed record runs/reproduce
+everfed record --pages .
+everfed reproduce --status
+```
+
+The first runs a table, the second keeps its runs as records, the third writes these pages, the last shows what is left.
+A test fails when the pages and the records differ. [The papers' tables](docs/reproduction.md) explains every option."""
+
+
+# a paper -----------------------------------------------------------------------------------------------------------
+
+
+def _page(found: Findings, records: Sequence[Record], runs: Runs, drawn: bool) -> str:
+    parts = [f"# {found.paper.name}", MADE, f"{found.paper.title}.", " ".join(map(found.filled, found.notes.answer))]
+    if drawn:
+        about = "ours and the paper's with 95 % intervals of the mean; hollow: not judged"
+        parts.append(f"![{', '.join(found.notes.plot)}: {about}]({found.key}.svg)")
+    parts += _effects(found)
+    parts += _section("Our choices", "What the paper leaves open, and where ours is another.", _choices(found.notes))
+    parts += [part for one in found.notes.disagreements for part in _disagreement(one)]
+    parts += _left(found)
+    parts += _cells(found, runs)
+    parts += _recipes(found, records)
+    parts += _commands(found)
+    return "\n\n".join(parts) + "\n"
+
+
+def _effects(found: Findings) -> list[str]:
+    """Every effect that is judged, and those that the paper does not have."""
+    judged = [one for one in found.measured if one.effect and one.effect.verdict in (*EFFECTS, UNCLAIMED)]
+    if not judged:
+        return ["## Effects", "No effect is judged yet."]
+    columns = ["Data", "Metric", "Method", "Ours", "Paper", "Effect", "Holds the paper's"]
+    rows = [
+        [
+            one.cell.dataset,
+            one.cell.metric,
+            f"{one.cell.method} over {effect.baseline}",
+            writing.interval(effect),
+            f"{effect.paper:+.2f}",
+            effect.verdict,
+            "yes" if effect.covers else "no",
+        ]
+        for one in judged
+        if (effect := one.effect) and effect.paper is not None
+    ]
+    covered = sum(bool(one.effect and one.effect.covers) for one in judged)
+    about = (
+        f"{found.effects[CONFIRMED]} of {found.claimed} are confirmed, {found.effects[CONTRADICTED]} contradicted; "
+        f"{found.effects[UNCLAIMED]} are not in the paper. {covered} of the {len(judged)} intervals hold the paper's "
+        "difference."
+    )
+    return _section("Effects over the baseline", about, markdown_table(columns, rows))
+
+
+def _choices(known: Notes) -> str:
+    rows = [[one.what, one.ours, one.why] for one in known.choices]
+    return markdown_table(["What", "Ours", "Why"], rows) if rows else ""
+
+
+def _disagreement(one: Disagreement) -> Iterator[str]:
+    yield f"## Open: {one.question}" if not one.settled else f"## Settled: {one.question}"
+    for title, sentences in (("Seen", one.seen), ("Ruled out", one.ruled_out), ("Not tried", one.not_tried)):
+        if sentences:
+            yield "\n".join([f"**{title}**\n", *(f"* {sentence}" for sentence in sentences)])
+    if one.settled:
+        yield f"**Settled.** {one.settled}"
+    elif one.next:
+        cost = f" ({one.minutes:,.0f} min of an H200)" if one.minutes else ""
+        yield f"**Next**{cost}. Predicted: {one.predicted}"
+        yield f"    {one.next}"
+
+
+def _left(found: Findings) -> list[str]:
+    rows = [line[:3] for line in (plan.line() for plan in found.left)]
+    if not rows:
+        return []
+    return _section("Planned runs", "", markdown_table(["What", "Done", "Minutes of an H200 left"], rows))
+
+
+def _cells(found: Findings, runs: Runs) -> list[str]:
+    parts = ["## Every cell"]
+    if found.tables:
+        parts.append("A number that several tables print is shown in the first.")
+    else:
+        return [*parts, "No table of this paper has a record."]
+    for name, judged in found.tables.items():
+        table = tables()[name]
+        columns, lines = writing.cells(judged)
+        at = columns.index("Level"), columns.index("Effect")
+        reasons = _numbered([line[index] for line in lines for index in at])
+        shown = [
+            [reasons.get(text, text) if index in at else text for index, text in enumerate(line)] for line in lines
+        ]
+        notes = [f"{short.removeprefix(NOT_JUDGED).strip()} {long}" for long, short in reasons.items()]
+        parts.append(_folded(f"{table.name}: {table.item.about}", markdown_table(columns, shown), *notes))
+    return [*parts, _folded("Hardware of these runs", sources(_runs_of(found, runs)))]
+
+
+def _recipes(found: Findings, records: Sequence[Record]) -> list[str]:
+    own = [_folded(f"`{name}`", about, every_run(name, records)) for name, about in found.notes.recipes.items()]
+    return ["## Other settings and smaller streams", *own] if own else []
+
+
+def _commands(found: Findings) -> list[str]:
+    lines = "\n".join(f"    {command}" for command in found.notes.commands)
+    return ["## Commands", lines] if lines else []
+
+
+def _runs_of(found: Findings, runs: Runs) -> list[Record]:
+    used = dict.fromkeys(one.cell.experiment for one in found.measured)
+    return [run.result for experiment in used for run in runs[experiment].values()]
+
+
+def _section(title: str, about: str, body: str) -> list[str]:
+    return [part for part in (f"## {title}", about, body) if part] if body else []
+
+
+def _folded(title: str, *parts: str) -> str:
+    return "\n\n".join(['<details markdown="1">', f"<summary>{title}</summary>", *parts, "</details>"])
+
+
+def _drawn(found: Findings) -> dict[str, list[Judged]]:
+    """The cells of the plot by panel."""
+    panels: dict[str, list[Judged]] = {}
+    for name in found.notes.plot:
+        for one in found.tables.get(name, []):
+            if one.spread and one.paper is not None and one.cell.measured.unit == "points":
+                panels.setdefault(f"{one.cell.dataset}: {one.cell.metric}", []).append(one)
+    return panels
+
+
+def _numbered(verdicts: Iterable[str]) -> dict[str, str]:
+    """A short form for every verdict with reasons: these are long, and shared by many cells."""
+    reasons = dict.fromkeys(verdict for verdict in verdicts if verdict.startswith(NOT_JUDGED))
+    return {long: f"{NOT_JUDGED} ({number})" for number, long in enumerate(reasons, start=1)}

@@ -1,0 +1,96 @@
+"""A stream of a user's own class is looked at once: numbers, labels and sample ids that would give wrong results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import everfed
+from everfed.errors import UserError
+from everfed.method import Data, RoundPlan, Stream
+
+COUNT, CLASSES = 12, 3
+Damage = Callable[[Data], Data]
+
+
+class Mine(Stream):
+    """Two tasks of two clients. damage: what becomes of the samples of client 1 in task 1; apart: ids differ."""
+
+    name, clients, tasks, rounds, rounds_per_task, classes, input_shape = "mine", 2, 2, 4, 2, CLASSES, (4,)
+
+    def __init__(self, damage: Damage = replace, apart: bool = True, test: Damage = replace) -> None:
+        self.damage, self.apart, self.held = damage, apart, test
+
+    def round(self, index: int) -> RoundPlan:
+        task, everyone = index // 2, (0, 1)
+        begins, ends = (everyone, ()) if index % 2 == 0 else ((), everyone)
+        return RoundPlan(task, everyone, dict.fromkeys(everyone, task), begins, ends, index % 2 == 1)
+
+    def samples(self, *key: int) -> Data:
+        rng = np.random.default_rng(key)
+        y = torch.from_numpy(rng.integers(0, CLASSES, COUNT))
+        return Data(torch.from_numpy(rng.normal(size=(COUNT, 4)).astype("float32")), y, np.arange(COUNT))
+
+    def data(self, client: int, task: int) -> Data:
+        found = self.samples(1, client, task)
+        found = replace(found, ids=found.ids + task * COUNT * self.apart)
+        return self.damage(found) if (client, task) == (1, 1) else found
+
+    def test(self, task: int, split: str = "test") -> Data:
+        return self.held(self.samples(2, task)) if task == 1 else self.samples(2, task)
+
+    def labels(self, task: int) -> tuple[int, ...]:
+        return tuple(range(CLASSES))
+
+
+RECIPE = {"name": "checks", "model": {"kind": "mlp", "hidden": [4]}, "engine": {"kind": "eager"}}
+
+
+def run(stream: Stream, method: str = "fedavg") -> everfed.Result:
+    return everfed.run({**RECIPE, "method": {"name": method}}, stream=stream, progress=False)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(str(tmp_path))
+
+
+def holed(value: float) -> Damage:
+    def damage(data: Data) -> Data:
+        x = data.x.clone()
+        x[5, 2] = value
+        return replace(data, x=x)
+
+    return damage
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_refused_where_a_client_sees_it(value: float) -> None:
+    with pytest.raises(UserError, match=rf"'mine', client 1, task 1: x\[5, 2\] is {value:g}, no finite number"):
+        run(Mine(holed(value)))
+
+
+def test_and_where_models_are_scored_on_it() -> None:
+    with pytest.raises(UserError, match=r"'mine', test samples of task 1: x\[5, 2\] is nan"):
+        run(Mine(test=holed(float("nan"))))
+
+
+def test_ids_that_recur_for_other_samples_are_refused() -> None:
+    with pytest.raises(UserError, match=r"client 0, task 1: sample id 0 is another sample of task 0.*of its own"):
+        run(Mine(apart=False), "naive-uniform")
+
+
+def test_the_same_sample_may_come_again() -> None:
+    class Recurring(Mine):
+        def data(self, client: int, task: int) -> Data:
+            return super().data(client, 0)
+
+    assert run(Recurring()).metrics["acc"] is not None
+
+
+def test_a_good_stream_runs_and_replays() -> None:
+    assert run(Mine(), "naive-uniform").data["cost"]["samples"] > run(Mine()).data["cost"]["samples"]
