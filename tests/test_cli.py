@@ -412,6 +412,12 @@ def test_a_real_process_gives_exit_code_2_without_traceback(work: Path) -> None:
     assert "Traceback" not in run.stderr
 
 
+def test_a_run_that_diverges_names_the_weights_of_its_method() -> None:
+    result = everfed("run", "tiny.toml", "--method", "ewc", "--set", "method.ewc.weight=1e30")
+    assert result.exit_code == 1
+    assert result.stderr.rstrip().endswith("; lower train.optimizer.lr or method.ewc.weight (1e+30)")
+
+
 def test_a_run_that_diverges_ends_with_exit_code_1_and_its_reason() -> None:
     result = everfed("run", "tiny.toml", "--set", "train.optimizer.lr=1e30")
     assert result.exit_code == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from everfed.core.context import Moment
 from everfed.core.engine import Replies, Trained
+from everfed.core.option import declared_options
 from everfed.core.part import Part
 from everfed.core.phase import EVALUATE, TRAIN, Phase
 from everfed.core.spans import NAMED, repeats, spans
@@ -64,11 +66,12 @@ class Reporter:
     ) -> None:
         self.notify, self.monitors, self.watched = notify, tuple(monitors), watched
         self._reporting = [part for part in parts if isinstance(part, Reports)]
+        self._weights = weights_of(parts)
 
     def phase(self, phase: Phase, moment: Moment, replies: Replies, down: int, started: float) -> None:
         """Emit that one repeat of a phase is done. Raises Diverged instead, when a client's loss is not finite."""
         # reading the losses waits for a device that is still at work, so the time is taken afterwards
-        losses = mean_losses(phase, moment, replies.trained) if replies.trained else None
+        losses = mean_losses(phase, moment, replies.trained, self._weights) if replies.trained else None
         event: Event = {
             "event": "phase",
             **_where(moment, phase.name),
@@ -128,7 +131,15 @@ def _absences(replies: Replies) -> Event:
 
 
 # losses ---------------------------------------------------------------------------------------------------------------
-def mean_losses(phase: Phase, moment: Moment, trained: list[Trained]) -> Tensor:
+def weights_of(parts: Sequence[Part]) -> list[str]:
+    """The keys of the terms' weights in a method, with their values: what makes a loss diverge where it is too high."""
+    found = [(part, name, declared) for part in parts for name, declared in declared_options(type(part))]
+    values = [(f"method.{part.name}.{name}", getattr(part, name), f"{name} {told.about}") for part, name, told in found]
+    weights = [(key, value) for key, value, about in values if re.search(r"(weight|strength|regulariser)\b", about)]
+    return [f"{key} ({value:g})" for key, value in weights if isinstance(value, float) and value > 0]
+
+
+def mean_losses(phase: Phase, moment: Moment, trained: list[Trained], weights: Sequence[str] = ()) -> Tensor:
     """(clients,) float64, each client's mean step loss; reads the device once. Raises Diverged."""
     sums = torch.stack([torch.as_tensor(one.loss).detach() for one in trained]).cpu().double()
     steps = torch.tensor([one.steps for one in trained], dtype=torch.float64)
@@ -136,7 +147,7 @@ def mean_losses(phase: Phase, moment: Moment, trained: list[Trained]) -> Tensor:
     if bad:
         raise Diverged(
             f"the loss of client {bad[0]} is not finite in phase {phase.name!r} of round {moment.round} "
-            f"({len(bad)} of {len(trained)} clients); lower train.optimizer.lr or the method's weights"
+            f"({len(bad)} of {len(trained)} clients); lower {' or '.join(['train.optimizer.lr', *weights])}"
         )
     return sums / steps
 
