@@ -20,8 +20,7 @@ from everfed.methods.replay.capped_simplex import project_capped_simplex
 from everfed.methods.replay.coordinated import coordinate
 from everfed.methods.replay.diversity import Candidates, convex_weights, objective, zero_diagonal_weights
 from everfed.methods.replay.near_optimality import brute_force, draw_gradients
-from everfed.methods.replay.sample_gradients import RandomProjection
-from everfed.methods.replay.sample_gradients import sample_gradients
+from everfed.methods.replay.sample_gradients import RandomProjection, sample_gradients
 
 
 def seconds(work: Callable[[], object], repetitions: int = 3) -> float:
