@@ -15,7 +15,7 @@ Records = Annotated[Path, typer.Option("--records", metavar="DIR", help="Folder 
 
 def record(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN...]", help="Run folders, or folders that hold some.")
+        list[Path] | None, typer.Argument(metavar="[RUN...]", help="Run folders, folders that hold some, or result.json of runs.")
     ] = None,
     records: Records = RECORDS,
     shared: Annotated[
@@ -38,7 +38,7 @@ def record(
 
     \b
     Examples:
-      everfed record runs/reproduce
+      everfed record runs/reproduce --pages .
       everfed record runs/mine-fedavg-0 --shared --remark "two runs on one GPU"
       everfed record --pages .
     """

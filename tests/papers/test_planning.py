@@ -53,6 +53,18 @@ def test_baselines_run_with_their_authors_settings() -> None:
     assert gap.method == "" and "af-fcl" in gap.sets[0]
 
 
+def test_a_table_runs_a_method_as_its_recipe_compares_it() -> None:
+    """FedCurv with FedGP diverges on CIFAR at the weight that FedCurv alone has."""
+    column = "sequential-CIFAR100 (Class-IL)"
+    weights = {
+        method: settled(read(cell.experiment.recipe, method=cell.experiment.method, sets=cell.experiment.sets))
+        for method in ("FedCurv", "FedCurv+FedGP")
+        for cell in [one("fedgp/table1", dataset=column, method=method)]
+    }
+    found = {method: (recipe.method.model_extra or {})["fedcurv"]["weight"] for method, recipe in weights.items()}
+    assert found == {"FedCurv": 0.01, "FedCurv+FedGP": 0.001}
+
+
 def test_the_angles_of_stamps_baselines_are_measured_in_the_same_runs() -> None:
     """Fig. 3 compares with FedAvg, FedL2P, FedWeIT and AF-FCL; every row has a part that measures both angles."""
     temporal, spatial = (plan(find(f"stamp/{figure}")) for figure in ("fig3", "fig4"))

@@ -70,9 +70,18 @@ def test_of_where_data_lay_only_the_name_is_recorded() -> None:
 
 
 def test_all_finished_runs_of_a_folder_are_recorded(tmp_path: Path) -> None:
-    run(tmp_path / "runs")
-    assert command(str(tmp_path / "runs"), "--records", str(tmp_path / "kept")).exit_code == 0
-    assert len(records.read_all(tmp_path / "kept")) == 1
+    folder = run(tmp_path / "runs")
+    for named in (tmp_path / "runs", folder / "result.json"):
+        assert command(str(named), "--records", str(tmp_path / "kept")).exit_code == 0
+        assert len(records.read_all(tmp_path / "kept")) == 1
+
+
+def test_a_run_is_recorded_and_all_pages_are_written_by_one_command(tmp_path: Path) -> None:
+    kept = ("--records", str(tmp_path / "kept"))
+    done = command(str(run(tmp_path)), *kept, "--pages", str(tmp_path / "written"))
+    assert done.exit_code == 0, done.output
+    assert "1 runs have a record" in (tmp_path / "written" / "REPRODUCIBILITY.md").read_text()
+    assert (tmp_path / "written/docs/results/fedgp.md").exists()
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
@@ -92,7 +101,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
 
 def test_the_help_has_its_examples_one_below_the_other() -> None:
     shown = command("--help").output
-    assert "\\b" not in shown and "everfed record runs/reproduce" in shown
+    assert "\\b" not in shown and "everfed record runs/reproduce --pages ." in shown
 
 
 def test_a_file_that_is_no_table_is_no_record(tmp_path: Path) -> None:
@@ -146,6 +155,30 @@ def test_of_records_of_one_run_the_most_exact_is_taken() -> None:
     for exact, other in itertools.combinations(made_in.values(), 2):
         for order in ([exact, other], [other, exact]):
             assert runs_of(order)[Experiment(RECIPE, "fedavg")][0].result["metrics"] == exact["metrics"]
+
+
+def test_a_run_on_official_data_is_taken_before_a_more_exact_one_on_another_split() -> None:
+    """A new run in bf16 on the official CIFAR-100, and an old one in tf32 on a split of the user's own."""
+    facts = {"dataset": "cifar100", "clients": 10, "tasks": 10, "samples": {"train": 50_000, "test": 10_000}}
+    recipe = "fedgp/table1-cifar100"
+    settings = records.settings_of(read(recipe, method="fedavg"))
+
+    def on(labels: str, precision: str, accuracy: float) -> dict[str, Any]:
+        stream = {**facts, "test_labels": labels}
+        ours = {"recipe": recipe, "settings": settings, "stream": stream, "environment": {"precision": precision}}
+        return {**made(accuracy=accuracy), **ours}
+
+    official, other = on("80031c23f8300724", "bf16", 0.09), on("a16c06c2fce42f06", "tf32", 0.08)
+    for order in ([official, other], [other, official]):
+        assert runs_of(order)[Experiment(recipe, "fedavg")][0].result["metrics"]["acc"] == 0.09
+
+
+def test_another_run_of_the_same_name_is_kept_beside_the_first(tmp_path: Path) -> None:
+    first, second, third = (made(accuracy=accuracy) for accuracy in (0.5, 0.6, 0.7))
+    paths = [records.write(one, tmp_path) for one in (first, second, first, third)]
+    assert [path.name.partition("fp32")[2][9:] for path in paths] == [".json", ".2.json", ".json", ".3.json"]
+    assert [one["metrics"]["acc"] for one in records.read_all(tmp_path)] == [0.5, 0.6, 0.7]
+    assert runs_of(records.read_all(tmp_path))[Experiment(RECIPE, "fedavg")][0].result["metrics"]["acc"] == 0.7
 
 
 def test_a_record_of_a_setting_belongs_to_the_cell_with_that_setting() -> None:

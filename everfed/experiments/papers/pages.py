@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.experiments.papers import writing
-from everfed.experiments.papers.judging import NOT_JUDGED, Judged, Runs, judge
+from everfed.experiments.papers.judging import NOT_JUDGED, Judged, Runs
 from everfed.experiments.papers.matching import runs_of
 from everfed.experiments.papers.notes import Disagreement, Notes, notes
-from everfed.experiments.papers.planning import plan
 from everfed.experiments.papers.plot import dot_plot
 from everfed.experiments.papers.records import FOLDER, Record, read_all
 from everfed.experiments.papers.runs import every_run, sources
-from everfed.experiments.papers.status import Plan, effects_of, identity, levels_of, planned
+from everfed.experiments.papers.status import Plan, by_first_table, effects_of, levels_of, planned
 from everfed.experiments.papers.tables import Paper, papers, tables
 from everfed.metrics.acceptance import CONFIRMED, CONTRADICTED, DIFFERS, EFFECTS, EQUIVALENT, UNCLAIMED, UNRESOLVED
 from everfed.reports.markdown import markdown_table
@@ -89,17 +88,9 @@ def pages(records: Sequence[Record]) -> dict[str, str]:
 
 
 def findings(key: str, runs: Runs) -> Findings:
-    """What these runs give of a paper. A number belongs to the first table that prints it."""
-    found: dict[str, list[Judged]] = {}
-    taken: set[object] = set()
-    for name, table in tables().items():
-        if table.key != key or table.item.nothing:
-            continue
-        own = [one for one in judge(plan(table), runs) if one.measured and one.cell.target is not None]
-        found[name] = [one for one in own if identity(one.cell) not in taken]
-        taken |= {identity(one.cell) for one in own}
-    filled = {name: own for name, own in found.items() if own}
-    return Findings(key, papers()[key], notes(key), filled, planned(key, runs))
+    """What these runs give of a paper."""
+    own = [table for table in tables().values() if table.key == key and not table.item.nothing]
+    return Findings(key, papers()[key], notes(key), by_first_table(own, runs), planned(key, runs))
 
 
 # the screen --------------------------------------------------------------------------------------------------------
@@ -155,12 +146,11 @@ _AGAIN = """## Again
 
 ```console
 everfed reproduce fedgp/table1 --data ~/data --columns MNIST
-everfed record runs/reproduce
-everfed record --pages .
+everfed record runs/reproduce --pages .
 everfed reproduce --status
 ```
 
-The first runs a table, the second keeps its runs as records, the third writes these pages, the last shows what is left.
+The first runs a table, the second keeps its runs as records and writes these pages, the third shows what is left.
 A test fails when the pages and the records differ. [The papers' tables](docs/reproduction.md) explains every option."""
 
 

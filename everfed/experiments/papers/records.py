@@ -61,10 +61,10 @@ def of_run(folder: Path, *, shared: bool = False, remark: str = "") -> Record:
 
 
 def folders(given: Iterable[Path]) -> list[Path]:
-    """Run folders, themselves or below the folders given; only finished and diverged ones of those below. Raises
-    UserError."""
+    """Run folders: themselves, by their result.json, or below the folders given; only finished and diverged ones of
+    those below. Raises UserError."""
     found: list[Path] = []
-    for path in given:
+    for path in (one.parent if one.name == RESULT else one for one in given):
         if not path.exists():
             raise UserError(f"there is no folder {path}")
         if (path / RECIPE).exists():

@@ -150,9 +150,22 @@ def status(prefix: str, runs: Runs, seeds: Seeds, rates: Rates) -> list[Status]:
 
 def overall(prefix: str, records: Sequence[Record], runs: Runs) -> Overall:
     """The verdicts of every table whose name begins with `prefix`."""
-    judged = [one for table in _chosen(prefix) for one in judge(plan(table), runs) if one.level]
-    once = list({identity(one.cell): one for one in judged}.values())
-    return Overall(len(records), len(judged), len(once), levels_of(once), effects_of(once))
+    chosen = _chosen(prefix)
+    judged = sum(bool(one.level) for table in chosen for one in judge(plan(table), runs))
+    once = [one for own in by_first_table(chosen, runs).values() for one in own]
+    return Overall(len(records), judged, sum(bool(one.level) for one in once), levels_of(once), effects_of(once))
+
+
+def by_first_table(chosen: Iterable[Table], runs: Runs) -> dict[str, list[Judged]]:
+    """The printed cells that have runs, by table; a number that several tables print is in the first of them."""
+    found: dict[str, list[Judged]] = {}
+    taken: set[object] = set()
+    for table in chosen:
+        own = [one for one in judge(plan(table), runs) if one.measured and one.cell.target is not None]
+        if new := [one for one in own if identity(one.cell) not in taken]:
+            found[table.name] = new
+        taken |= {identity(one.cell) for one in own}
+    return found
 
 
 def planned(prefix: str, runs: Runs) -> list[Plan]:
