@@ -15,7 +15,8 @@ Records = Annotated[Path, typer.Option("--records", metavar="DIR", help="Folder 
 
 def record(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN...]", help="Run folders, folders that hold some, or result.json of runs.")
+        list[Path] | None,
+        typer.Argument(metavar="[RUN...]", help="Run folders, folders of some, or a result.json."),
     ] = None,
     records: Records = RECORDS,
     shared: Annotated[

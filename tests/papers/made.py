@@ -10,8 +10,7 @@ from typing import Any
 from everfed import metrics
 from everfed.experiments.papers.measures import Sample, from_events
 from everfed.experiments.papers.planning import Cell, Experiment
-from everfed.experiments.papers.tables import Metric, Stated
-from everfed.experiments.papers.targets import Target
+from everfed.experiments.papers.tables import Metric, PrintedCell, Stated
 
 M1 = [[0.9, 0.1, 0.2], [0.6, 0.8, 0.1], [0.5, 0.7, 0.85]]  # a worked example; rows are tasks learned
 POINTS = Metric(measure="acc")
@@ -56,8 +55,8 @@ def write_events(folder: Path, *events: dict[str, Any]) -> None:
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def target(value: float | None, std: float | None = None, method: str = "FedAvg", text: str = "") -> Target:
-    return Target("FedGP", "T1", "MNIST", "K=10", method, "Acc_T", value, std, text or str(value))
+def target(value: float | None, std: float | None = None, method: str = "FedAvg", text: str = "") -> PrintedCell:
+    return PrintedCell("FedGP", "T1", "MNIST", "K=10", method, "Acc_T", value, std, text or str(value))
 
 
 def cell(method: str = "FedAvg", value: float | None = 50.0, std: float | None = None, **changes: Any) -> Cell:

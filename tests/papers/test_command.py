@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everfed.cli import app
-from everfed.experiments.papers.published import SETS, Published
-from everfed.experiments.papers.tables import Paper
-from everfed.experiments.papers.targets import Target
+from everfed.experiments.papers.shortfall import SETS, Published
+from everfed.experiments.papers.tables import Paper, PrintedCell
 
 QUICK = ("--scale", "0.005", "--columns", "rotated", "--methods", "fedavg,fedgp", "--seeds", "2", "--engine", "eager",
          "--jobs", "1")  # fmt: skip
@@ -112,9 +111,11 @@ OWN = {
 def test_a_table_at_full_scale_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """With printed numbers so spread that nothing can be said, and one that no run can reach."""
     printed = {"FedAvg": (50.0, 30.0), "ER": (250.0, 1.0)}
-    rows = tuple(Target("Own", "T1", "d", "", method, "Acc_T", *numbers, "") for method, numbers in printed.items())
+    rows = tuple(
+        PrintedCell("Own", "T1", "d", "", method, "Acc_T", *numbers, "") for method, numbers in printed.items()
+    )
     monkeypatch.setattr("everfed.experiments.papers.tables.papers", lambda: {"own": Paper.model_validate(OWN)})
-    monkeypatch.setattr("everfed.experiments.papers.targets.read", lambda: rows)
+    monkeypatch.setattr("everfed.experiments.papers.planning.printed", lambda: rows)
     done = reproduce("own/table1", "--engine", "eager", "--seeds", "3")
     assert done.exit_code == 0, done.output
     found = json.loads(Path("runs/reproduce/own-table1.json").read_text())

@@ -17,7 +17,7 @@ from scipy import stats
 from everfed.experiments.papers import records
 from everfed.experiments.papers.matching import runs_of
 from everfed.experiments.papers.pages import findings
-from everfed.experiments.papers.status import Rates, overall, status
+from everfed.experiments.papers.status import SampleRates, overall, status
 from everfed.experiments.papers.tables import papers
 from everfed.recipe import read
 
@@ -103,7 +103,7 @@ def recount(table: str) -> tuple[Counter[str], Counter[str]]:
 
 
 def _equivalent_and_p(ours: list[float], value: float, deviation: float) -> tuple[bool, float]:
-    """Two one-sided Welch tests at 3 points, and the two-sided one; the paper's five seeds have a population deviation."""
+    """Two one-sided Welch tests at 3 points, and the two-sided one. The paper's deviation is that of five seeds."""
     mine = (float(np.mean(ours)), float(np.std(ours, ddof=1)), len(ours))
     theirs = (deviation * np.sqrt(5 / 4), 5)
 
@@ -138,7 +138,7 @@ def found() -> tuple[list[records.Record], Any]:
 @pytest.mark.parametrize("table", TABLES)
 def test_a_second_count_of_the_records_gives_the_same_verdicts(table: str, found: Any) -> None:
     name = f"fedgp/table{table[1:]}"
-    (row,) = (one for one in status(name, found[1], lambda recipe: [0], Rates(given=1.0)) if one.table == name)
+    (row,) = (one for one in status(name, found[1], lambda recipe: [0], SampleRates(given=1.0)) if one.table == name)
     levels, effects = recount(table)
     assert (row.levels, row.effects) == (dict(levels), dict(effects))
 

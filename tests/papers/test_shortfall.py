@@ -11,9 +11,8 @@ import pytest
 from everfed.data import DataError, load
 from everfed.data.source import make_source
 from everfed.experiments.papers.planning import plan
-from everfed.experiments.papers.published import SETS
 from everfed.experiments.papers.records import settings_of
-from everfed.experiments.papers.shortfall import not_stated, of_run, of_settings
+from everfed.experiments.papers.shortfall import SETS, not_stated, of_run, of_settings
 from everfed.experiments.papers.tables import Item, Stated, find, tables
 from everfed.recipe import read
 

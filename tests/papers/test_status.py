@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from everfed.cli import app
 from everfed.experiments.papers import records
 from everfed.experiments.papers.matching import runs_of
-from everfed.experiments.papers.status import Plan, Rates, Status, measured_rates, planned, status
+from everfed.experiments.papers.status import Plan, SampleRates, Status, measured_rates, planned, status
 from everfed.recipe import read
 from tests.papers.test_records import made
 
@@ -19,7 +19,7 @@ MNIST, CIFAR = 12e6, 5e6  # samples of one run; ideal trains on (T + 1) / 2 time
 TABLE1 = 2 * MNIST * (10 + 5.5) + CIFAR * (10 + 3) + CIFAR * (10 + 5.5)  # of one seed
 
 
-def fedgp(*found: dict, rates: Rates, seeds: int = 1) -> Status:
+def fedgp(*found: dict, rates: SampleRates, seeds: int = 1) -> Status:
     return next(
         row for row in status("fedgp/", runs_of(found), lambda recipe: list(range(seeds)), rates)
         if row.table == "fedgp/table1"
@@ -27,7 +27,7 @@ def fedgp(*found: dict, rates: Rates, seeds: int = 1) -> Status:
 
 
 def test_without_records_everything_is_left() -> None:
-    row = fedgp(rates=Rates(given=1000.0))
+    row = fedgp(rates=SampleRates(given=1000.0))
     assert (row.cells, row.recorded, row.levels, row.runs, row.samples) == (66, 0, {}, 44, TABLE1)
     assert row.hours == pytest.approx(TABLE1 / 1000 / 3600) and row.without_rate == 0
     assert row.line() == ["fedgp/table1", "0/66", "-", "-", "44", f"{TABLE1 / 1e6:,.1f} M", f"{TABLE1 / 3.6e6:,.1f}"]
@@ -37,7 +37,7 @@ def test_records_count_and_leave_less() -> None:
     """FedAvg as printed, 68.02, and FedGP far from its 79.46, over three of four seeds."""
     near = [made("fedavg", seed, 0.6802 + seed / 1000) for seed in range(3)]
     far = [made("fedgp", seed, 0.60 + seed / 1000) for seed in range(3)]
-    row = fedgp(*near, *far, rates=Rates(given=1.0), seeds=4)
+    row = fedgp(*near, *far, rates=SampleRates(given=1.0), seeds=4)
     assert (row.recorded, row.levels, row.effects) == (2, {"differs": 1, "unresolved": 1}, {"contradicted": 1})
     assert row.runs == 4 * 44 - 6 and row.samples == 4 * TABLE1 - 6 * MNIST
 
@@ -47,7 +47,7 @@ def test_records_that_cannot_be_judged_leave_their_runs() -> None:
     small, other, ended = made("fedavg"), made("fedgp", sets=("train.optimizer.lr=0.5",)), made("der")
     small["stream"] = {**small["stream"], "scale": 0.1}
     ended |= {"diverged": "the loss of client 0 is not finite", "metrics": {}, "accuracy_matrix": [], "cost": {}}
-    row = fedgp(small, other, ended, rates=Rates(given=1.0))
+    row = fedgp(small, other, ended, rates=SampleRates(given=1.0))
     assert (row.recorded, row.runs, row.unjudged, row.levels) == (3, 43, 2, {"diverged": 1})
 
 
@@ -56,7 +56,7 @@ def test_what_the_recipe_itself_lacks_leaves_no_run() -> None:
     recipe, method = "stamp/table1-imagenet32", "fedavg"
     facts = {"dataset": "imagenet-32", "clients": 10, "tasks": 50, "samples": {"train": 600_000, "test": 100_000}}
     record = {**made(), "recipe": recipe, "stream": facts, "settings": records.settings_of(read(recipe, method=method))}
-    rows = status("stamp/table1-32px", runs_of([record]), lambda name: [0], Rates(given=1.0))
+    rows = status("stamp/table1-32px", runs_of([record]), lambda name: [0], SampleRates(given=1.0))
     assert [(row.runs, row.unjudged) for row in rows] == [(12, 3)]
 
 
@@ -95,7 +95,7 @@ def test_rates_come_from_records_of_the_same_method_recipe_or_network() -> None:
 
 
 def test_a_table_without_a_rate_says_so() -> None:
-    assert fedgp(rates=Rates()).line()[-1] == "?"
+    assert fedgp(rates=SampleRates()).line()[-1] == "?"
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ import pytest
 
 from everfed.errors import UserError
 from everfed.experiments.jobs import new_job
-from everfed.experiments.papers import targets
 from everfed.experiments.papers.measures import MEASURES
 from everfed.experiments.papers.planning import experiments, plan
-from everfed.experiments.papers.tables import Item, Table, find, papers, tables
+from everfed.experiments.papers.tables import Item, PaperTable, find, papers, printed, tables
 from everfed.recipe import shipped as recipes
 
 # every numbered table and figure of the five papers
@@ -31,11 +30,11 @@ def test_every_numbered_table_and_figure_is_there() -> None:
 
 def test_every_printed_cell_belongs_to_a_table() -> None:
     planned = {cell.target for table in tables().values() for cell in plan(table)}
-    assert set(targets.read()) <= planned
+    assert set(printed()) <= planned
 
 
 @pytest.mark.parametrize("table", tables().values(), ids=lambda table: table.name)
-def test_a_table_names_only_what_there_is(table: Table) -> None:
+def test_a_table_names_only_what_there_is(table: PaperTable) -> None:
     for block in table.item.blocks:
         assert set(block.methods or ()) <= set(table.methods)
         assert set(block.metrics) <= set(table.paper.metrics)
@@ -46,7 +45,7 @@ def test_a_table_names_only_what_there_is(table: Table) -> None:
 
 
 @pytest.mark.parametrize("table", tables().values(), ids=lambda table: table.name)
-def test_every_cell_runs_or_says_why_not(table: Table) -> None:
+def test_every_cell_runs_or_says_why_not(table: PaperTable) -> None:
     """And what runs can be read: the recipe with the method's options and what the cell sets."""
     cells = plan(table)
     assert bool(cells) != bool(table.item.nothing)

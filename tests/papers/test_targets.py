@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from everfed.experiments.papers.targets import Target, number, read
+from everfed.experiments.papers.tables import PrintedCell, number, printed
 
 
-def find(**names: str) -> Target:
-    (found,) = (t for t in read() if all(getattr(t, key) == value for key, value in names.items()))
+def find(**names: str) -> PrintedCell:
+    (found,) = (t for t in printed() if all(getattr(t, key) == value for key, value in names.items()))
     return found
 
 
@@ -32,7 +32,7 @@ def test_a_number_is_read_where_there_is_one(text: str, value: float | None) -> 
 
 def test_there_are_all_of_them() -> None:
     by_paper: dict[str, int] = {}
-    for target in read():
+    for target in printed():
         by_paper[target.paper] = by_paper.get(target.paper, 0) + 1
     assert by_paper == {"FedGP": 398, "MFCL": 29, "STAMP": 380, "FedSSI": 700}
 

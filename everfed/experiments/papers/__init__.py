@@ -1,13 +1,10 @@
 """The tables and figures of the papers: the printed numbers, the runs that reproduce them, and the comparison.
 
-targets     what the papers print, one row per cell (targets.csv)
-tables      which recipe, method and metric stand for a cell (tables.toml)
+tables      what the papers print (targets.csv), and the recipe, method and metric of a cell (tables.toml)
 planning    every cell of a table with the runs behind it, or the reason why there are none
-published   sizes and test labels of the published data sets
 records     what is kept of a run that finished or diverged, in the repository
 matching    which of the tables' runs a record is
-shortfall   what a run lacks of the experiment that the paper states
-cost        how many training samples a plan processes
+shortfall   what a run lacks of the experiment that the paper states, and of the published data sets
 listing     every table with what can be run of it and what that costs
 measures    a cell's number from a run
 judging     ours against the paper's: the level, and the effect over the baseline

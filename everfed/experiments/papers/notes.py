@@ -9,10 +9,10 @@ from importlib import resources
 
 from pydantic import Field, model_validator
 
-from everfed.experiments.papers.tables import Section
+from everfed.experiments.papers.tables import Checked
 
 
-class Choice(Section):
+class Choice(Checked):
     """Where the paper is silent, or ours is another. why: what the paper, its code or a measurement says."""
 
     what: str
@@ -20,7 +20,7 @@ class Choice(Section):
     why: str
 
 
-class Planned(Section):
+class Planned(Checked):
     """Runs that are to be made. minutes: of one H200. table, methods, columns, seeds: of `everfed reproduce`; without a
     table `run` is the command."""
 
@@ -45,7 +45,7 @@ class Planned(Section):
         return self.run or " ".join(["everfed reproduce", self.table, *options, f"--seeds {self.seeds}"])
 
 
-class Disagreement(Section):
+class Disagreement(Checked):
     """A result that is not the paper's. seen, ruled_out, not_tried: short sentences. next: the experiment that decides.
     predicted: what it should show. settled: what it showed and what follows, once it was run."""
 
@@ -59,7 +59,7 @@ class Disagreement(Section):
     settled: str = ""
 
 
-class Notes(Section):
+class Notes(Checked):
     """answer: three sentences; {confirmed}, {claimed}, {equivalent}, {differs}, {unresolved} and {judged} are counted
     from the records. question: what is open. plot: tables that are drawn. recipes: smaller streams that have records of
     their own, with what they are. commands: how the recorded runs were made."""

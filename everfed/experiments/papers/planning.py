@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from everfed.errors import UserError
-from everfed.experiments.papers import targets
-from everfed.experiments.papers.tables import Block, Metric, Stated, Table
-from everfed.experiments.papers.targets import Target
+from everfed.experiments.papers.tables import CellGroup, Metric, PaperTable, PrintedCell, Stated, printed
 from everfed.metrics.acceptance import never_compared
 from everfed.recipe import read
 from everfed.recipe import shipped as recipes
@@ -44,7 +42,7 @@ class Cell:
     metric: str
     measured: Metric
     logits: Logits | None
-    target: Target | None
+    target: PrintedCell | None
     experiment: Experiment
     against: Experiment | None
     missing: str
@@ -67,7 +65,7 @@ class Cell:
         return self.dataset, self.setting, self.metric
 
 
-def plan(table: Table, methods: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Cell]:
+def plan(table: PaperTable, methods: Sequence[str] = (), columns: Sequence[str] = ()) -> list[Cell]:
     """Every cell of `table`, in the file's order; only those of `methods` (everfed's names or the paper's) and of the
     columns whose name contains one of `columns`, where any are given. Raises UserError for a name that fits nothing."""
     known = _Known(names(), frozenset(recipes.names()))
@@ -101,16 +99,16 @@ class _Known:
     recipes: Collection[str]
 
 
-_Place = tuple[Block, str, str, str, Target | None]
+_Place = tuple[CellGroup, str, str, str, PrintedCell | None]
 
 
-def _places(table: Table) -> Iterator[_Place]:
+def _places(table: PaperTable) -> Iterator[_Place]:
     """(block, setting, method, metric, target) of every cell: those the paper prints, then those it does not."""
     item = table.item
-    printed = [t for t in targets.read() if (t.paper, t.table) == (table.paper.name, item.table)]
+    targets = [t for t in printed() if (t.paper, t.table) == (table.paper.name, item.table)]
     taken = set()
     for block in item.blocks:
-        for target in printed:
+        for target in targets:
             key = (target.dataset, target.setting, target.method, target.metric)
             if key not in taken and _fits(block, target):
                 taken.add(key)
@@ -120,7 +118,7 @@ def _places(table: Table) -> Iterator[_Place]:
                 yield block, setting, method, metric, None
 
 
-def _fits(block: Block, target: Target) -> bool:
+def _fits(block: CellGroup, target: PrintedCell) -> bool:
     return (
         block.dataset == target.dataset
         and block.setting in (None, target.setting)
@@ -128,7 +126,7 @@ def _fits(block: Block, target: Target) -> bool:
     )
 
 
-def _declared(table: Table, block: Block) -> Iterator[tuple[str, str, str]]:
+def _declared(table: PaperTable, block: CellGroup) -> Iterator[tuple[str, str, str]]:
     methods = table.paper.methods if block.methods is None else block.methods
     for setting in block.declared():
         for metric in block.metrics:
@@ -136,7 +134,13 @@ def _declared(table: Table, block: Block) -> Iterator[tuple[str, str, str]]:
 
 
 def _cell(
-    table: Table, block: Block, setting: str, method: str, metric: str, target: Target | None, known: _Known
+    table: PaperTable,
+    block: CellGroup,
+    setting: str,
+    method: str,
+    metric: str,
+    target: PrintedCell | None,
+    known: _Known,
 ) -> Cell:
     measured = table.paper.metrics[metric]
     own = _experiment(table, block, method, block.sets_of(setting), known)
@@ -159,7 +163,7 @@ def _cell(
     )
 
 
-def _with_claims(table: Table, cells: Sequence[Cell]) -> list[Cell]:
+def _with_claims(table: PaperTable, cells: Sequence[Cell]) -> list[Cell]:
     """The cells with the methods that they are compared with, and by how much these differ in the paper."""
     printed = {(cell.place, cell.method): cell.target.value for cell in cells if cell.target}
     found = []
@@ -171,7 +175,7 @@ def _with_claims(table: Table, cells: Sequence[Cell]) -> list[Cell]:
     return found
 
 
-def _experiment(table: Table, block: Block, method: str, sets: tuple[str, ...], known: _Known) -> Experiment:
+def _experiment(table: PaperTable, block: CellGroup, method: str, sets: tuple[str, ...], known: _Known) -> Experiment:
     """The recipe's own settings for a method in a comparison come first, as in `everfed compare`."""
     sets = (*sets, *block.sets_of_method.get(method, ()), *table.paper.options.get(method, ()))
     if any(entry.startswith("method.parts=") for entry in sets):
@@ -196,7 +200,7 @@ def _why_missing(experiment: Experiment, known: _Known) -> str:
     return ""
 
 
-def _why_not_judged(table: Table, measured: Metric, target: Target | None) -> str:
+def _why_not_judged(table: PaperTable, measured: Metric, target: PrintedCell | None) -> str:
     if target is None:
         return table.item.no_target
     if target.value is None:
@@ -209,7 +213,7 @@ def _why_not_judged(table: Table, measured: Metric, target: Target | None) -> st
     return never or ("" if measured.unit == "points" else f"in {measured.unit}; the rule is for points")
 
 
-def _wanted_methods(table: Table, chosen: Sequence[str]) -> set[str]:
+def _wanted_methods(table: PaperTable, chosen: Sequence[str]) -> set[str]:
     """The paper's names of the chosen methods."""
     mapping = table.methods
     if not chosen:

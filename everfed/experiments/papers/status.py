@@ -9,15 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everfed.experiments.papers.cost import training_samples
 from everfed.experiments.papers.judging import DIVERGED, NOT_JUDGED, Judged, Runs, judge
-from everfed.experiments.papers.listing import experiment_recipe
+from everfed.experiments.papers.listing import experiment_recipe, training_samples
 from everfed.experiments.papers.matching import lacking, runs_of
 from everfed.experiments.papers.notes import Planned, notes
 from everfed.experiments.papers.planning import Cell, Experiment, experiments, plan
 from everfed.experiments.papers.records import Record, read_all
 from everfed.experiments.papers.reproducing import seeds_of
-from everfed.experiments.papers.tables import Table, find, papers, tables
+from everfed.experiments.papers.tables import PaperTable, find, papers, tables
 from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
 from everfed.recipe import ModelSection
 
@@ -27,7 +26,7 @@ Seeds = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class Rates:
+class SampleRates:
     """Training samples per second. given: for every run; else `of` has the records' fastest run by (recipe, method), by
     (recipe, "") and by (data set, model)."""
 
@@ -44,7 +43,7 @@ class Rates:
         return next((self.of[key] for key in keys if key in self.of), None)
 
 
-def measured_rates(records: Iterable[Record]) -> Rates:
+def measured_rates(records: Iterable[Record]) -> SampleRates:
     """The rates of recorded runs. Runs that shared their device are slower, so the fastest of each kind counts."""
     found: dict[tuple[str, str], float] = {}
     for one in records:
@@ -56,7 +55,7 @@ def measured_rates(records: Iterable[Record]) -> Rates:
             )
             for key in ((one["recipe"], one["method"]), (one["recipe"], ""), alike):
                 found[key] = max(samples / seconds, found.get(key, 0.0))
-    return Rates(of=found)
+    return SampleRates(of=found)
 
 
 @dataclass(frozen=True)
@@ -138,12 +137,12 @@ def progress(prefix: str, folder: Path, rate: float | None = None, seeds: int | 
     by default those of the records. seeds: how many of each run are wanted, by default as many as the recipe has."""
     kept = read_all(folder)
     runs = runs_of(kept)
-    rates = Rates(given=rate) if rate else measured_rates(kept)
+    rates = SampleRates(given=rate) if rate else measured_rates(kept)
     rows = status(prefix, runs, lambda recipe: seeds_of(recipe, seeds), rates)
     return Progress(rows, overall(prefix, kept, runs), planned(prefix, runs))
 
 
-def status(prefix: str, runs: Runs, seeds: Seeds, rates: Rates) -> list[Status]:
+def status(prefix: str, runs: Runs, seeds: Seeds, rates: SampleRates) -> list[Status]:
     """Every table with something to run whose name begins with `prefix`. seeds: those of a recipe, by its name."""
     return [_status(table, runs, seeds, rates) for table in _chosen(prefix)]
 
@@ -156,7 +155,7 @@ def overall(prefix: str, records: Sequence[Record], runs: Runs) -> Overall:
     return Overall(len(records), judged, sum(bool(one.level) for one in once), levels_of(once), effects_of(once))
 
 
-def by_first_table(chosen: Iterable[Table], runs: Runs) -> dict[str, list[Judged]]:
+def by_first_table(chosen: Iterable[PaperTable], runs: Runs) -> dict[str, list[Judged]]:
     """The printed cells that have runs, by table; a number that several tables print is in the first of them."""
     found: dict[str, list[Judged]] = {}
     taken: set[object] = set()
@@ -191,11 +190,11 @@ def effects_of(judged: Iterable[Judged]) -> dict[str, int]:
     return {effect: found[effect] for effect in (*EFFECTS, UNCLAIMED)}
 
 
-def _chosen(prefix: str) -> list[Table]:
+def _chosen(prefix: str) -> list[PaperTable]:
     return [table for name, table in tables().items() if name.startswith(prefix) and not table.item.nothing]
 
 
-def _status(table: Table, runs: Runs, seeds: Seeds, rates: Rates) -> Status:
+def _status(table: PaperTable, runs: Runs, seeds: Seeds, rates: SampleRates) -> Status:
     cells = plan(table)
     recorded = [one for one in judge(cells, runs) if one.measured]
     left = [e for e in experiments(cells) for seed in seeds(e.recipe) if not _stands(e, seed, runs)]

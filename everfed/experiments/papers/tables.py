@@ -1,7 +1,11 @@
-"""Maps cells to runs: tables.toml, checked when it is read."""
+"""The papers' tables: the printed numbers (targets.csv), and the runs that stand for their cells (tables.toml, checked
+when it is read)."""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -14,18 +18,21 @@ from everfed.errors import UserError
 from everfed.recipe.problems import suggestion
 from everfed.recipe.schema import Logits
 
-FILE = "tables.toml"
+FILE, NUMBERS = "tables.toml", "targets.csv"
+# "27.6 sec", "44.6 MB": a number and its unit. Anything else, such as "1.2*T" or "N/A", is no number to compare with.
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?: (sec|MB|GB))?")
+_FACTORS = {"GB": 1024.0}  # sizes are kept in MB, which here means MiB: 44.6 MB is ResNet-18 with 1000 classes
 # What a number is counted in. Only points are judged.
 Unit = Literal["points", "per cent", "rounds", "ratio", "MiB", "cosine", "relative"]
 
 
-class Section(BaseModel):
+class Checked(BaseModel):
     """A table of the file; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class Metric(Section):
+class Metric(Checked):
     """measure: a name of `measures.MEASURES`. against: the paper's method whose run of the same seed is needed, too
     (what a "ratio" is divided by; what FedSSI's Delta and RCP compare with). missing: why nothing measures it."""
 
@@ -35,7 +42,7 @@ class Metric(Section):
     missing: str = ""
 
 
-class Stated(Section):
+class Stated(Checked):
     """What the paper, or its authors' code, states about the experiments of some columns; a key that is left out is
     not stated. Runs that differ in any of it are not judged.
 
@@ -57,7 +64,7 @@ class Stated(Section):
     epochs: int | None = None
 
 
-class Block(Section):
+class CellGroup(Checked):
     """Cells that one recipe gives.
 
     dataset, setting: as targets.csv has them; without `setting` any will do. recipe: its short name. logits: which
@@ -91,7 +98,7 @@ class Block(Section):
         return (*self.sets, *(f"{key}={named[name]}" for name, key in self.keys.items() if name in named))
 
 
-class Item(Section):
+class Item(Checked):
     """A table or figure. table: its name in targets.csv, if it is there. about: what it shows. each: keys that all its
     blocks share. methods, baselines: names that only this item uses, beside the paper's. A cell belongs to the first
     block that names it. states: what the paper states otherwise about this item; unstated: what it leaves open here.
@@ -103,7 +110,7 @@ class Item(Section):
     name: str
     about: str
     table: str = ""
-    blocks: list[Block] = []
+    blocks: list[CellGroup] = []
     methods: dict[str, str] = {}
     baselines: dict[str, str] = {}
     states: Stated = Stated()
@@ -127,7 +134,7 @@ class Item(Section):
         return self
 
 
-class Paper(Section):
+class Paper(Checked):
     """name: as in targets.csv. methods: {the paper's name: everfed's}. baselines: {method: what it is compared with};
     any other method is compared with `baseline`. options: {the paper's method: settings that it needs here}. seeds: how
     many the paper's means are over. deviations: what its deviations are over; only those over seeds say how sure a mean
@@ -147,7 +154,23 @@ class Paper(Section):
 
 
 @dataclass(frozen=True)
-class Table:
+class PrintedCell:
+    """A printed cell. value, std: in the paper's unit (points, MB, s); None where there is no single number.
+    text: the value as it is printed."""
+
+    paper: str
+    table: str
+    dataset: str
+    setting: str
+    method: str
+    metric: str
+    value: float | None
+    std: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class PaperTable:
     """A table or figure with its paper; `key` is the paper's short name."""
 
     key: str
@@ -183,16 +206,34 @@ def papers() -> dict[str, Paper]:
     return {key: Paper.model_validate(table) for key, table in tomllib.loads(text).items()}
 
 
-def tables() -> dict[str, Table]:
+def tables() -> dict[str, PaperTable]:
     """Every table and figure by name, in the papers' order."""
-    found = [Table(key, paper, item) for key, paper in papers().items() for item in paper.items]
+    found = [PaperTable(key, paper, item) for key, paper in papers().items() for item in paper.items]
     return {table.name: table for table in found}
 
 
-def find(name: str) -> Table:
+def find(name: str) -> PaperTable:
     """The table of that name. Raises UserError."""
     known = tables()
     if name.lower() not in known:
         hint = suggestion(name.lower(), known)
         raise UserError(f"there is no table {name!r}.{hint} `everfed reproduce --list` shows every one")
     return known[name.lower()]
+
+
+@cache
+def printed() -> tuple[PrintedCell, ...]:
+    """Every printed cell, in the order of the file."""
+    text = resources.files(__package__).joinpath(NUMBERS).read_text(encoding="utf-8")
+    return tuple(_printed(row) for row in csv.DictReader(io.StringIO(text)))
+
+
+def _printed(row: dict[str, str]) -> PrintedCell:
+    names = {key: row[key] for key in ("paper", "table", "dataset", "setting", "method", "metric")}
+    return PrintedCell(**names, value=number(row["value"]), std=number(row["std"]), text=row["value"])
+
+
+def number(text: str) -> float | None:
+    """The number that a cell prints, None where it prints none."""
+    found = _NUMBER.fullmatch(text.strip())
+    return float(found[1]) * _FACTORS.get(found[2], 1.0) if found else None

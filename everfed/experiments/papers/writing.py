@@ -13,7 +13,7 @@ from typing import Any
 
 from everfed.experiments.papers.judging import NOT_JUDGED, Effect, Judged
 from everfed.experiments.papers.shortfall import not_stated
-from everfed.experiments.papers.tables import Table
+from everfed.experiments.papers.tables import PaperTable
 from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
 from everfed.reports.markdown import markdown_table
 from everfed.store.files import write_atomic
@@ -33,7 +33,7 @@ class Reproduction:
     """A table of a paper, run and judged. folder: of the run folders. judged: its cells. problems: runs that failed,
     with their errors."""
 
-    table: Table
+    table: PaperTable
     scale: float
     folder: Path
     judged: Sequence[Judged]
