@@ -83,7 +83,7 @@ def test_commands_are_found() -> None:
 
 @pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{page}: {command[:60]}" for page, command in ALL])
 def test_a_command_in_the_documentation_is_one(page: str, command: str) -> None:
-    name, *arguments = shlex.split(command, comments=True)
+    name, *arguments = shlex.split(re.sub(r"\bSEED\b", "0", command), comments=True)
     assert name in CLI.commands, f"{page}: everfed has no command {name!r}"
     parsed = CLI.commands[name].make_context(name, arguments).params
     chosen = [parsed.get("method"), *(parsed.get("methods") or "").split(",")]
