@@ -4,6 +4,7 @@
     python docs/options.py --check    says which pages are out of date
 
 A page holds one between `<!-- options: fedgp memory.size -->` and `<!-- end -->`: of whole parts, or of single options.
+The owner may also be a policy of the memory, `policy/herding`, or `gradients`, the table of that name.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from everfed.core.option import declared_options
 from everfed.methods import registry
+from everfed.methods.replay.memory import POLICIES
+from everfed.methods.replay.sample_gradients import GradientOptions
 
 PAGES = Path(__file__).parent
 _PLACE = re.compile(r"(<!-- options: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -34,19 +37,41 @@ def _table(names: list[str]) -> str:
 
 
 def _rows(name: str, several: bool) -> Iterator[tuple[str, ...]]:
-    part, _, only = name.partition(".")
-    kind = registry.part_class(part)
+    owner, _, only = name.partition(".")
+    kind = owner_class(owner)
     defaults = {field.name: _default(field) for field in fields(kind)}
     for option, declared in declared_options(kind):
         if only in ("", option):
-            shown = f"`{part}.{option}`" if several else f"`{option}`"
-            yield shown, f"`{defaults[option]}`", declared.allowed, declared.about.replace("|", "\\|")
+            shown = f"`{owner.rpartition('/')[2]}.{option}`" if several else f"`{option}`"
+            yield shown, f"`{defaults[option]}`", declared.allowed, _cell(declared.about)
+
+
+def _cell(text: str) -> str:
+    """Text as Markdown takes it in a cell; braces, which the extension attr_list reads as attributes, as code."""
+    return re.sub(r"(\{[^}]*\})", r"`\1`", text.replace("|", "\\|"))
+
+
+def owner_class(name: str) -> type:
+    """The dataclass that declares the options of a part, of a memory's policy, or of its gradients."""
+    if name == "gradients":
+        return GradientOptions
+    return POLICIES[name.removeprefix("policy/")] if name.startswith("policy/") else registry.part_class(name)
 
 
 def _default(field: Any) -> str:
-    value = field.default if field.default is not MISSING else field.default_factory()
-    if isinstance(value, bool):
-        return str(value).lower()
+    return written(field.default if field.default is not MISSING else field.default_factory())
+
+
+def written(value: Any) -> str:
+    """A default as a recipe has it; `unset` for one that is chosen later."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{{ {', '.join(f'{name} = {written(entry)}' for name, entry in asdict(value).items())} }}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(written, value))}]"
+    if value is None or isinstance(value, bool):
+        return "unset" if value is None else str(value).lower()
+    if isinstance(value, float) and len(str(value)) > 8:
+        return f"{value:.4g}"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ def assembled(message: Message) -> Message:
     return {**message, MODEL: {**message[MODEL], "params": whole}, PIECES: {TRAINED: message[PIECES][TRAINED]}}
 
 
-def trained_spans(message: Message) -> Spans | None:
+def trained_spans(message: Mapping[str, Any]) -> Spans | None:
     """Where the round trains; None where it trains everything."""
     return from_text(message[PIECES][TRAINED]) if PIECES in message else None
 
@@ -162,7 +162,7 @@ def shortened(model: Model, message: Message) -> Model:
     return model if spans is None else {**model, "params": cut(model["params"], spans)}
 
 
-def only_trained(vector: Tensor, message: Message) -> Tensor:
+def only_trained(vector: Tensor, message: Mapping[str, Any]) -> Tensor:
     """A vector over all parameters, zero where the round trains nothing."""
     spans = trained_spans(message)
     return vector if spans is None else pasted(torch.zeros_like(vector), spans, cut(vector, spans))

@@ -19,7 +19,18 @@ from everfed.core.engine import Engine, PhaseCall, Replies
 from everfed.core.evaluate import EvalOptions, Evaluation, scored_on_clients
 from everfed.core.events import Diverged, Event, Monitor, Reporter, check_finite
 from everfed.core.handle import Server, with_state
-from everfed.core.message import MODEL, Cached, Message, Model, State, Traffic, addressed, payload_bytes, versions
+from everfed.core.message import (
+    MODEL,
+    Cached,
+    Message,
+    Model,
+    State,
+    Traffic,
+    Values,
+    addressed,
+    payload_bytes,
+    versions,
+)
 from everfed.core.part import Reduced
 from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, When
 from everfed.core.pieces import PIECES, TrainsPieces, cut, pasted
@@ -262,7 +273,7 @@ class Exchange:
         if phase.name == TRAIN:
             if moment.round % self.setup.options.sync_every != 0:
                 return None
-            sending = {part.name: part.broadcast for part in self.setup.method.parts}
+            sending: dict[str, Callable[[Server], Values]] = {p.name: p.broadcast for p in self.setup.method.parts}
         elif not phase.sends:
             return {}
         else:

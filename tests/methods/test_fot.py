@@ -221,25 +221,25 @@ def test_layers_it_cannot_project_are_named(layer: nn.Module) -> None:
 
 
 # bytes ---------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("columns", "numbers"), [(0, 9 * 9 + 12 * 12 + 5 * 16 * 16), (4, 4 * (9 + 12 + 16))])
+@pytest.mark.parametrize(("columns", "numbers"), [(0, 5 * (9 * 9 + 12 * 12 + 16 * 16)), (4, 4 * (9 + 12 + 16))])
 def test_a_task_ends_with_one_sketch_per_layer_and_client(columns: int, numbers: int) -> None:
     traffic = DEEP.change(options=fot(sketch_cols=columns)).run(rounds=2).state.traffic
     assert traffic.up["fot"] == 3 * 4 * (numbers + 3)  # three clients; the shares of three layers beside the sketches
 
 
-def test_on_resnet18_the_sketches_are_368_megabytes_unless_their_columns_are_given() -> None:
+def test_on_resnet18_square_sketches_are_368_megabytes_and_those_of_the_authors_five_times_that() -> None:
     layout = Layout.of(models.build("resnet18", (3, 32, 32), 10, 0))
     layers = hidden_weights(layout)
     assert len(layers) == 20 and all(len(entry.shape) == 4 for entry in layers)
-    whole = 4 * sum(fan_in(e) * FOT().columns(e) for e in layers)
+    whole = 4 * sum(fan_in(e) * FOT(sketch_factor=1).columns(e) for e in layers)
     assert 365e6 < whole < 368.5e6  # with the 3x3 stem of this network; 368 MB is the count for a 7x7 stem
-    assert sum(fan_in(e) * FOT(sketch_factor=5).columns(e) for e in layers) == 5 * whole // 4
+    assert sum(fan_in(e) * FOT().columns(e) for e in layers) == 5 * whole // 4
     assert 4 * sum(fan_in(e) * FOT(sketch_cols=256).columns(e) for e in layers) == 4 * 256 * sum(map(fan_in, layers))
 
 
 def test_every_layer_may_have_five_columns_an_input() -> None:
-    """The authors' ResNets: five times the fan-in, whatever the layer."""
-    columns = [FOT(sketch_factor=5).columns(entry) for entry in hidden_weights(DEEP.layout())]
+    """The default, as in the authors' ResNets: five times the fan-in, whatever the layer."""
+    columns = [FOT().columns(entry) for entry in hidden_weights(DEEP.layout())]
     assert columns == [5 * 9, 5 * 12, 5 * 16]
 
 
@@ -279,7 +279,7 @@ def test_extending_keeps_the_span(old: int, new: int) -> None:
 
 
 def test_the_threshold_rises_after_every_task() -> None:
-    part, bench = FOT(threshold=0.5, threshold_step=0.3), DEEP
+    part, bench = FOT(threshold=0.5, threshold_step=0.3, sketch_factor=1), DEEP
     layers = hidden_weights(bench.layout())
     sketch = torch.cat([torch.diag(torch.ones(fan_in(e)))[:, : part.columns(e)].reshape(-1) for e in layers[:2]])
     dense = torch.zeros(16, 80)

@@ -23,7 +23,7 @@ from everfed.method import CompositionError, Data, Fitted, Model, Optimizer, Ste
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.generative.inversion import TERMS
-from everfed.methods.generative.mfcl import MFCL, PHASE, abd_weights, distillation
+from everfed.methods.generative.mfcl import MFCL, PHASE, distillation
 from everfed.store.clients import ClientStore
 from tests.support.phases import phase_of
 from tests.support.rehearsal_free import ClassToy
@@ -94,9 +94,9 @@ def test_the_current_tasks_loss_leaves_the_old_rows_alone() -> None:
 
 def test_the_current_tasks_loss_is_that_of_the_sliced_logits() -> None:
     outputs, y = torch.randn(6, 4), torch.tensor([2, 3, 3, 2, 2, 3])
-    own = {"old": torch.tensor([True, True, False, False]), "new": torch.tensor([False, False, True, True])}
+    new = torch.tensor([False, False, True, True])
     expected = nn.functional.cross_entropy(outputs[:, 2:], y - 2)
-    assert MFCL().current(outputs, y, own).item() == pytest.approx(expected.item(), abs=1e-6)
+    assert MFCL().current(outputs, y, new).item() == pytest.approx(expected.item(), abs=1e-6)
 
 
 # the fine-tuning loss trains the head alone (Eq. 6) ------------------------------------------------------------------
@@ -222,17 +222,15 @@ def test_generator_training_brings_its_loss_down() -> None:
     assert measured[2]["statistics"] < measured[1]["statistics"] < measured[0]["statistics"]
 
 
-def test_warm_start_and_kept_moments() -> None:
+def test_a_warm_start_goes_on_with_the_generator_not_with_the_moments() -> None:
     stream = ClassToy(tasks=3, classes=6)
-    cold, warm, kept = (
-        bench(stream, **options).run(rounds=4).state.server["mfcl"]
-        for options in ({"warm_start": False}, {}, {"keep_adam": True})
+    cold, warm = (
+        bench(stream, **options).run(rounds=4).state.server["mfcl"] for options in ({"warm_start": False}, {})
     )
     steps = SMALL["mfcl"]["gen_steps"]
     assert cold["generator"]["counters"][0].item() == steps
     assert warm["generator"]["counters"][0].item() == 2 * steps
     assert "adam" not in warm
-    assert kept["adam"]["t"].item() == 2 * steps
 
 
 # degenerate cases ----------------------------------------------------------------------------------------------------
@@ -317,20 +315,6 @@ def test_synthetic_samples_are_fresh_in_every_step_and_of_old_classes(label: str
     assert len({digest({"x": x}) for x, _ in noted}) == 4
 
 
-# the weights of ABD --------------------------------------------------------------------------------------------------
-def test_abds_weights() -> None:
-    old, seen = torch.tensor([True, True, False, False]), torch.ones(4, dtype=torch.bool)
-    assert abd_weights(old, seen).tolist() == [0.5] * 4
-    old = torch.tensor([True, True, True, False])
-    assert abd_weights(old, seen).tolist() == [0.75, 0.75, 0.75, 0.25]
-
-
-def test_with_equal_weights_both_codes_agree_up_to_their_value() -> None:
-    plain, weighted = bench(w_kd=0.0), bench(w_kd=0.0, class_weights="abd")
-    message = payload(plain)
-    assert one_step(weighted, message).loss.item() == pytest.approx(0.5 * one_step(plain, message).loss.item())
-
-
 def test_one_client_is_centralised_training() -> None:
     """Full participation and one local epoch a round: the shared model is the client's own, step by step, before and
     after the task change; there is nothing that averaging could do to its statistics."""
@@ -400,7 +384,6 @@ def test_a_generator_that_diverges_stops_the_run() -> None:
         ("label", "model"),
         ("ft_on", "real"),
         ("kd_scale", "mean"),
-        ("class_weights", "yes"),
         ("gen_label", "teacher"),
         ("diversity", "both"),
         ("syn_batch", -1),

@@ -77,11 +77,6 @@ class MFCL(Part):
         one_of=("code", "paper"),
         about="distillation: a mean over samples and old classes (code), or the sum over both (paper)",
     )
-    class_weights: str = option(
-        "none",
-        one_of=("none", "abd"),
-        about="abd weighs samples of old classes by K_o/K and of new ones by 1 - K_o/K",
-    )
     bn_double_update: bool = option(
         False,
         about="features of L_FT from a second forward pass (code): the same loss, but BatchNorm moves twice a step",
@@ -109,7 +104,6 @@ class MFCL(Part):
     w_bn: float = option(50.0, at_least=0, about="weight of the divergence from BatchNorm's statistics")
     w_prior: float = option(1e-3, at_least=0, about="weight of the smoothness of images")
     warm_start: bool = option(True, about="begin with the last task's generator")
-    keep_adam: bool = option(False, about="begin with the last task's moments of Adam (ABD)")
 
     name = "mfcl"
 
@@ -174,8 +168,7 @@ class MFCL(Part):
         if generator is None:
             first = initial_weights(self.blueprint(server.facts), random.key(server.seed, self.name, server.task))
             generator = {name: tensor.to(server.device) for name, tensor in first.items()}
-        adam = server.state.get("adam") if self.keep_adam else None
-        server.state = {"generator": generator, "adam": adam or self.inversion.optimizer.init(generator["params"])}
+        server.state = {"generator": generator, "adam": self.inversion.optimizer.init(generator["params"])}
 
     def _chunk(self, server: Server) -> None:
         own, steps = server.state, min(self.gen_chunk, self.gen_steps - server.repeat * self.gen_chunk)
@@ -183,7 +176,7 @@ class MFCL(Part):
         seen, seed = _mask(server, range(own["tasks"])), server.key("noise")
         given = own["generator"], own["adam"]
         own["generator"], own["adam"], terms = training.run(server.model, *given, seen, steps, seed)
-        if (server.repeat + 1) * self.gen_chunk >= self.gen_steps and not self.keep_adam:
+        if (server.repeat + 1) * self.gen_chunk >= self.gen_steps:
             del own["adam"]
         own["terms"] = dict(zip(TERMS, terms.tolist(), strict=True))
         for term, mean in own["terms"].items():
@@ -240,16 +233,16 @@ class MFCL(Part):
         if "teacher" not in step.message:  # the first task
             return step.task_loss(step.all_outputs, step.all_y)
         features = step.state.pop("features").float()
-        total = self.current(step.outputs, step.y, step.state)
+        total = self.current(step.outputs, step.y, step.state["new"])
         if self.w_ft and step.batches:
             total = total + self.w_ft * self._fine_tuning(step, features)
         if self.w_kd:
             total = total + self.w_kd * self._distillation(step, features)
         return total
 
-    def current(self, outputs: Tensor, y: Tensor, own: Tree) -> Tensor:
+    def current(self, outputs: Tensor, y: Tensor, new: Tensor) -> Tensor:
         """L_CE of the real samples over the classes of this task: no gradient reaches the old rows of the head."""
-        return self._cross_entropy(only(outputs, own["new"]), y, own)
+        return cross_entropy(only(outputs, new), y)
 
     def _fine_tuning(self, step: Step, features: Tensor) -> Tensor:
         """L_FT: the head alone, on fixed features, over all classes so far."""
@@ -260,13 +253,7 @@ class MFCL(Part):
             features = own.pop("features").float()
         with in_precision(step.trainer):
             outputs = head(step.module)(features[real:].detach()).float()
-        return self._cross_entropy(only(outputs, own["seen"]), step.all_y[real:], own)
-
-    def _cross_entropy(self, outputs: Tensor, y: Tensor, own: Tree) -> Tensor:
-        if self.class_weights == "none":
-            return cross_entropy(outputs, y)
-        weights = abd_weights(own["old"], own["seen"]).index_select(0, y)
-        return (weights * functional.cross_entropy(outputs, y, reduction="none")).mean()
+        return cross_entropy(only(outputs, own["seen"]), step.all_y[real:])
 
     def _distillation(self, step: Step, features: Tensor) -> Tensor:
         """L_KD on real and generated samples; the frozen head weighs the directions of the features."""
@@ -284,12 +271,6 @@ def distillation(features: Tensor, target: Tensor, weight: Tensor, old: Tensor, 
     number and takes the mean over samples, "paper" sums (Eq. 7). Features are (n, F)."""
     distance = (functional.linear(features - target, weight).square() * old).sum()
     return distance if scale == "paper" else distance / (len(features) * old.sum())
-
-
-def abd_weights(old: Tensor, seen: Tensor) -> Tensor:
-    """(C,) weights of samples by class: K_o/K for the old ones, 1 - K_o/K for the new, given masks of both."""
-    share = old.sum() / seen.sum()
-    return torch.where(old, share, 1.0 - share)
 
 
 def _mask(side: Client | Server, tasks: Iterable[int]) -> Tensor:

@@ -63,7 +63,9 @@ class FOT(Part):
     sketch_cols: int = option(
         0, at_least=0, about="columns of a sketch; 0: sketch_factor times the layer's fan-in m, 5 m for linear layers"
     )
-    sketch_factor: int = option(1, at_least=1, about="1 in the authors' AlexNet, 5 in their ResNets")
+    sketch_factor: int = option(
+        5, at_least=1, about="columns per input of a convolution: 5 in the authors' ResNets, 1 in their AlexNet"
+    )
     samples: int = option(0, at_least=0, about="task samples that a client sketches; 0: all")
     max_rank: int = option(0, at_least=0, about="directions per layer, at most; 0: no limit, that is m")
 

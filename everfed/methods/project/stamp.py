@@ -65,7 +65,7 @@ class STAMP(Part):
     )
     combine: str = option("mean", one_of=("mean", "sum"), about="as matched, or times the number of updates")
     balance: bool = option(False, about="rescale every update to their mean norm")
-    epochs: int | None = option(None, at_least=0, about="of a clone over its exemplars; None: as local training")
+    epochs: int | None = option(None, at_least=0, about="of a clone over its exemplars; unset: as local training")
     moments: str = option(
         "fresh", one_of=("fresh", "copied"), about="a clone's optimiser begins anew, or from a copy of the client's"
     )

@@ -36,7 +36,9 @@ class FedSSI(PathRegulariser):
         about="D: how far the global model moved in the task (Eq. 3), or the surrogate",
     )
     psm_epochs: int | None = option(
-        None, at_least=0, about="passes of the surrogate over the task's data; None: as local training; 0: no surrogate"
+        None,
+        at_least=0,
+        about="epochs of the surrogate over the task's data; unset: as local training; 0: none",
     )
     psm_lr: float = option(0.0, at_least=0, about="eta; 0: the local learning rate at the beginning of a task")
     psm_grad_reduction: str = option("mean", one_of=("mean", "sum"), about="over a minibatch; Eq. 5 writes a sum")

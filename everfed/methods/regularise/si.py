@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.core.tree import on_device
 from everfed.method import END, FIRST, Client, Cohort, Gradient, Part, Phase, Schedule, Step, Tree, When, option
@@ -32,8 +31,6 @@ SCRATCH = ("before", "gradient")  # what a step notes to follow its path
 class PathRegulariser(Part, ABC):
     reg_strength: float = option(0.1, at_least=0, about="c")
     eps: float = option(1e-3, above=0, about="damps Omega where a parameter hardly moved")
-    omega_max: float = option(0.0, at_least=0, about="upper limit of Omega; 0: none")
-    penalise_bn: bool = option(True, about="hold BatchNorm's weights and biases too; its statistics never are")
 
     def phases(self) -> Sequence[Phase]:
         """Every client needs the first model, since importance is contribution per distance from it."""
@@ -56,10 +53,7 @@ class PathRegulariser(Part, ABC):
         w = client.model["params"]
         contribution, squared_distance = self.path(client)
         omega = client.state.get("omega", torch.zeros_like(w))
-        omega = importance(omega, contribution, squared_distance, self.eps, self.omega_max)
-        if not self.penalise_bn:
-            omega = omega * not_batchnorm(client).to(omega.device)
-        client.state = {"omega": omega, "anchor": w}
+        client.state = {"omega": importance(omega, contribution, squared_distance, self.eps), "anchor": w}
 
     @abstractmethod
     def path(self, client: Client) -> tuple[Tensor, Tensor]:
@@ -71,9 +65,8 @@ class PathRegulariser(Part, ABC):
         own = step.state
         if "omega" not in own or self.reg_strength == 0:
             return gradient
-        return gradient.vector.addcmul(
-            own["omega"], step.params - own["anchor"], value=2.0 * self.reg_strength
-        )  # Eq. 2
+        moved = step.params - own["anchor"]
+        return gradient.vector.addcmul(own["omega"], moved, value=2.0 * self.reg_strength)  # Eq. 2
 
 
 @dataclass(frozen=True)
@@ -103,11 +96,10 @@ class SynapticIntelligence(PathRegulariser):
         return client.state.get("contribution", torch.zeros_like(moved)), moved.square()
 
 
-def importance(omega: Tensor, contribution: Tensor, squared_distance: Tensor, eps: float, cap: float = 0.0) -> Tensor:
-    """Omega after a task. cap: upper limit, 0 for none. A parameter without contribution keeps its importance."""
+def importance(omega: Tensor, contribution: Tensor, squared_distance: Tensor, eps: float) -> Tensor:
+    """Omega after a task. A parameter without contribution keeps its importance."""
     gained = contribution / (squared_distance + eps)  # Eq. 3
-    updated = torch.where(contribution == 0, omega, omega + gained).clamp_min(0.0)
-    return updated.clamp_max(cap) if cap else updated
+    return torch.where(contribution == 0, omega, omega + gained).clamp_min(0.0)
 
 
 def scratch(params: Tensor) -> Tree:
@@ -124,13 +116,3 @@ def begin_step(own: Tree, params: Tensor, gradient: Tensor) -> None:
 def end_step(own: Tree, params: Tensor) -> None:
     """Add the step to the contribution: the actual change of the parameters, whatever the optimiser made of it."""
     own["contribution"].addcmul_(own["gradient"], params - own["before"], value=-1.0)  # Eq. 6
-
-
-def not_batchnorm(client: Client) -> Tensor:
-    """(P,) 1 for every parameter but BatchNorm's."""
-    norms = {name for name, layer in client.trainer.replica.module.named_modules() if isinstance(layer, _BatchNorm)}
-    keep = torch.ones(client.layout.size)
-    for entry in client.layout.params:
-        if entry.name.rpartition(".")[0] in norms:
-            keep[entry.start : entry.start + entry.size] = 0.0
-    return keep

@@ -79,7 +79,9 @@ class Memory(Part):
         about="what is kept: a policy's kind or package.module:Name, or a table {kind, and its options}",
     )
     gradients: Mapping[str, Any] | GradientOptions = option(
-        GradientOptions(), hash=False, about="how policies compute gradients of samples: {layers, projection, memory}"
+        GradientOptions(),
+        hash=False,
+        about="how policies compute the gradients of samples, a table",
     )
 
     name = NAME
