@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ def reply_digest(phase: str, reply: Reply, client: Client) -> str:
     return _digest(about, {"reply": reply.values, "model": dict(client.messages.get(MODEL, {}))})
 
 
-def _digest(about: list[str | int], tree: Tree) -> str:
+def _digest(about: Sequence[object], tree: Tree) -> str:
     content = hashlib.blake2b(json.dumps(about).encode(), digest_size=32)
     for path, leaf in leaves(tree):
         content.update(path.encode())

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class Members:
         }
 
     @staticmethod
-    def from_tree(tree: Tree, where: str) -> Members:
+    def from_tree(tree: Mapping[str, Any], where: str) -> Members:
         """Raises ValueError on anything that is not a list of clients with keys on the curve and a form each."""
         try:
             clients, rows = client_list(tree["clients"]), [to_bytes(row) for row in tree["keys"]]
