@@ -47,9 +47,9 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     "thin": ("everfed.models.convolution", "thin", None),
     "convolution": ("everfed.models.convolution", "many", None),
     "dense": ("everfed.models.fused", "dense", None),
-    "loss": ("everfed.core.ops", "kernel", None),
+    "loss": ("everfed.core.ops", "loss_kernel", None),
     "sgd": ("everfed.core.replica", "sgd_kernel", None),
-    "rows": ("everfed.core.ops", "kernel", None),
+    "rows": ("everfed.core.ops", "rows_kernel", None),
     "several steps": ("everfed.engines.captured_steps", "OFTEN", sys.maxsize),
 }
 OF_CASE = {

@@ -396,9 +396,7 @@ def test_a_refusal_names_the_file_and_the_line(work: Path) -> None:
 
 def test_a_method_that_does_not_fit_the_stream_is_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(work)
-    (work / "my_knowing.py").write_text(
-        PART.replace('name: ClassVar[str] = "halved"', 'name: ClassVar[str] = "halved"\n    needs = {"task_id"}')
-    )
+    (work / "my_knowing.py").write_text(PART + '\n    def needs(self):\n        return {"task_id"}\n')
     run = everfed("run", "tiny.toml", "--set", 'method.parts=["fedavg", "my_knowing:Halved"]')
     assert run.exit_code == 2
     assert "part 'halved' must know which task a client is in" in run.stderr
@@ -427,7 +425,7 @@ def test_a_run_that_diverges_ends_with_exit_code_1_and_its_reason() -> None:
 
 def test_a_bug_keeps_its_traceback(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(work)
-    (work / "my_buggy.py").write_text(PART.replace("gradient * self.factor", "gradient * self.nonsense"))
+    (work / "my_buggy.py").write_text(PART.replace("self.factor", "self.nonsense"))
     run = everfed("run", "tiny.toml", "--set", 'method.parts=["fedavg", "my_buggy:Halved"]')
     assert run.exit_code == 1
     assert "nonsense" in str(run.exception) and not isinstance(run.exception, SystemExit)

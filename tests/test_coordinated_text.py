@@ -41,8 +41,8 @@ def test_matched_samples_are_different_and_as_long_as_the_wanted_ones(lengths: l
 def outcome(name: str, size: int, seed: int, perplexity: float, forgotten: float) -> Any:
     from types import SimpleNamespace as Fake
 
-    cell = Fake(row=f"{name}|{size}", recipe=Fake(seed=seed))
-    return Fake(cell=cell, result={"metrics": {"perplexity": perplexity, "forgetting_factor": forgotten}})
+    job = Fake(row=f"{name}|{size}", recipe=Fake(seed=seed))
+    return Fake(job=job, result={"metrics": {"perplexity": perplexity, "forgetting_factor": forgotten}})
 
 
 def test_the_table_in_literal_numbers() -> None:

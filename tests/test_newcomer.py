@@ -86,7 +86,7 @@ def test_a_starter_folder_runs_as_it_is(work: Path, monkeypatch: pytest.MonkeyPa
     assert "my_model:Net: 4,810 parameters, outputs (10,)" in says("run", "recipe.toml", *SMALL, "--dry-run")
     text = says("run", "recipe.toml", *SMALL)
     assert "fedavg+memory+er+clip seed 0: Acc " in text and "run folder: runs/recipe-parts-0" in text
-    assert "method.clip.norm must be above 0; got 0" in says(
+    assert "method.clip.norm must be positive; got 0" in says(
         "run", "recipe.toml", "--set", "method.clip.norm=0", code=2
     )
     assert "recipe.toml is there already; nothing was written" in says("init", ".", code=2)
@@ -140,10 +140,9 @@ def test_show_explains_a_method() -> None:
         assert words in found, words
     assert all(len(line) <= 100 for line in found.splitlines())
     robust = json.loads(says("show", "mfcl", "--json"))
-    assert (
-        robust["needs"] == ["boundaries", "classes", "together"]
-        and robust["parts"]["mfcl"]["options"]["gen_steps"] == 5000
-    )
+    assert robust["needs"] == ["boundaries", "classes", "together"] and robust["parts"]["mfcl"]["options"][
+        "gen_steps"
+    ].startswith("5000 (at least 1): ")
 
 
 def test_every_method_and_recipe_can_be_shown() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from everfed.experiments.papers.planning import experiments, plan
 from everfed.experiments.papers.records import differences, settings_of
-from everfed.experiments.papers.tables import Table, tables
+from everfed.experiments.papers.tables import PaperTable, tables
 from everfed.methods.project.fot import FOT
 from everfed.recipe import read, settled
 from everfed.recipe import shipped as recipes
@@ -93,7 +93,7 @@ def test_fot_sketches_all_samples_with_five_columns_an_input(name: str) -> None:
 
 
 @pytest.mark.parametrize("table", [t for t in tables().values() if t.paper.name == "FedSSI"], ids=lambda t: t.item.name)
-def test_compare_has_the_rows_of_reproduce(table: Table) -> None:
+def test_compare_has_the_rows_of_reproduce(table: PaperTable) -> None:
     """The same methods, and Re-Fed and GLFC with the same options."""
     for run in experiments(plan(table)):
         recipe = read(run.recipe)

@@ -318,50 +318,50 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     return Process.made
 
 
-def handed_out(queue: Queue, workers: list[Any], pace: Pace) -> None:
-    workers._hand_out(queue, workers, JobSettings(), workers._shares(Choice(8, "", False, True), pace, {"A": "b"}))
-    workers._follow(pace, queue, workers)
+def handed_out(queue: Queue, fleet: list[Any], pace: Pace) -> None:
+    workers._hand_out(queue, fleet, JobSettings(), workers._shares(Choice(8, "", False, True), pace, {"A": "b"}))
+    workers._follow(pace, queue, fleet)
 
 
 def test_runs_are_added_held_and_given_less_memory(table: Any, processes: list[Process]) -> None:
-    queue, pace, workers = Queue(table(0, 1, 2)), Pace(8, lambda line: None), list[Any]()
-    handed_out(queue, workers, pace)
+    queue, pace, fleet = Queue(table(0, 1, 2)), Pace(8, lambda line: None), list[Any]()
+    handed_out(queue, fleet, pace)
     assert len(processes) == 1 and processes[0].share == Share(None, 0.9, {"A": "b"}, timed=True)
     pace.number = 2
-    handed_out(queue, workers, pace)
+    handed_out(queue, fleet, pace)
     assert [process.share.gpu_memory for process in processes] == [0.45, 0.45]
     assert processes[0].sent[1:] == [WorkerLimits(0.45, waits=False)] and len(processes[1].sent) == 1
     pace.held = frozenset({processes[1].run})
-    handed_out(queue, workers, pace)
-    handed_out(queue, workers, pace)
+    handed_out(queue, fleet, pace)
+    handed_out(queue, fleet, pace)
     assert processes[1].sent[1:] == [WorkerLimits(0.45, waits=True)] and len(processes[0].sent) == 2
 
 
 def test_a_run_that_waited_goes_on(table: Any, processes: list[Process]) -> None:
     """After a measurement, and where the run that took its place in the worker was never to wait."""
-    queue, pace, workers = Queue(table(0, 1)), Pace(8, lambda line: None), list[Any]()
+    queue, pace, fleet = Queue(table(0, 1)), Pace(8, lambda line: None), list[Any]()
     pace.number = 2
-    handed_out(queue, workers, pace)
+    handed_out(queue, fleet, pace)
     for held in ({processes[0].run}, set()):
         pace.held = frozenset(held)
-        handed_out(queue, workers, pace)
+        handed_out(queue, fleet, pace)
     assert processes[0].sent[1:] == [WorkerLimits(0.45, waits=True), WorkerLimits(0.45, waits=False)]
     assert len(processes[1].sent) == 1
 
 
 def test_no_place_above_the_number_is_given_to_another_run(table: Any, processes: list[Process]) -> None:
     """Three runs, and one at a time from now on: none is ended, and the fourth begins when all three have ended."""
-    queue, pace, workers = Queue(table(*range(6))), Pace(8, lambda line: None), list[Any]()
+    queue, pace, fleet = Queue(table(*range(6))), Pace(8, lambda line: None), list[Any]()
     pace.number = 3
-    handed_out(queue, workers, pace)
+    handed_out(queue, fleet, pace)
     assert [process.share.gpu_memory for process in processes] == [pytest.approx(0.3)] * 3
     pace.number = 1
     for running in (3, 2, 1, 1):
-        handed_out(queue, workers, pace)
-        assert sum(worker.job is not None for worker in workers) == len(workers) == running
-        assert all(worker.limits.gpu_memory == pytest.approx(0.9 / running) for worker in workers)
-        workers[0].answers = [("held", None)]
-        workers._receive(workers[0], SimpleNamespace(hold=lambda cell: None), workers, JobSettings(), unseen, pace)  # type: ignore[arg-type]
+        handed_out(queue, fleet, pace)
+        assert sum(worker.job is not None for worker in fleet) == len(fleet) == running
+        assert all(worker.limits.gpu_memory == pytest.approx(0.9 / running) for worker in fleet)
+        fleet[0].answers = [("held", None)]
+        workers._receive(fleet[0], SimpleNamespace(hold=lambda cell: None), fleet, JobSettings(), unseen, pace)  # type: ignore[arg-type]
     assert [process.ended for process in processes] == ["left", "left", ""]
 
 
@@ -381,37 +381,37 @@ def test_a_run_that_may_have_failed_for_the_others_has_another_try(
     as with one run at a time; what happened before does not count."""
     lines: list[str] = []
     queue = Queue(table(0, 1), say=lines.append)
-    pace, workers = Pace(8, lines.append), list[Any]()
+    pace, fleet = Pace(8, lines.append), list[Any]()
     pace.number = 2
-    handed_out(queue, workers, pace)
+    handed_out(queue, fleet, pace)
     first, second = processes
     cell: Any = second.job
     second.answers = [(kind, Outcome(cell, None, text) if kind == "outcome" else text)] if kind else []
-    workers._receive(second, queue, workers, JobSettings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
-    assert workers == [first] and second.ended == "stopped" and not queue.outcomes and pace.number == 1
+    workers._receive(second, queue, fleet, JobSettings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
+    assert fleet == [first] and second.ended == "stopped" and not queue.outcomes and pace.number == 1
     why = {"lost": FAULT, "": "its process was killed by signal 9"}.get(kind, "the GPU's memory is full")
     assert lines == [
         f"fedavg seed 1: {why}; at most one run at a time from now on, and another process resumes it from its last "
         "checkpoint"
     ]
-    handed_out(queue, workers, pace)
+    handed_out(queue, fleet, pace)
     assert len(processes) == 2 and queue.waiting
     first.job = None
-    handed_out(queue, workers, pace)
+    handed_out(queue, fleet, pace)
     assert first.job is cell and first.limits.gpu_memory == 0.9
     first.answers = [("outcome", Outcome(cell, None, OUT))]
-    workers._receive(first, queue, workers, JobSettings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
+    workers._receive(first, queue, fleet, JobSettings(keep_going=True), unseen, pace)  # type: ignore[arg-type]
     assert queue.outcomes[cell.folder].problem == OUT and queue.died(cell) == 1
 
 
 def test_times_reach_the_pace_and_are_ignored_where_there_is_none(table: Any, processes: list[Process]) -> None:
-    queue, pace, workers = Queue(table(0, 1)), Pace(8, lambda line: None), list[Any]()
-    handed_out(queue, workers, pace)
+    queue, pace, fleet = Queue(table(0, 1)), Pace(8, lambda line: None), list[Any]()
+    handed_out(queue, fleet, pace)
     for number in range(12):
         processes[0].answers = [("phase", Timed(number, 0, 1.0, float(number)))] * 2
-        workers._receive(workers[0], queue, workers, JobSettings(), unseen)
+        workers._receive(fleet[0], queue, fleet, JobSettings(), unseen)
         assert pace.number == (2 if number > 10 else 1)
-        workers._receive(workers[0], queue, workers, JobSettings(), unseen, pace)
+        workers._receive(fleet[0], queue, fleet, JobSettings(), unseen, pace)
 
 
 # processes -----------------------------------------------------------------------------------------------------------
