@@ -17,8 +17,11 @@ from everfed.core.part import (
     EAGER,
     HELD_OUT,
     HISTORY,
+    PLAIN,
+    SHARED,
     TASK_ID,
     TOGETHER,
+    WHOLE,
     AddsParameters,
     Aggregator,
     Part,
@@ -26,8 +29,6 @@ from everfed.core.part import (
     Protection,
     Tables,
     overrides,
-    refuse_personal,
-    refuse_pieces,
 )
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, When, every
 from everfed.core.reduce import Collect, Mean, Reducer, Sum
@@ -48,8 +49,11 @@ __all__ = [
     "HELD_OUT",
     "HISTORY",
     "MODEL",
+    "PLAIN",
+    "SHARED",
     "TASK_ID",
     "TOGETHER",
+    "WHOLE",
     "AddsParameters",
     "Aggregator",
     "Batch",
@@ -92,6 +96,4 @@ __all__ = [
     "every",
     "option",
     "overrides",
-    "refuse_personal",
-    "refuse_pieces",
 ]
