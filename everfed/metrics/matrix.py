@@ -210,7 +210,7 @@ def summary(
 ) -> dict[str, Entry]:
     """Every metric under its name, for result.json; None where it is undefined or its input was not given.
 
-    n_test: test samples of each task. baseline: b_i of `fwt`. curves: accuracies after every round, see `convergence`.
+    n_test: test samples of each task. baseline: b_i of `fwt`. curves: accuracies after every round.
     score: what the entries are. Forgetting is above 0 where a task got worse, bwt and fwt where one got better, also
     where less is better; "best" is the lowest there.
     """
