@@ -24,7 +24,7 @@ from everfed.experiments.grid import Shown
 from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
 from everfed.recipe import Places, read
 from everfed.reports.progress import Several
-from everfed.store.lock import locked
+from everfed.store.files import locked
 from everfed.store.run import LOCK, RECIPE, RunFolder, SameRun
 from tests.support.child import KILLED, Child, events, state_of, until
 from tests.support.waiting import HANG
