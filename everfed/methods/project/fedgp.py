@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.gradient import squared_norm
+from everfed.core.replica import squared_norm
 from everfed.method import (
     SHARED,
     Client,

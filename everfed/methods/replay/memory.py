@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.ops import take_rows
+from everfed.core.data import take_rows
 from everfed.method import CLASSES, Batch, Client, Data, Part, Schedule, Server, Step, Table, Tree, option
 from everfed.methods.replay.coordinated import Coordinated, Uncoordinated
 from everfed.methods.replay.gss import GSSCluster, GSSGreedy
