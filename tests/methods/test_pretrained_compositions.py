@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Parts, dict[str, Any], str]] = {
     "ridge, LoRA": (["fedavg", LORA, "ridge"], {}, "'lora' changes the network with every task"),
     "FOT, LoRA": (["fedavg", LORA, "fot"], {}, "projects updates of hidden layers, but none is trained"),
     "FedL2P, LoRA": (["fedavg", LORA, "fedl2p"], {}, "'fedl2p' follows all parameters; 'lora' trains some"),
-    "personal FedProto": (["fedavg", LORA, "fedproto-personal"], {}, "'fedproto-personal' follows all parameters; 'lora' trains some"),
+    "personal FedProto": (["fedavg", LORA, "fedproto-personal"], {}, "follows all parameters; 'lora' trains some"),
     "SCAFFOLD, LoRA": (["fedavg", LORA, "scaffold"], {}, "'scaffold' follows all parameters"),
     "FedDyn, LoRA": (["feddyn", LORA], {}, "'feddyn' follows all parameters"),
 }
