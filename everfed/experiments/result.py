@@ -63,7 +63,7 @@ class Comparison:
         return write(folders, out or self.folder / "report.html", figures=figures)
 
     def __repr__(self) -> str:
-        from everfed.reports.markdown import markdown_table
+        from everfed.reports.formats import markdown_table
 
         return f"{markdown_table(*summary.table(self.rows, self.heading))}\n{self._note()}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from everfed.experiments.jobs import Outcome
 from everfed.metrics.scores import METRICS, PERCENT, Score, plain_text, score_of
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from everfed.store.files import write_atomic
 
 SHOWN = tuple(key for key in METRICS if key != "bwt")  # a terminal is narrow, and bwt is close to forgetting

@@ -16,7 +16,7 @@ from everfed.experiments.papers.runs import every_run, sources
 from everfed.experiments.papers.status import Plan, by_first_table, effects_of, levels_of, planned
 from everfed.experiments.papers.tables import Paper, papers, tables
 from everfed.metrics.acceptance import CONFIRMED, CONTRADICTED, DIFFERS, EFFECTS, EQUIVALENT, UNCLAIMED, UNRESOLVED
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from everfed.store.files import write_atomic
 
 SCREEN, PAGES = "REPRODUCIBILITY.md", "docs/results"

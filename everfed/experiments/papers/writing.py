@@ -15,7 +15,7 @@ from everfed.experiments.papers.judging import NOT_JUDGED, Effect, Judged
 from everfed.experiments.papers.shortfall import not_stated
 from everfed.experiments.papers.tables import PaperTable
 from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from everfed.store.files import write_atomic
 
 Lines = tuple[list[str], list[list[str]]]
