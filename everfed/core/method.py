@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import layout
+from everfed.core.layout import TrainsPieces
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import (
     BOUNDARIES,
@@ -34,9 +35,7 @@ from everfed.core.part import (
     changed,
     overrides,
 )
-from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, When
-from everfed.core.pieces import TrainsPieces
-from everfed.core.reduce import Reducer
+from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Reducer, When
 from everfed.core.stream import Stream
 
 _ONE_OWNER = ("objective", "forward")

@@ -19,21 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from everfed.core.data import Table
-from everfed.core.layout import AddsParameters, keeps_some
+from everfed.core.layout import AddsParameters, TrainsPieces, keeps_some
 from everfed.core.message import Model, State, Values
 from everfed.core.optimizer import Optimizer
 from everfed.core.option import Options
-from everfed.core.phase import Phase
-from everfed.core.pieces import TrainsPieces
-from everfed.core.reduce import Reducer
+from everfed.core.phase import Phase, Reducer
 from everfed.core.tree import Tree
 from everfed.errors import CompositionError
 
 if TYPE_CHECKING:
     from everfed.core.client import Reply
     from everfed.core.data import Schedule
-    from everfed.core.gradient import Gradient
     from everfed.core.handle import Client, Server
+    from everfed.core.replica import Gradient
     from everfed.core.step import Batch, Step
 
 Tables = dict[str, Table]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.pieces import TrainsPieces
+from everfed.core.layout import TrainsPieces
 from everfed.method import (
     CLASSES,
     AddsParameters,

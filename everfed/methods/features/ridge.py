@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.layout import head_name
-from everfed.core.pieces import TrainsPieces
+from everfed.core.layout import TrainsPieces, head_name
 from everfed.method import (
     ALWAYS,
     END,

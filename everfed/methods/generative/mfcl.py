@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.ops import cross_entropy
 from everfed.core.replica import frozen_forward, initial_weights
+from everfed.core.stream import cross_entropy
 from everfed.method import (
     BOUNDARIES,
     CLASSES,

@@ -35,7 +35,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.core.pieces import TrainsPieces
+from everfed.core.layout import TrainsPieces
 from everfed.method import (
     Client,
     CompositionError,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.pieces import Spans, trained_spans
+from everfed.core.layout import Spans, trained_spans
 from everfed.method import (
     BOUNDARIES,
     TOGETHER,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import random
-from everfed.core.pieces import Spans, cut, joined, pasted
+from everfed.core.layout import Spans, cut, joined, pasted
 from everfed.method import (
     CLASSES,
     AddsParameters,

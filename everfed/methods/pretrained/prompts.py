@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import random
-from everfed.core.pieces import Spans
+from everfed.core.layout import Spans
 from everfed.method import (
     BEGIN,
     AddsParameters,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from everfed.core.pieces import Spans, cut, pasted, rest
+from everfed.core.layout import Spans, cut, pasted, rest
 from everfed.method import (
     AddsParameters,
     Aggregator,

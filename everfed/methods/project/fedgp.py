@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.gradient import squared_norm
+from everfed.core.replica import squared_norm
 from everfed.method import (
     Client,
     CompositionError,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.ops import take_rows
+from everfed.core.data import take_rows
 from everfed.method import (
     CLASSES,
     Batch,

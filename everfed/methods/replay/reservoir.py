@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from everfed.core.ops import put_rows
+from everfed.core.data import put_rows
 from everfed.method import Client, Phase, Schedule, Step, Table, Tables
 from everfed.methods.replay.policy import Policy
 
