@@ -31,7 +31,7 @@ from everfed import streams
 from everfed.data.tokenizer import PAD
 from everfed.experiments.jobs import GridJob, JobSettings, Outcome, new_job, run_all
 from everfed.methods.replay.diversity import Candidates, select
-from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.memory import Policy, Pool
 from everfed.models.tinybert import TinyBERT
 from everfed.recipe import read
 from everfed.reports.formats import markdown_table

@@ -33,9 +33,14 @@ _MOVED = {
     "everfed.parts.shared": "everfed.methods.common",
     "everfed.monitor": "everfed.methods.monitor",
     "everfed.detection": "everfed.data.detection",
+    "everfed.methods.monitor.drift": "everfed.methods.monitor",
+    "everfed.methods.monitor.features": "everfed.methods.monitor",
     "everfed.methods.replay.gradient_rows": "everfed.methods.replay.sample_gradients",
     "everfed.methods.replay.gss_policies": "everfed.methods.replay.gss",
-    "everfed.methods.replay.policies": "everfed.methods.replay.memory",
+    "everfed.methods.replay.policies": "everfed.methods.replay.random_selection",
+    "everfed.methods.replay.policies:Herding": "everfed.methods.replay.herding:Herding",
+    "everfed.methods.replay.policies:ReFed": "everfed.methods.replay.refed:ReFed",
+    "everfed.methods.replay.policy": "everfed.methods.replay.memory",
 }
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 
