@@ -13,11 +13,11 @@ import torch
 
 import everfed
 from everfed import privacy
-from everfed.core.client import Reply
 from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
+from everfed.core.phase import When
 from everfed.core.server import RunState
 from everfed.engines.ranks import Ranks
 from everfed.errors import UserError
@@ -55,7 +55,9 @@ def loop(bench: Bench, folder: Path, budget: float = 0.0) -> Loop:
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / PRIVACY_LEDGER).read_text().splitlines()]
+    """What was charged, or of a run released."""
+    found = [json.loads(line) for line in (folder / PRIVACY_LEDGER).read_text().splitlines()]
+    return [entry for entry in found if "request" not in entry]  # these say which content was paid for
 
 
 # the client's own ----------------------------------------------------------------------------------------------------
@@ -128,9 +130,10 @@ def test_a_participation_under_secure_aggregation_is_charged_once(tmp_path: Path
         return Secured(bench.eager(setup, store), setup)
 
     outcome: Outcome = bench.run(engine)
-    book = ClientLedger(tmp_path, budget=100.0)
-    for _ in range(4):  # the phase and its three steps
-        book.charge(both(), "a1", (0, 0, 0, 0), outcome.clients[0], Reply({"secure": {"keys": torch.zeros(1)}}))
+    book, method = ClientLedger(tmp_path, budget=100.0), both()
+    for phase in ("train", *(step.name for step in method.phases(When.INSIDE))):
+        book.charge(method, method.phases_by_name()[phase], "a1", (0, 0, 0, 0), phase)
+        book.record(method, "a1", (0, 0, 0, 0), phase, outcome.clients[0])
     assert len(ledger(tmp_path)) == 1 and ledger(tmp_path)[0]["multiplier"] == 2.0
 
 
