@@ -112,6 +112,21 @@ def test_a_second_draw_for_the_same_place_is_charged_and_a_repeated_reply_is_not
         assert [len(ledger(tmp_path / str(client))) for client in range(3)] == [entries] * 3
 
 
+def test_another_content_of_the_same_request_is_a_further_release(tmp_path: Path) -> None:
+    """A client whose samples change between two equal requests draws other noise: the second reply is charged, too."""
+    bench = protected(kind="local", noise=4.0)
+    state = bench.run(rounds=1).clients[0]
+    book, method = ClientLedger(tmp_path), bench.build_method()
+    train = method.train_phase()
+    for name in ("a", "a", "b", "b"):
+        book.charge(method, train, "a1", (0, 0, 0, 0), "asked")
+        book.record(method, "a1", (0, 0, 0, 0), "asked", {**state, NAME: {**state[NAME], "release": name}})
+    assert len(ledger(tmp_path)) == 2
+    again = ClientLedger(tmp_path)
+    again.record(method, "a1", (0, 0, 0, 0), "asked", {**state, NAME: {**state[NAME], "release": "a"}})
+    assert len(ledger(tmp_path)) == 2 and again.spent() == pytest.approx(book.spent())
+
+
 def test_a_bare_run_is_one_entry_that_no_later_budget_can_hold(tmp_path: Path) -> None:
     federated(PLAIN, loop(PLAIN, tmp_path))
     (entry,) = ledger(tmp_path / "0")
