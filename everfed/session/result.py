@@ -1,5 +1,6 @@
-"""What a finished run leaves beside its model: result.json, a stable interface in which accuracies are fractions, and the
-pictures that its stream draws."""
+"""What a finished run leaves beside its model: result.json, a stable interface whose accuracies are fractions, and the
+pictures that its stream draws.
+"""
 
 from __future__ import annotations
 

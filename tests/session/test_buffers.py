@@ -68,7 +68,7 @@ def test_stamps_pool() -> None:
 
 
 def test_a_stream_that_does_not_know_the_tasks_reports_nothing() -> None:
-    assert not reporting.reports(Bench("er").setup())
+    assert not reporting.has_buffers(Bench("er").setup())
 
 
 @pytest.mark.parametrize("paged", [False, True])
