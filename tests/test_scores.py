@@ -16,9 +16,9 @@ from everfed.metrics import by_task
 from everfed.metrics.scores import METRICS, SCORES, score_of
 from everfed.metrics.statistics import Spread
 from everfed.reports import tables
+from everfed.reports.dashboard import Index
 from everfed.reports.figures import curve, score
 from everfed.reports.groups import grouped
-from everfed.reports.live import Index
 from everfed.reports.progress import ProgressState
 from everfed.reports.read import read_run, read_runs
 from everfed.reports.trackers import scalars

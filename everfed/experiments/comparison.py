@@ -12,7 +12,7 @@ from typing import Any
 
 from everfed.experiments.jobs import Outcome
 from everfed.metrics.scores import METRICS, PERCENT, Score, plain_text, score_of
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import clock, markdown_table, size
 from everfed.reports.result import Result, as_frame, html_table, plot
 from everfed.store.files import write_atomic
 
@@ -76,8 +76,6 @@ def _numbers(result: dict[str, Any]) -> dict[str, float]:
 
 def table(found: Sequence[TableRow], heading: str) -> tuple[list[str], list[list[str]]]:
     """(columns, lines), fractions in per cent; columns without a value are left out."""
-    from everfed.reports.formats import clock, size
-
     score = next((row.score for row in found if row.spreads), score_of("accuracy"))
     metrics = [key for key in SHOWN if any(key in row.spreads for row in found)]
     lines = []
@@ -193,8 +191,6 @@ class Comparison:
         return write(folders, out or self.folder / "report.html", figures=figures)
 
     def __repr__(self) -> str:
-        from everfed.reports.markdown import markdown_table
-
         return f"{markdown_table(*table(self.rows, self.heading))}\n{self._note()}"
 
     def _repr_html_(self) -> str:

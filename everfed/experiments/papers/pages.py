@@ -13,7 +13,7 @@ from everfed.experiments.papers.plot import dot_plot
 from everfed.experiments.papers.records import FOLDER, Record, read_all
 from everfed.experiments.papers.tables import Disagreement, Notes, Paper, notes, papers, tables
 from everfed.metrics.acceptance import CONFIRMED, CONTRADICTED, DIFFERS, EFFECTS, EQUIVALENT, UNCLAIMED, UNRESOLVED
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from everfed.store.files import write_atomic
 
 SCREEN, PAGES = "REPRODUCIBILITY.md", "docs/results"

@@ -21,7 +21,7 @@ from everfed.experiments.papers.tables import PaperTable
 from everfed.methods import registry as methods
 from everfed.metrics.acceptance import EFFECTS, LEVELS, UNCLAIMED
 from everfed.recipe import parse_set, read
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from everfed.store.files import write_atomic
 
 Lines = tuple[list[str], list[list[str]]]
