@@ -19,7 +19,7 @@ from everfed.core.phase import Phase
 from everfed.core.server import RunState
 from everfed.privacy import accountant
 from everfed.privacy.differential import LOCAL, NAME, BudgetSpent, DifferentialPrivacy
-from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
+from everfed.store.ledger import PRIVACY_LEDGER, AppendedFile
 
 DELTA = 1e-5
 BARE = "bare"  # the entry of a run without noise

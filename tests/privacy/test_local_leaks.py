@@ -19,7 +19,7 @@ from everfed.method import Client, Method, Part, Phase, Sum
 from everfed.methods import registry as methods
 from everfed.privacy.accountant import composed, multiplier
 from everfed.privacy.differential import private
-from everfed.store.appended import PRIVACY_LEDGER
+from everfed.store.ledger import PRIVACY_LEDGER
 from tests.federation.asking import ask, values
 from tests.federation.loop import runtime
 from tests.support.toy import Bench, Linear, Toy
