@@ -34,7 +34,7 @@ from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.policy import Policy, Pool
 from everfed.models.tinybert import TinyBERT
 from everfed.recipe import read
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from everfed.streams.masking import mask_tokens, masked_loss
 
 RECIPE = Path(__file__).with_suffix(".toml")

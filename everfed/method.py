@@ -16,8 +16,11 @@ from everfed.core.part import (
     EAGER,
     HELD_OUT,
     HISTORY,
+    PLAIN,
+    SHARED,
     TASK_ID,
     TOGETHER,
+    WHOLE,
     AddsParameters,
     Aggregator,
     Part,
@@ -25,8 +28,6 @@ from everfed.core.part import (
     Protection,
     Tables,
     overrides,
-    refuse_personal,
-    refuse_pieces,
 )
 from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Sum, When, every
 from everfed.core.replica import Gradient
@@ -47,8 +48,11 @@ __all__ = [
     "HELD_OUT",
     "HISTORY",
     "MODEL",
+    "PLAIN",
+    "SHARED",
     "TASK_ID",
     "TOGETHER",
+    "WHOLE",
     "AddsParameters",
     "Aggregator",
     "Batch",
@@ -91,6 +95,4 @@ __all__ = [
     "every",
     "option",
     "overrides",
-    "refuse_personal",
-    "refuse_pieces",
 ]

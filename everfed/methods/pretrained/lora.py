@@ -29,7 +29,7 @@ from everfed.models import lora
 class TaskAdapted(Piecewise):
     """Factors of its own for every task; a round trains the current task's and the head's rows of its classes."""
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         return (Phase("adapter", cohort=Cohort.SERVER, rounds=BEGIN, when=When.BEFORE, update=self.begin),)
 
     def begin(self, server: Server) -> None:
