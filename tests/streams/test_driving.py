@@ -183,7 +183,7 @@ def test_engines_agree(tmp_path: Path) -> None:
 
 
 def test_the_report_shows_samples_with_boxes(tmp_path: Path) -> None:
-    from everfed.reports import write
+    from everfed.reports.html import write
 
     api.run(recipe("fedavg"), out=tmp_path / "run")
     files = sorted(path.name for path in (tmp_path / "run/pictures").iterdir())
