@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from everfed.core.replica import adopt_dropout
+from everfed.core.random import adopt_dropout
 from everfed.core.stream import Stream
 
 

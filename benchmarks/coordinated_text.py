@@ -34,7 +34,7 @@ from everfed.methods.replay.diversity import Candidates, select
 from everfed.methods.replay.policy import Policy, Pool
 from everfed.models.tinybert import TinyBERT
 from everfed.recipe import read
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 
 RECIPE = Path(__file__).with_suffix(".toml")
 CORPORA = ("snips7", "banking77", "dbpedia14", "agnews", "clinc150")  # in the order of the periods

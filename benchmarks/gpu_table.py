@@ -47,9 +47,9 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     "thin": ("everfed.models.convolution", "thin", None),
     "convolution": ("everfed.models.convolution", "many", None),
     "dense": ("everfed.models.fused", "dense", None),
-    "loss": ("everfed.core.ops", "loss_kernel", None),
+    "loss": ("everfed.core.stream", "loss_kernel", None),
     "sgd": ("everfed.core.replica", "sgd_kernel", None),
-    "rows": ("everfed.core.ops", "rows_kernel", None),
+    "rows": ("everfed.core.data", "rows_kernel", None),
     "several steps": ("everfed.engines.captured_steps", "OFTEN", sys.maxsize),
 }
 OF_CASE = {
@@ -164,8 +164,8 @@ def generator_training(device: str, toy: bool) -> Callable[[int], object]:
 
     from benchmarks.gpu_rounds import CASES, build
     from everfed.core.replica import initial_weights
-    from everfed.engines.base import new_trainer
     from everfed.engines.captured_steps import LoopingTrainer
+    from everfed.engines.eager import new_trainer
     from everfed.methods.generative.inversion import GeneratorTraining, Inversion
     from everfed.models.generators import GeneratorBlueprint
 

@@ -29,8 +29,7 @@ from everfed.core.context import Moment
 from everfed.core.engine import Absent
 from everfed.core.handle import Client
 from everfed.core.message import Message, addressed
-from everfed.core.phase import Phase
-from everfed.core.reduce import Mean
+from everfed.core.phase import Mean, Phase
 from everfed.core.stream import RoundPlan
 from everfed.privacy.secure import MASK, NAME, SecureAggregation
 from everfed.privacy.secure_engine import Secured

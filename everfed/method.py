@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from everfed.core.context import Facts, TrainOptions
 from everfed.core.data import Data, Schedule, Table
-from everfed.core.gradient import Gradient
 from everfed.core.handle import Client, Server
 from everfed.core.layout import Entry, Layout
 from everfed.core.message import MODEL, Cached, Model, PerClient, State, Values
@@ -17,8 +16,11 @@ from everfed.core.part import (
     EAGER,
     HELD_OUT,
     HISTORY,
+    PLAIN,
+    SHARED,
     TASK_ID,
     TOGETHER,
+    WHOLE,
     AddsParameters,
     Aggregator,
     Part,
@@ -26,11 +28,9 @@ from everfed.core.part import (
     Protection,
     Tables,
     overrides,
-    refuse_personal,
-    refuse_pieces,
 )
-from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, When, every
-from everfed.core.reduce import Collect, Mean, Reducer, Sum
+from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Sum, When, every
+from everfed.core.replica import Gradient
 from everfed.core.step import Batch, Step, Substep
 from everfed.core.stream import RoundPlan, Stream
 from everfed.core.trainer import Fitted
@@ -48,8 +48,11 @@ __all__ = [
     "HELD_OUT",
     "HISTORY",
     "MODEL",
+    "PLAIN",
+    "SHARED",
     "TASK_ID",
     "TOGETHER",
+    "WHOLE",
     "AddsParameters",
     "Aggregator",
     "Batch",
@@ -92,6 +95,4 @@ __all__ = [
     "every",
     "option",
     "overrides",
-    "refuse_personal",
-    "refuse_pieces",
 ]

@@ -19,11 +19,11 @@ from everfed import models, streams
 from everfed.cli import app
 from everfed.commands.sweep import split_values
 from everfed.errors import RecipeError
-from everfed.experiments.sweeping import folder_name
+from everfed.experiments.grid import folder_name
 from everfed.methods import registry as methods
 from everfed.recipe import read
 from everfed.recipe import shipped as recipes
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from tests.support.child import Child, Ended, until
 
 TINY = """\

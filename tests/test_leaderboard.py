@@ -23,7 +23,7 @@ from everfed.experiments.leaderboard import page, pareto, records, tuning
 from everfed.experiments.leaderboard.pareto import Point, front
 from everfed.methods import registry as methods
 from everfed.recipe import read, settled, to_toml
-from everfed.store.lock import Locked, locked
+from everfed.store.files import Locked, locked
 
 STREAMS = ("rotated-digits", "split-digits", "cifar100")
 

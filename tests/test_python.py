@@ -17,9 +17,9 @@ import everfed
 from everfed import api, session, streams
 from everfed.cli import app
 from everfed.errors import SettingError
-from everfed.experiments import summary
+from everfed.experiments import comparison
+from everfed.experiments.comparison import Comparison
 from everfed.experiments.jobs import Outcome, new_job
-from everfed.experiments.result import Comparison
 from everfed.method import Client, Part
 from everfed.recipe import as_entries, to_toml
 from everfed.reports import progress
@@ -120,7 +120,7 @@ def test_a_sweep_is_scored_on_validation_data_and_names_the_best() -> None:
 
 def test_no_row_is_the_best_where_no_run_finished() -> None:
     cells = [new_job(row, "tiny.toml", Path(row), method=row, seed=0, sets=[]) for row in ("fedavg", "er")]
-    failed = summary.rows([Outcome(cell, None, "the loss is not finite") for cell in cells])
+    failed = comparison.rows([Outcome(cell, None, "the loss is not finite") for cell in cells])
     assert Comparison(Path("out"), failed, "Method").best == ""
     assert Comparison(Path("out"), [], "Method").best == ""
 

@@ -10,15 +10,15 @@ import pytest
 
 import everfed
 from everfed.commands import output
-from everfed.experiments import summary
+from everfed.experiments import comparison
 from everfed.experiments.jobs import Outcome
 from everfed.metrics import by_task
 from everfed.metrics.scores import METRICS, SCORES, score_of
 from everfed.metrics.statistics import Spread
 from everfed.reports import tables
+from everfed.reports.dashboard import Index
 from everfed.reports.figures import curve, score
 from everfed.reports.groups import grouped
-from everfed.reports.live import Index
 from everfed.reports.progress import ProgressState
 from everfed.reports.read import read_run, read_runs
 from everfed.reports.trackers import scalars
@@ -38,7 +38,7 @@ def outcome(row: str, data: dict[str, Any] | None) -> Any:
 
 
 def compared(found: dict[str, dict[str, Any] | None]) -> tuple[list[str], list[list[str]]]:
-    return summary.table(summary.rows([outcome(row, data) for row, data in found.items()]), "Method")
+    return comparison.table(comparison.rows([outcome(row, data) for row, data in found.items()]), "Method")
 
 
 def test_a_comparison_ranks_low_perplexities_first_and_prints_them_as_they_are() -> None:

@@ -67,21 +67,21 @@ def compared(
 ) -> Comparison:
     """Run the comparison and write its table."""
     from everfed.commands.terminal import Terminal
-    from everfed.experiments.comparing import plan
+    from everfed.experiments.grid import plan_comparison
     from everfed.experiments.jobs import parse_seeds
 
     numbers = parse_seeds(seeds) if seeds is not None else None
-    return plan(recipe, methods, numbers, out, sets=sets).run(settings, Terminal(settings.as_json))
+    return plan_comparison(recipe, methods, numbers, out, sets=sets).run(settings, Terminal(settings.as_json))
 
 
 def print_comparison(comparison: Comparison, as_json: bool) -> None:
     """Print the table, and where it was written."""
     from everfed.commands.output import show_table
-    from everfed.experiments import summary
+    from everfed.experiments import comparison as tables
 
     folder, rows = comparison.folder, comparison.rows
     if as_json:
-        typer.echo(json.dumps({"event": "comparison", "folder": str(folder), "rows": summary.as_dict(rows)}))
+        typer.echo(json.dumps({"event": "comparison", "folder": str(folder), "rows": tables.as_dict(rows)}))
         return
-    show_table(*summary.table(rows, comparison.heading))
+    show_table(*tables.table(rows, comparison.heading))
     typer.echo(f"written to {folder}: compare.json, compare.md, compare.csv")

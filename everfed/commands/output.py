@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from everfed.reports.result import headline, scale_note
 
 

@@ -122,7 +122,7 @@ def _print(found: Reproduction, as_json: bool) -> None:
 
 def _show_list(prefix: str, seeds: int | None, scale: float, as_json: bool) -> None:
     from everfed.commands.output import show_table
-    from everfed.experiments.papers.listing import COLUMNS, overview
+    from everfed.experiments.papers.overview import LISTED, overview
     from everfed.experiments.papers.reproducing import seeds_of
     from everfed.experiments.papers.tables import papers
 
@@ -132,13 +132,13 @@ def _show_list(prefix: str, seeds: int | None, scale: float, as_json: bool) -> N
     if as_json:
         typer.echo(json.dumps([vars(row) for row in rows], indent=2))
         return
-    show_table(COLUMNS, [row.line() for row in rows])
+    show_table(LISTED, [row.line() for row in rows])
     typer.echo("Samples: training samples processed, from the recipes; replayed and generated ones come on top.")
 
 
 def _show_status(prefix: str, folder: Path, rate: float | None, seeds: int | None, as_json: bool) -> None:
     from everfed.commands.output import show_table
-    from everfed.experiments.papers.status import COLUMNS, PLANNED, progress
+    from everfed.experiments.papers.overview import PLANNED, STATUS, progress
     from everfed.experiments.papers.tables import papers
 
     found = progress(prefix.lower(), folder, rate, seeds)
@@ -147,7 +147,7 @@ def _show_status(prefix: str, folder: Path, rate: float | None, seeds: int | Non
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
         return
-    show_table(COLUMNS, [row.line() for row in found.tables])
+    show_table(STATUS, [row.line() for row in found.tables])
     typer.echo(f"{found.overall.text()} Tables share runs: a run that several need is counted in each.")
     if found.planned:
         show_table(PLANNED, [row.line() for row in found.planned])

@@ -47,11 +47,11 @@ def sweep(
       everfed sweep demo --method fedprox --grid method.fedprox.mu=0.01,0.1
     """
     from everfed.commands.terminal import Terminal
+    from everfed.experiments.grid import plan_sweep
     from everfed.experiments.jobs import JobSettings, parse_seeds
-    from everfed.experiments.sweeping import plan
 
     numbers = parse_seeds(seeds) if seeds is not None else None
-    planned = plan(recipe, [axis(entry) for entry in grid], numbers, out, method=method, sets=sets)
+    planned = plan_sweep(recipe, [axis(entry) for entry in grid], numbers, out, method=method, sets=sets)
     if planned.held_out and not as_json:
         typer.echo(f"the recipe holds out no validation data; using {planned.held_out}")
     settings = JobSettings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs)
@@ -77,12 +77,12 @@ def split_values(text: str) -> list[str]:
 
 def _print_result(found: Comparison, as_json: bool) -> None:
     from everfed.commands.output import show_table
-    from everfed.experiments import summary
+    from everfed.experiments import comparison as tables
 
     folder, best, rows = found.folder, found.best, found.rows
     if as_json:
-        typer.echo(json.dumps({"event": "sweep", "folder": str(folder), "best": best, "rows": summary.as_dict(rows)}))
+        typer.echo(json.dumps({"event": "sweep", "folder": str(folder), "best": best, "rows": tables.as_dict(rows)}))
         return
-    show_table(*summary.table(rows, found.heading))
+    show_table(*tables.table(rows, found.heading))
     typer.echo(f"{found.note}; written to {folder}: sweep.json, sweep.md, sweep.csv")
     typer.echo(f"best: {best}" if best else "no cell finished")

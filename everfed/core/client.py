@@ -17,11 +17,11 @@ from everfed.core.context import Context
 from everfed.core.data import Data
 from everfed.core.evaluate import EvalSpec, score_tasks
 from everfed.core.handle import Client
+from everfed.core.layout import TrainsPieces, assembled, shortened
 from everfed.core.message import MODEL, Message, Model, State
 from everfed.core.method import Method
 from everfed.core.part import HELD_OUT, Personal, overrides
 from everfed.core.phase import EVALUATE, TRAIN, Phase, When
-from everfed.core.pieces import TrainsPieces, assembled, shortened
 from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree
 

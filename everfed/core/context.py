@@ -16,12 +16,11 @@ from torch import Tensor
 
 from everfed.core import random
 from everfed.core.data import Data
-from everfed.core.layout import Layout
+from everfed.core.layout import Layout, Pieces, TrainsPieces
 from everfed.core.method import Method
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import HELD_OUT, HISTORY
 from everfed.core.phase import EVALUATE, Phase
-from everfed.core.pieces import Pieces, TrainsPieces
 from everfed.core.stream import Checks, HeldOut, Hidden, RoundPlan, Stream
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from everfed.core.context import Moment
 from everfed.core.message import Message, Model, Traffic
-from everfed.core.phase import Phase
-from everfed.core.reduce import Reducer, Reduction
+from everfed.core.phase import Phase, Reducer, Reduction
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.errors import ClientError as ClientError

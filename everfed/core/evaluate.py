@@ -21,8 +21,7 @@ from everfed.core.context import Moment, Setup
 from everfed.core.data import Data
 from everfed.core.engine import Engine, Replies
 from everfed.core.message import Message, Model, State
-from everfed.core.phase import EVALUATE, Phase
-from everfed.core.reduce import Sum
+from everfed.core.phase import EVALUATE, Phase, Sum
 from everfed.core.stream import HeldOut, Stream
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree

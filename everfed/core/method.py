@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import layout
+from everfed.core.layout import TrainsPieces
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import (
     BOUNDARIES,
@@ -24,8 +25,11 @@ from everfed.core.part import (
     HELD_OUT,
     HISTORY,
     HOOKS,
+    PLAIN,
+    SHARED,
     TASK_ID,
     TOGETHER,
+    WHOLE,
     Aggregator,
     CompositionError,
     Part,
@@ -34,14 +38,12 @@ from everfed.core.part import (
     changed,
     overrides,
 )
-from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, When
-from everfed.core.pieces import TrainsPieces
-from everfed.core.reduce import Reducer
+from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Reducer, When
 from everfed.core.stream import Stream
 
 _ONE_OWNER = ("objective", "forward")
 SGD = Optimizer()
-_NO_PARTS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER, CLASSES, EAGER})
+_NO_PARTS = frozenset({BOUNDARIES, TASK_ID, HISTORY, HELD_OUT, TOGETHER, CLASSES, EAGER, SHARED, WHOLE, PLAIN})
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ def compose(*parts: Part, name: str = "", optimizer: Optimizer = SGD) -> Method:
         _check_hooks(part)
         _check_needs(part, parts)
         _check_phases(part)
-        warnings.extend(part.check(parts, optimizer))
+        warnings.extend(part.check(parts, optimizer) or ())
     return Method(name or "+".join(part.name for part in parts), tuple(parts), tuple(warnings))
 
 
@@ -254,6 +256,19 @@ def _check_needs(part: Part, parts: tuple[Part, ...]) -> None:
             raise CompositionError(f"part {part.name!r} needs part {need!r} before it")
         if need not in present:
             raise CompositionError(f"part {part.name!r} needs part {need!r}; there are {', '.join(sorted(present))}")
+    for other in parts:
+        for problem in _conflicts(frozenset(part.needs()), other):
+            raise CompositionError(f"part {part.name!r} {problem}")
+
+
+def _conflicts(needs: Set[str], other: Part) -> Iterator[str]:
+    """What another part does that SHARED, WHOLE or PLAIN rules out."""
+    if SHARED in needs and layout.keeps_some(other):
+        yield f"sends all parameters, but {other.name!r} keeps some personal"
+    if WHOLE in needs and isinstance(other, TrainsPieces):
+        yield f"follows all parameters; {other.name!r} trains some at a time"
+    if PLAIN in needs and overrides(other, "forward"):
+        yield f"compares features of the network itself; {other.name!r} changes its forward pass"
 
 
 def _check_hooks(part: Part) -> None:

@@ -19,21 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from everfed.core.data import Table
-from everfed.core.layout import AddsParameters, keeps_some
+from everfed.core.layout import AddsParameters
 from everfed.core.message import Model, State, Values
 from everfed.core.optimizer import Optimizer
 from everfed.core.option import Options
-from everfed.core.phase import Phase
-from everfed.core.pieces import TrainsPieces
-from everfed.core.reduce import Reducer
+from everfed.core.phase import Phase, Reducer
 from everfed.core.tree import Tree
 from everfed.errors import CompositionError
 
 if TYPE_CHECKING:
     from everfed.core.client import Reply
     from everfed.core.data import Schedule
-    from everfed.core.gradient import Gradient
     from everfed.core.handle import Client, Server
+    from everfed.core.replica import Gradient
     from everfed.core.step import Batch, Step
 
 Tables = dict[str, Table]
@@ -48,6 +46,9 @@ HELD_OUT = "held_out"  # measures on test sets (in a simulation, not a method fo
 TOGETHER = "together"  # all clients must change tasks in the same round
 CLASSES = "classes"  # every sample must have one class: neither several labels, nor numbers, tokens or boxes
 EAGER = "eager"  # its steps cannot be captured in a CUDA graph: they run as they come
+SHARED = "shared"  # sends vectors over all parameters: no part may keep some of them on the clients
+WHOLE = "whole"  # keeps vectors over all parameters: no part may train only some of them at a time
+PLAIN = "plain"  # compares features of the network itself: no part may change its forward pass
 
 
 class Kept(Options):
@@ -76,9 +77,9 @@ class Part(Kept):
     changes: ClassVar[frozenset[str] | None] = None  # of its state, what steps change in place; None: all of it
 
     # set-up -----------------------------------------------------------------------------------------------------
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str] | None:
         """Refuse a composition by raising CompositionError; return warnings about a doubtful one."""
-        return ()
+        return None
 
     def needs(self) -> AbstractSet[str]:
         """Names of parts that must come before it, and what it must know or have (BOUNDARIES, CLASSES, ...)."""
@@ -211,20 +212,6 @@ def overrides(part: Part, hook: str) -> bool:
     return getattr(type(part), hook, default) is not default
 
 
-def refuse_personal(part: Part, parts: Sequence[Part]) -> None:
-    """For parts that send vectors over all parameters, in a composition where some of them never leave a client."""
-    for other in parts:
-        if keeps_some(other):
-            raise CompositionError(f"part {part.name!r} sends all parameters, but {other.name!r} keeps some personal")
-
-
-def refuse_pieces(part: Part, parts: Sequence[Part]) -> None:
-    """For parts whose state is a vector over all parameters, beside one that trains only some of them at a time."""
-    for other in parts:
-        if isinstance(other, TrainsPieces):
-            raise CompositionError(f"part {part.name!r} follows all parameters; {other.name!r} trains some at a time")
-
-
 def options_of(part: Part) -> dict[str, Any]:
     """Options by name."""
     return {field.name: getattr(part, field.name) for field in fields(part)}
@@ -237,8 +224,11 @@ __all__ = [
     "HELD_OUT",
     "HISTORY",
     "HOOKS",
+    "PLAIN",
+    "SHARED",
     "TASK_ID",
     "TOGETHER",
+    "WHOLE",
     "AddsParameters",
     "Aggregator",
     "CompositionError",
@@ -253,6 +243,4 @@ __all__ = [
     "Weights",
     "options_of",
     "overrides",
-    "refuse_personal",
-    "refuse_pieces",
 ]

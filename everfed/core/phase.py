@@ -2,18 +2,25 @@
 
 A round is a list of phases. `train` is one of them; parts add their own. Because `reduce` is data, so is what a method
 reveals: a phase reduced by mean or sum can run under secure aggregation, one that collects cannot.
+
+Sums are kept in float64, so a result hardly depends on how replies are grouped (over ranks, say); replies are added in
+client order, so it does not depend on who finished first. An absent reply is legal: a mean is (sum, weight).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from everfed.core.message import Values
-from everfed.core.reduce import Reducer
 from everfed.core.stream import RoundPlan
+from everfed.core.tree import Tree
 
 if TYPE_CHECKING:
     from everfed.core.handle import Client, Server
@@ -123,3 +130,139 @@ class Phase:
             return tuple(sorted(plan.tasks))
         moving = plan.begins if self.rounds.kind == "begin" else plan.ends
         return tuple(sorted(moving))
+
+
+# how replies become one ----------------------------------------------------------------------------------------------
+class Reducing(ABC):
+    """A reduction under way."""
+
+    @abstractmethod
+    def add(self, client: int, value: Any, weight: float) -> None: ...
+
+    @abstractmethod
+    def result(self) -> Any:
+        """The reduced value, or None when no reply carried one."""
+
+
+class Shared(Reducing):
+    """A reduction that several processes make together, each with the replies of its own clients."""
+
+    @abstractmethod
+    def export(self) -> Tree:
+        """The state of this process's reduction, for the other processes."""
+
+    @abstractmethod
+    def merge(self, exported: Sequence[Tree]) -> None:
+        """Replace the state by that of all processes together, this one included."""
+
+
+class Reducer(ABC):
+    """A way to reduce; `secure` says whether the server may learn nothing but the result (secure aggregation)."""
+
+    secure: bool = False
+
+    @abstractmethod
+    def start(self) -> Reducing: ...
+
+
+class Total(Reducing):
+    """Weighted sum in float64 (integers stay exact)."""
+
+    def __init__(self, mean: bool, weighted: bool) -> None:
+        self.mean = mean
+        self.weighted = weighted
+        self.total: Tensor | float | None = None
+        self.weight = 0.0
+        self.dtype: torch.dtype | None = None
+
+    def add(self, client: int, value: Any, weight: float) -> None:
+        factor = weight if self.weighted else 1.0
+        if isinstance(value, Tensor):
+            self.dtype = value.dtype
+            term = value.to(torch.float64, copy=True).mul_(factor)
+            self.total = term if self.total is None else self.total.add_(term)  # type: ignore[union-attr]
+        else:
+            self.total = float(value) * factor + (self.total or 0.0)
+        self.weight += factor
+
+    def result(self) -> Any:
+        if self.total is None or self.weight == 0.0:
+            return None
+        value = self.total / self.weight if self.mean else self.total
+        if not isinstance(value, Tensor) or self.dtype is None:
+            return value
+        return value.to(self.dtype) if self.dtype.is_floating_point else value.round().to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Mean(Reducer):
+    """Mean over the clients that replied; `weighted` weighs them by their number of samples."""
+
+    weighted: bool = False
+    secure = True
+
+    def start(self) -> Reducing:
+        return Total(mean=True, weighted=self.weighted)
+
+
+@dataclass(frozen=True)
+class Sum(Reducer):
+    """Sum over the clients that replied."""
+
+    secure = True
+
+    def start(self) -> Reducing:
+        return Total(mean=False, weighted=False)
+
+
+class Collected(Shared):
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+
+    def add(self, client: int, value: Any, weight: float) -> None:
+        self.values[client] = value
+
+    def export(self) -> Tree:
+        return {str(client): value for client, value in self.values.items()}
+
+    def merge(self, exported: Sequence[Tree]) -> None:
+        found = {int(client): value for values in exported for client, value in values.items()}
+        self.values = {client: found[client] for client in sorted(found)}
+
+    def result(self) -> dict[int, Any] | None:
+        return self.values or None
+
+
+@dataclass(frozen=True)
+class Collect(Reducer):
+    """Every reply by itself, {client: value}. The server sees each client's value."""
+
+    def start(self) -> Reducing:
+        return Collected()
+
+
+class Reduction:
+    """All reducers of one phase: {part: {key: reducer}} fed with replies {part: {key: value}}."""
+
+    def __init__(self, reducers: dict[str, dict[str, Reducer]]) -> None:
+        self.under_way = {part: {k: r.start() for k, r in keys.items()} for part, keys in reducers.items()}
+
+    def add(self, client: int, reply: dict[str, dict[str, Any]], weight: float) -> None:
+        for part, values in reply.items():
+            for name, value in values.items():
+                if value is None:
+                    continue
+                if name not in self.under_way.get(part, {}):
+                    raise KeyError(f"part {part!r} replied {name!r} but declares no reducer for it")
+                self.under_way[part][name].add(client, value, weight)
+
+    def weights(self) -> dict[str, dict[str, float]]:
+        """By what the sums are divided: how many replies, or their weights together."""
+        return {p: {k: r.weight for k, r in keys.items() if isinstance(r, Total)} for p, keys in self.under_way.items()}
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        return {part: self.result_of(part) for part in self.under_way}
+
+    def result_of(self, part: str) -> dict[str, Any]:
+        """The values of one part."""
+        return {k: r.result() for k, r in self.under_way.get(part, {}).items()}

@@ -1,16 +1,16 @@
-"""A network whose parameters live in one vector, ready to be loaded with any client's weights.
+"""A network whose parameters live in one vector, ready to be loaded with any client's weights; and its gradient.
 
-Also here: dropout from everfed's own generator, and a method's auxiliary networks beside the shared model (a generator,
-a discriminator, a flow). In slots, messages and checkpoints an auxiliary network is a `Model`, the vectors params,
-stats and counters, like the shared one. The module that computes with them is built from a blueprint, once per trainer
-(`Trainer.auxiliary`), and holds no state that matters: to use a frozen network call `frozen_forward`, to train one load
-its replica, and read the vectors back.
+A method's auxiliary networks beside the shared model (a generator, a discriminator, a flow) are here, too. In states,
+messages and checkpoints an auxiliary network is a `Model`, the vectors params, stats and counters, like the shared one.
+The module that computes with them is built from a blueprint, once per trainer (`Trainer.auxiliary`), and holds no state
+that matters: to use a frozen network call `frozen_forward`, to train one load its replica, and read the vectors back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,13 +22,15 @@ from torch.nn.modules.conv import _ConvNd
 
 from everfed.core.layout import Entry, Layout
 from everfed.core.message import Model
+from everfed.core.random import adopt_dropout
 from everfed.kernels import load_kernels
 
 sgd_kernel = load_kernels("everfed.kernels.sgd")
 _LOW = (_ConvNd, nn.Linear)  # layers that run in bfloat16: matrix units do their work
-
+_TINY = 1e-30  # |reference|^2 at or below this counts as zero
 
 Gradients = tuple[Tensor, ...]  # one for each trainable parameter
+Conflict = tuple[Tensor, Tensor]  # a reference (P,), and |reference|^2: 0-d, infinite where nothing is to be removed
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Replica:
 
     mixes_samples: does a sample's output depend on the others in its forward pass, as with BatchNorm? A layer of your
     own that does so says it with an attribute of this name. normalises_apart: may several minibatches go through the
-    network in one forward pass all the same, because its BatchNorm layers keep them apart (core/ops.py)? On
+    network in one forward pass all the same, because its BatchNorm layers keep them apart (`normalised_apart`)? On
     a GPU only: on a CPU it is no faster, and would change the last bits of results.
     """
 
@@ -184,76 +186,96 @@ def _sum(passes: Sequence[Gradients]) -> Gradients:
     return total
 
 
-# dropout --------------------------------------------------------------------------------------------------------------
-class Dropout(nn.Dropout):
-    """nn.Dropout that draws from `generator`, so that a run does not depend on the order of its clients.
+# the gradient of a step ----------------------------------------------------------------------------------------------
+class Gradient:
+    """(P,) the sum of the gradients of all backward passes, after the rules so far. Immutable."""
 
-    channels: zero whole channels, as nn.Dropout2d does. `generator` is set by the trainer of the network and reseeded
-    per client; without one, training raises.
-    """
-
-    def __init__(self, p: float = 0.5, channels: bool = False) -> None:
-        super().__init__(p)
-        self.channels = channels
-        self.generator: torch.Generator | None = None
-
-    @property
-    def drops(self) -> bool:
-        """Does it leave out anything?"""
-        return self.training and self.p > 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.drops:
-            return x
-        if self.p == 1.0:
-            return torch.zeros_like(x)
-        shape = (*x.shape[:2], *([1] * (x.dim() - 2))) if self.channels else x.shape
-        return self.kept(x, self.noise(shape, x.device), self.p)
+    def __init__(self, replica: Replica, passes: Sequence[Gradients], conflict: Conflict | None = None) -> None:
+        self._replica, self.passes, self.conflict = replica, passes, conflict
+        self._vector: Tensor | None = None
 
     @staticmethod
-    def kept(x: Tensor, noise: Tensor, p: float) -> Tensor:
-        """x without what has a number below p."""
-        return x * (noise >= p) / (1.0 - p)
+    def of(replica: Replica, vector: Tensor) -> Gradient:
+        """The gradient that a rule made."""
+        made = Gradient(replica, ())
+        made._vector = vector
+        return made
 
-    def noise(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Uniform numbers for `kept`."""
-        if self.generator is None:
-            raise RuntimeError("this Dropout has no generator; train the model through everfed")
-        return torch.rand(shape, generator=self.generator, device=device)
+    @property
+    def lazy(self) -> bool:
+        """Is it still the passes' own sum, but for one conflict?"""
+        return self._vector is None
 
-    def extra_repr(self) -> str:
-        return f"p={self.p}, channels={self.channels}"
+    @property
+    def vector(self) -> Tensor:
+        """(P,) float32."""
+        if self._vector is None:
+            vector = self._replica.flatten(self.passes)
+            self._vector = vector if self.conflict is None else project(vector, *self.conflict)
+        return self._vector
+
+    def without_conflict(self, reference: Tensor | None, norm: Tensor | None = None) -> Gradient:
+        """g - <g, r> / |r|^2 r where <g, r> < 0; unchanged elsewhere, and without a reference.
+
+        norm: `squared_norm(reference)`, when it is known already."""
+        if reference is None:
+            return self
+        norm = squared_norm(reference) if norm is None else norm
+        if self.lazy and self.conflict is None:
+            return Gradient(self._replica, self.passes, (reference, norm))
+        return Gradient.of(self._replica, project(self.vector, reference, norm))
 
 
-def adopt_dropout(module: nn.Module, generator: torch.Generator) -> None:
-    """Replace torch's dropout layers inside `module` by ours, and give them all `generator`."""
-    for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):  # unlike named_children: every name of a shared layer
-            if isinstance(child, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
-                setattr(parent, name, Dropout(child.p, channels=True))
-            elif type(child) is nn.Dropout:
-                setattr(parent, name, Dropout(child.p))
-    for layer in module.modules():
-        if isinstance(layer, Dropout):
-            layer.generator = generator
+def project(gradient: Tensor, reference: Tensor | None, norm: Tensor | None = None) -> Tensor:
+    """`gradient` when <gradient, reference> >= 0 or there is no reference, else its part orthogonal to `reference`.
+
+    Both are (P,) gradients, ascent directions of a loss. Without a conflict the coefficient is zero: arithmetic in
+    place of a branch, which would wait for the device. Scalar products of long vectors are summed in float64.
+    """
+    if reference is None:
+        return gradient
+    q = squared_norm(reference) if norm is None else norm
+    coefficient = dot(gradient, reference).clamp(max=0.0) / q
+    # g - (s/q) ref; subtracting an exact zero leaves g as it was, bit for bit
+    return torch.addcmul(gradient, reference, coefficient.to(gradient.dtype), value=-1.0)
+
+
+def squared_norm(reference: Tensor) -> Tensor:
+    """|reference|^2 as a divisor: infinite for a zero reference, which then removes nothing."""
+    q = dot(reference, reference)
+    return torch.where(q > _TINY, q, torch.inf)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Scalar product (0-d); in float64 for long vectors."""
+    return (a * b).sum(dtype=torch.float64) if a.numel() > 1_000_000 else torch.dot(a, b)
+
+
+# minibatches in one forward pass, each with BatchNorm statistics of its own ------------------------------------------
+# Convolutions treat every sample by itself, and on a GPU one call for two minibatches takes less time than two calls.
+# BatchNorm would mix them: it has to be given their sizes. `core/step.py` sets them around a forward pass, and the
+# BatchNorm layers of networks that say so (an attribute `normalises_apart`) read them in `models/fused.py`.
+_sizes: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
 
 
 @contextmanager
-def global_generators(device: torch.device) -> Iterator[None]:
-    """Inside, torch's global generators may be seeded; afterwards they are where they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+def normalised_apart(sizes: Sequence[int]) -> Iterator[None]:
+    """Inside, the first sizes[0] samples of a forward pass are one minibatch, the next sizes[1] another, and so on."""
+    token = _sizes.set(tuple(sizes))
+    try:
         yield
+    finally:
+        _sizes.reset(token)
 
 
-def seed_global(device: torch.device, seed: int, step: int = 0) -> None:
-    """Seed torch's global generators for one step: layers that everfed does not replace (the dropout of attention,
-    DropPath) draw from them."""
-    mixed = (seed + step) % 2**63
-    torch.default_generator.manual_seed(mixed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[
-            torch.cuda.current_device() if device.index is None else device.index
-        ].manual_seed(mixed)
+def minibatch_sizes(x: Tensor) -> tuple[int, ...]:
+    """The sizes of the minibatches in an activation (n, ...). Raises ValueError where they do not add up to n."""
+    sizes = _sizes.get()
+    if sizes is None:
+        return (len(x),)
+    if sum(sizes) != len(x):
+        raise ValueError(f"minibatches of {', '.join(map(str, sizes))} samples, but an activation of {len(x)}")
+    return sizes
 
 
 # auxiliary networks ---------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from everfed.core.engine import Engine, PhaseCall, Replies
 from everfed.core.evaluate import EvalOptions, Evaluation, scored_on_clients
 from everfed.core.events import Diverged, Event, Monitor, Reporter, check_finite
 from everfed.core.handle import Server, with_state
+from everfed.core.layout import PIECES, TrainsPieces, cut, pasted
 from everfed.core.message import (
     MODEL,
     Cached,
@@ -32,9 +33,7 @@ from everfed.core.message import (
     versions,
 )
 from everfed.core.part import Reduced
-from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, When
-from everfed.core.pieces import PIECES, TrainsPieces, cut, pasted
-from everfed.core.reduce import Reduction
+from everfed.core.phase import EVALUATE, TRAIN, Cohort, Phase, Reduction, When
 from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.context import Context, Facts
-from everfed.core.gradient import Gradient
 from everfed.core.layout import Entry, Layout
 from everfed.core.message import MODEL, Model, State
-from everfed.core.ops import normalised_apart
 from everfed.core.optimizer import Optimizer, Scales
 from everfed.core.part import Part, overrides
-from everfed.core.replica import Cut, Gradients, Replica
+from everfed.core.replica import Cut, Gradient, Gradients, Replica, normalised_apart
 from everfed.core.tree import Tree
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from everfed.core.context import Context
-from everfed.core.data import Data, Schedule, Table, minibatches
+from everfed.core.data import Data, Schedule, Table, minibatches, take_rows
 from everfed.core.handle import Client
 from everfed.core.layout import Layout
 from everfed.core.message import Model, State
-from everfed.core.ops import take_rows
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part, Tables, overrides
-from everfed.core.replica import Blueprint, Replica, global_generators, seed_global
+from everfed.core.random import global_generators, seed_global
+from everfed.core.replica import Blueprint, Replica
 from everfed.core.step import Substeps, Training, train_step
 from everfed.core.stream import Stream, StreamView
 from everfed.core.tree import Tree, clone, on_device

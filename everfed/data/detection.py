@@ -1,4 +1,4 @@
-"""Object detection: boxes, what a YOLO's outputs mean, its loss and score, and pictures of what it found.
+"""Object detection: boxes, what a YOLO's outputs mean, its loss, and pictures of what it found.
 
 Boxes are rows (class, centre x, centre y, width, height) in shares of the image, padded with zeros to a fixed number;
 a row without width is padding. So a target is a tensor of fixed shape, and memories, replay and DER take it as it is.
@@ -6,15 +6,13 @@ a row without width is padding. So a target is a tensor of fixed shape, and memo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from everfed.metrics.detection import Detected, Precision, Truth, mean_average_precision
 
 # boxes ----------------------------------------------------------------------------------------------------------------
 
@@ -193,7 +191,22 @@ def _one_hot(index: Tensor, size: int) -> Tensor:
     return (index.unsqueeze(-1) == torch.arange(size, device=index.device)).float()
 
 
-# score and pictures ---------------------------------------------------------------------------------------------------
+# what was found -------------------------------------------------------------------------------------------------------
+
+
+class Detected(NamedTuple):
+    """The detections in one image: boxes (n, 4) as x0, y0, x1, y1, scores (n,), labels (n,)."""
+
+    boxes: np.ndarray
+    scores: np.ndarray
+    labels: np.ndarray
+
+
+class Truth(NamedTuple):
+    """The boxes of one image, (m, 4) as x0, y0, x1, y1, and their labels (m,)."""
+
+    boxes: np.ndarray
+    labels: np.ndarray
 
 
 def found_in(outputs: Tensor, anchors: Tensor) -> list[Detected]:
@@ -208,12 +221,6 @@ def truth_of(y: Tensor) -> list[Truth]:
     corner, rows = corners(y[..., CX:]).cpu().numpy(), y.cpu().numpy()
     real = rows[..., WIDTH] > 0
     return [Truth(corner[i][real[i]], rows[i][real[i]][:, LABEL].astype(np.int64)) for i in range(len(rows))]
-
-
-def precision(outputs: Iterable[Tensor], y: Tensor, anchors: Tensor) -> Precision:
-    """mAP over the whole set; outputs come in pieces, in the order of y."""
-    found = [one for piece in outputs for one in found_in(piece, anchors)]
-    return mean_average_precision(found, truth_of(y))
 
 
 SHOWN = 0.3  # scores from here on are drawn

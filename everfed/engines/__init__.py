@@ -10,8 +10,7 @@ import torch
 from everfed.core.context import Setup
 from everfed.core.data import device_memory
 from everfed.core.engine import Engine
-from everfed.engines.base import BuildModule
-from everfed.engines.eager import Eager
+from everfed.engines.eager import BuildModule, Eager
 from everfed.engines.group import Group, launched, local_rank
 from everfed.engines.slots import choose_queues
 from everfed.errors import UserError

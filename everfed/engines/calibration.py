@@ -22,7 +22,7 @@ from everfed.core.context import Moment, Setup
 from everfed.core.message import MODEL
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import tensor_bytes
-from everfed.engines.base import CLIENT_FAULTS, BuildModule, call, new_trainer
+from everfed.engines.eager import CLIENT_FAULTS, BuildModule, call, new_trainer
 from everfed.engines.forking import gpu, in_fork
 from everfed.store.files import write_atomic
 

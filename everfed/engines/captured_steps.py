@@ -26,7 +26,7 @@ from everfed.core.context import Context
 from everfed.core.data import device_memory
 from everfed.core.message import Model
 from everfed.core.part import EAGER, Part, Tables
-from everfed.core.replica import global_generators, seed_global
+from everfed.core.random import global_generators, seed_global
 from everfed.core.step import Training, train_step
 from everfed.core.trainer import Fitted, Job, Trainer, changing
 from everfed.core.tree import Tree, leaves, map_tensors

@@ -23,12 +23,12 @@ from everfed.core.engine import ClientError
 from everfed.core.message import Message, State
 from everfed.core.part import Part
 from everfed.core.phase import EVALUATE, TRAIN, Phase
-from everfed.core.replica import adopt_dropout
+from everfed.core.random import adopt_dropout
 from everfed.core.tree import leaves
-from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
 from everfed.engines.calibration import Remembered, key_of
 from everfed.engines.capture_thread import Capturing
 from everfed.engines.captured_steps import CapturedTrainer, LoopingTrainer, release_memory
+from everfed.engines.eager import CLIENT_FAULTS, BuildModule, ClientStore, OneTrainer, call, new_trainer
 from everfed.engines.slots import Setting, Tuner, deal, seat
 from everfed.kernels import to_be_compiled
 

@@ -28,7 +28,7 @@ from everfed.core.phase import Phase
 from everfed.core.stream import RoundPlan
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
-from everfed.engines.base import CLIENT_FAULTS, BuildModule, ClientStore, call, failed, new_trainer
+from everfed.engines.eager import CLIENT_FAULTS, BuildModule, ClientStore, call, failed, new_trainer
 from everfed.engines.forking import interrupts_wait
 from everfed.engines.mailbox import Lane, Mailbox
 from everfed.engines.slots import deal

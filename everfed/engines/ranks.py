@@ -24,8 +24,7 @@ from everfed.core.context import Moment
 from everfed.core.engine import Absent, Engine, Replies, Trained
 from everfed.core.evaluate import EvalSpec, stacked
 from everfed.core.message import Message, Model
-from everfed.core.phase import Phase
-from everfed.core.reduce import Reducing, Shared, Total
+from everfed.core.phase import Phase, Reducing, Shared, Total
 from everfed.core.server import RunState
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree

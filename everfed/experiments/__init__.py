@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from everfed.experiments.comparing import compare
-from everfed.experiments.result import Comparison
-from everfed.experiments.sweeping import sweep
+from everfed.experiments.comparison import Comparison
+from everfed.experiments.grid import compare, sweep
 
 __all__ = ["Comparison", "compare", "sweep"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from everfed import api
 from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.experiments import workers
-from everfed.experiments.choice import choose
-from everfed.metrics.scores import SCORES
+from everfed.experiments.concurrency import choose
 from everfed.recipe import Places, Reading, Recipe, Source, placed, read, read_placed, settled, to_toml
 from everfed.recipe.places import Key
 from everfed.recipe.reading import parse_set
+from everfed.reports.progress import Several, shown
 from everfed.store.event_log import read_log
 from everfed.store.run import RunFolder, RunHeld, SameRun
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from everfed.core.stream import Stream
 
 MOST_NAMED = 8  # finished jobs in one line
-_MAIN = sorted({score.main for score in SCORES.values()})
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,33 @@ class Output:
 
     def event(self, job: GridJob, event: dict[str, Any], number: str) -> None:
         """An event of a job that runs beside others; number: how many have ended, of how many."""
+
+
+class Shown(Output):
+    """Shows the jobs of a script or a notebook, with the time that is left in all. observers: of every run."""
+
+    def __init__(self, progress: bool | None, observers: Sequence[Observer]) -> None:
+        self._progress, self._observers, self._several = progress, observers, Several(0)
+
+    def begin(self, jobs: Sequence[GridJob]) -> None:
+        self._several = Several(sum(not job.finished for job in jobs))
+
+    @contextmanager
+    def watch(self, job: GridJob, title: str) -> Iterator[Sequence[Observer]]:
+        if job.finished:
+            yield ()
+            return
+        self._several.begin()
+        with shown(self._progress, title, self._several) as found:
+            yield (*found, *self._observers)
+        self._several.finished += 1
+
+    def held(self, job: GridJob) -> None:
+        self._several.finished -= 1
+
+    def event(self, job: GridJob, event: dict[str, Any], number: str) -> None:
+        for observer in self._observers:
+            observer(event)
 
 
 def new_job(

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from everfed.errors import UserError, from_note, note_of
 from everfed.experiments import mps
-from everfed.experiments.pace import GPU_MEMORY, Pace, Timed
+from everfed.experiments.concurrency import GPU_MEMORY, Pace, Timed
 
 if TYPE_CHECKING:
-    from everfed.experiments.choice import Choice
+    from everfed.experiments.concurrency import Concurrency
     from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
 
 Event = dict[str, Any]
@@ -111,7 +111,7 @@ class JobWorker:
         self.process.join()
 
 
-def run(queue: Queue, settings: JobSettings, choice: Choice, show: Show) -> None:
+def run(queue: Queue, settings: JobSettings, choice: Concurrency, show: Show) -> None:
     """Run the jobs of a queue in processes until all have an outcome. Raises the error of a job that should end the
     command."""
     pace = Pace(choice.jobs, queue.say) if choice.measured else None
@@ -144,7 +144,7 @@ def _ready(busy: Mapping[Connection, JobWorker]) -> list[Connection]:
     return [pipe for pipe in wait(list(busy), timeout=POLL) if isinstance(pipe, Connection)] if busy else []
 
 
-def _shares(choice: Choice, pace: Pace | None = None, environment: Mapping[str, str] | None = None) -> list[Share]:
+def _shares(choice: Concurrency, pace: Pace | None = None, environment: Mapping[str, str] | None = None) -> list[Share]:
     """An equal share for every worker, so that the engine inside chooses for it and none takes what others need."""
     if not choice.pinned or not hasattr(os, "sched_getaffinity"):
         jobs = choice.jobs if pace is None else pace.number

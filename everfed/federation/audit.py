@@ -28,8 +28,8 @@ from everfed.errors import UserError
 from everfed.federation.packet import Packet, PacketError, digest
 from everfed.federation.request import FAILED, HELLO, Answer, Request
 from everfed.federation.transport import Failure, Transport
-from everfed.store.appended import GrowingFile, Lost
 from everfed.store.files import write_atomic
+from everfed.store.ledger import GrowingFile, Lost
 
 if TYPE_CHECKING:
     from everfed.core.events import Observer

@@ -21,8 +21,7 @@ from everfed.core.client import Reply, synchronises
 from everfed.core.context import Moment, Setup
 from everfed.core.handle import Client
 from everfed.core.message import MODEL, Model, Values
-from everfed.core.phase import EVALUATE, TRAIN, Phase, When
-from everfed.core.reduce import Collect
+from everfed.core.phase import EVALUATE, TRAIN, Collect, Phase, When
 from everfed.core.tree import Tree
 
 

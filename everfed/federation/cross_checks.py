@@ -17,8 +17,7 @@ from everfed.core.client import Reply
 from everfed.core.context import Moment, Setup
 from everfed.core.message import Model
 from everfed.core.part import overrides
-from everfed.core.phase import Phase
-from everfed.core.reduce import Mean
+from everfed.core.phase import Mean, Phase
 from everfed.federation.checking import Expected, Reason, Refusal, uploaded
 
 FEWEST = 3  # replies below which there is no majority to compare with

@@ -14,7 +14,7 @@ from everfed.core.engine import Absent, ClientError, PhaseCall
 from everfed.core.events import Observer
 from everfed.core.message import MODEL, Message, Model, unwrap
 from everfed.core.phase import TRAIN, Phase
-from everfed.engines.base import BuildModule, OneTrainer, new_trainer
+from everfed.engines.eager import BuildModule, OneTrainer, new_trainer
 from everfed.federation.checking import Refusal, check_reply, expected_reply, largest_reply
 from everfed.federation.codec import EncodedMessage, MessageEncoder, to_reply
 from everfed.federation.cross_checks import SampleClaims, find_other_forms, find_outliers

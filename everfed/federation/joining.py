@@ -12,9 +12,8 @@ from everfed.federation.policy import Policy
 from everfed.federation.runs import KEPT
 from everfed.federation.supervisor import Child, Say, environment, python, supervise
 from everfed.federation.watch import FolderWatch, StateLost
-from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
-from everfed.store.files import make_private
-from everfed.store.lock import Locked, locked
+from everfed.store.files import Locked, locked, make_private
+from everfed.store.ledger import PRIVACY_LEDGER, AppendedFile
 
 RESTART, END = "restart", "end"
 KEY_REFUSED = (

@@ -28,9 +28,8 @@ from everfed.federation.runs import KEPT
 from everfed.federation.site import Identity, Site
 from everfed.federation.watch import FolderWatch, StateLost
 from everfed.privacy.spending import DELTA
-from everfed.store.appended import PRIVACY_LEDGER
-from everfed.store.files import make_private
-from everfed.store.lock import Locked, locked
+from everfed.store.files import Locked, locked, make_private
+from everfed.store.ledger import PRIVACY_LEDGER
 
 LOST = 3  # exit code
 LOOK = 1.0  # seconds between two looks at the folder

@@ -1,7 +1,7 @@
 """Triton kernels for a GPU, a module for each purpose; callers have PyTorch's operations beside them, as the reference.
 
 `models/fused.py` calls batchnorm, moments, pooling and dense, `models/convolution.py` thin (few channels) and
-convolution (many), `core/ops.py` loss, `core/replica.py` sgd, `core/optimizer.py` adam, `core/ops.py` rows, and
+convolution (many), `core/stream.py` loss, `core/replica.py` sgd, `core/optimizer.py` adam, `core/data.py` rows, and
 `data/transforms.py` images.
 """
 

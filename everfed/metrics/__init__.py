@@ -18,7 +18,7 @@ From the accuracy matrix (`matrix`)
     over_time                      any of these after task 1, 2, ..., T
     summary                        all of them, for result.json
 
-From the accuracies after every round (`convergence`)
+From the accuracies after every round (`matrix`, too)
     by_task                        the curves, from the evaluations of a result
     task_curve                     accuracy over the tasks learned, round by round
     rounds_to_best                 CoR; also rounds_to_best_per_task and rounds_to_best_sum
@@ -36,26 +36,20 @@ Over seeds and against the papers (`statistics`, `acceptance`)
     effect, covers                 whether a method's difference to its baseline is the paper's
     never_compared                 published cells that carry no evidence
 
-Agreement, selection, cost (`alignment`, `selection`, `cost`)
+Agreement and selection (`alignment`)
     mean_pairwise_cosine           spatial and temporal angles
     local_global_gap               accuracy lost by aggregation
     selection_objective, optimal_objective, objective_ratio
-    payload_bytes, amortised_bytes, cost_ratio, first_and_later
 """
 
 from everfed.metrics.acceptance import covers, effect, gap, levels, never_compared
-from everfed.metrics.alignment import local_global_gap, mean_pairwise_cosine
-from everfed.metrics.convergence import (
-    acc_last_rounds,
-    by_task,
-    delta,
-    learning_accuracy_best,
-    rounds_to_best,
-    rounds_to_best_per_task,
-    rounds_to_best_sum,
-    task_curve,
+from everfed.metrics.alignment import (
+    local_global_gap,
+    mean_pairwise_cosine,
+    objective_ratio,
+    optimal_objective,
+    selection_objective,
 )
-from everfed.metrics.cost import amortised_bytes, cost_ratio, first_and_later, payload_bytes
 from everfed.metrics.language import (
     all_period_perplexity,
     forgetting_factor,
@@ -65,10 +59,13 @@ from everfed.metrics.language import (
 )
 from everfed.metrics.language import summary as language_summary
 from everfed.metrics.matrix import (
+    acc_last_rounds,
     acc_t,
     acc_t_micro,
     average_incremental_accuracy,
     bwt,
+    by_task,
+    delta,
     forgetting,
     forgetting_avg_incremental,
     forgetting_clipped,
@@ -77,10 +74,14 @@ from everfed.metrics.matrix import (
     forgetting_standard,
     fwt,
     learning_accuracy,
+    learning_accuracy_best,
     over_time,
+    rounds_to_best,
+    rounds_to_best_per_task,
+    rounds_to_best_sum,
     summary,
+    task_curve,
 )
-from everfed.metrics.selection import objective_ratio, optimal_objective, selection_objective
 from everfed.metrics.statistics import PairedDifference, Spread, mean_and_deviation, paired_difference
 
 __all__ = [
@@ -90,15 +91,12 @@ __all__ = [
     "acc_t",
     "acc_t_micro",
     "all_period_perplexity",
-    "amortised_bytes",
     "average_incremental_accuracy",
     "bwt",
     "by_task",
-    "cost_ratio",
     "covers",
     "delta",
     "effect",
-    "first_and_later",
     "forgetting",
     "forgetting_avg_incremental",
     "forgetting_clipped",
@@ -121,7 +119,6 @@ __all__ = [
     "optimal_objective",
     "over_time",
     "paired_difference",
-    "payload_bytes",
     "perplexity",
     "rcp",
     "rounds_to_best",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.replica import Dropout
+from everfed.core.random import Dropout
 
 KINDS = ("wide", "slim")
 SMALLEST = 4  # side of the map that upsampling begins with

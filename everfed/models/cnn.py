@@ -8,7 +8,7 @@ import math
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.replica import Dropout
+from everfed.core.random import Dropout
 from everfed.models.fused import conv_relu_pool, dense_relu_dense
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from everfed.core.ops import minibatch_sizes
-from everfed.core.replica import Dropout
+from everfed.core.random import Dropout
+from everfed.core.replica import minibatch_sizes
 from everfed.kernels import load_kernels
 from everfed.models import direct
 from everfed.models.convolution import unbiased

@@ -28,8 +28,7 @@ from everfed.core.client import Reply
 from everfed.core.context import Setup
 from everfed.core.handle import Handle
 from everfed.core.part import Reduced, Weights, options_of
-from everfed.core.phase import EVALUATE, TRAIN
-from everfed.core.reduce import Total
+from everfed.core.phase import EVALUATE, TRAIN, Total
 from everfed.errors import Fault
 from everfed.method import (
     MODEL,

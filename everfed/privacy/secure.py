@@ -30,8 +30,7 @@ import torch
 
 from everfed.core.client import Reply
 from everfed.core.handle import Handle
-from everfed.core.phase import EVALUATE, TRAIN
-from everfed.core.reduce import Total
+from everfed.core.phase import EVALUATE, TRAIN, Total
 from everfed.method import (
     Client,
     Collect,

@@ -19,8 +19,7 @@ from everfed.core.evaluate import EvalSpec
 from everfed.core.events import Observer
 from everfed.core.handle import Server
 from everfed.core.message import Message, Model, PerClient, Traffic, addressed, payload_bytes
-from everfed.core.phase import Phase, When
-from everfed.core.reduce import Total
+from everfed.core.phase import Phase, Total, When
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree
 from everfed.errors import CompositionError

@@ -19,7 +19,7 @@ from everfed.core.method import Method
 from everfed.core.server import RunState
 from everfed.privacy import accountant
 from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy
-from everfed.store.appended import PRIVACY_LEDGER, AppendedFile
+from everfed.store.ledger import PRIVACY_LEDGER, AppendedFile
 
 DELTA = 1e-5
 

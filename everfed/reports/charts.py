@@ -1,4 +1,6 @@
-"""Lines and bars as HTML and SVG, without any script: they stretch to any width, follow the page's theme, and print.
+"""Lines, bars and grids of cells as HTML and SVG, without any script.
+
+They stretch to any width, follow the page's theme, and print.
 
 The drawing is an SVG of 1000 x 1000 units that is stretched to its box; strokes keep their width
 (`vector-effect: non-scaling-stroke` in page.css), and all text is HTML beside it, so it never scales. charts.js adds
@@ -11,11 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from everfed.reports.colours import PIECES
-from everfed.reports.formats import duration, log_ticks, size, ticks, whole_ticks
-from everfed.reports.groups import COLOURS
-from everfed.reports.markup import NOTHING, Child, Html, join, tag
-from everfed.reports.series import Line
+from everfed.reports.colours import COLOURS, PIECES
+from everfed.reports.formats import NOTHING, Child, Html, duration, join, plain, size, tag
+from everfed.reports.series import ClassMix, ClientGrid, Line
 
 UNITS = 1000
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
@@ -83,6 +83,42 @@ def missing(title: str, why: str, name: str = "") -> Html:
 def is_missing(text: str) -> bool:
     """Is this what `missing` makes?"""
     return '<p class="missing">' in text
+
+
+# ticks -------------------------------------------------------------------------------------------------------------
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times a power of ten.
+
+    Values that are nearly equal stand in the middle, with a tenth of their size on either side.
+    """
+    if not high - low > 1e-6 * max(abs(low), abs(high)):
+        around = 0.1 * max(abs(low), abs(high)) or 0.5
+        low, high = low - around, high + around
+    raw = (high - low) / max(1, about)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Logarithms of 1, 2 and 5 times powers of ten within [low, high], logarithms too; of powers of ten alone where
+    these are enough; the ends themselves where there are fewer than two."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    for factors in ((1, 2, 5), (1,)):
+        found = [p + math.log10(factor) for p in powers for factor in factors]
+        inside = [tick for tick in found if low - 1e-9 <= tick <= high + 1e-9]
+        if 2 <= len(inside) <= about:
+            return inside
+    every = -(-len(inside) // about) if inside else 1
+    return inside[::every] if len(inside) > 1 else [low, high] if high > low else [low - 0.1, high + 0.1]
+
+
+def whole_ticks(first: int, last: int, about: int = 8) -> list[int]:
+    """Whole round numbers within [first, last]."""
+    if last - first + 1 <= about:
+        return list(range(first, last + 1))
+    return [int(value) for value in ticks(first, last, about) if first <= value <= last and value == int(value)]
 
 
 # lines -------------------------------------------------------------------------------------------------------------
@@ -315,3 +351,140 @@ def _bar(bar: Bar, colour: Callable[[str], str] | None, longest: float, text: Ca
     strip = tag("div", *pieces, class_="strip", role="img", aria_label=spelled)
     label = tag("th", None if bar.colour is None else chip(own), bar.label, scope="row")
     return tag("tr", label, tag("td", strip), tag("td", text(bar.total), class_="number"))
+
+
+# cells -------------------------------------------------------------------------------------------------------------
+NUMBERED_UP_TO = 20  # tasks whose numbers fit into the cells
+CELLS_WITH_NUMBERS = 800  # of all divisions of the data together
+SHADES = 12
+
+
+def matrix(entries: Sequence[Sequence[tuple[float, float] | None]], unit: str) -> Html:
+    """Row t, column i: the score on task i after task t, shaded. entries: (mean, deviation)."""
+    known = [entry[0] for row in entries for entry in row if entry is not None]
+    low, high = (0.0, 1.0) if unit == "%" else (min(known, default=0.0), max(known, default=1.0))
+    shares = [[None if e is None else (e[0] - low) / ((high - low) or 1.0) for e in row] for row in entries]
+    if max((len(row) for row in entries), default=0) > NUMBERED_UP_TO:
+        return _shaded(shares, low, high, unit)
+    head = tag("tr", tag("td", "after ↓ on →"), *(tag("th", f"{i + 1}", scope="col") for i in range(len(entries[0]))))
+    rows = [
+        tag("tr", tag("th", f"{t + 1}", scope="row"), *(_cell(e, s, unit) for e, s in zip(row, share, strict=True)))
+        for t, (row, share) in enumerate(zip(entries, shares, strict=True))
+    ]
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="matrix"), class_="scroll")
+
+
+def _cell(entry: tuple[float, float] | None, share: float | None, unit: str) -> Html:
+    if entry is None or share is None:
+        return tag("td", "", class_="empty")
+    mean, deviation = (value * (100 if unit == "%" else 1) for value in entry)
+    text = f"{mean:.1f}" if unit == "%" else plain(mean)
+    title = f"{mean:.2f} ± {deviation:.2f}{' %' if unit else ''}"
+    return tag("td", text, style=_heat(share), title=title)
+
+
+def _heat(share: float) -> str:
+    """A shaded cell. The page's text can be read on every shade."""
+    return f"--v:{round(100 * min(max(share, 0.0), 1.0))}%"
+
+
+def _shaded(shares: Sequence[Sequence[float | None]], low: float, high: float, unit: str) -> Html:
+    levels = [[None if s is None else min(int(s * SHADES), SHADES - 1) for s in row] for row in shares]
+    styles = [f"--v:{100 * (i + 0.5) / SHADES:.0f}%" for i in range(SHADES)]
+    scale = 100 if unit == "%" else 1
+    ends = f"from {low * scale:.4g} (light) to {high * scale:.4g}{' %' if unit else ''} (strong)"
+    drawing = _cells(levels, styles, "shades", f"Scores by task, shaded {ends}.")
+    names = (f"after task ↓ ({len(shares)})", f"on task → ({max(map(len, shares))})")
+    return tag("div", tag("p", f"{names[0]}, {names[1]}, {ends}", class_="note"), drawing, class_="square")
+
+
+def _cells(levels: Sequence[Sequence[int | None]], styles: Sequence[str], kind: str, about: str) -> Html:
+    """A picture of equal cells, one path per level; neighbours of the same level in a row are drawn as one."""
+    paths: dict[int, list[str]] = {}
+    for row, found in enumerate(levels):
+        for level, first, last in _stretches(found):
+            paths.setdefault(level, []).append(f"M{first} {row}h{last - first}v1H{first}z")
+    drawn = [tag("path", d="".join(paths[level]), style=styles[level]) for level in sorted(paths)]
+    width, height = max(map(len, levels), default=1), len(levels)
+    box = f"0 0 {width} {height}"
+    return tag("svg", *drawn, viewBox=box, preserveAspectRatio="none", role="img", aria_label=about, class_=kind)
+
+
+def _stretches(row: Sequence[int | None]) -> list[tuple[int, int, int]]:
+    """(level, first, end) of each stretch of equal levels."""
+    found: list[tuple[int, int, int]] = []
+    for i, level in enumerate(row):
+        if level is None:
+            continue
+        if found and found[-1][0] == level and found[-1][2] == i:
+            found[-1] = (level, found[-1][1], i + 1)
+        else:
+            found.append((level, i, i + 1))
+    return found
+
+
+def task_colour(task: int, tasks: int) -> str:
+    """Tasks run through the hues in order, all equally light."""
+    hue = 275 - 245 * (task - 1) / max(1, tasks - 1)
+    return f"--c:oklch(var(--task-light) var(--task-strong) {hue:.0f})"
+
+
+def clients_by_rounds(grid: ClientGrid, names: Sequence[str], about: str) -> Html:
+    """Clients by rounds, coloured by level. names: of the levels."""
+    levels = [[None if level is None else level - 1 for level in row] for row in grid.cells]
+    styles = [task_colour(level, len(names)) for level in range(1, len(names) + 1)]
+    width = grid.rounds_per_column * len(grid.cells[0])
+    across = [tick("left", (n - 0.5) / width, f"{n:,}") for n in whole_ticks(1, grid.rounds)]
+    height = grid.clients_per_row * len(grid.cells)
+    down = [tick("top", (n + 0.5) / height, f"{n}") for n in whole_ticks(0, grid.clients - 1, 6)]
+    every = -(-len(names) // 12)  # at most a dozen are named
+    named = [tag("li", chip(style), name) for name, style in zip(names, styles, strict=True)][::every]
+    drawing = tag(
+        "div",
+        tag("div", "client", class_="y-name"),
+        tag("div", *down, class_="y-ticks", aria_hidden="true"),
+        _cells(levels, styles, "presence", about),
+        tag("div", *across, class_="x-ticks", aria_hidden="true"),
+        tag("div", "round", class_="x-name"),
+        class_="plot",
+        style=f"--h:{min(24, max(6, len(grid.cells) * 0.7)):.1f}rem",
+    )
+    return join(tag("ul", *named, class_="legend"), drawing)
+
+
+def class_mix(mixes: Sequence[ClassMix], tasks: int) -> Html:
+    """Clients by classes, one division after the other; the shade is the number of samples relative to the largest."""
+    if sum(len(mix.labels) * len(mix.counts) for mix in mixes) > CELLS_WITH_NUMBERS:
+        return _mix_picture(mixes, tasks)
+    return tag("div", *(_mix_table(mix) for mix in mixes), class_="side-by-side")
+
+
+def _mix_table(mix: ClassMix) -> Html:
+    most = max((count for row in mix.counts for count in row), default=0) or 1
+    head = tag("tr", tag("td", "client ↓ class →"), *(tag("th", f"{label}", scope="col") for label in mix.labels))
+    rows = [
+        tag("tr", tag("th", f"{client}", scope="row"), *(_count(count, most) for count in row))
+        for client, row in enumerate(mix.counts)
+    ]
+    title = tag("caption", f"task {mix.tasks[0]}" if len(mix.tasks) == 1 else "every task")
+    return tag("div", tag("table", title, tag("thead", head), tag("tbody", *rows), class_="matrix"), class_="scroll")
+
+
+def _count(count: int, most: int) -> Html:
+    if not count:
+        return tag("td", "", class_="empty")
+    return tag("td", f"{count}", style=_heat(count / most))
+
+
+def _mix_picture(mixes: Sequence[ClassMix], tasks: int) -> Html:
+    """All divisions in one picture: columns are the classes of task 1, then those of task 2, ..."""
+    steps = 5
+    most = max((count for mix in mixes for row in mix.counts for count in row), default=0) or 1
+    levels: list[list[int | None]] = [[] for _ in mixes[0].counts]
+    for i, mix in enumerate(mixes):
+        for row, counts in zip(levels, mix.counts, strict=True):
+            row += [None if not n else i * steps + min(steps - 1, n * steps // most) for n in counts]
+    hues = [task_colour(mix.tasks[0], tasks) for mix in mixes]
+    styles = [f"{hue};opacity:{(step + 1) / steps:.1f}" for hue in hues for step in range(steps)]
+    about = f"Samples by client (down) and class (across), stronger where there are more, up to {most}."
+    return join(tag("p", about, class_="note"), _cells(levels, styles, "presence", about))

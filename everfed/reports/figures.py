@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from everfed.metrics.scores import Score, score_of
-from everfed.reports import charts, formats, heatmaps, series
+from everfed.reports import charts, formats, series
 from everfed.reports.charts import Axis, Bar, Marks, PieceColours
+from everfed.reports.formats import NOTHING, Html, join, tag
 from everfed.reports.groups import SeedGroup
-from everfed.reports.markup import NOTHING, Html, join, tag
 from everfed.reports.read import LoggedRun
 from everfed.store.run import RunFolder
 
@@ -214,7 +214,7 @@ def accuracy_matrix(group: SeedGroup) -> Html:
     seeds = len(group.finished or group.runs)
     about = f"Row: after which task; column: on which task{'' if seeds == 1 else f'; mean of {seeds} seeds'}."
     in_per_cent = " In per cent." if measured.unit else ""
-    return charts.figure(title, heatmaps.matrix(entries, measured.unit), about + in_per_cent)
+    return charts.figure(title, charts.matrix(entries, measured.unit), about + in_per_cent)
 
 
 def traffic(groups: Sequence[SeedGroup], pieces: PieceColours) -> Html:
@@ -284,9 +284,10 @@ def who_saw_what(run: LoggedRun) -> Html:
     if grid is None:
         return charts.missing(title, _why_missing(run))
     tasks = max([start.tasks if start else 1, *(task for row in grid.cells for task in row if task is not None)])
-    notes = _grid_notes(grid, "trained")
     about = "A client has the colour of the task it trained on in that round; without colour it did not take part."
-    return charts.figure(title, heatmaps.participation(grid, tasks), about, notes=notes)
+    told = f"Which of {grid.clients} clients trained in which of {grid.rounds} rounds, coloured by task."
+    drawing = charts.clients_by_rounds(grid, [f"task {task}" for task in range(1, tasks + 1)], told)
+    return charts.figure(title, drawing, about, notes=_grid_notes(grid, "trained"))
 
 
 def _why_missing(run: LoggedRun) -> str:
@@ -311,10 +312,11 @@ def suspected_shifts(run: LoggedRun) -> Html:
     found = series.suspicions(run)
     if found is None:
         return NOTHING
+    grid, signals = found
     about = "Rounds in which the data of a client seemed to have changed, coloured by signal."
-    return charts.figure(
-        "Suspected shifts", heatmaps.suspicions(*found), about, notes=_grid_notes(found[0], "was suspected")
-    )
+    told = f"In which of {grid.rounds} rounds the data of which of {grid.clients} clients seemed to have changed."
+    drawing = charts.clients_by_rounds(grid, signals, told)
+    return charts.figure("Suspected shifts", drawing, about, notes=_grid_notes(grid, "was suspected"))
 
 
 def class_mix(run: LoggedRun) -> Html:
@@ -325,7 +327,7 @@ def class_mix(run: LoggedRun) -> Html:
         why = "is known when the run is finished" if run.result is None else "is listed for up to 100 clients only"
         return charts.missing(title, f"The division of the data {why}.")
     tasks = max(task for mix in mixes for task in mix.tasks)
-    return charts.figure(title, heatmaps.class_mix(mixes, tasks), "Training samples by client and class.")
+    return charts.figure(title, charts.class_mix(mixes, tasks), "Training samples by client and class.")
 
 
 def buffers(run: LoggedRun) -> Html:
@@ -341,7 +343,7 @@ def buffers(run: LoggedRun) -> Html:
     tasks = max(run.log.start.tasks if run.log.start else 1, *(len(counts) for _, counts in found))
     some = run.log.buffers_of
     whose = f"The first {some[0]:,} of {some[1]:,} clients together." if some else "All clients together."
-    drawing = charts.bars(rows, formats.count, "samples", lambda task: heatmaps.task_colour(int(task[5:]), tasks))
+    drawing = charts.bars(rows, formats.count, "samples", lambda task: charts.task_colour(int(task[5:]), tasks))
     return charts.figure(title, drawing, whose)
 
 

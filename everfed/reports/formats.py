@@ -1,10 +1,13 @@
-"""Formats numbers for reading, and finds round numbers for axes."""
+"""How numbers and tables are written as text, and HTML as nested function calls.
+
+Every text and attribute of HTML is escaped, so nothing in a run can become markup.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from html import escape
 
 
 def percent(fraction: float, digits: int = 2) -> str:
@@ -56,36 +59,44 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, in steps of 1, 2 or 5 times a power of ten.
-
-    Values that are nearly equal stand in the middle, with a tenth of their size on either side.
-    """
-    if not high - low > 1e-6 * max(abs(low), abs(high)):
-        around = 0.1 * max(abs(low), abs(high)) or 0.5
-        low, high = low - around, high + around
-    raw = (high - low) / max(1, about)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns are aligned, so that it reads as plain text, too."""
+    lines = [list(columns), *(list(row) for row in rows)]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(columns))]
+    head, *body = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *body])
 
 
-def log_ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Logarithms of 1, 2 and 5 times powers of ten within [low, high], logarithms too; of powers of ten alone where
-    these are enough; the ends themselves where there are fewer than two."""
-    powers = range(math.floor(low), math.ceil(high) + 1)
-    for factors in ((1, 2, 5), (1,)):
-        found = [p + math.log10(factor) for p in powers for factor in factors]
-        inside = [tick for tick in found if low - 1e-9 <= tick <= high + 1e-9]
-        if 2 <= len(inside) <= about:
-            return inside
-    every = -(-len(inside) // about) if inside else 1
-    return inside[::every] if len(inside) > 1 else [low, high] if high > low else [low - 0.1, high + 0.1]
+# HTML --------------------------------------------------------------------------------------------------------------
+_VOID = frozenset({"br", "col", "hr", "img", "input", "link", "meta"})
 
 
-def whole_ticks(first: int, last: int, about: int = 8) -> list[int]:
-    """Whole round numbers within [first, last]."""
-    if last - first + 1 <= about:
-        return list(range(first, last + 1))
-    return [int(value) for value in ticks(first, last, about) if first <= value <= last and value == int(value)]
+class Html(str):
+    """Text that is already markup."""
+
+    __slots__ = ()
+
+
+Child = Html | str | int | float | None
+NOTHING = Html("")
+
+
+def tag(name: str, /, *children: Child, **attributes: str | int | float | bool | None) -> Html:
+    """<name ...>children</name>. Attributes: `class_` is class, `aria_label` is aria-label; None and False leave an
+    attribute out, True writes it without a value. Children of None are left out."""
+    opening = f"<{name}{''.join(_attribute(key, value) for key, value in attributes.items())}>"
+    return Html(opening if name in _VOID else f"{opening}{join(*children)}</{name}>")
+
+
+def join(*children: Child) -> Html:
+    """Children one after the other."""
+    return Html(
+        "".join(child if isinstance(child, Html) else escape(str(child)) for child in children if child is not None)
+    )
+
+
+def _attribute(key: str, value: str | int | float | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'

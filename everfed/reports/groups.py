@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import tomllib
-import zlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from everfed.errors import UserError
 from everfed.recipe import Recipe, settled
+from everfed.reports.colours import COLOURS, Colours
 from everfed.reports.read import LoggedRun, StoredResult
 
 # keys in which the seeds of one experiment may differ
@@ -260,42 +258,3 @@ def _stream_notes(firsts: Sequence[LoggedRun]) -> list[str]:
     if not found:
         return []
     return [f"These runs are not all on the same stream ({', '.join(found)} differ): their scores do not compare."]
-
-
-# colours -----------------------------------------------------------------------------------------------------------
-COLOURS = 10
-FIRST_COLOURS = 6  # the most distinct ones; the others are used when these are taken
-
-
-class Colours:
-    """The colour of each method, and the dash of each of its variants on a stream. Both stay once assigned, and a
-    method prefers the same colour in every report."""
-
-    def __init__(self) -> None:
-        self._methods: dict[str, int] = {}
-        self._variants: dict[tuple[str, str, str], int] = {}
-
-    def assign(self, named: Iterable[tuple[str, str, str]]) -> None:
-        """Of (method, stream, experiment)s, in an order that does not depend on theirs."""
-        fresh = sorted(set(named) - set(self._variants))
-        for method, _, _ in fresh:
-            if method not in self._methods:
-                self._methods[method] = self._free(zlib.crc32(method.encode()) % FIRST_COLOURS)
-        for method, stream, which in fresh:
-            self._variants[method, stream, which] = self._dashed(self._methods[method], stream)
-
-    def of(self, method: str, stream: str = "", which: str = "") -> int:
-        """0, 1, ...: the colour is the rest of a division by COLOURS, the dash the quotient."""
-        self.assign([(method, stream, which)])
-        return self._variants[method, stream, which]
-
-    def _dashed(self, colour: int, stream: str) -> int:
-        """The colour with the first dash that it does not have on this stream yet."""
-        taken = {number for (_, own, _), number in self._variants.items() if own == stream}
-        return next(number for number in itertools.count(colour, COLOURS) if number not in taken)
-
-    def _free(self, wish: int) -> int:
-        """The wished colour, or the next of those that the fewest methods have."""
-        uses = Counter(self._methods.values())
-        wishes = [(wish + i) % FIRST_COLOURS for i in range(FIRST_COLOURS)]
-        return min([*wishes, *range(FIRST_COLOURS, COLOURS)], key=lambda colour: uses[colour])

@@ -9,8 +9,8 @@ from typing import Any
 from everfed.errors import UserError
 from everfed.reports import figures, series
 from everfed.reports.charts import Axis
-from everfed.reports.colours import ON_LIGHT
-from everfed.reports.groups import COLOURS, SeedGroup
+from everfed.reports.colours import COLOURS, ON_LIGHT
+from everfed.reports.groups import SeedGroup
 from everfed.reports.read import LoggedRun
 
 SIZE = (5.0, 3.2)  # inches

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from everfed.metrics.scores import METRICS, Score, ShownMetric, score_of
 from everfed.metrics.statistics import Spread, mean_and_deviation
 from everfed.reports import figures, formats
+from everfed.reports.formats import Html, markdown_table, tag
 from everfed.reports.groups import SeedGroup, StreamRuns, facts
-from everfed.reports.markdown import markdown_table
-from everfed.reports.markup import Html, tag
 from everfed.reports.read import LoggedRun, StoredResult
 from everfed.reports.series import mean_matrix
 

@@ -14,7 +14,7 @@ from everfed.core.evaluate import RULES, row_value
 from everfed.core.message import State
 from everfed.core.server import RunState
 from everfed.core.stream import Stream
-from everfed.metrics import convergence, language
+from everfed.metrics import language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scores import score_of
 from everfed.session.assembly import Assembly
@@ -124,15 +124,15 @@ def _last_full_row(state: RunState) -> list[list[float] | None]:
     return state.rows[max(state.rows)] if state.rows else []
 
 
-def _curves(state: RunState, stream: Stream) -> convergence.Curves | None:
+def _curves(state: RunState, stream: Stream) -> accuracy_matrix.Curves | None:
     """The scores after every round, for metrics that count rounds; None when not every round was scored."""
     if [entry["round"] for entry in state.curves] != list(range(stream.rounds)):
         return None
-    return convergence.by_task(state.curves, stream.tasks)
+    return accuracy_matrix.by_task(state.curves, stream.tasks)
 
 
 def _scores(
-    stream: Stream, score: str, rule: str, state: RunState, n_test: list[int], curves: convergence.Curves | None
+    stream: Stream, score: str, rule: str, state: RunState, n_test: list[int], curves: accuracy_matrix.Curves | None
 ) -> dict[str, Any]:
     rows = [
         [row_value(stream, row, rule, score) if row else None for row in state.rows[task]]
@@ -146,7 +146,7 @@ def _summary(
     score: str,
     rows: list[list[float | None]],
     n_test: list[int],
-    curves: convergence.Curves | None,
+    curves: accuracy_matrix.Curves | None,
     baseline: list[float | None] | None,
 ) -> dict[str, float | None]:
     """Metrics by name. Perplexities are summed up over all periods, from the models that were scored on all of them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from everfed.core.context import Moment
 from everfed.core.handle import Server
-from everfed.engines.base import new_trainer
+from everfed.engines.eager import new_trainer
 from everfed.errors import UserError
 from everfed.session import Assembly
 from everfed.store.checkpoint import newest

@@ -26,7 +26,7 @@ from everfed.core.part import options_of, overrides
 from everfed.core.phase import EVALUATE
 from everfed.data import transforms
 from everfed.data.source import one_sample, storage_form
-from everfed.engines.base import new_trainer
+from everfed.engines.eager import new_trainer
 from everfed.errors import UserError
 from everfed.methods import registry as methods
 from everfed.models.pretrained import Rebuilds

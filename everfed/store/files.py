@@ -1,13 +1,18 @@
-"""Atomic and durable writing of files that only their owner can read: they hold data, states and keys."""
+"""Atomic and durable writing of files that only their owner can read: they hold data, states and keys. And a lock on a
+folder."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import multiprocessing.util
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from everfed.errors import UserError
 
@@ -102,3 +107,43 @@ def file_digest(path: Path) -> str:
     """`digest` of a file's content, read in pieces."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
+
+
+# locks ---------------------------------------------------------------------------------------------------------------
+class Locked(Exception):
+    """Another process holds the lock."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock on the file `path`, which is created when missing, until the body ends or the process does, however
+    it ends. Raises Locked, or OSError."""
+    file = _acquire(path)
+    # a forked worker inherits the lock, and would hold it after its parent was killed
+    multiprocessing.util.register_after_fork(file, lambda inherited: inherited.close())
+    with file:
+        yield
+
+
+def _acquire(path: Path) -> IO[str]:
+    while True:
+        file = open(path, "a", opener=private)  # noqa: SIM115 - handed on
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is(file, path):
+                return file
+        except BlockingIOError as error:
+            file.close()
+            raise Locked from error
+        except OSError:
+            file.close()
+            raise
+        file.close()
+
+
+def _is(file: IO[str], path: Path) -> bool:
+    """Is this still the file of that name? Its last holder may have removed it in between."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

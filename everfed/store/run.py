@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.errors import FAULT, UserError, exit_code
-from everfed.store.files import FOLDER_MODE, make_folder, remove_temporaries, write_atomic
-from everfed.store.lock import Locked, locked
+from everfed.store.files import FOLDER_MODE, Locked, locked, make_folder, remove_temporaries, write_atomic
 
 RECIPE, EVENTS, RESULT, MODEL = "recipe.toml", "events.jsonl", "result.json", "model.safetensors"
 PICTURES, TENSORBOARD = "pictures", "tensorboard"

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from everfed.core.data import Data
 from everfed.core.stream import RoundPlan
-from everfed.data.detection import YoloLoss, padded, pictures, precision
+from everfed.data.average_precision import precision
+from everfed.data.detection import YoloLoss, padded, pictures
 from everfed.data.errors import DataError
 from everfed.data.scenes import PARTS, Scene, Scenes, load_scenes, pixels
 from everfed.data.split import held_out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.core.ops import cross_entropy
+from everfed.core.stream import cross_entropy
 from everfed.data.targets import MULTI_LABEL, REGRESSION
 from everfed.metrics.scores import score_value
 

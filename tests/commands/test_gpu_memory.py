@@ -14,7 +14,7 @@ from everfed.engines import captured_steps
 from everfed.engines.graphs import DeviceData
 from everfed.engines.slots import Tuner
 from everfed.experiments import workers
-from everfed.experiments.choice import Choice
+from everfed.experiments.concurrency import Concurrency
 from everfed.experiments.jobs import JobSettings, Outcome, Queue
 from everfed.recipe import EngineSection
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def test_every_run_has_the_same_share_of_the_gpu_and_all_together_leave_room_for_contexts() -> None:
-    shares = workers._shares(Choice(4, pinned=False))
+    shares = workers._shares(Concurrency(4, pinned=False))
     assert [share.gpu_memory for share in shares] == [0.225] * 4
     assert all(share.cores is None for share in shares)
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from everfed.experiments import pace as pace_module
-from everfed.experiments.pace import GRACE, ROUNDS, TRIES, WARM, Pace, Timed
+from everfed.experiments import concurrency
+from everfed.experiments.concurrency import GRACE, ROUNDS, TRIES, WARM, Pace, Timed
 
 
 class Bench:
@@ -393,7 +393,7 @@ def test_the_right_number_for_any_gpu_with_noise(gains: list[float], bases: list
     needs."""
     totals = list(itertools.accumulate([1.0, *gains], lambda total, gain: total * gain))
     doubled = [totals[2 * n - 1] / totals[n - 1] for n in (1, 2, 4)]
-    assume(all(abs(gain - pace_module.GAIN) > 0.04 for gain in doubled))
+    assume(all(abs(gain - concurrency.GAIN) > 0.04 for gain in doubled))
     pace, _ = simulate(lambda runs: totals[runs - 1], bases, noise=0.02, seed=seed, rounds=10**6, task_rounds=10**5)
-    paying = itertools.takewhile(lambda gain: gain >= pace_module.GAIN, doubled)
+    paying = itertools.takewhile(lambda gain: gain >= concurrency.GAIN, doubled)
     assert pace.decided and pace.number == 2 ** sum(1 for _ in paying)

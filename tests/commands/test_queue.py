@@ -18,13 +18,13 @@ import pytest
 from everfed.commands.terminal import Beside, Terminal
 from everfed.engines.calibration import CALL_SECONDS, OneClient
 from everfed.errors import UserError
-from everfed.experiments import choice, jobs, workers
-from everfed.experiments.choice import Choice, choose
+from everfed.experiments import concurrency, jobs, workers
+from everfed.experiments.concurrency import Concurrency, choose
 from everfed.experiments.grid import Shown
 from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
 from everfed.recipe import Places, read
 from everfed.reports.progress import Several
-from everfed.store.lock import locked
+from everfed.store.files import locked
 from everfed.store.run import LOCK, RECIPE, RunFolder, SameRun
 from tests.support.child import KILLED, Child, events, state_of, until
 from tests.support.waiting import HANG
@@ -278,7 +278,7 @@ def test_the_time_left_in_all_is_of_the_runs_that_are_not_finished(cell: Any, mo
         known.append(several.left(0.5) is not None)
         return nullcontext(())
 
-    monkeypatch.setattr("everfed.experiments.grid.shown", shown)
+    monkeypatch.setattr("everfed.experiments.jobs.shown", shown)
     before, one, two = cell("before"), cell("one"), cell("two")
     before.folder.mkdir()
     RunFolder(before.folder).result.write_text("{}")
@@ -383,7 +383,7 @@ def unseen(cell: GridJob, event: dict[str, Any]) -> None:
 def test_a_cell_whose_process_was_killed_twice_is_given_up(cell: Any) -> None:
     one, two = cell("one"), cell("two")
     queue = Recorded(one, two)
-    workers.run(queue, settings(keep_going=True), Choice(1), unseen)
+    workers.run(queue, settings(keep_going=True), Concurrency(1), unseen)
     assert queue.taken == [one, one, two, two]
     problems = [outcome.problem for outcome in queue.in_order()]
     assert problems == [
@@ -396,7 +396,7 @@ def test_a_cell_whose_process_was_killed_twice_is_given_up(cell: Any) -> None:
 def test_a_cell_whose_process_was_killed_twice_ends_the_command(cell: Any) -> None:
     queue = Recorded(cell("one"), cell("two"))
     with pytest.raises(UserError, match="the process of one seed 0 was killed by signal 9, 2 times"):
-        workers.run(queue, settings(), Choice(1), unseen)
+        workers.run(queue, settings(), Concurrency(1), unseen)
     assert [cell.row for cell in queue.taken] == ["one", "one"]
 
 
@@ -490,11 +490,11 @@ def test_a_run_on_cores_is_killed_at_once(at_work: workers.JobWorker, monkeypatc
 
 def chosen(
     cell: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int = 16, cores: int = 8, clients: int = 10
-) -> Choice:
+) -> Concurrency:
     """For runs of 100 rounds whose clients take `seconds` each."""
-    monkeypatch.setattr(choice, "_measured", lambda *_: (OneClient(seconds, 0), clients, 100))
-    monkeypatch.setattr(choice, "_fit_in_memory", lambda: 1000)
-    return choice._fastest([cell(str(number)) for number in range(runs)], settings(), cores)
+    monkeypatch.setattr(concurrency, "_measured", lambda *_: (OneClient(seconds, 0), clients, 100))
+    monkeypatch.setattr(concurrency, "_fit_in_memory", lambda: 1000)
+    return concurrency._fastest([cell(str(number)) for number in range(runs)], settings(), cores)
 
 
 def test_cells_side_by_side_where_clients_do_not_divide_among_the_cores(
@@ -525,13 +525,15 @@ def test_one_run_at_a_time_is_a_choice_that_is_printed(cell: Any, monkeypatch: p
     """Eager: 2 runs of 100 rounds of 8 clients of 1 ms take 1.6 s; side by side 0.8 s after the 6 s of a start."""
     eager = read(work / "table.toml")
     found = chosen(lambda name: replace(cell(name), recipe=eager), monkeypatch, 1e-3, runs=2, clients=8)
-    assert found == Choice(
+    assert found == Concurrency(
         1,
         "one run at a time, its clients one after the other, on 8 cores: about 2 s expected for 2 runs, about 7 s with "
         "2 runs side by side (--jobs N chooses another number)",
     )
-    monkeypatch.setattr(choice, "_fit_in_memory", lambda: 1)
-    assert choice._fastest([cell("one"), cell("two")], settings(), 8).why.endswith("no second run fits into the memory")
+    monkeypatch.setattr(concurrency, "_fit_in_memory", lambda: 1)
+    assert concurrency._fastest([cell("one"), cell("two")], settings(), 8).why.endswith(
+        "no second run fits into the memory"
+    )
 
 
 def test_one_run_has_its_clients_side_by_side(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,12 +547,12 @@ def test_few_runs_share_the_cores(cell: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_the_command_line_says_is_done(cell: Any) -> None:
-    assert choose([cell("one"), cell("two")], settings(jobs=3)) == Choice(3, "3 runs side by side")
-    assert choose([cell("one"), cell("two")], settings(jobs=1)) == Choice(1)
+    assert choose([cell("one"), cell("two")], settings(jobs=3)) == Concurrency(3, "3 runs side by side")
+    assert choose([cell("one"), cell("two")], settings(jobs=1)) == Concurrency(1)
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-    assert [share.cores for share in workers._shares(Choice(2))] == [[0, 2, 4], [1, 3]]
-    assert [share.cores for share in workers._shares(Choice(6))] == [[0], [1], [2], [3], [4], [0]]
-    assert [share.cores for share in workers._shares(Choice(2, pinned=False))] == [None, None]
+    assert [share.cores for share in workers._shares(Concurrency(2))] == [[0, 2, 4], [1, 3]]
+    assert [share.cores for share in workers._shares(Concurrency(6))] == [[0], [1], [2], [3], [4], [0]]
+    assert [share.cores for share in workers._shares(Concurrency(2, pinned=False))] == [None, None]

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from everfed import engines
-from everfed.experiments import choice, jobs, mps, pace, workers
-from everfed.experiments.choice import Choice, choose
+from everfed.experiments import concurrency, jobs, mps, workers
+from everfed.experiments.concurrency import Concurrency, Pace, Timed, choose
 from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Queue
-from everfed.experiments.pace import Pace, Timed
 from everfed.experiments.workers import Share, WorkerLimits
 from everfed.recipe import Places, read
 from tests.support.waiting import HANG
@@ -164,22 +163,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 cores and a GPU without CUDA MPS."""
     monkeypatch.setattr(engines, "device", lambda section: torch.device("cuda"))
     monkeypatch.setattr(engines, "cores", lambda: 16)
-    monkeypatch.setattr(choice, "_fit_in_memory", lambda: 100)
+    monkeypatch.setattr(concurrency, "_fit_in_memory", lambda: 100)
     monkeypatch.setattr(mps.shutil, "which", lambda _: None)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_several_cells_on_a_gpu_are_measured(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "one run on the GPU at first, then more while all together become faster, at most 8 on 16 cores"
-    assert choose(table(0, 1), JobSettings()) == Choice(8, f"{why} (--jobs N chooses a number)", False, True)
-    assert choose(table(0), JobSettings()) == Choice(1, "one run at a time on the GPU")
-    assert choose(table(0, 1, sets=["engine.kind=ranks"]), JobSettings()) == Choice(1, "one run at a time on the GPU")
+    assert choose(table(0, 1), JobSettings()) == Concurrency(8, f"{why} (--jobs N chooses a number)", False, True)
+    assert choose(table(0), JobSettings()) == Concurrency(1, "one run at a time on the GPU")
+    assert choose(table(0, 1, sets=["engine.kind=ranks"]), JobSettings()) == Concurrency(
+        1, "one run at a time on the GPU"
+    )
     note = "they take turns on the GPU: nvidia-cuda-mps-control is not installed"
-    assert choose(table(0, 1), JobSettings(jobs=3)) == Choice(3, f"3 runs side by side; {note}", False)
-    monkeypatch.setattr(choice, "_fit_in_memory", lambda: 3)
+    assert choose(table(0, 1), JobSettings(jobs=3)) == Concurrency(3, f"3 runs side by side; {note}", False)
+    monkeypatch.setattr(concurrency, "_fit_in_memory", lambda: 3)
     assert choose(table(0, 1), JobSettings()).jobs == 3
     monkeypatch.setattr(engines, "cores", lambda: 3)
-    assert choose(table(0, 1), JobSettings()) == Choice(
+    assert choose(table(0, 1), JobSettings()) == Concurrency(
         1, "one run at a time on the GPU: no second one on 3 cores and in the memory that is free; "
         f"--jobs N runs several side by side ({note})",
     )  # fmt: skip
@@ -189,9 +190,9 @@ def test_several_cells_on_a_gpu_are_measured(table: Any, monkeypatch: pytest.Mon
 def test_a_table_on_a_gpu_runs_in_processes_as_many_as_are_measured(
     table: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran, said = list[Choice](), list[str]()
+    ran, said = list[Concurrency](), list[str]()
 
-    def run(queue: Queue, settings: JobSettings, choice: Choice, show: workers.Show) -> None:
+    def run(queue: Queue, settings: JobSettings, choice: Concurrency, show: workers.Show) -> None:
         ran.append(choice)
         while cell := queue.take():
             queue.finish(Outcome(cell, {}))
@@ -319,7 +320,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 
 
 def handed_out(queue: Queue, fleet: list[Any], pace: Pace) -> None:
-    workers._hand_out(queue, fleet, JobSettings(), workers._shares(Choice(8, "", False, True), pace, {"A": "b"}))
+    workers._hand_out(queue, fleet, JobSettings(), workers._shares(Concurrency(8, "", False, True), pace, {"A": "b"}))
     workers._follow(pace, queue, fleet)
 
 
@@ -454,7 +455,9 @@ def test_runs_that_were_added_and_held_have_the_numbers_of_one_process(
     lines: list[str] = []
     side_by_side, events = table(0, 1, 2), list[str]()
     queue = Queue(side_by_side, say=lines.append)
-    workers.run(queue, JobSettings(), Choice(8, "", False, True), lambda cell, event: events.append(event["event"]))
+    workers.run(
+        queue, JobSettings(), Concurrency(8, "", False, True), lambda cell, event: events.append(event["event"])
+    )
     assert Holding.made[0].stopped and Holding.made[0].others >= 3
     assert lines == [SHARED] and events.count("end") == 3 and set(events) >= {"start", "phase", "evaluation"}
     assert all(cell.finished for cell in side_by_side)
@@ -464,7 +467,7 @@ def test_runs_that_were_added_and_held_have_the_numbers_of_one_process(
 def test_real_runs_are_measured(table: Any, monkeypatch: pytest.MonkeyPatch, control: Callable[[], list[str]]) -> None:
     """Two runs that would take minutes; the table is stopped as soon as the number is found."""
     for name, value in {"SECONDS": 0.0, "GAIN": 0.0, "GRACE": HANG}.items():
-        monkeypatch.setattr(pace, name, value)
+        monkeypatch.setattr(concurrency, name, value)
     lines: list[str] = []
 
     class Found(Exception):
@@ -477,7 +480,7 @@ def test_real_runs_are_measured(table: Any, monkeypatch: pytest.MonkeyPatch, con
 
     queue = Queue(table(0, 1, 2, sets=["train.rounds_per_task=100000"]), say=say)
     with pytest.raises(Found):
-        workers.run(queue, JobSettings(), Choice(2, "", False, True), lambda cell, event: None)
+        workers.run(queue, JobSettings(), Concurrency(2, "", False, True), lambda cell, event: None)
     assert lines[1].startswith("2 runs at a time on the GPU: all together, 2 are ")
     assert lines[1].endswith(" times as fast as 1; more are not tried (--jobs N chooses another number)")
     assert control()[-1].startswith("quit ")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everfed.core import ops
+from everfed.core import data as core_data
 from everfed.core import replica as replicas
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
@@ -203,8 +203,8 @@ def test_rows_by_a_kernel_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
     launch, case = kernel._launch, bench("fedgp+der")
     without = case.run()
     monkeypatch.setattr(kernel, "_launch", counted)
-    monkeypatch.setattr(ops, "rows_kernel", kernel)
-    monkeypatch.setattr(ops, "_has_rows_kernel", lambda index, tensors, count=0: all(map(kernel.fits, tensors)))
+    monkeypatch.setattr(core_data, "rows_kernel", kernel)
+    monkeypatch.setattr(core_data, "_has_rows_kernel", lambda index, tensors, count=0: all(map(kernel.fits, tensors)))
     found = case.run()
     assert torch.equal(found.params, without.params) and {False, True} == set(launched)
     for key in ("x", "y", "logits"):

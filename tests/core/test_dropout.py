@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed.core.replica import Dropout, adopt_dropout
+from everfed.core.random import Dropout, adopt_dropout
 from tests.support.toy import Bench, Norm
 
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everfed.core.gradient import Gradient
 from everfed.core.handle import Client
 from everfed.core.message import Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import BOUNDARIES, TASK_ID, CompositionError, Part, options_of
-from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Phase, Rounds, When, every
-from everfed.core.reduce import Collect, Mean, Reducer
+from everfed.core.phase import ALWAYS, BEGIN, END, FIRST, Cohort, Collect, Mean, Phase, Reducer, Rounds, When, every
+from everfed.core.replica import Gradient
 from everfed.core.step import Step
 from everfed.core.tree import Tree
 from everfed.methods import registry as methods

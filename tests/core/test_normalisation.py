@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from everfed.core.context import TrainOptions
 from everfed.core.layout import Layout
 from everfed.core.method import Method, compose
-from everfed.core.ops import minibatch_sizes, normalised_apart
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
-from everfed.core.replica import Replica
+from everfed.core.replica import Replica, minibatch_sizes, normalised_apart
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.der import DER
 from everfed.methods.replay.memory import Memory

@@ -15,8 +15,7 @@ from everfed.core.layout import EXTRAS, AddsParameters, Extras, registered
 from everfed.core.message import Values
 from everfed.core.method import Method, compose
 from everfed.core.part import Part, Personal
-from everfed.core.phase import BEGIN, END, Cohort, Phase, When
-from everfed.core.reduce import Reducer, Sum
+from everfed.core.phase import BEGIN, END, Cohort, Phase, Reducer, Sum, When
 from everfed.core.tree import Tree, tensor_bytes
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.toy import Bench, Toy

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.message import Message, payload_bytes, unwrap, versions
-from everfed.core.pieces import (
+from everfed.core.layout import (
     PIECES,
     TRAINED,
     Pieces,
@@ -29,6 +28,7 @@ from everfed.core.pieces import (
     to_text,
     trained_spans,
 )
+from everfed.core.message import Message, payload_bytes, unwrap, versions
 from everfed.method import MODEL, Cached, Client, Gradient, Layout, Method, Part, Server, Step, compose
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.server_optimizer import FedAvgM

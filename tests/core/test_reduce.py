@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everfed.core.reduce import Collect, Mean, Reducer, Reduction, Sum
+from everfed.core.phase import Collect, Mean, Reducer, Reduction, Sum
 
 vectors = st.lists(st.floats(-1e3, 1e3, width=32), min_size=3, max_size=3).map(torch.tensor)
 

@@ -22,8 +22,7 @@ from everfed.core.message import Message, Model, Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
-from everfed.core.phase import ALWAYS, BEGIN, END, TRAIN, Cohort, Phase, Rounds, When
-from everfed.core.reduce import Sum
+from everfed.core.phase import ALWAYS, BEGIN, END, TRAIN, Cohort, Phase, Rounds, Sum, When
 from everfed.core.server import Runner, RunState, batchable, plan_of
 from everfed.core.step import Step
 from everfed.core.stream import RoundPlan

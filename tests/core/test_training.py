@@ -13,10 +13,10 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.client import run_client
 from everfed.core.context import Moment, TrainOptions
-from everfed.core.gradient import Gradient
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
+from everfed.core.replica import Gradient
 from everfed.core.step import Step
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.rehearsal_free import one_parameter

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed import models
+from everfed.data.average_precision import precision
 from everfed.data.detection import (
     YoloLoss,
     _best,
@@ -18,7 +19,6 @@ from everfed.data.detection import (
     detections,
     overlap,
     pictures,
-    precision,
     truth_of,
 )
 

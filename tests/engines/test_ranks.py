@@ -15,7 +15,7 @@ from torch import Tensor
 from everfed.core.client import Reply
 from everfed.core.engine import Replies
 from everfed.core.evaluate import EvalSpec
-from everfed.core.reduce import Collect, Mean, Sum
+from everfed.core.phase import Collect, Mean, Sum
 from everfed.engines.ranks import Ranks
 from everfed.store.clients import ClientStore
 from tests.support.rehearsal_free import ClassToy

@@ -30,7 +30,7 @@ from everfed.federation.request import Answer, Request
 from everfed.federation.roster import Roster
 from everfed.federation.serving import next_epoch
 from everfed.federation.supervisor import Child, environment
-from everfed.store.lock import locked
+from everfed.store.files import locked
 from tests.support.waiting import HANG
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "federation"

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed import models
-from everfed.core import ops as loss
-from everfed.core import ops as rows_of
+from everfed.core import data as rows_of
 from everfed.core import replica as replicas
+from everfed.core import stream as loss
 from everfed.core.context import Setup, TrainOptions
-from everfed.core.gradient import squared_norm
 from everfed.core.layout import Layout
 from everfed.core.optimizer import Optimizer
-from everfed.core.replica import Replica, adopt_dropout
+from everfed.core.random import adopt_dropout
+from everfed.core.replica import Replica, squared_norm
 from everfed.data import transforms
 from everfed.engines import captured_steps
 from everfed.engines.eager import Eager

@@ -8,8 +8,8 @@ import torch
 from everfed.core.context import Setup
 from everfed.core.replica import initial_weights
 from everfed.core.trainer import Trainer
-from everfed.engines.base import new_trainer
 from everfed.engines.captured_steps import LoopingTrainer
+from everfed.engines.eager import new_trainer
 from everfed.method import Model
 from everfed.methods.generative.inversion import Inversion, training_on
 from everfed.models.generators import GeneratorBlueprint

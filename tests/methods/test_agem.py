@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.context import TrainOptions
-from everfed.core.gradient import Gradient, project
 from everfed.core.optimizer import Optimizer
+from everfed.core.replica import Gradient, project
 from everfed.methods.project.agem import AGEM
 from tests.support.spy import Seen, spied
 from tests.support.toy import Bench, Given, Linear, Norm, Toy, mean_square

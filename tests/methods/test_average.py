@@ -13,7 +13,7 @@ from torch import Tensor
 from everfed.core.client import run_client
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.core.reduce import Reduction
+from everfed.core.phase import Reduction
 from everfed.methods.aggregate.fedavg import FedAvg
 from tests.support.toy import Bench, Norm, Toy
 

@@ -112,8 +112,8 @@ REFUSED: dict[str, tuple[Parts, dict[str, Any], str]] = {
     "HGP, PILoRA": (["pilora", "hgp"], {}, "'pilora' has prototypes in place of the head of 'hgp'"),
     "ridge, LoRA": (["fedavg", LORA, "ridge"], {}, "'lora' changes the network with every task"),
     "FOT, LoRA": (["fedavg", LORA, "fot"], {}, "projects updates of hidden layers, but none is trained"),
-    "FedL2P, LoRA": (["fedavg", LORA, "fedl2p"], {}, "'fedl2p' fine-tunes all layers, but 'lora' trains some"),
-    "personal FedProto": (["fedavg", LORA, "fedproto-personal"], {}, "shares no parameters, but 'lora' averages some"),
+    "FedL2P, LoRA": (["fedavg", LORA, "fedl2p"], {}, "'fedl2p' follows all parameters; 'lora' trains some"),
+    "personal FedProto": (["fedavg", LORA, "fedproto-personal"], {}, "follows all parameters; 'lora' trains some"),
     "SCAFFOLD, LoRA": (["fedavg", LORA, "scaffold"], {}, "'scaffold' follows all parameters"),
     "FedDyn, LoRA": (["feddyn", LORA], {}, "'feddyn' follows all parameters"),
 }

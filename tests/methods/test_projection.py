@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from everfed.core.gradient import project
+from everfed.core.replica import project
 from everfed.methods.project.fedgp import finite
 
 

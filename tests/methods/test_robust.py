@@ -15,7 +15,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.core.reduce import Reducer, Shared
+from everfed.core.phase import Reducer, Shared
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.aggregate.robust import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from everfed.core.replica import Dropout
+from everfed.core.random import Dropout
 from everfed.models.fused import batch_norm_act, channel_moments, conv_relu_pool, dense_relu_dense
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional
 from everfed import models
 from everfed.core import optimizer
 from everfed.core.layout import Entry, Layout
-from everfed.core.ops import normalised_apart
 from everfed.core.optimizer import Optimizer
-from everfed.core.replica import Dropout, adopt_dropout
+from everfed.core.random import Dropout, adopt_dropout
+from everfed.core.replica import normalised_apart
 from everfed.data import transforms
 from everfed.methods.generative.inversion import batch_statistics
 from everfed.models import convolution, fused

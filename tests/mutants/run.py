@@ -82,7 +82,7 @@ def read_lists(folder: Path) -> list[Mutant]:
 
 
 def folder_tests(file: str) -> tuple[str, ...]:
-    """The tests of the folder that a file of everfed lies in: everfed/core/reduce.py -> tests/core."""
+    """The tests of the folder that a file of everfed lies in: everfed/core/phase.py -> tests/core."""
     folder = Path("tests") / Path(file).parts[1]
     return (str(folder),) if (ROOT / folder).is_dir() else ("tests",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from everfed.experiments.papers.listing import training_samples
+from everfed.experiments.papers.overview import training_samples
 from everfed.recipe import read
 
 DIGIT10 = 60_000 + 240_000 + 7_291 + 73_257  # MNIST, EMNIST digits, USPS, SVHN

@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 
 from everfed.cli import app
 from everfed.experiments.papers import records
-from everfed.experiments.papers.matching import runs_of
-from everfed.experiments.papers.notes import Planned, notes
+from everfed.experiments.papers.judging import runs_of
 from everfed.experiments.papers.pages import PAGES, SCREEN, findings, pages
 from everfed.experiments.papers.records import FOLDER
-from everfed.experiments.papers.tables import papers
+from everfed.experiments.papers.tables import Planned, notes, papers
 from everfed.recipe import shipped as recipes
 from tests.papers.test_records import made
 

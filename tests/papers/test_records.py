@@ -16,8 +16,7 @@ import everfed
 from everfed.cli import app
 from everfed.errors import UserError
 from everfed.experiments.papers import records
-from everfed.experiments.papers.judging import judge
-from everfed.experiments.papers.matching import runs_of
+from everfed.experiments.papers.judging import judge, runs_of
 from everfed.experiments.papers.planning import Experiment, plan
 from everfed.experiments.papers.tables import find
 from everfed.recipe import read

@@ -15,9 +15,9 @@ import pytest
 from scipy import stats
 
 from everfed.experiments.papers import records
-from everfed.experiments.papers.matching import runs_of
+from everfed.experiments.papers.judging import runs_of
+from everfed.experiments.papers.overview import SampleRates, overall, status
 from everfed.experiments.papers.pages import findings
-from everfed.experiments.papers.status import SampleRates, overall, status
 from everfed.experiments.papers.tables import papers
 from everfed.recipe import read
 

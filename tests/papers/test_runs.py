@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from everfed.experiments.papers.records import Record
-from everfed.experiments.papers.runs import every_run
+from everfed.experiments.papers.writing import every_run
 from everfed.methods import registry as methods
 from everfed.recipe import Recipe
 from tests.papers.test_records import made

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from everfed.cli import app
 from everfed.experiments.papers import records
-from everfed.experiments.papers.matching import runs_of
-from everfed.experiments.papers.status import Plan, SampleRates, Status, measured_rates, planned, status
+from everfed.experiments.papers.judging import runs_of
+from everfed.experiments.papers.overview import Plan, SampleRates, Status, measured_rates, planned, status
 from everfed.recipe import read
 from tests.papers.test_records import made
 

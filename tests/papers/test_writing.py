@@ -8,7 +8,7 @@ from pathlib import Path
 
 from everfed.experiments.papers import writing
 from everfed.experiments.papers.judging import judge
-from everfed.experiments.papers.listing import overview
+from everfed.experiments.papers.overview import overview
 from everfed.experiments.papers.planning import Experiment
 from everfed.experiments.papers.tables import find
 from everfed.experiments.papers.writing import Reproduction

@@ -13,12 +13,12 @@ from torch import Tensor
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.evaluate import EvalOptions
-from everfed.core.gradient import Gradient
 from everfed.core.handle import Client, Server
 from everfed.core.message import Values
 from everfed.core.method import Method, compose
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import Part
+from everfed.core.replica import Gradient
 from everfed.core.step import Step
 from everfed.core.tree import TreeError
 from everfed.errors import ClientError, CompositionError

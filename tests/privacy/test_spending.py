@@ -28,8 +28,8 @@ from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy,
 from everfed.privacy.secure import secured
 from everfed.privacy.secure_engine import Secured
 from everfed.privacy.spending import ClientLedger, RunLedger
-from everfed.store.appended import PRIVACY_LEDGER, AppendedFile, Lost
 from everfed.store.clients import ClientStore
+from everfed.store.ledger import PRIVACY_LEDGER, AppendedFile, Lost
 from tests.federation.field import small_recipe
 from tests.federation.loop import Loop, federated, runtime
 from tests.privacy.test_noise import copied

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from everfed.reports import attendance
-from everfed.reports.attendance import Record
+from everfed.reports import html
+from everfed.reports.html import Record
 from everfed.reports.read import LoggedRun, read_run
 from tests.reports.folders import Event, create, log, phase, start
 
@@ -32,7 +32,7 @@ def test_the_longest_absence_is_the_most_rounds_between_two(rounds: list[int], m
 
 def test_who_took_part_by_hand(tmp_path: Path) -> None:
     """Client 0 in rounds 1, 2 and 5, client 2 in round 1 and too late in 2; clients 1 and 3 never."""
-    page = attendance.who_took_part(
+    page = html.who_took_part(
         run(
             tmp_path / "a",
             phase(0, clients=[0, 2]),
@@ -48,12 +48,12 @@ def test_who_took_part_by_hand(tmp_path: Path) -> None:
 
 
 def test_nothing_is_reported_where_all_took_part_in_every_round(tmp_path: Path) -> None:
-    assert attendance.who_took_part(run(tmp_path / "a", phase(0), phase(1))) == ""
+    assert html.who_took_part(run(tmp_path / "a", phase(0), phase(1))) == ""
 
 
 def test_suspected_shifts_are_listed_by_round_and_signal(tmp_path: Path) -> None:
     signals: Event = {"event": "drift", "round": 3, "clients": [1, 2], "by": {"loss": [1], "features": [1, 2]}}
-    page = attendance.suspected_shifts(run(tmp_path / "a", {"event": "drift", "round": 0, "clients": [2]}, signals))
+    page = html.suspected_shifts(run(tmp_path / "a", {"event": "drift", "round": 0, "clients": [2]}, signals))
     assert "Suspected shifts: 3 in 2 rounds" in page
     assert "<li>round 1: clients 2</li>" in page
     assert "<li>round 4: clients 1-2 (by features: 1-2; loss: 1)</li>" in page

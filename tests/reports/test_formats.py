@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from everfed.reports import formats
+from everfed.reports import charts, formats
 
 
 @pytest.mark.parametrize(
@@ -31,29 +31,29 @@ def test_a_clock_has_no_unit(seconds: float, text: str) -> None:
 
 
 def test_ticks() -> None:
-    assert formats.ticks(0, 100) == [0, 20, 40, 60, 80, 100]
-    assert formats.ticks(0.13, 0.87) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert formats.ticks(20, 20.000000004) == [18, 19, 20, 21, 22, 23]
-    assert formats.ticks(0, 0) == [-0.6, -0.4, -0.2, 0, 0.2, 0.4, 0.6]
-    assert formats.ticks(1e-15, 3e-15) == [1e-15, 1.5e-15, 2e-15, 2.5e-15, 3e-15]
-    assert formats.whole_ticks(1, 5) == [1, 2, 3, 4, 5]
-    assert formats.whole_ticks(1, 50) == [10, 20, 30, 40, 50]
+    assert charts.ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert charts.ticks(0.13, 0.87) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert charts.ticks(20, 20.000000004) == [18, 19, 20, 21, 22, 23]
+    assert charts.ticks(0, 0) == [-0.6, -0.4, -0.2, 0, 0.2, 0.4, 0.6]
+    assert charts.ticks(1e-15, 3e-15) == [1e-15, 1.5e-15, 2e-15, 2.5e-15, 3e-15]
+    assert charts.whole_ticks(1, 5) == [1, 2, 3, 4, 5]
+    assert charts.whole_ticks(1, 50) == [10, 20, 30, 40, 50]
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
 def test_ticks_enclose_what_they_are_for(a: float, b: float) -> None:
     low, high = sorted((a, b))
     assume(high - low > 1e-6 * max(1.0, abs(low), abs(high)))
-    found = formats.ticks(low, high)
+    found = charts.ticks(low, high)
     slack = 1e-6 * (high - low)
     assert found == sorted(set(found)) and 2 <= len(found) <= 13
     assert found[0] <= low + slack and found[-1] >= high - slack
 
 
 def test_marks_of_a_logarithmic_axis() -> None:
-    assert [round(10**tick, 6) for tick in formats.log_ticks(-1, 1)] == [0.1, 1, 10]
-    assert [round(10**tick, 6) for tick in formats.log_ticks(0, 0.8)] == [1, 2, 5]
-    assert formats.log_ticks(0.31, 0.32) == [0.31, 0.32] and len(formats.log_ticks(-9, 9)) <= 10
+    assert [round(10**tick, 6) for tick in charts.log_ticks(-1, 1)] == [0.1, 1, 10]
+    assert [round(10**tick, 6) for tick in charts.log_ticks(0, 0.8)] == [1, 2, 5]
+    assert charts.log_ticks(0.31, 0.32) == [0.31, 0.32] and len(charts.log_ticks(-9, 9)) <= 10
 
 
 def test_names_in_a_sentence() -> None:

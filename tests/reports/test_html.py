@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from everfed.reports import rerun
-from everfed.reports.heatmaps import matrix as shaded_matrix
+from everfed.reports import html
+from everfed.reports.charts import matrix as shaded_matrix
 from everfed.reports.html import POLICY, render
 from everfed.reports.read import read_run, read_runs
 from tests.reports.folders import create, evaluation, finished, log, long_run, phase, result, start
@@ -178,11 +178,11 @@ def test_a_run_of_ten_thousand_rounds_is_a_small_page(tmp_path: Path) -> None:
 
 def test_the_command_to_run_it_again(tmp_path: Path) -> None:
     folder = finished(tmp_path / "it's one")
-    assert rerun.command(read_run(folder.path)) == (
+    assert html.command(read_run(folder.path)) == (
         f"everfed run '{tmp_path}/it'\"'\"'s one/recipe.toml' --out '{tmp_path}/it'\"'\"'s one-again'"
     )
     other = create(tmp_path / "b", settings={"scale": 0.25, "data_dir": "/my data"})
-    assert rerun.command(read_run(other.path)).endswith("--scale 0.25 --data '/my data'")
+    assert html.command(read_run(other.path)).endswith("--scale 0.25 --data '/my data'")
     own = create(tmp_path / "c", settings={"own_stream": True})
     page = render([read_run(own.path)])
     assert "got its stream from Python" in page and "To run it again" not in page

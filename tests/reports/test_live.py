@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from everfed.errors import UserError
-from everfed.reports.dashboard import Dashboard, NoRun, Updates
+from everfed.reports.dashboard import QUIET_AFTER, Dashboard, Index, NoRun, Note, Updates
 from everfed.reports.figures import View
-from everfed.reports.live import QUIET_AFTER, Index, Note
 from everfed.store.run import RunError
 from tests.reports.folders import create, evaluation, finished, log, phase, start
 

@@ -19,9 +19,8 @@ from urllib.parse import quote
 import pytest
 
 from everfed.errors import UserError
-from everfed.reports import dashboard, live
-from everfed.reports.access import check_token, is_loopback
-from everfed.reports.server import create_app, serve
+from everfed.reports import dashboard
+from everfed.reports.server import check_token, create_app, is_loopback, serve
 from tests.reports.folders import create, evaluation, finished, log, phase, start
 from tests.reports.serving import events, get, served, until
 from tests.support.waiting import HANG
@@ -48,7 +47,7 @@ def test_the_page_and_its_files_come_from_here(tmp_path: Path) -> None:
 
 
 def test_runs_appear_move_and_go_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "QUIET_AFTER", HANG)  # seconds by the clock of this machine
+    monkeypatch.setattr(dashboard, "QUIET_AFTER", HANG)  # seconds by the clock of this machine
     with served(tmp_path) as port:
         stream = events(port)
         assert next(stream) == {"runs": [], "gone": [], "problems": [], "notes": {}}

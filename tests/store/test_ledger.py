@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everfed.store.appended import Lost
-from everfed.store.ledger import Conflict, LedgerError, LedgerFile
+from everfed.store.ledger import Conflict, LedgerError, LedgerFile, Lost
 
 
 def test_records_are_there_for_the_next_process(tmp_path: Path) -> None:

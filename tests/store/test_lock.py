@@ -8,7 +8,7 @@ from typing import IO
 
 import pytest
 
-from everfed.store.lock import Locked, locked
+from everfed.store.files import Locked, locked
 
 
 @pytest.mark.parametrize("made_again", [False, True])
@@ -27,7 +27,7 @@ def test_a_lock_whose_file_is_removed_before_it_is_taken_is_taken_on_the_new_fil
         operations.append(operation)
         flock(file, operation)
 
-    monkeypatch.setattr("everfed.store.lock.fcntl.flock", removed_first)
+    monkeypatch.setattr("everfed.store.files.fcntl.flock", removed_first)
     with locked(path), pytest.raises(Locked), locked(path):
         pass
     assert operations == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 3  # on the removed file, on the new one, and the refused one

@@ -13,8 +13,7 @@ import everfed
 from everfed.core import tree
 from everfed.core.context import TrainOptions
 from everfed.core.optimizer import Optimizer
-from everfed.reports.attendance import records
-from everfed.reports.html import render
+from everfed.reports.html import records, render
 from everfed.reports.read import read_run
 from everfed.streams.attendance import Attendance, by_chance, make
 from everfed.streams.options import OptionError

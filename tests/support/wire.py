@@ -21,7 +21,7 @@ from everfed.core.phase import Phase
 from everfed.core.server import Runner, RunState
 from everfed.core.trainer import Trainer
 from everfed.core.tree import Tree, from_bytes, to_bytes
-from everfed.engines.base import call
+from everfed.engines.eager import call
 from everfed.store.clients import ClientStore
 from tests.support.toy import Bench, Outcome, Paused
 

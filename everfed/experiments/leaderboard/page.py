@@ -20,10 +20,8 @@ from everfed.methods import registry as methods
 from everfed.privacy.reveals import seen
 from everfed.recipe import read, settled
 from everfed.reports.colours import variables
-from everfed.reports.formats import size
+from everfed.reports.formats import Html, markdown_table, size, tag
 from everfed.reports.html import POLICY, asset
-from everfed.reports.markdown import markdown_table
-from everfed.reports.markup import Html, tag
 from everfed.store import marked
 from everfed.store.files import make_folder, write_atomic
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from everfed.reports.formats import size
-from everfed.reports.markup import Html, tag
+from everfed.reports.formats import Html, size, tag
 
 BYTES, SAMPLES = "bytes", "samples"
 KINDS = {

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed.errors import UserError
-from everfed.store.files import make_folder, write_atomic
-from everfed.store.lock import Locked, locked
+from everfed.store.files import Locked, locked, make_folder, write_atomic
 
 FOLDER = Path("results") / "leaderboard"
 Record = dict[str, Any]

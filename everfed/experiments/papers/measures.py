@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everfed import metrics
-from everfed.metrics.convergence import Curves
+from everfed.metrics.matrix import Curves
 from everfed.metrics.numbers import mean
 from everfed.recipe.schema import Logits
 from everfed.store.event_log import events

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everfed.experiments.papers import writing
-from everfed.experiments.papers.judging import NOT_JUDGED, Judged, Runs
-from everfed.experiments.papers.matching import runs_of
-from everfed.experiments.papers.notes import Disagreement, Notes, notes
+from everfed.experiments.papers.judging import NOT_JUDGED, Judged, Runs, runs_of
+from everfed.experiments.papers.overview import Plan, by_first_table, effects_of, levels_of, planned
 from everfed.experiments.papers.plot import dot_plot
 from everfed.experiments.papers.records import FOLDER, Record, read_all
-from everfed.experiments.papers.runs import every_run, sources
-from everfed.experiments.papers.status import Plan, by_first_table, effects_of, levels_of, planned
-from everfed.experiments.papers.tables import Paper, papers, tables
+from everfed.experiments.papers.tables import Disagreement, Notes, Paper, notes, papers, tables
 from everfed.metrics.acceptance import CONFIRMED, CONTRADICTED, DIFFERS, EFFECTS, EQUIVALENT, UNCLAIMED, UNRESOLVED
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 from everfed.store.files import write_atomic
 
 SCREEN, PAGES = "REPRODUCIBILITY.md", "docs/results"
@@ -241,11 +238,11 @@ def _cells(found: Findings, runs: Runs) -> list[str]:
         ]
         notes = [f"{short.removeprefix(NOT_JUDGED).strip()} {long}" for long, short in reasons.items()]
         parts.append(_folded(f"{table.name}: {table.item.about}", markdown_table(columns, shown), *notes))
-    return [*parts, _folded("Hardware of these runs", sources(_runs_of(found, runs)))]
+    return [*parts, _folded("Hardware of these runs", writing.sources(_runs_of(found, runs)))]
 
 
 def _recipes(found: Findings, records: Sequence[Record]) -> list[str]:
-    own = [_folded(f"`{name}`", about, every_run(name, records)) for name, about in found.notes.recipes.items()]
+    own = [_folded(f"`{name}`", about, writing.every_run(name, records)) for name, about in found.notes.recipes.items()]
     return ["## Other settings and smaller streams", *own] if own else []
 
 

@@ -8,15 +8,24 @@ from pathlib import Path
 
 from everfed.api import CHECKPOINT_EVERY
 from everfed.errors import UserError, is_user_error
-from everfed.experiments.grid import Shown
-from everfed.experiments.jobs import GridJob, JobSettings, Outcome, Output, check_folders, check_run, new_job, run_all
+from everfed.experiments.grid import folder_name
+from everfed.experiments.jobs import (
+    GridJob,
+    JobSettings,
+    Outcome,
+    Output,
+    Shown,
+    check_folders,
+    check_run,
+    new_job,
+    run_all,
+)
 from everfed.experiments.papers import planning, records
 from everfed.experiments.papers.judging import Runs, judge
 from everfed.experiments.papers.measures import Sample
 from everfed.experiments.papers.planning import Cell, Experiment
 from everfed.experiments.papers.tables import find
 from everfed.experiments.papers.writing import Reproduction
-from everfed.experiments.sweeping import folder_name
 from everfed.naming import split_names
 from everfed.recipe import read
 

@@ -11,7 +11,7 @@ from everfed.errors import UserError
 from everfed.experiments.papers.records import Record, complete, settings_of
 from everfed.methods import registry as methods
 from everfed.recipe import parse_set, read
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import markdown_table
 
 PRECISION = "engine.precision"
 OPTION = "method."  # what the key of a method's option begins with

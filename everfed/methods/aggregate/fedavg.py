@@ -5,10 +5,9 @@ The robust reducers see every client's model, and give each the same weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from everfed.method import Aggregator, Client, Mean, Model, Reducer, Server, Values, option
+from everfed.method import Aggregator, Client, Mean, Model, Reducer, Server, option
 from everfed.methods.aggregate.robust import ClippedMean, GeometricMedian, Median, TrimmedMean
 
 REDUCERS = ("mean", "trimmed-mean", "median", "norm-clipping", "geometric-median")
@@ -46,7 +45,7 @@ class FedAvg(Aggregator):
                 f"weighting must be 'uniform' with reducer = {self.reducer!r}: weights are clients' claims"
             )
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         if self.reducer in _OF_UPDATES:
             update = ClippedMean(self.norm) if self.reducer == "norm-clipping" else GeometricMedian(self.liars)
             return {"update": update, "stats": Median(), "counters": Median()}
@@ -54,7 +53,7 @@ class FedAvg(Aggregator):
         mean = robust.get(self.reducer, Mean(weighted=self.weighting == "samples"))
         return {"params": mean, "stats": mean, "counters": mean}
 
-    def upload(self, client: Client) -> Values:
+    def upload(self, client: Client):
         values = dict(super().upload(client))
         if self.reducer in _OF_UPDATES:
             values["update"] = client.update

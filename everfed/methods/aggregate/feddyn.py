@@ -10,29 +10,12 @@ every w_k is x, h_k is the gradient of L_k at x, and these gradients sum to 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everfed.method import (
-    Aggregator,
-    Client,
-    Gradient,
-    Mean,
-    Model,
-    Optimizer,
-    Part,
-    Reducer,
-    Server,
-    Step,
-    Sum,
-    Values,
-    option,
-    refuse_personal,
-    refuse_pieces,
-)
+from everfed.method import SHARED, WHOLE, Aggregator, Client, Gradient, Mean, Model, Server, Step, Sum, option
 
 
 @dataclass(frozen=True)
@@ -41,24 +24,22 @@ class FedDyn(Aggregator):
 
     name = "feddyn"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        refuse_pieces(self, parts)
-        return ()
+    def needs(self):
+        return {SHARED, WHOLE}
 
     # on the client ---------------------------------------------------------------------------------------------------
     def gradient(self, step: Step, gradient: Gradient) -> Tensor:
         vector = gradient.vector.add(step.params - step.received, alpha=self.alpha)
         return vector - step.state["h"] if "h" in step.state else vector
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         if not client.synchronises:
             return {}
         client.state["h"] = client.state.get("h", 0.0) - self.alpha * client.update
         return {"clients": 1}
 
     # on the server ---------------------------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"params": Mean(), "stats": Mean(), "counters": Mean(), "clients": Sum()}
 
     def aggregate(self, server: Server) -> Model:

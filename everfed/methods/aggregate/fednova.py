@@ -10,24 +10,9 @@ update per step, and the server moves by the mean number of steps along the mean
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from everfed.method import (
-    Aggregator,
-    Client,
-    CompositionError,
-    Mean,
-    Model,
-    Optimizer,
-    Part,
-    Reducer,
-    Server,
-    Values,
-    option,
-    refuse_personal,
-    refuse_pieces,
-)
+from everfed.method import SHARED, WHOLE, Aggregator, Client, CompositionError, Mean, Model, Server, option
 
 
 @dataclass(frozen=True)
@@ -38,27 +23,27 @@ class FedNova(Aggregator):
 
     name = "fednova"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        refuse_pieces(self, parts)
+    def needs(self):
+        return {SHARED, WHOLE}
+
+    def check(self, parts, optimizer):
         if optimizer.kind != "sgd" or (optimizer.momentum and optimizer.state != "fresh"):
             raise CompositionError(
                 "part 'fednova' counts local steps of train.optimizer.kind = 'sgd' alone, with state = 'fresh' if it "
                 f"has momentum; got {optimizer.kind!r}, {optimizer.state!r}"
             )
-        return ()
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """d_i and |a_i|_1, which is added up between synchronisations."""
         steps = client.state.get("steps", 0.0) + steps_of(client.fitted.steps, client.options.optimizer.momentum)
         client.state = {} if client.synchronises else {"steps": steps}
         return {"update": client.update / steps, "steps": steps} if client.synchronises else {}
 
-    def upload(self, client: Client) -> Values:
+    def upload(self, client: Client):
         """What is not normalised: BatchNorm's statistics."""
         return {key: value for key, value in super().upload(client).items() if key != "params"}
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         mean = Mean(weighted=self.weighting == "samples")
         return {"update": mean, "steps": mean, "stats": mean, "counters": mean}
 

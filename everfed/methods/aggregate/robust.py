@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everfed.core.reduce import Reducer, Reducing, Shared
+from everfed.core.phase import Reducer, Reducing, Shared
 from everfed.core.tree import Tree
 from everfed.errors import Fault
 

@@ -10,13 +10,14 @@ and x becomes the mean of the y, as in FedAvg.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from everfed.method import (
     BEGIN,
+    SHARED,
+    WHOLE,
     Client,
     Cohort,
     CompositionError,
@@ -24,15 +25,11 @@ from everfed.method import (
     Optimizer,
     Part,
     Phase,
-    Reducer,
     Server,
     Step,
     Sum,
-    Values,
     When,
     option,
-    refuse_personal,
-    refuse_pieces,
 )
 
 
@@ -44,22 +41,22 @@ class Scaffold(Part):
 
     name = "scaffold"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        refuse_pieces(self, parts)
+    def needs(self):
+        return {SHARED, WHOLE}
+
+    def check(self, parts, optimizer):
         _require_plain_sgd(optimizer)
         if any(getattr(part, "weighting", None) == "samples" for part in parts):
             raise CompositionError("part 'scaffold' counts every client the same: method.fedavg.weighting = 'uniform'")
-        return ()
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         return [Phase("reset-variates", Cohort.SERVER, BEGIN, When.BEFORE, update=self.forget)] if self.reset else []
 
     def forget(self, server: Server) -> None:
         server.state = {}
 
     # on the client ---------------------------------------------------------------------------------------------------
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         return server.state
 
     def receive(self, client: Client) -> None:
@@ -72,7 +69,7 @@ class Scaffold(Part):
             gradient = Gradient.of(step.replica, gradient.vector - step.state["c"])
         return gradient.vector + step.message["c"] if "c" in step.message else gradient
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """Option II. Between synchronisations K eta is added up."""
         path = client.state.get("path", 0.0) + client.fitted.steps * client.rate
         if not client.synchronises:
@@ -88,7 +85,7 @@ class Scaffold(Part):
         return {"change": change}
 
     # on the server ---------------------------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"change": Sum()}
 
     def update(self, server: Server) -> None:

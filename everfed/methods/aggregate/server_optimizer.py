@@ -15,7 +15,6 @@ statistics stay those of the aggregate. A round in which no parameter changed, b
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +22,7 @@ import torch
 from torch import Tensor
 
 from everfed.core.tree import on_device
-from everfed.method import (
-    BEGIN,
-    Cohort,
-    CompositionError,
-    Optimizer,
-    Part,
-    Phase,
-    Server,
-    Tree,
-    When,
-    option,
-)
+from everfed.method import BEGIN, Cohort, CompositionError, Part, Phase, Server, Tree, When, option
 
 
 def _rate(default: float) -> Any:
@@ -54,13 +42,12 @@ class ServerOptimizer(Part, ABC):
     lr: float = _rate(1.0)
     reset: bool = option(False, about="begin anew with every task: momentum of an earlier one moves nothing")
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         others = [part.name for part in parts if isinstance(part, ServerOptimizer)]
         if len(others) > 1:
             raise CompositionError(f"a method has one server optimiser at most; got {', '.join(others)}")
-        return ()
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         return [Phase("reset-moments", Cohort.SERVER, BEGIN, When.BEFORE, update=self.forget)] if self.reset else []
 
     def forget(self, server: Server) -> None:

@@ -6,7 +6,7 @@ to task.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from everfed.core.handle import Handle
 from everfed.core.replica import frozen_forward
-from everfed.method import CompositionError, Model, Part, Step, overrides
+from everfed.method import Model, Step
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 
@@ -36,15 +36,6 @@ def frozen_pass(step: Step, model: Model, inputs: Tensor) -> tuple[Tensor, Tenso
     with in_precision(step.trainer), head_inputs(step.module) as seen:
         outputs: Tensor = frozen_forward(step.replica, model, inputs)
     return outputs.float(), seen[0].float()
-
-
-def refuse_changed_forward(part: Part, parts: Sequence[Part]) -> None:
-    """For parts that compare features with those of `frozen_pass`, which runs the network itself."""
-    for other in parts:
-        if overrides(other, "forward"):
-            raise CompositionError(
-                f"part {part.name!r} compares features of the network itself; {other.name!r} changes its forward pass"
-            )
 
 
 def soft_cross_entropy(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

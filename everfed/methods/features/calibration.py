@@ -12,7 +12,7 @@ that class. Clients send n, mean and variance of every class of which they have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import (
-    END,
-    Client,
-    Cohort,
-    Collect,
-    Layout,
-    Mean,
-    Phase,
-    Reducer,
-    Server,
-    State,
-    Sum,
-    Tree,
-    Values,
-    option,
-)
+from everfed.method import END, Client, Cohort, Collect, Layout, Mean, Phase, Reducer, Server, State, Sum, Tree, option
 from everfed.methods.common.features import head_entries, head_weight
 from everfed.methods.features.statistics import (
     ReplacesHead,
@@ -112,12 +97,12 @@ class CCVR(Calibration):
 
     name = "ccvr"
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         reduce: dict[str, Reducer] = {"counts": Sum(), "sums": Sum(), "squares": Sum(), "classes": Mean()}
         who = (Cohort.BOUNDARY, END)
         return (Phase("calibrate", *who, reduce=reduce, run=self._moments, update=self._calibrate),)
 
-    def _moments(self, client: Client) -> Values:
+    def _moments(self, client: Client):
         """Whole numbers, as in `statistics.py`: they do not depend on the partition."""
         if len(client.data) == 0:
             return {}
@@ -192,7 +177,7 @@ class HGP(Calibration):
 
     name = "hgp"
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """Of the trained model and the task's classes, without augmentation, in float64, which secure aggregation does
         not clip."""
         if not client.synchronises:
@@ -202,7 +187,7 @@ class HGP(Calibration):
         found = class_moments(client)
         return {**{key: v[classes] for key, v in zip(_MOMENTS, found, strict=True)}, "classes": classes}
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         how: Reducer = Collect() if self.levels == 2 else Sum()
         return {**dict.fromkeys(_MOMENTS, how), "classes": Collect() if self.levels == 2 else Mean()}
 
@@ -223,7 +208,7 @@ class HGP(Calibration):
                 for key, value in new.items()
             }
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         return (Phase("rebalance", Cohort.SERVER, update=self._rebalance),)
 
     def _rebalance(self, server: Server) -> None:

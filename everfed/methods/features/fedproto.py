@@ -9,30 +9,12 @@ there are none, and no term. Models are averaged, too; `fedproto-personal` share
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everfed.core.pieces import TrainsPieces
-from everfed.method import (
-    CLASSES,
-    AddsParameters,
-    Batch,
-    Client,
-    CompositionError,
-    Mean,
-    Optimizer,
-    Part,
-    Reducer,
-    Server,
-    Step,
-    Sum,
-    Values,
-    option,
-    refuse_personal,
-)
+from everfed.method import CLASSES, SHARED, WHOLE, AddsParameters, Batch, Client, Mean, Part, Server, Step, Sum, option
 from everfed.methods.common.features import keep_features, kept_features
 from everfed.methods.features.statistics import class_moments, class_numbers, of_all_classes, task_classes
 
@@ -48,15 +30,11 @@ class FedProto(Part):
 
     name = "fedproto"
 
-    def needs(self) -> set[str]:
-        return {CLASSES}
-
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        return ()
+    def needs(self):
+        return {CLASSES, SHARED}
 
     # on the client ---------------------------------------------------------------------------------------------------
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         return server.state
 
     def batches(self, step: Step) -> dict[str, Batch]:
@@ -74,7 +52,7 @@ class FedProto(Part):
     def _pulls(self, step: Step) -> bool:
         return bool(self.weight and step.message)
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """Of the task's classes, in float64, which secure aggregation does not clip."""
         if not self.weight or not client.synchronises:
             return {}
@@ -85,7 +63,7 @@ class FedProto(Part):
         return {"sums": sums, "counts": counts, "classes": classes}
 
     # on the server ---------------------------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"sums": Sum(), "counts": Sum(), "classes": Mean()}
 
     def update(self, server: Server) -> None:
@@ -106,11 +84,8 @@ class PersonalFedProto(AddsParameters, FedProto):
 
     name = "fedproto-personal"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        for part in parts:
-            if isinstance(part, TrainsPieces):
-                raise CompositionError(f"part {self.name!r} shares no parameters, but {part.name!r} averages some")
-        return ()
+    def needs(self):
+        return {CLASSES, WHOLE}
 
     def is_personal(self, parameter: str) -> bool:
         return True

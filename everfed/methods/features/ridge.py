@@ -24,7 +24,7 @@ K_c groups of all clients that are not empty, the server estimates, without bias
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.layout import head_name
-from everfed.core.pieces import TrainsPieces
+from everfed.core.layout import TrainsPieces, head_name
 from everfed.method import (
     ALWAYS,
     END,
@@ -48,15 +47,12 @@ from everfed.method import (
     Data,
     Layout,
     Mean,
-    Optimizer,
-    Part,
     Phase,
     Reducer,
     Server,
     State,
     Sum,
     Tree,
-    Values,
     option,
     overrides,
 )
@@ -115,7 +111,7 @@ class Ridge(ReplacesHead):
                 "train_first must be false with exchange = 'round': features still change in the first task"
             )
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         super().check(parts, optimizer)
         after = parts[parts.index(self) + 1 :]
         for part in parts:
@@ -131,7 +127,6 @@ class Ridge(ReplacesHead):
                 )
             if part in after and part.name in _ADDING:
                 raise CompositionError(f"part {part.name!r} adds samples to train on: it belongs before {self.name!r}")
-        return ()
 
     def init(self, side: Client | Server) -> None:
         super().init(side)
@@ -152,7 +147,7 @@ class Ridge(ReplacesHead):
             raise CompositionError(f"a part after {self.name!r} adds samples to train on: it belongs before it")
 
     # the sums --------------------------------------------------------------------------------------------------------
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         """Clients whose task ends (exchange = "task"), or all that are there."""
         own: dict[str, Reducer] = {"gram": Sum(), "products": Sum(), "counts": Sum()}
         if self.groups:
@@ -166,7 +161,7 @@ class Ridge(ReplacesHead):
         """How many pairs (G, Q) are sent: one, or one to fit and one to choose the penalty."""
         return 2 if self.penalty is None and self.classifier != "means" else 1
 
-    def _sums(self, client: Client) -> Values:
+    def _sums(self, client: Client):
         """Sums over the samples that were not counted before, by id."""
         counted = client.state.get("host", {}).get("counted", torch.zeros(0, dtype=torch.int64)).numpy()
         data = client.data.take(np.flatnonzero(~np.isin(client.data.ids, counted)))
@@ -176,7 +171,7 @@ class Ridge(ReplacesHead):
         client.state = {"host": {"counted": torch.from_numpy(np.concatenate([counted, data.ids]))}}
         return self._group_sums(client, data) if self.groups else self._whole_sums(client, data)
 
-    def _group_sums(self, client: Client, data: Data) -> Values:
+    def _group_sums(self, client: Client, data: Data):
         """{sums (pairs, groups, classes, M), counts (pairs, groups, classes)} of random groups of samples."""
         classes = self._classes(client)
         columns = columns_of(classes, client.facts.classes)
@@ -203,7 +198,7 @@ class Ridge(ReplacesHead):
     def _kind(self) -> torch.dtype:
         return torch.int64 if self.sums == "fixed" else torch.float64
 
-    def _whole_sums(self, client: Client, data: Data) -> Values:
+    def _whole_sums(self, client: Client, data: Data):
         """{gram (pairs, M (M + 1) / 2), products (pairs, M, classes), counts (pairs, classes)}."""
         classes = self._classes(client)
         columns = columns_of(classes, client.facts.classes)

@@ -8,7 +8,7 @@ not depend on how samples are divided among clients and tasks, on the engine, or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from everfed.core.layout import head_name, keeps_some
 from everfed.core.tree import on_device
-from everfed.method import CLASSES, Client, CompositionError, Data, Optimizer, Part, Personal, Server
+from everfed.method import CLASSES, Client, CompositionError, Data, Part, Personal, Server
 from everfed.methods.common.features import head, head_inputs, head_weight
 from everfed.methods.common.layers import in_precision
 
@@ -66,10 +66,10 @@ def class_moments(client: Client) -> tuple[Tensor, Tensor, Tensor]:
 class ReplacesHead(Part):
     """A part whose server makes the classifier's head, from features that are the same on every client."""
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {CLASSES}
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         others = [part.name for part in parts if isinstance(part, ReplacesHead)]
         if len(others) > 1:
             raise CompositionError(f"one part at most may replace the head; got {', '.join(others)}")
@@ -78,7 +78,6 @@ class ReplacesHead(Part):
                 raise CompositionError(
                     f"part {self.name!r} needs the same features on every client; {part.name!r} personalises the model"
                 )
-        return ()
 
     def init(self, side: Client | Server) -> None:
         """Refuse a network without a head that can be replaced, and data without one label a sample."""

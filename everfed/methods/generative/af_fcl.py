@@ -16,7 +16,7 @@ client has had so far, c' from those of earlier tasks. Features are taken in eva
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -48,9 +48,7 @@ from everfed.method import (
     Step,
     Substep,
     Table,
-    Tables,
     Tree,
-    Values,
     option,
 )
 from everfed.methods.common.features import head_inputs, network, span
@@ -92,7 +90,7 @@ class AFFCL(AddsParameters, Part):
 
     name = "af-fcl"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {BOUNDARIES, CLASSES}
 
     # the networks --------------------------------------------------------------------------------------------------
@@ -130,16 +128,15 @@ class AFFCL(AddsParameters, Part):
         )
 
     # before training -----------------------------------------------------------------------------------------------
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         """After a task's last round its clients receive the aggregate: the `last` of their next task."""
         needed = self.k_kd_last_cls or (self.k_loss_flow and self.k_flow_lastflow)
         return (Phase("last", Cohort.BOUNDARY, END, in_last_round=False, run=self._keep_last),) if needed else ()
 
-    def _keep_last(self, client: Client) -> Values:
+    def _keep_last(self, client: Client):
         client.state["last"] = dict(client.received)
-        return {}
 
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         """The labels of every batch of sampled features: of all clients' classes so far, and of earlier tasks."""
         if not self.k_loss_flow:
             return {}
@@ -156,10 +153,9 @@ class AFFCL(AddsParameters, Part):
         own["orders"] = permutations(width, random.key(client.seed, self.name, "permutations"))
         return tables
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """Nothing but the last model outlives a local training."""
         client.state = {name: value for name, value in client.state.items() if name == "last"}
-        return {}
 
     # step C: the classifier ----------------------------------------------------------------------------------------
     def objective(self, step: Step) -> Tensor:

@@ -15,7 +15,6 @@ clients' generators, which it must therefore see one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,15 +39,12 @@ from everfed.method import (
     Model,
     Optimizer,
     Phase,
-    Reducer,
     Schedule,
     Server,
     Step,
     Substep,
     Table,
-    Tables,
     Tree,
-    Values,
     option,
 )
 from everfed.methods.common.features import head_weight, span, through_head
@@ -86,7 +82,7 @@ class FedCIL(AddsParameters, Aggregator):
 
     name = "fedcil"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {BOUNDARIES, CLASSES}
 
     # the networks --------------------------------------------------------------------------------------------------
@@ -147,7 +143,7 @@ class FedCIL(AddsParameters, Aggregator):
             client.state = {} if latest is None else {"old": latest, "latest": latest}
         client.state["host"] = {**host, "current": torch.unique(torch.cat([host["current"], labels]))}
 
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         """The labels of every generated batch. old: replayed. known: for consistency, from a task's second round on."""
         own, rng = client.state, client.rng(self.name)
         past, current = own["host"]["past"].numpy(), own["host"]["current"].numpy()
@@ -204,7 +200,7 @@ class FedCIL(AddsParameters, Aggregator):
     def _live(self, step: Step) -> dict[str, Tensor]:
         return live_generator(step.module, self.name)
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """Keeps the generator, since a client cannot know which training is the task's last; sends its labels."""
         host, old = client.state["host"], client.state.get("old")
         latest = client.model["params"][self.generator_span(client.layout)].clone()
@@ -219,7 +215,7 @@ class FedCIL(AddsParameters, Aggregator):
     def _mean(self) -> Mean:
         return Mean(weighted=self.weighting == "samples")
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         statistics = {"stats": self._mean, "counters": self._mean}
         if not self.server_steps:
             return {"params": self._mean, **statistics}
@@ -236,7 +232,7 @@ class FedCIL(AddsParameters, Aggregator):
             model["params"] = server.model["params"] if found is None else found
         return model
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         chunks = -(-self.server_steps // self.server_chunk)
         return (Phase("consolidate", Cohort.SERVER, repeat=chunks, update=self._consolidate),) if chunks else ()
 

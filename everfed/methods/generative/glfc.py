@@ -15,7 +15,7 @@ perturbed prototypes (`prototypes.py`), the server reconstructs images from them
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,7 +41,6 @@ from everfed.method import (
     Server,
     Step,
     Tree,
-    Values,
     option,
 )
 from everfed.methods.common.layers import in_precision
@@ -84,7 +83,7 @@ class GLFC(Part):
 
     name = "glfc"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         """Boundaries only for a head that grows and for the model of a task's end; otherwise clients detect changes."""
         known = self.head == "seen" or self.old_model == "last"
         return {memory.NAME, CLASSES, *([BOUNDARIES] if known else [])}
@@ -95,7 +94,7 @@ class GLFC(Part):
             weights = initial_weights(_blueprint(side.facts), random.key(side.seed, "glfc/encoder"))["params"]
             side.state = {"encoder": weights, "best": 0.0, "reached": 0}
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         """An old model is of no use after the last round."""
         on_server = partial(Phase, cohort=Cohort.SERVER, in_last_round=False)
         if self.old_model == "last":
@@ -183,7 +182,7 @@ class GLFC(Part):
         here = slice(server.repeat * count, (server.repeat + 1) * count)
         return own["images"][here].to(server.device), own["labels"][here].to(server.device)
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         own = server.state
         since = {"previous": "previous_since", "current": "current_since", "old": "since"}
         message = {key: Cached(own[version], own[key]) for key, version in since.items() if key in own}
@@ -249,7 +248,7 @@ class GLFC(Part):
         mixed = torch.where(known, functional.softmax(among(old, known), dim=1), targets)
         return mixed / mixed.sum(1, keepdim=True)
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """A client that detected a change of task makes its prototypes, to be sent in a phase of their own."""
         own, host, data = client.state, client.of(memory.NAME)["host"], client.data
         client.state = {"learned": own["learned"]}
@@ -257,7 +256,6 @@ class GLFC(Part):
             settled = int(host["stored"]) - int(host["staged"])
             current = data.take(np.flatnonzero(~np.isin(data.ids, host["ids"][:settled].numpy())))
             client.state["prototypes"] = self._prototypes(client, own, current)
-        return {}
 
     def _prototypes(self, client: Client, own: Mapping[str, Tensor], data: Data) -> Tensor:
         """(k, E) for every current class, the gradient of its perturbed prototype."""
@@ -271,7 +269,7 @@ class GLFC(Part):
         weights = encoder.layout.named(own["encoder"].to(device))
         return torch.stack([encoded(encoder.module, weights, x, label) for x, label in zip(images, y, strict=True)])
 
-    def _send(self, client: Client) -> Values:
+    def _send(self, client: Client):
         """Send the prototypes, if there are any, and forget them."""
         return {"gradients": client.state.pop("prototypes")} if "prototypes" in client.state else {}
 

@@ -17,7 +17,6 @@ different clients.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -41,14 +40,11 @@ from everfed.method import (
     Model,
     Optimizer,
     Phase,
-    Reducer,
     Schedule,
     Server,
     Step,
     Table,
-    Tables,
     Tree,
-    Values,
     When,
     option,
 )
@@ -127,7 +123,7 @@ class Lander(AddsParameters, SyntheticReplay):
         return rows[: len(step.x)], rows[len(step.x) :]
 
     # on the client -------------------------------------------------------------------------------------------------
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         tables = super().plan(client, schedule)
         per_epoch = schedule.steps // client.options.local_epochs
         share, weights = torch.tensor(1 / per_epoch), self._weights(client)
@@ -171,11 +167,11 @@ class Lander(AddsParameters, SyntheticReplay):
         own["first"].add_(step.rows["first"][0] * own["share"] * own.pop("now"))
         own.pop("features")
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """The mean loss of the first local epoch."""
         return {"loss": client.state["first"]}
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"loss": Mean(weighted=True)}
 
     # on the server -------------------------------------------------------------------------------------------------
@@ -186,7 +182,7 @@ class Lander(AddsParameters, SyntheticReplay):
         elif isinstance(side, Server):
             side.state = {"anchors": read_anchors(self.anchors, side.facts.classes, self.width)}
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         start = Phase("start", Cohort.SERVER, FIRST, When.BEFORE, update=self._start)
         restore = Phase("restore", Cohort.SERVER, END, update=self._restore)
         return (start, *([restore] if self.model == "best" else []), *super().phases())
@@ -222,7 +218,7 @@ class Lander(AddsParameters, SyntheticReplay):
         server.model = dict(server.state["best"])
         self._first(server)
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         return {"anchors": Cached("anchors", server.state["anchors"]), **super().broadcast(server)}
 
     @property

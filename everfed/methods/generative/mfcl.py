@@ -14,7 +14,7 @@ The first task is FedAvg. No data is kept, and the server needs nothing but the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed.core import random
-from everfed.core.ops import cross_entropy
 from everfed.core.replica import frozen_forward, initial_weights
+from everfed.core.stream import cross_entropy
 from everfed.method import (
     BOUNDARIES,
     CLASSES,
     END,
+    SHARED,
     TOGETHER,
     Batch,
     Cached,
@@ -35,17 +36,13 @@ from everfed.method import (
     Cohort,
     CompositionError,
     Facts,
-    Optimizer,
     Part,
     Phase,
     Schedule,
     Server,
     Step,
-    Tables,
     Tree,
-    Values,
     option,
-    refuse_personal,
 )
 from everfed.methods.common.features import head, head_weight, through_head
 from everfed.methods.common.layers import in_precision
@@ -114,13 +111,9 @@ class MFCL(Part):
                 "w_content, w_div, w_bn and w_prior must not all be 0; got nothing to train a generator on"
             )
 
-    def needs(self) -> set[str]:
+    def needs(self):
         """One generator serves all clients, so their old classes must be the same."""
-        return {BOUNDARIES, TOGETHER, CLASSES}
-
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        return ()
+        return {BOUNDARIES, TOGETHER, CLASSES, SHARED}
 
     # the server ------------------------------------------------------------------------------------------------------
     @property
@@ -148,7 +141,7 @@ class MFCL(Part):
                 "mfcl.w_bn needs BatchNorm statistics on the server: set model.batchnorm = 'mean', or mfcl.w_bn = 0"
             )
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         chunks = -(-self.gen_steps // self.gen_chunk) if self.syn_batch else 1
         return (Phase(PHASE, Cohort.SERVER, END, repeat=chunks, in_last_round=False, update=self._invert),)
 
@@ -182,7 +175,7 @@ class MFCL(Part):
         for term, mean in own["terms"].items():
             server.report(term, mean)
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         own = server.state
         return {name: Cached(own["since"], own[name]) for name in ("teacher", "generator") if name in own}
 
@@ -199,12 +192,11 @@ class MFCL(Part):
         return images, only(outputs, _mask(server, range(own["tasks"])).to(trainer.device)).argmax(1)
 
     # the client ------------------------------------------------------------------------------------------------------
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         """Masks of the classes of earlier tasks, of this task, and of all tasks so far."""
         now = client.task or 0
         tasks = {"old": tasks_before(client), "new": range(now, now + 1), "seen": range(now + 1)}
         client.state = {name: _mask(client, which) for name, which in tasks.items()}
-        return {}
 
     def forward(self, module: nn.Module, x: Tensor, own: Tree, message: Tree) -> Tensor:
         """The model's own outputs; when there is a teacher, training keeps the features for the losses."""

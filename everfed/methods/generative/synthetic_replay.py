@@ -8,7 +8,6 @@ with statistics of its own. Every real sample is used once an epoch; the pool is
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +18,13 @@ from everfed.method import (
     BOUNDARIES,
     CLASSES,
     END,
+    SHARED,
     TOGETHER,
     Batch,
     Cached,
     Client,
     Cohort,
     CompositionError,
-    Optimizer,
     Part,
     Phase,
     Schedule,
@@ -33,10 +32,8 @@ from everfed.method import (
     Step,
     Table,
     Tables,
-    Values,
     option,
     overrides,
-    refuse_personal,
 )
 from everfed.methods.common.teacher import among, classes_of, mask_of, soft_cross_entropy, tasks_before
 from everfed.methods.generative.image_pool import cycled, draw_geometry
@@ -77,17 +74,15 @@ class SyntheticReplay(Part):
         about="doublings of the side in the generator (code: 2); 0: 2 below 64 pixels, 3 below 128, 4 from there",
     )
 
-    def needs(self) -> set[str]:
+    def needs(self):
         """One pool serves all clients, so their old classes must be the same."""
-        return {BOUNDARIES, TOGETHER, CLASSES}
+        return {BOUNDARIES, TOGETHER, CLASSES, SHARED}
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         """The objective is over the new classes only, so other parts may not replay samples."""
-        refuse_personal(self, parts)
         for other in parts:
             if other is not self and overrides(other, "batches"):
                 raise CompositionError(f"part {self.name!r} trains on its own synthetic images; remove {other.name!r}")
-        return ()
 
     # what subclasses define ----------------------------------------------------------------------------------------
     @property
@@ -144,7 +139,7 @@ class SyntheticReplay(Part):
                 f"{key} needs BatchNorm statistics on the server: set model.batchnorm = 'mean', or {key} = 0"
             )
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         """Images are made after every task but the last, if clients distil."""
         if not self.distils:
             return ()
@@ -170,7 +165,7 @@ class SyntheticReplay(Part):
             server.report("loss", float(own["work"]["loss"]))
             server.report("images", float(len(own["pool"])))
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         own = server.state
         return {key: Cached(own["since"], own[key]) for key in ("teacher", "pool")} if "teacher" in own else {}
 
@@ -184,7 +179,7 @@ class SyntheticReplay(Part):
         return trainer.stream.inputs(images), among(trainer.outputs(own["teacher"], images), known).argmax(1)
 
     # on the client -------------------------------------------------------------------------------------------------
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         """Masks of the old and the new classes, except in the first task; the images of each step."""
         pool, task = client.message.get("pool"), client.task
         size = 0 if pool is None else len(pool)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core.trainer import Trainer
-from everfed.method import Client, Collect, Part, Reducer, Server, Values, option
+from everfed.method import Client, Collect, Part, Server, option
 from everfed.methods.common.features import head_inputs
 from everfed.methods.common.layers import in_precision
 
@@ -74,7 +74,7 @@ class FeatureShift(Part):
 
     name = "monitor"
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"shift": Collect()}
 
     def receive(self, client: Client) -> None:
@@ -91,7 +91,7 @@ class FeatureShift(Part):
         known = Reference(*(own[key].to(features.device) for key in Reference.__dataclass_fields__))
         client.state = {**vars(known.updated(features, self.window)), "shift": known.moved(features)}
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         shift = client.state.get("shift")
         return {} if shift is None or not client.synchronises else {"shift": shift}
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import Client, Data, Gradient, Layout, Model, Optimizer, Part, Personal, Step, Values, option
+from everfed.method import Client, Data, Gradient, Layout, Model, Optimizer, Part, Personal, Step, option
 from everfed.methods.common.features import network, span
 
 
@@ -98,10 +98,9 @@ class ALA(Personal):
         mine, weights = own["own"].to(params.device), own["weights"].to(params.device)
         return _mixed(model, where, mine + weights * (params[where] - mine))  # Eq. 2
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """Keep what the next mixture needs of the trained model: its upper layers."""
         client.state["own"] = client.model["params"][self.upper(client.layout)].clone()
-        return {}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ by which the server weighs the bases: theta = sum_k (T_k / sum T) theta_k. A cli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +31,8 @@ from everfed.method import (
     Optimizer,
     Part,
     Personal,
-    Reducer,
     Server,
     Step,
-    Values,
     option,
 )
 from everfed.methods.common.features import class_means, features, through_head
@@ -52,7 +49,7 @@ class FedAS(AddsParameters, Aggregator, Personal):
 
     name = "fedas"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {CLASSES}
 
     def is_personal(self, parameter: str) -> bool:
@@ -85,12 +82,12 @@ class FedAS(AddsParameters, Aggregator, Personal):
         )
         client.model = {**client.model, "params": fitted.model["params"]}
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         client.state = {key: value.clone() for key, value in client.model.items()}
         return {"trace": fisher_trace(client)}
 
     # on the server -----------------------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"params": Collect(), "trace": Collect(), "stats": Mean(), "counters": Mean()}
 
     def aggregate(self, server: Server) -> Model:

@@ -39,7 +39,6 @@ from everfed.method import (
     Server,
     Step,
     Tree,
-    Values,
     When,
     option,
 )
@@ -68,7 +67,7 @@ class DBE(AddsParameters, Part):
         return outputs
 
     # the consensus -----------------------------------------------------------------------------------------------
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         consensus = Phase(
             "features",
             cohort=Cohort.ALL,
@@ -80,7 +79,7 @@ class DBE(AddsParameters, Part):
         )
         return (consensus,) if self.weight else ()
 
-    def _features(self, client: Client) -> Values:
+    def _features(self, client: Client):
         """One local training without c_k, of which only the running mean is kept."""
         if len(client.data) == 0:
             return {}
@@ -92,7 +91,7 @@ class DBE(AddsParameters, Part):
         if server.reduced.get("mean") is not None:
             server.state = {"mean": server.reduced["mean"]}
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         return {"mean": Cached("consensus", server.state["mean"])} if server.state else {}
 
     def receive(self, client: Client) -> None:

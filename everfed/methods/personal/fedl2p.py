@@ -23,7 +23,7 @@ it at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,10 +35,9 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from everfed.core.pieces import TrainsPieces
 from everfed.method import (
+    WHOLE,
     Client,
-    CompositionError,
     Data,
     Gradient,
     Layout,
@@ -51,7 +50,6 @@ from everfed.method import (
     Server,
     Step,
     Tree,
-    Values,
     option,
 )
 from everfed.methods.common.features import network
@@ -87,13 +85,8 @@ class FedL2P(Personal):
 
     name = "fedl2p"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        for part in parts:
-            if isinstance(part, TrainsPieces):
-                raise CompositionError(
-                    f"part {self.name!r} fine-tunes all layers, but {part.name!r} trains some at a time"
-                )
-        return ()
+    def needs(self):
+        return {WHOLE}
 
     def nets(self, layout: Layout) -> MetaNets:
         return MetaNets(Sites.of(layout), self.hidden, self.base_rate, self.limit)
@@ -105,11 +98,11 @@ class FedL2P(Personal):
                 torch.default_generator.manual_seed(side.key("meta-nets"))
                 side.state["meta"] = self.nets(side.layout).vector()
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         reduce = {"meta": Mean(weighted=True)}
         return (Phase("meta", reduce=reduce, broadcast=self._send, run=self._meta, update=self._average),)
 
-    def _send(self, server: Server) -> Values:
+    def _send(self, server: Server):
         return server.state
 
     def _average(self, server: Server) -> None:
@@ -126,7 +119,7 @@ class FedL2P(Personal):
             outputs = module(x)
         return outputs
 
-    def _meta(self, client: Client) -> Values:
+    def _meta(self, client: Client):
         """Fine-tune by the meta-nets, keep that model, and send better meta-nets."""
         if len(client.data) < 2:
             return {}

@@ -23,7 +23,7 @@ prediction with the least entropy counts; where the task is known (`task` logits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -50,15 +50,11 @@ from everfed.method import (
     Layout,
     Mean,
     Model,
-    Optimizer,
-    Part,
     Personal,
     Phase,
-    Reducer,
     Server,
     Step,
     Tree,
-    Values,
     When,
     option,
     overrides,
@@ -86,10 +82,10 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
 
     name = "fedweit"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {BOUNDARIES, CLASSES}
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         others = [p.name for p in parts if p is not self and (overrides(p, "gradient") or overrides(p, "loss"))]
         if others:
             raise CompositionError(
@@ -160,7 +156,7 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
         return vector
 
     # a client's rounds -------------------------------------------------------------------------------------------
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         """`base` gives every client the first model, which it keeps where no client ever sends a value."""
         base = Phase("base", cohort=Cohort.ALL, rounds=FIRST, when=When.BEFORE, run=self._keep_base)
         publish = Phase(
@@ -220,7 +216,7 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
             own["start"] = {e.name: e.view(own["base"]).clone() for e in layers}
             own["protect"] = {e.name: sum(m[e.name].sigmoid().square() for m in masks) for e in layers}
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         own, w = client.state, client.model["params"]
         kept = self._keep(client, own.pop("knowledge", None))
         own["tasks"] = {**own.get("tasks", {}), str(client.task): kept}
@@ -257,12 +253,11 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
             "kept": torch.cat([kept[e.name] for e in layers]),
         }
 
-    def _keep_base(self, client: Client) -> Values:
+    def _keep_base(self, client: Client):
         first = client.model["params"][: client.layout.shared]
         client.state |= {"base": first, "first": first}
-        return {}
 
-    def _publish(self, client: Client) -> Values:
+    def _publish(self, client: Client):
         """A, of a client that trained on this task."""
         own, w = client.state, client.model["params"]
         if own.get("host", {}).get("task") != client.task or str(client.task) not in own.get("tasks", {}):
@@ -272,10 +267,10 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
         return {"adaptive": sparse(pruned(torch.cat(adaptive), self.sparsity))}
 
     # the server --------------------------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"channels": Collect(), "stats": Mean(), "counters": Mean()}
 
-    def upload(self, client: Client) -> Values:
+    def upload(self, client: Client):
         """Statistics; the channels of B are part of `reply`."""
         return {key: value for key, value in super().upload(client).items() if key != "params"}
 
@@ -296,7 +291,7 @@ class FedWeIT(AddsParameters, Aggregator, Personal):
             knowledge = {str(client): tree for client, tree in adaptives.items()}
             server.state = {"knowledge": knowledge, "since": server.round}
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         own = server.state
         return {"knowledge": Cached(own["since"], own["knowledge"])} if own else {}
 

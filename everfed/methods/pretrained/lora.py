@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from everfed.core.pieces import Spans
+from everfed.core.layout import Spans
 from everfed.method import BEGIN, AddsParameters, Cohort, CompositionError, Layout, Phase, Server, When, option
 from everfed.methods.pretrained.piecewise import Piecewise, at_task, head_pieces, of_task, row_of, task_of
 from everfed.models import lora
@@ -29,7 +29,7 @@ from everfed.models import lora
 class TaskAdapted(Piecewise):
     """Factors of its own for every task; a round trains the current task's and the head's rows of its classes."""
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         return (Phase("adapter", cohort=Cohort.SERVER, rounds=BEGIN, when=When.BEFORE, update=self.begin),)
 
     def begin(self, server: Server) -> None:

@@ -17,7 +17,7 @@ of the tasks' updates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from everfed.method import (
     END,
+    SHARED,
     Aggregator,
     Cached,
     Client,
@@ -33,15 +34,10 @@ from everfed.method import (
     Layout,
     Mean,
     Model,
-    Optimizer,
-    Part,
     Phase,
-    Reducer,
     Server,
     Sum,
-    Values,
     option,
-    refuse_personal,
 )
 from everfed.methods.common.features import head_entries
 from everfed.methods.pretrained.lora import LoRA
@@ -78,17 +74,18 @@ class LoRM(LoRA, Aggregator):
     name = "lorm"
     merge = "grams"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
+    def check(self, parts, optimizer):
         if any(part.name == "fedgp" for part in parts):
             raise CompositionError(
                 "part 'fedgp' keeps the gradient of one round's parameters for the next round, but 'lorm' trains other "
                 "factors in it; use fedgp+lora"
             )
-        return ()
+
+    def needs(self):
+        return {*super().needs(), SHARED}
 
     # which factor, which classes -------------------------------------------------------------------------------------
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         end = Phase(
             "grams",
             cohort=Cohort.ALL,
@@ -113,13 +110,13 @@ class LoRM(LoRA, Aggregator):
         idle = {"B": "A/", "A": "B/"}[self.factor(server)]
         return super().trained(piece, server) and not piece.startswith(idle)
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         if not server.state:  # before the first task began
             return {}
         return {"factor": self.factor(server), "classes": Cached(task_of(server), server.state["classes"])}
 
     # clients ---------------------------------------------------------------------------------------------------------
-    def reply(self, client: Client) -> Values | None:
+    def reply(self, client: Client):
         super().reply(client)
         own = client.message
         if not own or not client.synchronises:
@@ -144,11 +141,11 @@ class LoRM(LoRA, Aggregator):
             sent["bias"] = new[bias[0].name][rows]
         return sent
 
-    def upload(self, client: Client) -> Values:
+    def upload(self, client: Client):
         """Nothing: all that is sent is in `reply`."""
         return {}
 
-    def _task_grams(self, client: Client) -> Values:
+    def _task_grams(self, client: Client):
         names = layers_of(client.layout)
         if len(client.data) == 0:
             return {}
@@ -156,7 +153,7 @@ class LoRM(LoRA, Aggregator):
         return {"grams": packed([found[name] for name in names])}
 
     # the server -------------------------------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         sums = (f"{kind}/{key}" for kind in ("A", "B", "head") for key in ("products", "grams"))
         return {**{key: Sum() for key in sums}, "bias": Mean(weighted=True)}
 

@@ -8,20 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from everfed.core.pieces import Spans, trained_spans
-from everfed.method import (
-    BOUNDARIES,
-    TOGETHER,
-    Client,
-    Entry,
-    Gradient,
-    Layout,
-    Model,
-    Part,
-    Server,
-    Step,
-    Values,
-)
+from everfed.core.layout import Spans, trained_spans
+from everfed.method import BOUNDARIES, TOGETHER, Client, Entry, Gradient, Layout, Model, Part, Server, Step
 from everfed.methods.common.features import head_entries
 
 
@@ -31,7 +19,7 @@ class Piecewise(Part):
 
     changes = frozenset()
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {BOUNDARIES, TOGETHER}
 
     def receive(self, client: Client) -> None:
@@ -52,7 +40,7 @@ class Piecewise(Part):
         if mask is not None:
             step.params.copy_(torch.where(mask, step.params, step.received))
 
-    def reply(self, client: Client) -> Values | None:
+    def reply(self, client: Client):
         client.state.pop("mask", None)
         return None
 

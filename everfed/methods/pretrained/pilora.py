@@ -17,7 +17,6 @@ and the nearest prototype; the authors' code scores later tasks with the first o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import random
-from everfed.core.pieces import Spans, cut, joined, pasted
+from everfed.core.layout import Spans, cut, joined, pasted
 from everfed.method import (
     CLASSES,
+    SHARED,
     AddsParameters,
     Aggregator,
     Cached,
@@ -37,14 +37,9 @@ from everfed.method import (
     Layout,
     Mean,
     Model,
-    Optimizer,
-    Part,
-    Reducer,
     Server,
     Step,
-    Values,
     option,
-    refuse_personal,
 )
 from everfed.methods.common.features import head_weight
 from everfed.methods.features.statistics import ReplacesHead, class_moments
@@ -72,15 +67,13 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
         if not self.blocks:
             raise ValueError("blocks must name at least one block; got none")
 
-    def needs(self) -> set[str]:
-        return super().needs() | {CLASSES}
+    def needs(self):
+        return super().needs() | {CLASSES, SHARED}
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
+    def check(self, parts, optimizer):
         for part in parts:
             if isinstance(part, ReplacesHead):
                 raise CompositionError(f"part {self.name!r} has prototypes in place of the head of {part.name!r}")
-        return ()
 
     def adapt(self, module: nn.Module, server: Server) -> None:
         """Freeze the network, give blocks factors for all tasks, and put prototypes in the place of the head."""
@@ -102,7 +95,7 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
         super().begin(server)
         server.state = {"classes": torch.tensor(server.trainer.stream.labels(task_of(server)))}
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         if not server.state:  # before the first task began
             return {}
         return {"classes": Cached(task_of(server), server.state["classes"])}
@@ -114,7 +107,7 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
         penalties = (self.sparsity * layer.size() + self.orthogonality * layer.overlap() for layer in layers)
         return self.pull * near + sum(penalties, torch.zeros_like(near))
 
-    def reply(self, client: Client) -> Values | None:
+    def reply(self, client: Client):
         """Mean features of the task's classes that the client has, in one pass after training."""
         super().reply(client)
         if not client.message or not client.synchronises:
@@ -124,7 +117,7 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
         labels = classes[counts[classes] > 0]
         return {"labels": labels, "features": (sums / counts.clamp(min=1).unsqueeze(1))[labels].float()}
 
-    def upload(self, client: Client) -> Values:
+    def upload(self, client: Client):
         if not client.message:
             return {}
         layout, params = client.layout, client.model["params"]
@@ -133,7 +126,7 @@ class PILoRA(AddsParameters, TaskAdapted, Aggregator):
         return {"adapter": adapter, "prototypes": prototypes[client.message["classes"].to(params.device)]}
 
     # the server ------------------------------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         single = ("prototypes", "labels", "features")
         return {"adapter": Mean(weighted=True), **{key: Collect() for key in single}}
 

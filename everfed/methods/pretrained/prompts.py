@@ -8,7 +8,7 @@ tasks stay as they are. L2P has one pool for all tasks and needs no boundaries.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -16,27 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from everfed.core import random
-from everfed.core.pieces import Spans
+from everfed.core.layout import Spans
 from everfed.method import (
     BEGIN,
+    PLAIN,
+    SHARED,
     AddsParameters,
     Batch,
     Cohort,
     CompositionError,
     Layout,
     Model,
-    Optimizer,
     Part,
     Phase,
     Server,
     Step,
-    Values,
     When,
     option,
-    refuse_personal,
 )
 from everfed.methods.common.features import keep_features, kept_features
-from everfed.methods.common.teacher import frozen_pass, refuse_changed_forward
+from everfed.methods.common.teacher import frozen_pass
 from everfed.methods.pretrained.piecewise import Piecewise, at_task, head_pieces, of_task, row_of, task_of
 from everfed.models import lora
 from everfed.models.prompts import CLOCK, CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts, TaskPrompts
@@ -92,7 +91,7 @@ class TaskPrompted(AddsParameters, Piecewise):
     def build(self, vit: ViT, server: Server) -> Prompts:
         """The prompts of all tasks, the same in every process."""
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         return (Phase("prompts", cohort=Cohort.SERVER, rounds=BEGIN, when=When.BEFORE, update=self._next),)
 
     def _next(self, server: Server) -> None:
@@ -178,12 +177,10 @@ class FedCPrompt(PromptCODA):
     name = "fed-cprompt"
     softmax = True
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        refuse_changed_forward(self, parts)
-        return ()
+    def needs(self):
+        return {*super().needs(), SHARED, PLAIN}
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         return {"contrast": 1} if server.task else {}
 
     def batches(self, step: Step) -> dict[str, Batch]:
@@ -257,7 +254,7 @@ class PromptShared(TaskPrompted):
     def build(self, vit: ViT, server: Server) -> Prompts:
         return SharedPrompts(existing(self, vit, "blocks"), self.length, vit.width, random.key(server.seed, self.name))
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         """Nothing begins with a task."""
         return ()
 

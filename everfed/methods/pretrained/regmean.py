@@ -11,15 +11,16 @@ off-diagonal entries times `alpha`; alpha = 0 needs the diagonal alone. All sums
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from everfed.core.pieces import Spans, cut, pasted, rest
+from everfed.core.layout import Spans, cut, pasted, rest
 from everfed.method import (
+    SHARED,
     AddsParameters,
     Aggregator,
     Client,
@@ -27,14 +28,9 @@ from everfed.method import (
     Layout,
     Mean,
     Model,
-    Optimizer,
-    Part,
-    Reducer,
     Server,
     Sum,
-    Values,
     option,
-    refuse_personal,
 )
 from everfed.methods.common.features import network
 from everfed.methods.common.layers import in_precision
@@ -51,9 +47,8 @@ class RegMean(AddsParameters, Aggregator):
 
     name = "regmean"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        return ()
+    def needs(self):
+        return {SHARED}
 
     def adapt(self, module: nn.Module, server: Server) -> None:
         """Refuse networks with matrices that are no linear layer's."""
@@ -65,11 +60,11 @@ class RegMean(AddsParameters, Aggregator):
                     "use method fedavg"
                 )
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         mean = Mean(weighted=True)
         return {"products": Sum(), "grams": Sum(), "others": mean, "stats": mean, "counters": mean}
 
-    def reply(self, client: Client) -> Values | None:
+    def reply(self, client: Client):
         if not client.synchronises:
             return None
         names = matrices(client.layout)
@@ -80,7 +75,7 @@ class RegMean(AddsParameters, Aggregator):
         products = [times(update, gram).flatten() for update, gram in zip(moved, grams, strict=True)]
         return {"products": torch.cat(products), "grams": packed(grams)}
 
-    def upload(self, client: Client) -> Values:
+    def upload(self, client: Client):
         """What is averaged: biases, norms, embeddings of positions, statistics."""
         statistics = {key: value for key, value in super().upload(client).items() if key != "params"}
         return {"others": cut(client.model["params"], _others(client.layout)), **statistics}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from everfed.method import Client, Gradient, Part, Schedule, Step, Tables, option
+from everfed.method import Client, Gradient, Part, Schedule, Step, option
 from everfed.methods.replay import memory
 
 
@@ -18,10 +18,10 @@ class AGEM(Part):
 
     name = "agem"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {memory.NAME}
 
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         return {"rows": memory.replay_rows(client, self.batch, self.name)}
 
     def gradient(self, step: Step, gradient: Gradient) -> Gradient:

@@ -13,26 +13,11 @@ sends its update a second time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import (
-    BOUNDARIES,
-    HISTORY,
-    Client,
-    Collect,
-    Data,
-    Fitted,
-    Mean,
-    Part,
-    Reducer,
-    Server,
-    Values,
-    option,
-)
+from everfed.method import BOUNDARIES, HISTORY, Client, Collect, Data, Fitted, Mean, Part, Server, option
 from everfed.methods.project.fedomg import mean_cosine, report_angles
 from everfed.methods.project.stamp import train_clone
 
@@ -44,10 +29,10 @@ class Angles(Part):
 
     name = "angles"
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {BOUNDARIES, HISTORY}
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         if (client.round + 1) % self.every:
             return {}
         values, theta = {"update": client.update}, client.model["params"]
@@ -64,7 +49,7 @@ class Angles(Part):
             data = data.take(client.rng(tag).permutation(len(data))[: self.samples])
         return train_clone(client, client.model, data, moments=_moments(client.fitted), tag=tag)
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"update": Collect(), "cosine": Mean(), "tasks": Mean()}
 
     def update(self, server: Server) -> None:

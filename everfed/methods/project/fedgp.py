@@ -10,27 +10,24 @@ It needs no task boundaries, goes on top of any method, and is the last rule bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everfed.core.gradient import squared_norm
+from everfed.core.replica import squared_norm
 from everfed.method import (
+    SHARED,
     Client,
     CompositionError,
     Gradient,
     Mean,
-    Optimizer,
     Part,
     Phase,
     Server,
     Step,
-    Values,
     option,
     overrides,
-    refuse_personal,
 )
 from everfed.methods.replay import memory
 
@@ -46,11 +43,10 @@ class FedGP(Part):
 
     name = "fedgp"
 
-    def needs(self) -> set[str]:
-        return {memory.NAME}
+    def needs(self):
+        return {memory.NAME, SHARED}
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
+    def check(self, parts, optimizer):
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]
         if later:
             raise CompositionError(f"fedgp must be the last gradient rule; move {', '.join(later)} before it")
@@ -60,10 +56,10 @@ class FedGP(Part):
             return (f"fedgp with {' and '.join(changed)}: the update, unlike the gradient, may oppose the reference",)
         return ()
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         return (Phase("reference", reduce={"gradient": Mean()}, run=self._buffer_gradient, update=self._keep),)
 
-    def _buffer_gradient(self, client: Client) -> Values:
+    def _buffer_gradient(self, client: Client):
         """ComputeBufferGrad (Algorithm 3): labels, not logits, and the plain task loss."""
         x, y = memory.sample(client, self.samples)
         return {"gradient": client.gradient(x, y, mode=self.mode)} if len(x) else {}
@@ -73,7 +69,7 @@ class FedGP(Part):
         mean = server.reduced.get("gradient")
         server.state = {} if mean is None else {"reference": finite(mean, "the mean buffer gradient")}
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         return server.state
 
     def receive(self, client: Client) -> None:

@@ -9,12 +9,12 @@ trainable parameters are matched; BatchNorm statistics are averaged as under Fed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import Aggregator, Client, Collect, Mean, Model, Reducer, Server, Values, option
+from everfed.method import Aggregator, Client, Collect, Mean, Model, Server, option
 from everfed.methods.project.matching import KAPPA, SCALE, SOLVER, Scale, Solver, match_gradients, pairwise_cosines
 
 
@@ -35,16 +35,16 @@ class FedOMG(Aggregator):
 
     name = "fedomg"
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         mean = Mean(weighted=self.weighting == "samples")
         return {"update": Collect(), "samples": Collect(), "stats": mean, "counters": mean}
 
-    def upload(self, client: Client) -> Values:
+    def upload(self, client: Client):
         """The update rather than the model: as many bytes, and the server need not hold both."""
         statistics = {key: value for key, value in super().upload(client).items() if key != "params"}
         return {"update": client.update, **statistics}
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """The number of samples, where it is the client's weight: a plain number, which costs no payload."""
         return {"samples": client.fitted.samples} if self.weighting == "samples" else {}
 

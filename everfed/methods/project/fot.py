@@ -16,8 +16,7 @@ Biases, BatchNorm and the head are never projected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +37,10 @@ from everfed.method import (
     Entry,
     Mean,
     Model,
-    Optimizer,
     Part,
     Phase,
     Server,
     Sum,
-    Values,
     option,
 )
 from everfed.methods.common.layers import fan_in, hidden_weights, in_precision
@@ -71,11 +68,11 @@ class FOT(Part):
 
     name = "fot"
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         # what is protected once one client has finished a task is what the others would still have to learn
         return {TOGETHER}
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         if any(isinstance(part, Aggregator) and getattr(part, "weighting", "") == "samples" for part in parts):
             return ("fot: its authors average clients uniformly; method.weighting is 'samples'",)
         return ()
@@ -88,7 +85,7 @@ class FOT(Part):
                 "frozen networks have none"
             )
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         reduce = {"sketch": Sum(), "outside": Mean(weighted=True)}
         return [
             Phase(
@@ -119,11 +116,11 @@ class FOT(Part):
         server.model = {**server.model, "params": old - update}
 
     # at a task's end, on clients ---------------------------------------------------------------------------------
-    def send_bases(self, server: Server) -> Values:
+    def send_bases(self, server: Server):
         bases = server.state.get("bases")
         return {"bases": bases} if bases else {}
 
-    def sketch(self, client: Client) -> Values:
+    def sketch(self, client: Client):
         """{sketch: all layers' A one after the other, outside: (layers,) rho}."""
         data = client.data
         if len(data) == 0:

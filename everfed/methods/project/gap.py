@@ -12,13 +12,12 @@ earlier than the next round would; at the very end of a run that is one model mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from everfed.core.evaluate import EvalSpec, score_tasks
-from everfed.method import BOUNDARIES, HELD_OUT, Client, Part, Phase, Reducer, Server, Sum, Values
+from everfed.method import BOUNDARIES, HELD_OUT, Client, Part, Phase, Reducer, Server, Sum
 from everfed.metrics.alignment import local_global_gap
 
 COUNTS: Mapping[str, Reducer] = {"correct": Sum(), "samples": Sum()}
@@ -28,17 +27,17 @@ COUNTS: Mapping[str, Reducer] = {"correct": Sum(), "samples": Sum()}
 class Gap(Part):
     name = "gap"
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {BOUNDARIES, HELD_OUT}
 
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return COUNTS
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         return [Phase("gap", reduce=COUNTS, run=self.score_shared, update=self.compare)]
 
     # the clients' models -----------------------------------------------------------------------------------------
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         return _counts(client, {})
 
     def update(self, server: Server) -> None:
@@ -47,7 +46,7 @@ class Gap(Part):
         server.state = {} if accuracy is None else {"local": accuracy}
 
     # the shared model --------------------------------------------------------------------------------------------
-    def score_shared(self, client: Client) -> Values:
+    def score_shared(self, client: Client):
         """On the clients that trained, so that both models are scored on the same tests."""
         return _counts(client, client.messages) if len(client.data) else {}
 
@@ -60,7 +59,7 @@ class Gap(Part):
         server.state = {}
 
 
-def _counts(client: Client, messages: Mapping[str, Any]) -> Values:
+def _counts(client: Client, messages: Mapping[str, Any]):
     """Of the client's current model. Plain numbers, which cost no payload."""
     task = client.task or 0
     spec, where = EvalSpec((task,), task + 1), (client.states, dict(messages), client.id)

@@ -14,8 +14,7 @@ rows of Q are the top right singular vectors of the old rows, each at its singul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 
@@ -65,10 +64,10 @@ class OGD(Part):
     name = "ogd"
     changes = frozenset({"before"})  # the basis is large and stays as it is
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {CLASSES}
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         later = [p.name for p in parts[list(parts).index(self) + 1 :] if overrides(p, "gradient")]
         if later and self.project != "update":
             raise CompositionError(
@@ -79,7 +78,7 @@ class OGD(Part):
         return ()
 
     # building the basis ------------------------------------------------------------------------------------------
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         return [Phase("basis", Cohort.BOUNDARY, END, in_last_round=False, run=self.extend)]
 
     def extend(self, client: Client) -> None:

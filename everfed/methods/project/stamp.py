@@ -14,8 +14,7 @@ the phase that draws them sends nothing at all, so traffic is FedAvg's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,6 @@ from everfed.method import (
     Server,
     Step,
     Table,
-    Tables,
     Tree,
     option,
 )
@@ -86,7 +84,7 @@ class STAMP(Part):
 
     name = "stamp"
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {BOUNDARIES, CLASSES} | ({EAGER} if self._every_step else set())  # matching in a step solves on the host
 
     @property
@@ -103,7 +101,7 @@ class STAMP(Part):
         pool = own["host"]["pool"]
         return np.repeat([int(task) for task in pool], [len(kept["y"]) for kept in pool.values()]).astype(np.int64)
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         return [Phase("exemplars", Cohort.BOUNDARY, END, sends=False, run=self.draw)] if self.exemplars else []
 
     def draw(self, client: Client) -> None:
@@ -147,7 +145,7 @@ class STAMP(Part):
         return matched * len(updates) if self.combine == "sum" else matched
 
     # matching the gradients of every step ------------------------------------------------------------------------
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         """For every step and stored task, which of its exemplars are replayed."""
         if not self._every_step:
             return {}

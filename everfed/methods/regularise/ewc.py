@@ -9,7 +9,6 @@ At a task's end each client computes the diagonal Fisher information of its data
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +32,7 @@ class EWC(Part):
 
     name = "ewc"
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         return [Phase("fisher", Cohort.BOUNDARY, END, in_last_round=False, run=self.consolidate)]
 
     def consolidate(self, client: Client) -> None:

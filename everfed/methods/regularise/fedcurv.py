@@ -8,24 +8,11 @@ and V.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import (
-    Client,
-    Gradient,
-    Optimizer,
-    Part,
-    Reducer,
-    Server,
-    Step,
-    Sum,
-    Values,
-    option,
-    refuse_personal,
-)
+from everfed.method import SHARED, Client, Gradient, Part, Server, Step, Sum, option
 from everfed.methods.regularise.fisher import FISHER, diagonal_fisher
 
 
@@ -39,19 +26,18 @@ class FedCurv(Part):
 
     name = "fedcurv"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        return ()
+    def needs(self):
+        return {SHARED}
 
     # on the server ---------------------------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"u": Sum(), "v": Sum()}
 
     def update(self, server: Server) -> None:
         if server.reduced.get("u") is not None:
             server.state = {"u": server.reduced["u"], "v": server.reduced["v"], "round": server.round}
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         return server.state
 
     # on the client ---------------------------------------------------------------------------------------------------
@@ -84,7 +70,7 @@ class FedCurv(Part):
         penalty = own["u_others"] * step.params - own["v_others"]
         return gradient.vector.add(penalty, alpha=2.0 * self.weight)
 
-    def reply(self, client: Client) -> Values | None:
+    def reply(self, client: Client):
         if not client.synchronises:  # the server's sums still hold what this client sent last
             return None
         chosen = client.rng("fisher").permutation(len(client.data))[: self.fisher_samples]

@@ -12,27 +12,11 @@ A client that has no teacher of its own gives that weight to the server's; how o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import (
-    BOUNDARIES,
-    CLASSES,
-    Client,
-    Model,
-    Part,
-    Reducer,
-    Schedule,
-    Server,
-    Step,
-    Sum,
-    Tree,
-    Values,
-    option,
-)
+from everfed.method import BOUNDARIES, CLASSES, Client, Model, Part, Schedule, Server, Step, Sum, Tree, option
 from everfed.methods.common.teacher import among, classes_of, frozen_outputs, mask_of, soft_cross_entropy
 
 
@@ -52,7 +36,7 @@ class FedLwF2T(Part):
         if self.alpha + self.beta > 1:
             raise ValueError(f"beta must be at most 1 - alpha = {1 - self.alpha:g}; got {self.beta}")
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {BOUNDARIES, CLASSES}
 
     # the client's own teacher ------------------------------------------------------------------------------------
@@ -76,7 +60,7 @@ class FedLwF2T(Part):
         tasks = range(client.facts.tasks) if self.outputs == "all" else range(task + 1)
         return mask_of(client, classes_of(client, tasks))
 
-    def reply(self, client: Client) -> Values:
+    def reply(self, client: Client):
         """Keep the model after every local training: which one is the task's last is not known in advance."""
         own = client.state
         host = {**own.get("host", {}), "latest_task": client.task or 0}
@@ -85,7 +69,7 @@ class FedLwF2T(Part):
         return {"missing": float("classes" in own and "own_classes" not in own)}
 
     # counting missing teachers -----------------------------------------------------------------------------------
-    def reducers(self) -> Mapping[str, Reducer]:
+    def reducers(self):
         return {"missing": Sum()}
 
     def update(self, server: Server) -> None:

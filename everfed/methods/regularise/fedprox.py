@@ -5,12 +5,11 @@ The papers that compare with FedProx do not give mu; tune it in {0.001, 0.01, 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import Gradient, Optimizer, Part, Step, option
+from everfed.method import Gradient, Part, Step, option
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class FedProx(Part):
 
     name = "fedprox"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         if optimizer.lr * self.mu >= 2:
             return (f"fedprox.mu = {self.mu}: plain SGD diverges when lr * mu reaches 2; lr is {optimizer.lr}",)
         return ()

@@ -10,13 +10,11 @@ classes). No data is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from everfed.method import CLASSES, END, Cached, Client, Cohort, Part, Phase, Schedule, Server, Step, Values, option
+from everfed.method import CLASSES, END, Cached, Client, Cohort, Part, Phase, Schedule, Server, Step, option
 from everfed.methods.common.teacher import among, classes_of, divergence, frozen_outputs, mask_of, tasks_before
 
 
@@ -27,17 +25,17 @@ class LwF(Part):
 
     name = "lwf"
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {CLASSES}
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         return [Phase("teacher", Cohort.SERVER, END, in_last_round=False, update=self.new_teacher)]
 
     def new_teacher(self, server: Server) -> None:
         """The model at a task's end becomes the teacher."""
         server.state = {"teacher": dict(server.model), "since": server.round}
 
-    def broadcast(self, server: Server) -> Values:
+    def broadcast(self, server: Server):
         own = server.state
         return {"teacher": Cached(own["since"], own["teacher"])} if own and self.weight else {}
 

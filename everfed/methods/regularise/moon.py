@@ -9,15 +9,14 @@ term. Features are the inputs of the head; the paper's projection layer is part 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import Batch, Client, Optimizer, Part, Step, option, refuse_personal
+from everfed.method import PLAIN, SHARED, Batch, Client, Part, Step, option
 from everfed.methods.common.features import keep_features, kept_features
-from everfed.methods.common.teacher import frozen_pass, refuse_changed_forward
+from everfed.methods.common.teacher import frozen_pass
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,8 @@ class MOON(Part):
 
     name = "moon"
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
-        refuse_personal(self, parts)
-        refuse_changed_forward(self, parts)
-        return ()
+    def needs(self):
+        return {SHARED, PLAIN}
 
     def batches(self, step: Step) -> dict[str, Batch]:
         if "previous" in step.state:

@@ -15,7 +15,6 @@ client took part; the distance is that of the aggregated models.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,7 @@ class PathRegulariser(Part, ABC):
     reg_strength: float = option(0.1, at_least=0, about="c")
     eps: float = option(1e-3, above=0, about="damps Omega where a parameter hardly moved")
 
-    def phases(self) -> Sequence[Phase]:
+    def phases(self):
         """Every client needs the first model, since importance is contribution per distance from it."""
         return [
             Phase("anchor", Cohort.ALL, FIRST, When.BEFORE, run=self.anchor),

@@ -17,7 +17,6 @@ others are computed anew in every exchange.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import END, TOGETHER, Client, Cohort, Mean, Phase, Server, Values, option
+from everfed.method import END, TOGETHER, Client, Cohort, Mean, Phase, Server, option
 from everfed.methods.replay.capped_simplex import largest
 from everfed.methods.replay.diversity import (
     RELAXATIONS,
@@ -89,11 +88,11 @@ class Coordinated(Policy):
     kind = "coordinated"
     about = "all clients together: samples whose gradients cancel over the federation"
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         """Where clients change tasks at different rounds, too few choose at once to be coordinated."""
         return {TOGETHER} if self.exchanges else set()
 
-    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+    def phases(self, memory: Memory):
         (choice,) = super().phases(memory)
         if self.exchanges == 0:
             return (choice,)
@@ -111,7 +110,7 @@ class Coordinated(Policy):
         return exchange, replace(choice, broadcast=_send_mean, update=_forget)
 
     # on clients --------------------------------------------------------------------------------------------------
-    def _exchange(self, memory: Memory, client: Client) -> Values:
+    def _exchange(self, memory: Memory, client: Client):
         """Solve for the weights and send the weighted sum; a client without samples sends nothing."""
         pool = memory.pool(client)
         if len(pool) == 0:
@@ -180,7 +179,7 @@ def _sent(candidates: Candidates, weights: np.ndarray) -> Tensor:
     return candidates.weighted_sum(weights).float()
 
 
-def _send_mean(server: Server) -> Values:
+def _send_mean(server: Server):
     """The mean of the exchange before; there is none at the beginning."""
     return {"mean": server.state["mean"]} if "mean" in server.state else {}
 

@@ -8,13 +8,12 @@ The replayed samples are forwarded on their own: joined with the current ones th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional
 
-from everfed.method import Batch, Client, CompositionError, Optimizer, Part, Schedule, Step, Tables, option
+from everfed.method import Batch, Client, CompositionError, Part, Schedule, Step, option
 from everfed.methods.replay import memory
 
 
@@ -25,16 +24,15 @@ class DER(Part):
 
     name = "der"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {memory.NAME}
 
-    def check(self, parts: Sequence[Part], optimizer: Optimizer) -> Iterable[str]:
+    def check(self, parts, optimizer):
         buffer = next(part for part in parts if isinstance(part, memory.Memory))
         if not buffer.logits:
             raise CompositionError(f"part {self.name!r} needs the stored outputs: set memory.logits = true")
-        return ()
 
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         return {"rows": memory.replay_rows(client, self.batch, self.name)}
 
     def batches(self, step: Step) -> dict[str, Batch]:
@@ -55,7 +53,7 @@ class DERPlusPlus(DER):
 
     name = "der++"
 
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         labelled = memory.replay_rows(client, self.batch, f"{self.name}/labelled")
         return {**super().plan(client, schedule), "labelled": labelled}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from everfed.method import Batch, Client, Data, Part, Schedule, Step, Tables, option
+from everfed.method import Batch, Client, Data, Part, Schedule, Step, option
 from everfed.methods.replay import memory
 
 
@@ -23,7 +23,7 @@ class Replay(Part):
 
     name = "er"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {memory.NAME}
 
     def receive(self, client: Client) -> None:
@@ -34,7 +34,7 @@ class Replay(Part):
             if len(others):
                 client.data = Data.union([client.data, kept.take(others)])
 
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         return {} if self.mode == "union" else {"rows": memory.replay_rows(client, self.batch, self.name)}
 
     def batches(self, step: Step) -> dict[str, Batch]:

@@ -7,7 +7,6 @@ Gradients are those of single-sample losses at the current model; a zero gradien
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.method import EAGER, Client, Phase, Schedule, Step, Table, Tables, Tree, option
+from everfed.method import EAGER, Client, Schedule, Step, Table, Tree, option
 from everfed.methods.replay.diversity import unit_rows
 from everfed.methods.replay.policy import Policy, Pool
 from everfed.methods.replay.reservoir import offers
@@ -161,16 +160,16 @@ class GSSGreedy(Policy):
     about = "GSS-greedy: replaces stored samples by ones whose gradients oppose them, step by step"
     needs_model = False
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {EAGER}  # where a sample goes depends on its gradient
 
     def init(self, size: int) -> Tree:
         return {"scores": torch.zeros(size, dtype=torch.float64)}
 
-    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+    def phases(self, memory: Memory):
         return ()
 
-    def plan(self, memory: Memory, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, memory: Memory, client: Client, schedule: Schedule):
         """The buffer takes every sample until it is full, so its fill is known ahead."""
         host, size = client.state["host"], memory.size
         offered, seen = offers(memory.offer, host["seen"].numpy(), schedule)

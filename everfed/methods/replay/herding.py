@@ -5,7 +5,6 @@ Rebuffi et al., "iCaRL: Incremental Classifier and Representation Learning", 201
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,7 @@ class Herding(Policy):
     kind = "herding"
     about = "iCaRL's herding: exemplars whose mean follows the class mean"
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {CLASSES}
 
     def init(self, size: int) -> Tree:

@@ -11,7 +11,7 @@ from everfed.method import HISTORY, Client, Data, Part
 class Ideal(Part):
     name = "ideal"
 
-    def needs(self) -> set[str]:
+    def needs(self):
         return {HISTORY}
 
     def receive(self, client: Client) -> None:

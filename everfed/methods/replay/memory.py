@@ -7,7 +7,6 @@ which choose once, at the end of a task, from its samples and the stored ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,22 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everfed.core.ops import take_rows
-from everfed.method import (
-    CLASSES,
-    Batch,
-    Client,
-    Data,
-    Part,
-    Phase,
-    Schedule,
-    Server,
-    Step,
-    Table,
-    Tables,
-    Tree,
-    option,
-)
+from everfed.core.data import take_rows
+from everfed.method import CLASSES, Batch, Client, Data, Part, Schedule, Server, Step, Table, Tree, option
 from everfed.methods.replay.coordinated import Coordinated, Uncoordinated
 from everfed.methods.replay.gss import GSSCluster, GSSGreedy
 from everfed.methods.replay.herding import Herding
@@ -100,10 +85,10 @@ class Memory(Part):
         """The option `gradients` as an object."""
         return GradientOptions.of(self.gradients)
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return self.chooser.needs()
 
-    def phases(self) -> tuple[Phase, ...]:
+    def phases(self):
         return self.chooser.phases(self)
 
     def init(self, side: Client | Server) -> None:
@@ -130,7 +115,7 @@ class Memory(Part):
         return task_of(stored(own).ids)
 
     # in training -------------------------------------------------------------------------------------------------
-    def plan(self, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, client: Client, schedule: Schedule):
         return self.chooser.plan(self, client, schedule)
 
     def after(self, step: Step) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from everfed.core.ops import put_rows
-from everfed.method import Client, Phase, Schedule, Step, Table, Tables
+from everfed.core.data import put_rows
+from everfed.method import Client, Schedule, Step, Table, Tables
 from everfed.methods.replay.policy import Policy
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ class Reservoir(Policy):
     about = "every sample of the client's life with the same probability; needs no task boundaries"
     needs_model = False
 
-    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+    def phases(self, memory: Memory):
         return ()
 
-    def plan(self, memory: Memory, client: Client, schedule: Schedule) -> Tables:
+    def plan(self, memory: Memory, client: Client, schedule: Schedule):
         host = client.state["host"]
         rng, n, size = client.rng("reservoir"), int(host["n"]), memory.size
         if memory.offer == "first_visit" and np.isin(schedule.ids, host["seen"].numpy()).all():

@@ -13,7 +13,6 @@ memory, and otherwise they are replaced. Of a task whose end is not detected not
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ class OnTransition(Policy):
     kind = "on-transition"
     about = "GLFC's exemplars: herding, when a client's entropy shows that its task has changed"
 
-    def needs(self) -> AbstractSet[str]:
+    def needs(self):
         return {CLASSES}
 
     def init(self, size: int) -> Tree:
@@ -54,7 +53,7 @@ class OnTransition(Policy):
         none = torch.zeros(0, dtype=torch.int64)
         return {"entropy": 0.0, "signal": False, "task": -1, "learned": none, "staged": 0}
 
-    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+    def phases(self, memory: Memory):
         """Before training, in every round, on every client: a change that only participants could detect would be
         lost on all others."""
         return (Phase(REMEMBER, Cohort.ALL, when=When.BEFORE, run=memory.choose),)

@@ -7,29 +7,17 @@ against theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
+
+from everfed.data.detection import Detected, Truth, found_in, truth_of
 
 THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(10))
 MOST_DETECTIONS = 100
 _RECALLS = np.linspace(0.0, 1.0, 101)
-
-
-class Detected(NamedTuple):
-    """The detections in one image: boxes (n, 4) as x0, y0, x1, y1, scores (n,), labels (n,)."""
-
-    boxes: np.ndarray
-    scores: np.ndarray
-    labels: np.ndarray
-
-
-class Truth(NamedTuple):
-    """The boxes of one image, (m, 4) as x0, y0, x1, y1, and their labels (m,)."""
-
-    boxes: np.ndarray
-    labels: np.ndarray
 
 
 class Precision(NamedTuple):
@@ -37,6 +25,12 @@ class Precision(NamedTuple):
 
     map_50: float | None
     map: float | None
+
+
+def precision(outputs: Iterable[Tensor], y: Tensor, anchors: Tensor) -> Precision:
+    """mAP over the whole set; outputs come in pieces, in the order of y."""
+    found = [one for piece in outputs for one in found_in(piece, anchors)]
+    return mean_average_precision(found, truth_of(y))
 
 
 def mean_average_precision(found: Sequence[Detected], truth: Sequence[Truth]) -> Precision:

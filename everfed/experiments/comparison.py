@@ -1,4 +1,4 @@
-"""The table of a comparison: mean and population deviation over seeds, as text, JSON, Markdown and CSV."""
+"""What a comparison or a sweep came to: mean and population deviation over seeds, for Python, as text and as files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from everfed.experiments.jobs import Outcome
 from everfed.metrics.scores import METRICS, PERCENT, Score, plain_text, score_of
-from everfed.reports.markdown import markdown_table
+from everfed.reports.formats import clock, markdown_table, size
+from everfed.reports.result import Result, as_frame, html_table, plot
 from everfed.store.files import write_atomic
 
 SHOWN = tuple(key for key in METRICS if key != "bwt")  # a terminal is narrow, and bwt is close to forgetting
@@ -75,8 +76,6 @@ def _numbers(result: dict[str, Any]) -> dict[str, float]:
 
 def table(found: Sequence[TableRow], heading: str) -> tuple[list[str], list[list[str]]]:
     """(columns, lines), fractions in per cent; columns without a value are left out."""
-    from everfed.reports.formats import clock, size
-
     score = next((row.score for row in found if row.spreads), score_of("accuracy"))
     metrics = [key for key in SHOWN if any(key in row.spreads for row in found)]
     lines = []
@@ -138,3 +137,64 @@ def _csv(found: Sequence[TableRow]) -> str:
         numbers = [row.spreads.get(key, {}).get(part, "") for key in keys for part in ("mean", "deviation")]
         writer.writerow([row.name, sum(o.result is not None for o in row.outcomes), *numbers])
     return lines.getvalue()
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """Finished runs by row, the best first. folder: of all run folders and the written tables. heading: what a row is.
+    note: about the scores."""
+
+    folder: Path
+    rows: Sequence[TableRow]
+    heading: str
+    note: str = ""
+
+    @property
+    def results(self) -> dict[str, list[Result]]:
+        """The finished runs of every row, by seed."""
+        return {
+            row.name: [Result(outcome.job.folder, outcome.result) for outcome in row.outcomes if outcome.result]
+            for row in self.rows
+        }
+
+    @property
+    def problems(self) -> dict[Path, str]:
+        """Run folders of runs that failed, with the error."""
+        failed = (outcome for row in self.rows for outcome in row.outcomes if outcome.result is None)
+        return {outcome.job.folder: outcome.problem for outcome in failed}
+
+    @property
+    def best(self) -> str:
+        """The name of the best row; empty where no run finished."""
+        return self.rows[0].name if self.rows and self.rows[0].spreads else ""
+
+    @property
+    def table(self) -> Any:
+        """Every number as mean and deviation over seeds; a pandas frame, or a list of dicts without pandas."""
+        rows = [
+            {self.heading.lower(): row.name}
+            | {f"{key}_{part}": spread[part] for key, spread in row.spreads.items() for part in ("mean", "deviation")}
+            for row in self.rows
+        ]
+        return as_frame(rows)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: every row's mean score over the tasks, of its first seed."""
+        first = [(name, runs[0]) for name, runs in self.results.items() if runs]
+        return plot([(name, run.folder, run.data) for name, run in first])
+
+    def report(self, out: str | Path | None = None, *, figures: bool | None = None) -> Path:
+        """Write the report of all runs (`everfed.report`)."""
+        from everfed.reports import write
+
+        folders = [run.folder for runs in self.results.values() for run in runs]
+        return write(folders, out or self.folder / "report.html", figures=figures)
+
+    def __repr__(self) -> str:
+        return f"{markdown_table(*table(self.rows, self.heading))}\n{self._note()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*table(self.rows, self.heading), self._note())
+
+    def _note(self) -> str:
+        return "; ".join(part for part in (self.note, f"in {self.folder}") if part)

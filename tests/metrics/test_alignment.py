@@ -1,13 +1,11 @@
-"""The small metrics: angles, gap, selection quality, bytes and seconds."""
+"""Angles between updates, the gap of aggregation, and the quality of a selection."""
 
 from __future__ import annotations
 
-import math
 from itertools import combinations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,44 +73,3 @@ def test_selection_errors() -> None:
         metrics.selection_objective(np.array([[1.0, 0], [0, 0]]), [0])
     with pytest.raises(ValueError, match="size is 3; allowed: 1 to 2"):
         metrics.optimal_objective(np.eye(2), 3)
-
-
-def resnet18(classes: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters and buffers of ResNet-18 with a 7x7 stem, as shapes without values."""
-
-    def shape(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    convolutions = [(64, 3, 7)]
-    for inner, outer in ((64, 64), (64, 128), (128, 256), (256, 512)):
-        convolutions += [(outer, inner, 3), (outer, outer, 3), (outer, outer, 3), (outer, outer, 3)]
-        convolutions += [(outer, inner, 1)] if inner != outer else []
-    parameters = [shape(o, i, k, k) for o, i, k in convolutions] + [shape(classes, 512), shape(classes)]
-    parameters += [shape(o) for o, _, _ in convolutions for _ in ("weight", "bias")]
-    buffers = [shape(o) for o, _, _ in convolutions for _ in ("mean", "variance")]
-    return parameters, buffers + [shape(dtype=torch.int64) for _ in convolutions]
-
-
-def test_bytes_of_resnet18() -> None:
-    parameters, buffers = resnet18(classes=100)
-    assert metrics.payload_bytes(parameters) == 44_911_248
-    assert metrics.payload_bytes(buffers) == 9_600 * 4 + 20 * 8
-    assert metrics.payload_bytes([]) == 0
-
-
-def test_amortised_bytes() -> None:
-    assert metrics.amortised_bytes(100, once_per_task=50, rounds_per_task=20) == 102.5
-    with pytest.raises(ValueError, match="rounds_per_task is 0"):
-        metrics.amortised_bytes(100, 50, 0)
-
-
-def test_ratio() -> None:
-    assert metrics.cost_ratio(2.4, 1.2) == pytest.approx(2)
-    with pytest.raises(ValueError, match="must be positive, got 0"):
-        metrics.cost_ratio(2.4, 0)
-
-
-def test_seconds_of_first_and_later_tasks() -> None:
-    assert metrics.first_and_later([[1.0, 1.4], [3.0], [4.0, 5.0]]) == (pytest.approx(1.2), pytest.approx(4.0))
-    assert metrics.first_and_later([[1.0]]) == (1.0, None)
-    assert not math.isnan(metrics.first_and_later([[1.0]])[0])
