@@ -103,18 +103,18 @@ class Driving(PlannedStream):
         return RoundPlan(
             task=AWAY if index >= self.moves_at else HOME,
             participants=self.attendance.chosen(index)[0],
-            tasks={client: self._place(client, index) for client in there},
+            tasks={client: self._scene_of(client, index) for client in there},
             begins=tuple(begins) if self.boundaries else (),
             ends=tuple(there if last else leaving) if self.boundaries else (),
             evaluate=last or index == self.moves_at - 1,
         )
 
-    def _place(self, client: int, index: int) -> int:
+    def _scene_of(self, client: int, index: int) -> int:
         return AWAY if index >= self.moves_at and client in self.moving else HOME
 
     def clock_of(self, client: int, index: int) -> tuple[int, int]:
         """(rounds of the client at this place before `index`, rounds that it stays)."""
-        if self._place(client, index) == AWAY:
+        if self._scene_of(client, index) == AWAY:
             return index - self.moves_at, self.rounds - self.moves_at
         return index, self.moves_at if client in self.moving else self.rounds
 
