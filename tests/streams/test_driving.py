@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from everfed import api, streams
-from everfed.data.detection.boxes import WIDTH
+from everfed.data.detection import WIDTH
 from everfed.data.errors import DataError
 from everfed.errors import UserError
 from everfed.streams.options import OptionError
