@@ -78,6 +78,20 @@ def take_turns(entrants: Sequence[Entrant], rounds: int) -> None:
             one.advance()
 
 
+def compare(entrants: Sequence[Entrant], rounds: int, rounds_per_task: int) -> None:
+    """Runs the rounds in turn and prints what each entrant took, over the first one."""
+    take_turns(entrants, rounds)
+    base = entrants[0]
+    size, clock = base.runner.setup.facts.layout.size, "CPU time" if base.clock is process_time else "time"
+    print(f"{size} parameters, {rounds} rounds, {rounds_per_task} a task; {clock} and bytes over those of {base.name}")
+    print(f"{'method':15} {'time':>6} {'last task':>10} {'up':>6} {'down':>6} {'client state':>13}")
+    for one in entrants:
+        last = sum(one.seconds[-rounds_per_task:]) / sum(base.seconds[-rounds_per_task:])
+        up, down = (one.times(key, base) for key in ("bytes_up", "bytes_down"))
+        time = sum(one.seconds) / sum(base.seconds)
+        print(f"{one.name:15} {time:6.2f} {last:10.2f} {up:6.2f} {down:6.2f} {one.state_bytes():13,}")
+
+
 def parser_of(about: str | None, methods: Sequence[str]) -> argparse.ArgumentParser:
     """A command line that begins with the methods, the first of which the others are divided by."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)

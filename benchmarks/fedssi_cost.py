@@ -14,7 +14,7 @@ import argparse
 import numpy as np
 import torch
 
-from benchmarks.entrants import EAGER, entrant, parser_of, take_turns
+from benchmarks.entrants import EAGER, compare, entrant, parser_of, take_turns
 from everfed import streams
 from everfed.core.tree import tensor_bytes
 from everfed.recipe import Recipe
@@ -51,22 +51,6 @@ def warm_up(options: argparse.Namespace) -> None:
     for name in options.methods:
         one = entrant(recipe_for(name, argparse.Namespace(**{**vars(options), "rounds": 1, "tasks": 2})), options.data)
         take_turns([one], 2)
-
-
-def compare(options: argparse.Namespace) -> None:
-    warm_up(options)
-    entrants = [entrant(recipe_for(name, options), options.data) for name in options.methods]
-    take_turns(entrants, options.rounds * options.tasks)
-    base = entrants[0]
-    size = base.runner.setup.facts.layout.size
-    print(
-        f"{options.model}, {size} parameters, {options.tasks} tasks of {options.rounds} rounds, {options.epochs} epochs"
-    )
-    print(f"{'method':10} {'time':>6} {'up':>6} {'down':>6} {'client state':>13}   (ratios to {base.name}; bytes)")
-    for one in entrants:
-        up, down = (one.times(key, base) for key in ("bytes_up", "bytes_down"))
-        time = sum(one.seconds) / sum(base.seconds)
-        print(f"{one.name:10} {time:6.2f} {up:6.2f} {down:6.2f} {one.state_bytes():13,}")
 
 
 def memory() -> None:
@@ -111,7 +95,12 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    memory() if options.memory else compare(options)
+    if options.memory:
+        memory()
+        return
+    warm_up(options)
+    entrants = [entrant(recipe_for(name, options), options.data) for name in options.methods]
+    compare(entrants, options.rounds * options.tasks, options.rounds)
 
 
 if __name__ == "__main__":

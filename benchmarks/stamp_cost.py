@@ -15,7 +15,7 @@ import argparse
 import numpy as np
 import torch
 
-from benchmarks.entrants import EAGER, entrant, parser_of, take_turns
+from benchmarks.entrants import EAGER, compare, entrant, parser_of, take_turns
 from everfed import streams
 from everfed.core.stream import Stream
 from everfed.recipe import Recipe
@@ -57,24 +57,6 @@ def recipe_for(method: str, options: argparse.Namespace) -> Recipe:
     )
 
 
-def compare(options: argparse.Namespace) -> None:
-    stream = pool(options)
-    entrants = [entrant(recipe_for(name, options), stream=stream, cpu_time=True) for name in options.methods]
-    take_turns([entrant(recipe_for(options.methods[0], options), stream=stream)], 1)  # so that no first call is counted
-    take_turns(entrants, stream.rounds)
-    first = entrants[0]
-    size = first.runner.setup.facts.layout.size
-    print(
-        f"{options.model}, {size} parameters, {stream.tasks} tasks of {options.rounds} rounds; ratios to {first.name}"
-    )
-    print(f"{'method':15} {'time':>6} {'last task':>10} {'up':>6} {'down':>6} {'client state':>13}")
-    for one in entrants:
-        up, down = (one.times(key, first) for key in ("bytes_up", "bytes_down"))
-        time = sum(one.seconds) / sum(first.seconds)
-        last = sum(one.seconds[-options.rounds :]) / sum(first.seconds[-options.rounds :])
-        print(f"{one.name:15} {time:6.2f} {last:10.2f} {up:6.2f} {down:6.2f} {one.state_bytes():13,}")
-
-
 def main() -> None:
     parser = parser_of(__doc__, METHODS)
     parser.add_argument("--classes-per-task", type=int, default=20)
@@ -87,7 +69,10 @@ def main() -> None:
     parser.add_argument("--model", default="two-conv-cnn")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    compare(options)
+    stream = pool(options)
+    entrants = [entrant(recipe_for(name, options), stream=stream, cpu_time=True) for name in options.methods]
+    take_turns([entrant(recipe_for(options.methods[0], options), stream=stream)], 1)  # so that no first call is counted
+    compare(entrants, stream.rounds, options.rounds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Importing everfed is light: what needs torch is imported when it is first used.
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from everfed.experiments.papers.reproducing import reproduce
     from everfed.recipe import Recipe
     from everfed.recipe import read as read_recipe
-    from everfed.reports import write as report
+    from everfed.reports.html import write as report
     from everfed.reports.result import Result
 
-__version__ = metadata.version("everfed")
+__version__ = "1.0.0"
 
 _PLACES = {  # name -> module, and what it is called there
     "Comparison": "experiments:Comparison",
@@ -41,7 +41,7 @@ _PLACES = {  # name -> module, and what it is called there
     "load": "api:load",
     "method": "method:",
     "read_recipe": "recipe:read",
-    "report": "reports:write",
+    "report": "reports.html:write",
     "reproduce": "experiments.papers.reproducing:reproduce",
     "resume": "api:resume",
     "run": "api:run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import stat
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import everfed
 from everfed.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,8 +83,51 @@ def test_the_citation_agrees_with_the_metadata() -> None:
     yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["cff-version"] == "1.2.0" and {"message", "title", "authors"} <= set(cited)
-    assert (cited["version"], cited["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert (cited["version"], cited["license"]) == (everfed.__version__, PROJECT["license"])
     assert cited["repository-code"] == PROJECT["urls"]["Homepage"]
+
+
+# a release -----------------------------------------------------------------------------------------------------------
+def notes(tag: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, ROOT / ".ci" / "notes", tag], capture_output=True, text=True, check=False)
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog() -> None:
+    found = notes(f"v{everfed.__version__}")
+    assert found.returncode == 0, found.stderr
+    assert "### Added" in found.stdout and "## [" not in found.stdout.replace("### ", "")
+
+
+def test_a_tag_of_another_version_is_not_released() -> None:
+    found = notes("v0.9")
+    assert (found.returncode, found.stdout) == (1, "")
+    assert f"the tag is v0.9, but everfed/__init__.py says {everfed.__version__}" in found.stderr
+
+
+def workflow(name: str) -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
+    found: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+    return found
+
+
+def commands(job: dict[str, Any]) -> list[str]:
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def test_every_supported_python_is_tested_by_the_script_that_tests_everywhere() -> None:
+    job = workflow("ci")["jobs"]["test"]
+    classifiers = [line.rpartition(":: ")[2] for line in PROJECT["classifiers"]]
+    assert job["strategy"]["matrix"]["python"] == [name for name in classifiers if re.match(r"3\.\d", name)]
+    assert commands(job) == [".ci/run"]
+
+
+@pytest.mark.parametrize("name", ["ci", "documents", "newest", "release"])
+def test_a_workflow_calls_programs_and_targets_that_exist(name: str) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    called = [command for job in workflow(name)["jobs"].values() for command in commands(job)]
+    for program, *rest in map(str.split, called):
+        known = {"make": rest[:1] and rest[0] in targets, "gh": True}
+        assert known.get(program, os.access(ROOT / program, os.X_OK)), called
 
 
 # containers ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import everfed
+
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -195,7 +197,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
     shipped = set(wheel.namelist())
     assert "everfed/py.typed" in shipped
     assert here - shipped == set()
-    assert {name.partition("/")[0] for name in shipped} == {"everfed", f"everfed-{PROJECT['version']}.dist-info"}
+    assert {name.partition("/")[0] for name in shipped} == {"everfed", f"everfed-{everfed.__version__}.dist-info"}
 
 
 def test_the_wheel_holds_the_recipes(wheel: zipfile.ZipFile) -> None:
@@ -206,7 +208,7 @@ def test_the_wheel_holds_the_recipes(wheel: zipfile.ZipFile) -> None:
 
 
 def test_the_wheel_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
-    info = f"everfed-{PROJECT['version']}.dist-info"
+    info = f"everfed-{everfed.__version__}.dist-info"
     about = wheel.read(f"{info}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in about
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
