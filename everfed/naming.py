@@ -43,6 +43,7 @@ _MOVED = {
     "everfed.methods.replay.policy": "everfed.methods.replay.memory",
 }
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
+_FOLDER: ContextVar[tuple[Path | None] | None] = ContextVar("folder", default=None)  # None: every file
 
 
 class NameProblem(SettingError):
@@ -54,18 +55,61 @@ class NotAllowed(NameProblem):
 
 
 @contextmanager
-def restricted(modules: Sequence[str]) -> Iterator[None]:
-    """In the body only these modules, and those inside them, may be named; for recipes that others wrote."""
-    token = _ALLOWED.set(tuple(modules))
+def restricted(names: Sequence[str]) -> Iterator[None]:
+    """In the body only these may be named, for recipes that others wrote: modules with those inside them, and
+    `module:Name` for that object alone."""
+    token = _ALLOWED.set(tuple(names))
     try:
         yield
     finally:
         _ALLOWED.reset(token)
 
 
-def _require_allowed(module: str, name: str, key: str) -> None:
+@contextmanager
+def files_inside(folder: Path | None) -> Iterator[None]:
+    """In the body files may be named in this folder only, None for none at all, and nothing is loaded from the network;
+    for recipes that others wrote."""
+    token = _FOLDER.set((folder,))
+    try:
+        yield
+    finally:
+        _FOLDER.reset(token)
+
+
+def places(name: str, folder: Path | None, *others: str) -> list[Path]:
+    """Where the file or folder that a recipe calls `name` may be: at that path, in the data folder, and there under the
+    `others`. In what others wrote: in the folder of `files_inside`, and nowhere else. Raises NotAllowed."""
+    allowed = _FOLDER.get()
+    if allowed is None:
+        own = Path(name).expanduser()
+        return list(dict.fromkeys([own, *(folder / one for one in (name, *others) if folder)]))
+    path = Path(name)
+    if path.is_absolute() or name.startswith("~") or ".." in path.parts:
+        raise NotAllowed(f"{name!r}: only files inside the client's data folder may be named here")
+    (inside,) = allowed
+    return [inside / one for one in (name, *others)] if inside else []
+
+
+def file_named(name: str) -> Path:
+    """The file of a recipe that is not looked for in the data folder; in what others wrote it is, and nowhere else.
+    Raises NotAllowed."""
+    found = places(name, None)
+    if not found:
+        raise NotAllowed(f"{name!r}: this client has no data folder, in which alone files may be named here")
+    return found[0]
+
+
+def require_network(name: str) -> None:
+    """Raises NotAllowed where nothing may be loaded from the network."""
+    if _FOLDER.get() is not None:
+        raise NotAllowed(f"{name!r} would be loaded from the network, which is not allowed here")
+
+
+def _require_allowed(module: str, attribute: str, name: str, key: str) -> None:
     allowed = _ALLOWED.get()
-    if allowed is not None and not any(module == one or module.startswith(f"{one}.") for one in allowed):
+    if allowed is None or f"{module}:{attribute}" in allowed:
+        return
+    if not any(module == one or module.startswith(f"{one}.") for one in allowed):
         raise NotAllowed(
             f"{key} = {name!r}: the module {module!r} is not allowed here (policy code of `everfed join`; "
             "allow_code of everfed.load and `everfed export`)"
@@ -73,10 +117,13 @@ def _require_allowed(module: str, name: str, key: str) -> None:
 
 
 def _require_defined_here(found: Any, module: str, name: str, key: str) -> None:
-    """What a module of everfed's has imported for its own use may not be named in what others wrote."""
-    home = str(getattr(found, "__module__", module))
-    if _ALLOWED.get() is not None and module.startswith("everfed.") and not home.startswith("everfed."):
-        raise NotAllowed(f"{key} = {name!r} is not everfed's own, but of {home!r}")
+    """Of everfed's own modules, what others wrote may name classes: not functions, which may open files, and not what
+    a module has imported for its own use."""
+    allowed, home = _ALLOWED.get(), str(getattr(found, "__module__", module))
+    if allowed is None or not module.startswith("everfed.") or name in allowed:
+        return
+    if not home.startswith("everfed.") or not isinstance(found, type):
+        raise NotAllowed(f"{key} = {name!r} is no class of everfed's own, but of {home!r}")
 
 
 def split_names(text: str | None) -> list[str]:
@@ -104,7 +151,7 @@ def load_object(name: str, key: str) -> Any:
     module_name, _, attribute = current_name(name).partition(":")
     if not module_name or not attribute:
         raise NameProblem(f"{key} must look like package.module:Name; got {name!r}")
-    _require_allowed(module_name, name, key)
+    _require_allowed(module_name, attribute, name, key)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

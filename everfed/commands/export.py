@@ -58,11 +58,12 @@ def _network(
         from everfed.federation.runtime import RuntimeBuilder
 
         if is_client_folder(run):  # its recipe is a server's
-            from everfed.naming import restricted
+            from everfed.data.sources import data_folder
+            from everfed.naming import files_inside, restricted
             from everfed.session.saved_model import OWN_CODE
 
-            own = (stream.partition(":")[0],) if stream else ()
-            with restricted((*OWN_CODE, *own, *allow_code)):
+            own = (stream,) if stream else ()
+            with restricted((*OWN_CODE, *own, *allow_code)), files_inside(data_folder(data)):
                 return client_model(run, RuntimeBuilder(data_dir=None if data is None else str(data), data=stream))
     loaded = api.load(run, client=client, data_dir=data, allow_code=allow_code)
     return loaded.model, loaded.description

@@ -16,6 +16,7 @@ from everfed.data.formats import Arrays, split_arrays
 from everfed.data.pictures import class_folders, decoded, listed
 from everfed.data.source import Source, make_source
 from everfed.data.sources import VARIABLE, data_folder, load
+from everfed.naming import places
 
 DIGIT10 = ("mnist", "emnist-digits", "usps", "svhn")
 JOINED = "+"  # "mnist+usps" names two sets that follow each other
@@ -135,13 +136,13 @@ def _load_known(name: str, folder: Path | None) -> Domains:
 
 
 def _load_own(name: str, folder: Path | None) -> Domains:
-    places = [Path(name).expanduser(), *([folder / name] if folder else [])]
-    for place in places:
+    found = places(name, folder)
+    for place in found:
         if place.is_dir():
             return read_domain_folders(place.name, place, tuple(class_folders(place)), 64)
     allowed = ", ".join(("digit10", *KNOWN, "sets joined by '+'"))
     raise DataError(
-        f"domains {name!r} were not found. Looked for a folder at: {', '.join(map(str, places))}. "
+        f"domains {name!r} were not found. Looked for a folder at: {', '.join(map(str, found))}. "
         f"Allowed: {allowed}, or a path"
     )
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from everfed.data.errors import DataError
-from everfed.naming import load_object
+from everfed.naming import load_object, places, require_network
 from everfed.store.files import digest, file_digest
 
 AUTO, HASHING, WORDLLAMA, DISTILBERT, HUB = "auto", "hashing", "wordllama", "distilbert", "hub:"
@@ -186,15 +186,15 @@ def is_of_texts(spec: str) -> bool:
 def make_image_encoder(spec: str, folder: Path | None) -> Encoder:
     """The encoder of images that `stream.encoder = spec` names: the folder of a vision transformer, absolute or below
     the data folder, or package.module:Name. Raises DataError."""
-    places = [Path(spec).expanduser(), *([folder / spec] if folder else [])]
-    for place in places:
+    found = places(spec, folder)
+    for place in found:
         if (place / "model.safetensors").is_file():
             return ImageEncoder(place)
     if ":" in spec:
         return _own(spec)
     raise DataError(
         f"stream.encoder: {spec!r} was not found; for images it is a folder with config.json and model.safetensors "
-        f"(looked at: {', '.join(map(str, places))}), or package.module:Name with encode(images)"
+        f"(looked at: {', '.join(map(str, found))}), or package.module:Name with encode(images)"
     )
 
 
@@ -223,9 +223,11 @@ def make_encoder(spec: str | None, folder: Path | None) -> Encoder:
     if spec.partition(":")[0] == HASHING:
         return _hashing(spec)
     if spec.startswith(HUB):
+        require_network(spec)
         return TransformerEncoder(spec.removeprefix(HUB))
-    if Path(spec).expanduser().is_dir():
-        return TransformerEncoder(str(Path(spec).expanduser()))
+    found = next((place for place in places(spec, None) if place.is_dir()), None)
+    if found is not None:
+        return TransformerEncoder(str(found))
     return _own(spec)
 
 

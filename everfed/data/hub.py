@@ -10,6 +10,7 @@ import numpy as np
 from everfed.data.errors import DataError
 from everfed.data.formats import Arrays, split_arrays
 from everfed.data.source import Source, make_source
+from everfed.naming import require_network
 
 LABEL_NAMES = ("label", "labels", "fine_label", "y", "target")
 
@@ -46,6 +47,7 @@ def _package(name: str) -> Any:
 
 def _splits(name: str, datasets: Any) -> Any:
     """The splits of the set, from the disk when `name` is a folder."""
+    require_network(f"hub:{name}")
     if Path(name).is_dir():
         return _asked(name, datasets.load_from_disk, name)
     dataset, _, config = name.partition(":")

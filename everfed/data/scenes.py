@@ -20,6 +20,7 @@ from everfed.data.detection import from_corners
 from everfed.data.errors import DataError
 from everfed.data.pictures import SUFFIXES, open_resized
 from everfed.data.sources import VARIABLE, data_folder
+from everfed.naming import places
 
 Size = tuple[int, int]  # height, width
 PARTS = ("train", "test")
@@ -78,8 +79,8 @@ def load_scenes(name_or_path: str | Path, data_dir: str | Path | None = None) ->
     name, folder = str(name_or_path), data_folder(data_dir)
     if name == NAME:
         return Streets()
-    places = [Path(name).expanduser(), *([folder / name] if folder else [])]
-    root = next((place for place in places if place.is_dir()), None)
+    found = places(name, folder)
+    root = next((place for place in found if place.is_dir()), None)
     if root is None:
         get_it = (
             f" Get CARLA's from {CARLA} and name the folder above it by --data or {VARIABLE}."
@@ -87,7 +88,7 @@ def load_scenes(name_or_path: str | Path, data_dir: str | Path | None = None) ->
             else ""
         )
         raise DataError(
-            f"scenes {name!r} were not found. Looked for a folder at: {', '.join(map(str, places))}.{get_it} "
+            f"scenes {name!r} were not found. Looked for a folder at: {', '.join(map(str, found))}.{get_it} "
             f"Allowed: {NAME}, carla, or the path of a folder with train.json (COCO) or classes.txt (YOLO)"
         )
     if (root / "train.json").is_file():

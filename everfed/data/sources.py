@@ -20,7 +20,7 @@ from everfed.data.tables import SUFFIXES as TABLES
 from everfed.data.tables import read_table
 from everfed.data.texts import KNOWN as KNOWN_TEXTS
 from everfed.data.texts import is_text, load_texts
-from everfed.naming import nearest
+from everfed.naming import nearest, places
 
 __all__ = ["EMBEDDED", "HUB_PREFIX", "VARIABLE", "Source", "TextOptions", "data_folder", "load"]
 
@@ -124,10 +124,8 @@ def _load_known(name: str, folder: Path | None) -> Source:
 def _load_own(
     name: str, folder: Path | None, image_size: int | None, label: str | None, label_kind: str | None
 ) -> Source:
-    places = [Path(name).expanduser()]
-    if folder:
-        places += [folder / name, *(folder / f"{name}{suffix}" for suffix in (".npz", *TABLES))]
-    for place in places:
+    found = places(name, folder, *(f"{name}{suffix}" for suffix in (".npz", *TABLES)))
+    for place in found:
         if place.is_file() and place.suffix == ".npz":
             return _from_arrays(place.stem, read_npz(place), place, label_kind=label_kind)
         if place.is_file() and place.suffix in TABLES:
@@ -137,7 +135,7 @@ def _load_own(
     known = (EMBEDDED, *KNOWN, *KNOWN_TEXTS)
     raise DataError(
         f"data set {name!r} was not found. Looked for an npz file, a table ({', '.join(TABLES)}) or image folder at "
-        f"{', '.join(map(str, places[:2]))}.{nearest(name, known)} `everfed list datasets` shows all of them"
+        f"{', '.join(map(str, found[:2]))}.{nearest(name, known)} `everfed list datasets` shows all of them"
     )
 
 

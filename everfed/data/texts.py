@@ -18,6 +18,7 @@ import numpy as np
 from everfed.data.errors import DataError
 from everfed.data.formats import SPLIT_SEED, TEST_FRACTION, read_names
 from everfed.data.split import held_out, stratified
+from everfed.naming import places
 
 SUFFIX = ".jsonl"
 _BEFORE = ("title", "subject")  # fields of a line that belong in front of its text
@@ -246,7 +247,5 @@ def _thinned(texts: tuple[str, ...], y: np.ndarray, most: int | None) -> tuple[t
 
 
 def _own_file(name: str, folder: Path | None) -> Path | None:
-    places = [Path(name).expanduser()]
-    if folder:
-        places += [folder / name, folder / f"{name}{SUFFIX}", folder / "text" / f"{name}{SUFFIX}"]
-    return next((place for place in places if place.is_file() and place.suffix == SUFFIX), None)
+    found = places(name, folder, f"{name}{SUFFIX}", f"text/{name}{SUFFIX}")
+    return next((place for place in found if place.is_file() and place.suffix == SUFFIX), None)

@@ -13,6 +13,7 @@ import numpy as np
 
 from everfed.data.errors import DataError
 from everfed.data.sources import VARIABLE, data_folder
+from everfed.naming import places
 
 SECONDS_PER_DAY = 86_400
 
@@ -100,14 +101,12 @@ def read_utterances(path: Path, name: str = "", time: str = "time", stands_for: 
 
 
 def _own_file(name: str, folder: Path | None) -> Path:
-    places = [Path(name).expanduser()]
-    if folder:
-        places += [folder / name, folder / f"{name}.jsonl", folder / "utterances" / f"{name}.jsonl"]
-    for place in places:
+    found = places(name, folder, f"{name}.jsonl", f"utterances/{name}.jsonl")
+    for place in found:
         if place.is_file() and place.suffix == ".jsonl":
             return place
     raise DataError(
-        f"utterances {name!r} were not found. Looked for a jsonl file at: {', '.join(map(str, places))}. "
+        f"utterances {name!r} were not found. Looked for a jsonl file at: {', '.join(map(str, found))}. "
         f"Allowed: {', '.join(KNOWN)}, or the path of a jsonl file with user, time and text on every line"
     )
 

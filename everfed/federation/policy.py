@@ -30,13 +30,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from everfed.errors import UserError
 from everfed.federation.packet import FRAME_LIMIT, Packet, PacketError
 from everfed.federation.request import REFUSED, Answer, Request
-from everfed.naming import restricted
+from everfed.naming import files_inside, restricted
 
 if TYPE_CHECKING:
     from everfed.core.method import Method
     from everfed.recipe import Recipe
 
-OWN_CODE = ("everfed.methods", "everfed.models", "everfed.federation.elsewhere")  # what recipes name of everfed itself
+OWN_CODE = (
+    "everfed.methods",
+    "everfed.models",
+    "everfed.federation.elsewhere:data",
+)  # what recipes name of everfed itself
 AGAIN = 1.0  # seconds after which a step that goes on after its limit is ended again
 _LOG = logging.getLogger("everfed.policy")
 
@@ -87,8 +91,8 @@ class Policy(BaseModel):
         """The smaller of the policy's budget and that of --budget, where 0 is no limit."""
         return min((limit for limit in (self.budget, option) if limit), default=0.0)
 
-    def modules(self, *own: str) -> tuple[str, ...]:
-        """The modules that a recipe may name. own: those that this client chose itself."""
+    def names(self, *own: str) -> tuple[str, ...]:
+        """The modules and objects that a recipe may name. own: those that this client chose itself."""
         return (*OWN_CODE, *self.code, *own)
 
     def check_recipe(self, recipe: Recipe) -> None:
@@ -121,11 +125,12 @@ class Answers(Protocol):
 
 
 class Guard:
-    """Answers packets within the policy: only allowed code is imported, and a round has a limit of bytes and seconds.
-    own: the modules that this client named itself."""
+    """Answers packets within the policy: only allowed code is imported, only files of the data folder are opened, and a
+    round has a limit of bytes and seconds. data: `module:function` of this client's own stream."""
 
-    def __init__(self, site: Answers, policy: Policy, *own: str) -> None:
-        self.site, self.policy, self.own = site, policy, own
+    def __init__(self, site: Answers, policy: Policy, data: str | None = None, folder: Path | None = None) -> None:
+        self.site, self.policy, self.folder = site, policy, folder
+        self.names = policy.names(*([data] if data else []))
         self._round: tuple[str, int] = ("", -1)  # run, round
         self._bytes, self._seconds = 0, 0.0
 
@@ -135,7 +140,7 @@ class Guard:
         started = time.monotonic()
         try:
             self._check_bytes()
-            with restricted(self.policy.modules(*self.own)), self._limited():
+            with restricted(self.names), files_inside(self.folder), self._limited():
                 answer = self.site.answer(packet)
             self._bytes += _size(answer)
             self._check_bytes()

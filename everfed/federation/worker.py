@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from everfed.data.sources import data_folder
 from everfed.federation import packet as wire
 from everfed.federation.audit import AUDIT, Audited, AuditLog
 from everfed.federation.credentials import read_credentials
@@ -97,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             budget = policy.strictest_budget(chosen.budget)
             credentials = read_credentials(chosen.name, chosen.key, chosen.roster) if chosen.key else None
             site = Site(chosen.folder, identity, build, keep, budget, chosen.delta, credentials)
-            own = (chosen.data.partition(":")[0],) if chosen.data else ()
-            guarded = Audited(Guard(site, policy, *own), AuditLog(chosen.folder / AUDIT), chosen.server)
+            guard = Guard(site, policy, chosen.data, data_folder(chosen.data_dir))
+            guarded = Audited(guard, AuditLog(chosen.folder / AUDIT), chosen.server)
             serve(guarded, socket_path(chosen.folder), FolderWatch(chosen.folder, ".lock", PRIVACY_LEDGER))
     except Locked:
         parser.error(f"{chosen.folder} has a worker already")

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.errors import SettingError
-from everfed.naming import nearest
+from everfed.naming import nearest, places
 
 TIMM, HF = "timm:", "hf:"
 WEIGHTS = "model.safetensors"
@@ -192,15 +192,13 @@ def _keep_constants(module: nn.Module) -> None:
 def find(name: str, data_folder: Path | None, key: str, inside: str = WEIGHTS) -> Path:
     """The file or folder `name`: absolute, below the current folder, or below the data folder. A folder must hold the
     file `inside`. Raises ModelError with the places searched."""
-    places = [Path(name).expanduser()]
-    if data_folder is not None and not places[0].is_absolute():
-        places.append(data_folder / name)
-    for place in places:
+    found = places(name, data_folder)
+    for place in found:
         if place.is_file() or (place / inside).is_file():
             return place
     raise ModelError(
         f"{key} = {name!r} was not found; looked for a file, or a folder with {inside}, at: "
-        f"{', '.join(map(str, places))}. Nothing is downloaded: get it from its publisher (for weights of the Hugging "
+        f"{', '.join(map(str, found))}. Nothing is downloaded: get it from its publisher (for weights of the Hugging "
         f"Face hub: https://huggingface.co/{name.strip('/')}), and name the file or the folder"
     )
 

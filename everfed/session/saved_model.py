@@ -40,7 +40,7 @@ IN_PYTHON = "python:"
 
 
 # whose code a file, or a recipe that others wrote, may name without being asked
-OWN_CODE = ("everfed.models", "everfed.methods", "everfed.streams", "everfed.federation.elsewhere")
+OWN_CODE = ("everfed.models", "everfed.methods", "everfed.streams", "everfed.federation.elsewhere:data")
 
 
 class HandoverError(UserError):

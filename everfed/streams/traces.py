@@ -11,9 +11,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from everfed.naming import file_named
 from everfed.streams.options import OptionError
 
 Flatten = Callable[[Any], Iterable[Sequence[Any]]]  # a JSON entry -> its rows, as CSV would have them
@@ -62,7 +62,7 @@ class Form:
 
 def read(key: str, path: str, form: Form, clients: int) -> tuple[list[Row], str]:
     """(rows of a file, a fingerprint of its content). Raises OptionError that names the line or the client."""
-    file = Path(path)
+    file = file_named(path)
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

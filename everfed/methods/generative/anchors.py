@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from everfed.errors import CompositionError
+from everfed.naming import file_named
 
 GAUSSIAN, NAMES, WORDLLAMA = "gaussian", "names", "wordllama"
 FROM_NAMES = (NAMES, WORDLLAMA)
@@ -31,7 +32,7 @@ def read_anchors(named: str, classes: int, width: int) -> Tensor:
     (the only one in it, or the one called "anchors"), or .txt with a class name on each line, to be hashed."""
     if named == GAUSSIAN:
         return _tensor(np.random.default_rng(SEED).normal(0.0, SPREAD, (classes, width)))
-    path = Path(named)
+    path = file_named(named)
     if path.suffix not in SUFFIXES:
         words = ", ".join(map(repr, (GAUSSIAN, *FROM_NAMES)))
         allowed = f"{words} or a file ending in {', '.join(SUFFIXES)}"
