@@ -305,7 +305,7 @@ def test_a_description_names_everfeds_own_code_or_what_is_allowed(
     fields: dict[str, Any], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(everfed.UserError, match=r"not allowed here|not everfed's own|is not a part"):
+    with pytest.raises(everfed.UserError, match=r"not allowed here|no class of everfed's own|is not a part"):
         load(changed(run, tmp_path / "copy", **fields))
     assert not (tmp_path / "taken").exists()
 
