@@ -134,7 +134,7 @@ def test_a_report_is_written_by_calling_the_package_however_it_was_imported() ->
     run = everfed.run(TINY)
     assert everfed.report(run.folder, "page.html", figures=False) == Path("page.html")
     assert run.report(figures=False) == run.folder / "report.html"
-    from everfed.reports import write
+    from everfed.reports.html import write
 
     assert everfed.report([run.folder], figures=False) == write(run.folder, figures=False)
     with pytest.raises(everfed.UserError, match="there is no run to report"):
@@ -411,7 +411,7 @@ def test_a_dry_run_counts_every_phase_of_a_round() -> None:
 
 
 def test_a_dry_run_leaves_the_warm_up_of_the_first_round_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("everfed.session.estimate")
+    module = importlib.import_module("everfed.session.execution")
     seconds = [(0, 9.0), (0, 5.0), (1, 0.5), (1, 0.25), (2, 70.0)]
 
     def execute(assembly: Any, folder: Any, observers: Any, checkpoint_every: float) -> None:

@@ -19,7 +19,7 @@ from everfed.data.errors import DataError
 from everfed.errors import RecipeError, UserError, exit_code, is_user_error, sentence
 from everfed.methods.registry import MethodError
 from everfed.recipe import Places, Recipe, from_table, parse_value, placed, read, read_placed, scaled, settled, to_toml
-from everfed.recipe.places import split_key
+from everfed.recipe.problems import split_key
 from everfed.recipe.schema import EvalSection, OptimizerSection, TrainSection
 
 SMALL = """\

@@ -19,8 +19,8 @@ from everfed.errors import FAULT, RecipeError, UserError, exit_code
 from everfed.experiments import workers
 from everfed.experiments.concurrency import choose
 from everfed.recipe import Places, Reading, Recipe, Source, placed, read, read_placed, settled, to_toml
-from everfed.recipe.places import Key
-from everfed.recipe.reading import parse_set
+from everfed.recipe.problems import Key
+from everfed.recipe.settings import parse_set
 from everfed.reports.progress import Several, shown
 from everfed.store.event_log import read_log
 from everfed.store.run import RunFolder, RunHeld, SameRun

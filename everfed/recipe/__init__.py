@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from everfed.recipe.places import Places
-from everfed.recipe.problems import placed
-from everfed.recipe.reading import (
-    Reading,
-    Sets,
-    Source,
-    as_entries,
-    from_table,
-    parse_set,
-    parse_value,
-    read,
-    read_placed,
-)
+from everfed.recipe.problems import Places, placed
+from everfed.recipe.reading import Reading, Source, from_table, read, read_placed, scaled, settled, share, to_toml
 from everfed.recipe.schema import (
     CompareSection,
     EngineSection,
@@ -27,7 +16,7 @@ from everfed.recipe.schema import (
     StreamSection,
     TrainSection,
 )
-from everfed.recipe.settling import scaled, settled, share, to_toml
+from everfed.recipe.settings import Sets, as_entries, parse_set, parse_value
 
 __all__ = [
     "CompareSection",

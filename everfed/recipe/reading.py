@@ -1,28 +1,30 @@
-"""Reading a recipe: from a file or a shipped name, with what the command line sets on top."""
+"""Reading a recipe: from a file, a shipped name, or a table made in Python, which may hold classes, parts and policies:
+
+    {"model": {"kind": Net}, "method": {"parts": ["fedavg", Memory(policy=Herding), Clip(norm=0.5)]}}
+
+and recipes made from recipes: scaled down, with the method's defaults settled, and as text.
+"""
 
 from __future__ import annotations
 
-import datetime
-import json
+import math
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from pydantic import ValidationError
 
 from everfed.errors import RecipeError
-from everfed.methods.registry import canonical
 from everfed.recipe import shipped as recipes
-from everfed.recipe.objects import named
-from everfed.recipe.places import Key, Places, split_key
-from everfed.recipe.problems import refuse, suggestion
+from everfed.recipe.problems import Places, refuse, suggestion
 from everfed.recipe.schema import MethodSection, Recipe
+from everfed.recipe.settings import Sets, Table, overridden, overrides
 
-Table = dict[str, Any]
 Source = str | Path | Table | Recipe
-Sets = Sequence[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,6 @@ class Reading:
     places: Places
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One key set from outside the file; `option` is how it was written there."""
-
-    key: Key
-    value: Any
-    option: str
-
-
 def read(source: Source, *, method: str | None = None, seed: int | None = None, sets: Sets = ()) -> Recipe:
     """A recipe from a TOML file, by the name of a shipped one, or from a dict, with `sets` ("a.b.c=value", or
     {"a.b.c": value}), `method` and `seed` on top. Raises RecipeError. The keys of [stream], [model] and [method] that
@@ -50,27 +43,13 @@ def read(source: Source, *, method: str | None = None, seed: int | None = None, 
 
 
 def read_placed(source: Source, *, method: str | None = None, seed: int | None = None, sets: Sets = ()) -> Reading:
-    """As `read`, and where every key was written. A dict may hold classes and parts (`recipe.objects`)."""
-    settings = _settings(method, seed, sets)
-    if isinstance(source, Recipe) and not settings:
+    """As `read`, and where every key was written. A dict may hold classes and parts (`named`)."""
+    own = overrides(method, seed, sets)
+    if isinstance(source, Recipe) and not own:
         return Reading(source, Places("recipe"))
     table, label, text = _table(source)
-    places = Places(label, text, {setting.key: setting.option for setting in settings})
-    return Reading(_validated(_with_settings(table, settings), places), places)
-
-
-def _settings(method: str | None, seed: int | None, sets: Sets) -> list[Setting]:
-    if isinstance(sets, str):
-        raise RecipeError(f"sets is a list of key=value, or a dict; got the text {sets!r}")
-    if isinstance(sets, Mapping):
-        settings = [_set(key, value, f"--set {key}={_as_value(value)}") for key, value in sets.items()]
-    else:
-        settings = [parse_set(entry) for entry in sets]
-    if method is not None:
-        settings.append(Setting(("method", "name"), canonical(method), f"--method {method}"))
-    if seed is not None:
-        settings.append(Setting(("seed",), seed, f"--seed {seed}"))
-    return settings
+    places = Places(label, text, {one.key: one.option for one in own})
+    return Reading(_validated(overridden(table, own), places), places)
 
 
 def _table(source: Source) -> tuple[Table, str, str]:
@@ -89,52 +68,6 @@ def _table(source: Source) -> tuple[Table, str, str]:
 def from_table(table: Table) -> Recipe:
     """A recipe from a dict as TOML would give it. Raises RecipeError."""
     return _validated(table, Places("recipe"))
-
-
-def parse_set(entry: str) -> Setting:
-    """`a.b.c=value`, the value as TOML has it; text that is no other TOML value is a string, quoted or not."""
-    name, equals, value = entry.partition("=")
-    option = f"--set {entry}"
-    return _set(name if equals else "", parse_value(value.strip(), option) if equals else None, option)
-
-
-def _set(name: str, value: Any, option: str) -> Setting:
-    key = split_key(name)
-    if not key:
-        raise RecipeError(f"{option}: write it as key=value, such as train.rounds_per_task=5")
-    return Setting(key, value, option)
-
-
-def as_entries(sets: Sets) -> list[str]:
-    """Settings as `--set` takes them."""
-    if not isinstance(sets, Mapping):
-        return list(sets)
-    return [f"{key}={_as_value(value)}" for key, value in sets.items()]
-
-
-def _as_value(value: Any) -> str:
-    """A value as `--set` takes it: a bare word, or TOML in one line."""
-    word = isinstance(value, str) and value.replace("-", "_").isidentifier()
-    return str(value) if word else _toml(value)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value)  # as TOML writes text, numbers, true and false
-
-
-def parse_value(text: str, option: str) -> Any:
-    """A TOML value; a bare word is a string."""
-    try:
-        value = tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
-    except tomllib.TOMLDecodeError as error:
-        if not text or text[0] in "[{\"'":
-            raise RecipeError(f"{option}: {text!r} is not a TOML value: {error}") from error
-        return text
-    return text if isinstance(value, (datetime.date, datetime.time)) else value
 
 
 def _find(source: str | Path) -> tuple[str, str, str]:
@@ -159,40 +92,130 @@ def _text_of(path: Path) -> str:
         raise RecipeError(f"{path} cannot be read as text: {error}") from error
 
 
-def _with_settings(table: Table, settings: Sequence[Setting]) -> Table:
-    table = _for_other_method(dict(table), {setting.key: setting.value for setting in settings})
-    for setting in settings:
-        _put(table, setting)
-    return table
-
-
-def _for_other_method(table: Table, chosen: dict[Key, Any]) -> Table:
-    """When another method is chosen than the file's own, the file's options serve it as defaults."""
-    own = table.get("method", {})
-    if not isinstance(own, dict) or not isinstance(own.get("defaults", {}), dict):
-        return table  # refused by the schema
-    same_name = chosen.get(("method", "name"), own.get("name")) == own.get("name")
-    if same_name and ("method", "parts") not in chosen:
-        return table
-    common = {key: own[key] for key in ("weighting",) if key in own}
-    options = {key: value for key, value in own.items() if key not in MethodSection.model_fields}
-    return {**table, "method": {**common, "defaults": {**own.get("defaults", {}), **options}}}
-
-
-def _put(table: Table, setting: Setting) -> None:
-    """Set a key, making the tables on the way to it."""
-    *path, last = setting.key
-    for depth, name in enumerate(path, start=1):
-        inner = table.get(name, {})
-        if not isinstance(inner, dict):
-            raise RecipeError(f"{setting.option}: {'.'.join(setting.key[:depth])} is not a table; it is {inner!r}")
-        table[name] = dict(inner)
-        table = table[name]
-    table[last] = setting.value
-
-
 def _validated(table: Table, places: Places) -> Recipe:
     try:
         return Recipe.model_validate(table)
     except ValidationError as error:
         raise refuse(error, places) from error
+
+
+# objects as names --------------------------------------------------------------------------------------------------
+
+
+def named(table: Table) -> Table:
+    """The same recipe with `package.module:Name` for every class, function and object in it. Raises RecipeError."""
+    model, method = table.get("model"), table.get("method")
+    if isinstance(model, dict) and callable(model.get("kind")):
+        table = {**table, "model": {**model, "kind": name_of(model["kind"], "model.kind")}}
+    if isinstance(method, dict):
+        table = {**table, "method": {key: _section(key, value) for key, value in method.items()}}
+    return table
+
+
+def name_of(thing: Any, key: str) -> str:
+    """`package.module:Name` of a class or function; a resumed run must find it there again."""
+    module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
+    if not name:
+        raise RecipeError(f"{key}: give the class or function itself, not an object of class {type(thing).__name__}")
+    if getattr(sys.modules.get(module), name, None) is not thing:
+        raise RecipeError(f"{key}: {name} cannot be found again by that name; define it at the top level of a module")
+    return f"{module}:{name}"
+
+
+def _section(key: str, value: Any) -> Any:
+    """A key of [method]: the list of parts, or the options of one part."""
+    if key == "parts" and isinstance(value, list | tuple):
+        return [_part(entry) for entry in value]
+    return _option(value, f"method.{key}")
+
+
+def _part(entry: Any) -> Any:
+    """Names and tables stay; a part becomes a table with the options that are not its defaults."""
+    if isinstance(entry, type):
+        return name_of(entry, "method.parts")
+    if not is_dataclass(entry):
+        return _option(entry, "method.parts")
+    return {"part": name_of(type(entry), "method.parts"), **_options(entry, "method.parts")}
+
+
+def _options(entry: Any, key: str) -> Table:
+    """The options of an object that are not its defaults."""
+    options = {f.name: getattr(entry, f.name) for f in fields(entry) if getattr(entry, f.name) != f.default}
+    for option, value in options.items():
+        if value is None:
+            raise RecipeError(f"{key}: {entry!r}: a recipe cannot hold None; give {option} another default")
+    return {option: _option(value, f"{key}: {option}") for option, value in options.items()}
+
+
+def _option(value: Any, key: str) -> Any:
+    """An option's value as TOML can hold it. A class goes by its name; an object is a table of its options, with its
+    class as `kind` where it is one of several kinds (a policy)."""
+    if isinstance(value, Mapping):
+        return {name: _option(entry, f"{key}.{name}") for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_option(entry, key) for entry in value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, type):
+        return name_of(value, key)
+    if is_dataclass(value):
+        kind = {"kind": name_of(type(value), key)} if hasattr(value, "kind") else {}
+        return {**kind, **_options(value, key)}
+    raise RecipeError(f"{key}: a recipe holds text, numbers, lists and tables, not an object of {type(value).__name__}")
+
+
+# recipes made from recipes -----------------------------------------------------------------------------------------
+
+
+def scaled(recipe: Recipe, factor: float) -> Recipe:
+    """The recipe as it is run at `factor` of its work: with a `share` of its rounds, and with method.defaults settled.
+
+    The stream shrinks its data by the same share; at least one synchronised round per task is left.
+    """
+    if not 0 < factor <= 1:
+        raise RecipeError(f"--scale must be above 0 and at most 1; got {factor:g}")
+    train = recipe.train
+    synchronisations = max(1, round(train.rounds_per_task * share(factor) / train.sync_every))
+    rounds = synchronisations * train.sync_every
+    return settled(recipe).model_copy(update={"train": train.model_copy(update={"rounds_per_task": rounds})})
+
+
+def share(factor: float) -> float:
+    """Of the rounds, and of the data, that are left at `factor` of the work."""
+    return math.sqrt(factor)
+
+
+def settled(recipe: Recipe) -> Recipe:
+    """The recipe with method.defaults settled: those of the method's own parts become its options, the rest go.
+
+    A default for a part that is neither shipped nor in the method is refused. Imports the methods, and torch with them.
+    """
+    section = recipe.method
+    if not section.defaults:
+        return recipe
+    from everfed.methods import registry as methods
+
+    own = [part.name for part in methods.build(section.name, parts=section.parts).parts]
+    known = {*own, *methods.PARTS}
+    for name in section.defaults:
+        if name not in known:
+            allowed = sorted(known)
+            raise RecipeError(f"method.{name} names no part.{suggestion(name, allowed)} Parts: {', '.join(allowed)}")
+    usable = {name: options for name, options in section.defaults.items() if name in own}
+    return recipe.model_copy(update={"method": _with_options(section, usable)})
+
+
+def _with_options(section: MethodSection, options: dict[str, dict[str, Any]]) -> MethodSection:
+    """Options of the section itself win over `options`, key by key."""
+    table = section.model_dump(exclude={"defaults"})
+    given = section.model_extra or {}
+    merged = {name: {**values, **given.get(name, {})} for name, values in options.items()}
+    return MethodSection.model_validate({**table, **merged})
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The whole recipe as TOML, every value spelled out; reading it gives an equal recipe."""
+    table = recipe.model_dump(exclude_none=True)
+    if not table["method"]["defaults"]:
+        del table["method"]["defaults"]
+    return tomli_w.dumps(table)

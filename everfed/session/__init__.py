@@ -2,7 +2,6 @@
 what came of it."""
 
 from everfed.session.assembly import Assembly, OtherWeights, assemble, build_method, identity_of
-from everfed.session.estimate import estimate
-from everfed.session.execution import execute
+from everfed.session.execution import estimate, execute
 
 __all__ = ["Assembly", "OtherWeights", "assemble", "build_method", "estimate", "execute", "identity_of"]

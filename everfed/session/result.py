@@ -1,15 +1,21 @@
-"""result.json: a stable interface; accuracies are fractions."""
+"""What a finished run leaves beside its model: result.json, a stable interface whose accuracies are fractions, and the
+pictures that its stream draws.
+"""
 
 from __future__ import annotations
 
 import platform
 import resource
+import struct
+import zlib
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 import everfed
 from everfed import engines
+from everfed.core.engine import Engine
 from everfed.core.evaluate import RULES, row_value
 from everfed.core.message import State
 from everfed.core.server import RunState
@@ -18,6 +24,7 @@ from everfed.metrics import language
 from everfed.metrics import matrix as accuracy_matrix
 from everfed.metrics.scores import score_of
 from everfed.session.assembly import Assembly
+from everfed.store.run import RunFolder
 
 
 @runtime_checkable
@@ -171,3 +178,38 @@ def _only(tasks: list[int], rows: list[list[float | None]]) -> list[list[float |
     """The matrix of these tasks; its last row is the end of the run."""
     after = [*(rows[task] for task in tasks[:-1]), rows[-1]]
     return [[row[task] for task in tasks] for row in after]
+
+
+# pictures ----------------------------------------------------------------------------------------------------------
+
+PICTURES = 4  # of every task
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def save_pictures(folder: RunFolder, stream: Stream, engine: Engine, state: RunState) -> None:
+    """Some test samples of every task as the stream draws them, with the trained model's predictions."""
+    if not stream.has_pictures:
+        return
+    trainer = engine.workbench()
+    drawn: dict[str, bytes] = {}
+    for task in range(stream.tasks):
+        data = stream.test(task).take(np.arange(min(PICTURES, len(stream.test(task)))))
+        found = stream.pictures(trainer.outputs(state.model, data.x).cpu(), data)
+        drawn |= {f"task{task + 1}-{number + 1}": png(picture) for number, picture in enumerate(found)}
+    folder.write_pictures(drawn)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """The file of an image (height, width, 3) of uint8, made without a package for images."""
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ValueError(f"expected (height, width, 3) of uint8, got {pixels.dtype} {pixels.shape}")
+    height, width, _ = pixels.shape
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, colour
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)  # 0: no filter
+    return (
+        _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)) + _chunk(b"IEND", b"")
+    )
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -13,7 +13,7 @@ import everfed
 from everfed.methods.project.stamp import STAMP
 from everfed.reports import figures
 from everfed.reports.read import read_run
-from everfed.session import buffers
+from everfed.session import reporting
 from everfed.store.clients import ClientStore
 from everfed.streams import build
 from tests.support.toy import Bench
@@ -68,7 +68,7 @@ def test_stamps_pool() -> None:
 
 
 def test_a_stream_that_does_not_know_the_tasks_reports_nothing() -> None:
-    assert not buffers.reports(Bench("er").setup())
+    assert not reporting.has_buffers(Bench("er").setup())
 
 
 @pytest.mark.parametrize("paged", [False, True])
