@@ -47,7 +47,7 @@ def show(
 
 
 def _facts(name: str, data: Path | None) -> Facts:
-    from everfed.data import available
+    from everfed.data.available import available
     from everfed.methods import registry as methods
     from everfed.recipe import shipped as recipes
 
