@@ -28,14 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from everfed import streams
-from everfed.data.tokenizer import PAD
+from everfed.data.masked_text import PAD, mask_tokens, masked_loss
 from everfed.experiments.jobs import GridJob, JobSettings, Outcome, new_job, run_all
 from everfed.methods.replay.diversity import Candidates, select
-from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.memory import Policy, Pool
 from everfed.models.tinybert import TinyBERT
 from everfed.recipe import read
 from everfed.reports.formats import markdown_table
-from everfed.streams.masking import mask_tokens, masked_loss
 
 RECIPE = Path(__file__).with_suffix(".toml")
 CORPORA = ("snips7", "banking77", "dbpedia14", "agnews", "clinc150")  # in the order of the periods

@@ -18,7 +18,7 @@ from typing import Any
 
 from everfed.core.option import declared_options
 from everfed.methods import registry
-from everfed.methods.replay.memory import POLICIES
+from everfed.methods.replay.memory import policy_class
 from everfed.methods.replay.sample_gradients import GradientOptions
 
 PAGES = Path(__file__).parent
@@ -55,7 +55,7 @@ def owner_class(name: str) -> type:
     """The dataclass that declares the options of a part, of a memory's policy, or of its gradients."""
     if name == "gradients":
         return GradientOptions
-    return POLICIES[name.removeprefix("policy/")] if name.startswith("policy/") else registry.part_class(name)
+    return policy_class(name.removeprefix("policy/")) if name.startswith("policy/") else registry.part_class(name)
 
 
 def _default(field: Any) -> str:

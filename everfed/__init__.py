@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from everfed.experiments.papers.reproducing import reproduce
     from everfed.recipe import Recipe
     from everfed.recipe import read as read_recipe
-    from everfed.reports import write as report
+    from everfed.reports.html import write as report
     from everfed.reports.result import Result
 
 __version__ = "1.0.0"
@@ -41,7 +41,7 @@ _PLACES = {  # name -> module, and what it is called there
     "load": "api:load",
     "method": "method:",
     "read_recipe": "recipe:read",
-    "report": "reports:write",
+    "report": "reports.html:write",
     "reproduce": "experiments.papers.reproducing:reproduce",
     "resume": "api:resume",
     "run": "api:run",

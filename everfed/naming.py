@@ -33,15 +33,24 @@ _MOVED = {
     "everfed.parts.shared": "everfed.methods.common",
     "everfed.monitor": "everfed.methods.monitor",
     "everfed.detection": "everfed.data.detection",
+    "everfed.methods.monitor.drift": "everfed.methods.monitor",
+    "everfed.methods.monitor.features": "everfed.methods.monitor",
     "everfed.methods.replay.gradient_rows": "everfed.methods.replay.sample_gradients",
     "everfed.methods.replay.gss_policies": "everfed.methods.replay.gss",
-    "everfed.methods.replay.policies": "everfed.methods.replay.memory",
+    "everfed.methods.replay.policies": "everfed.methods.replay.random_selection",
+    "everfed.methods.replay.policies:Herding": "everfed.methods.replay.herding:Herding",
+    "everfed.methods.replay.policies:ReFed": "everfed.methods.replay.refed:ReFed",
+    "everfed.methods.replay.policy": "everfed.methods.replay.memory",
 }
 _ALLOWED: ContextVar[tuple[str, ...] | None] = ContextVar("allowed", default=None)  # None: every module
 
 
 class NameProblem(SettingError):
     """`package.module:Name` that does not lead to an object."""
+
+
+class NotAllowed(NameProblem):
+    """A name that what others wrote may not use here."""
 
 
 @contextmanager
@@ -57,7 +66,7 @@ def restricted(modules: Sequence[str]) -> Iterator[None]:
 def _require_allowed(module: str, name: str, key: str) -> None:
     allowed = _ALLOWED.get()
     if allowed is not None and not any(module == one or module.startswith(f"{one}.") for one in allowed):
-        raise NameProblem(
+        raise NotAllowed(
             f"{key} = {name!r}: the module {module!r} is not allowed here (policy code of `everfed join`; "
             "allow_code of everfed.load and `everfed export`)"
         )
@@ -67,7 +76,7 @@ def _require_defined_here(found: Any, module: str, name: str, key: str) -> None:
     """What a module of everfed's has imported for its own use may not be named in what others wrote."""
     home = str(getattr(found, "__module__", module))
     if _ALLOWED.get() is not None and module.startswith("everfed.") and not home.startswith("everfed."):
-        raise NameProblem(f"{key} = {name!r} is not everfed's own, but of {home!r}")
+        raise NotAllowed(f"{key} = {name!r} is not everfed's own, but of {home!r}")
 
 
 def split_names(text: str | None) -> list[str]:

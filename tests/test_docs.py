@@ -23,7 +23,7 @@ from everfed.cli import app
 from everfed.core.option import declared_options
 from everfed.core.part import HOOKS
 from everfed.methods import registry as methods
-from everfed.methods.replay.memory import POLICIES
+from everfed.methods.replay.memory import POLICIES, policy_class
 from everfed.methods.replay.sample_gradients import GradientOptions
 from everfed.recipe import shipped as recipes
 from tests.support.child import Child
@@ -142,7 +142,7 @@ def _shown() -> set[tuple[type, str]]:
 def test_every_option_of_a_method_stands_in_a_generated_table() -> None:
     """In that of its class, or of a shipped class that it is inherited from, with the same default."""
     shown, missing = _shown(), []
-    for kind in (*methods.part_classes().values(), *POLICIES.values(), GradientOptions):
+    for kind in (*methods.part_classes().values(), *map(policy_class, POLICIES), GradientOptions):
         for field in fields(kind):
             bases = [base for base in kind.__mro__ if (base, field.name) in shown]
             if all(base.__dataclass_fields__[field.name].default != field.default for base in bases):
@@ -151,7 +151,7 @@ def test_every_option_of_a_method_stands_in_a_generated_table() -> None:
 
 
 def test_every_option_of_a_method_is_declared_with_its_meaning() -> None:
-    kinds = (*methods.part_classes().values(), *POLICIES.values(), GradientOptions)
+    kinds = (*methods.part_classes().values(), *map(policy_class, POLICIES), GradientOptions)
     found = [(kind.__name__, name) for kind in kinds for name, option in declared_options(kind) if not option.about]
     assert found == []
 

@@ -16,8 +16,7 @@ from everfed.core import tree
 from everfed.core.method import Method
 from everfed.errors import RecipeError
 from everfed.methods import registry as methods
-from everfed.methods.monitor import DriftMonitor, FeatureShift
-from everfed.methods.monitor.features import Reference, last_layer, pooled
+from everfed.methods.monitor import DriftMonitor, FeatureShift, Reference, last_layer, pooled
 from everfed.reports.html import render
 from everfed.reports.read import read_run
 from tests.parity.test_processes import on_processes

@@ -26,8 +26,7 @@ from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.er import Replay
 from everfed.methods.replay.herding import Herding
-from everfed.methods.replay.memory import Memory
-from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.memory import Memory, Policy, Pool
 from everfed.methods.replay.sample_gradients import GradientOptions
 from everfed.recipe import from_table, read, to_toml
 from everfed.recipe.reading import named

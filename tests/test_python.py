@@ -134,7 +134,7 @@ def test_a_report_is_written_by_calling_the_package_however_it_was_imported() ->
     run = everfed.run(TINY)
     assert everfed.report(run.folder, "page.html", figures=False) == Path("page.html")
     assert run.report(figures=False) == run.folder / "report.html"
-    from everfed.reports import write
+    from everfed.reports.html import write
 
     assert everfed.report([run.folder], figures=False) == write(run.folder, figures=False)
     with pytest.raises(everfed.UserError, match="there is no run to report"):

@@ -29,6 +29,6 @@ def report(
       everfed report runs/demo-fedgp+der-0
       everfed report runs/demo --out demo.html --title "Rotated digits"
     """
-    from everfed.reports import write
+    from everfed.reports.html import write
 
     typer.echo(f"report: {write(runs, out, figures=figures, title=title)}")

@@ -60,8 +60,15 @@ def run_client(
     method.check_unchanged()
     if phase.when is When.INSIDE:  # a step of a protection: its replies are sent as they are
         return state, Reply(reply.values)
+    return sealed(method, phase, state, message, reply, context)
+
+
+def sealed(
+    method: Method, phase: Phase, state: State, message: Message | None, reply: Reply, context: Context
+) -> tuple[State, Reply]:
+    """The reply as it leaves the client."""
     for part in method.protections:
-        client = Client(part.name, state, context, message or {}, None, data)
+        client = Client(part.name, state, context, message or {}, None, context.facts.blank)
         reply = part.seal(client, phase, reply)
         state = client.states
     return state, reply

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from everfed.data.detection.boxes import clipped, from_corners
+from everfed.data.detection import from_corners
 from everfed.data.errors import DataError
 from everfed.data.pictures import SUFFIXES, open_resized
 from everfed.data.sources import VARIABLE, data_folder
@@ -223,7 +223,7 @@ def _yolo_boxes(path: Path, classes: int, left_out: dict[str, int]) -> np.ndarra
 def sound(labels: np.ndarray, corner: np.ndarray, left_out: dict[str, int]) -> np.ndarray:
     """(n, 5) rows of the boxes that have an area inside the image."""
     upright = (corner[:, 2:] > corner[:, :2]).all(1)
-    inside = clipped(corner)
+    inside = np.clip(corner, 0.0, 1.0)
     visible = (inside[:, 2:] > inside[:, :2]).all(1)
     _count(left_out, "boxes without an area", int((~upright).sum()))
     _count(left_out, "boxes outside the image", int((upright & ~visible).sum()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from everfed.core import random
-from everfed.data.detection.boxes import clipped, from_corners
+from everfed.data.detection import from_corners
 from everfed.data.errors import DataError
 from everfed.data.scenes import Scene, Scenes, Size
 
@@ -201,7 +201,7 @@ class _Canvas:
                 labels.append(label)
                 corner.append(edges)
         shares = np.array(corner, dtype=np.float64).reshape(-1, 4) / (self.width, self.height, self.width, self.height)
-        return from_corners(np.array(labels, dtype=np.float64), clipped(shares))
+        return from_corners(np.array(labels, dtype=np.float64), np.clip(shares, 0.0, 1.0))
 
     def finished(self) -> np.ndarray:
         """(3, h, w) uint8 with the noise of a camera."""

@@ -185,7 +185,7 @@ class Comparison:
 
     def report(self, out: str | Path | None = None, *, figures: bool | None = None) -> Path:
         """Write the report of all runs (`everfed.report`)."""
-        from everfed.reports import write
+        from everfed.reports.html import write
 
         folders = [run.folder for runs in self.results.values() for run in runs]
         return write(folders, out or self.folder / "report.html", figures=figures)

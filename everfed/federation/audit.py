@@ -187,7 +187,7 @@ class Audited:
             self.log.write(what="answer", server=self.server, **described(answer))
         except OSError as error:
             _LOG.warning("the audit log cannot be written: %s", error)
-            return Answer(FAILED, reason=f"its audit log cannot be written: {error}").packet()
+            return Answer(FAILED, reason="its audit log cannot be written").packet()
         return Packet({**answer.header, HEAD: self.log.last.hash}, answer.pieces)
 
 

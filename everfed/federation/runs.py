@@ -26,8 +26,8 @@ _LOG = logging.getLogger("everfed.site")
 
 
 def is_run(name: str) -> bool:
-    """Can this be a run's identity? It becomes the name of a folder."""
-    return name.isalnum() and name.isascii() and len(name) <= 64
+    """Can this be a run's identity? It becomes the name of a folder, beside folders and files of other names."""
+    return 0 < len(name) <= 64 and set(name) <= set("0123456789abcdef")
 
 
 class Runs:

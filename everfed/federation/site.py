@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from everfed.core.client import Reply, new_state, sealed
 from everfed.core.context import Attempt, Credentials, Moment, Setup
 from everfed.core.engine import Absent, ClientError, Engine
-from everfed.core.message import Message
+from everfed.core.handle import Client
+from everfed.core.message import Message, State, unwrap
+from everfed.core.phase import When
 from everfed.core.server import plan_of
 from everfed.core.stream import RoundPlan
 from everfed.core.tree import to_bytes
-from everfed.errors import is_user_error
 from everfed.federation.codec import reply_to_tree, to_message
 from everfed.federation.journal import Journal, Stale
 from everfed.federation.packet import PROTOCOL, Packet, PacketError, Value, digest
@@ -35,8 +37,10 @@ from everfed.federation.request import (
     require_protocol,
 )
 from everfed.federation.runs import KEPT, STEPS, Runs
-from everfed.privacy.differential import BudgetSpent
-from everfed.privacy.spending import DELTA, ClientLedger
+from everfed.naming import NotAllowed
+from everfed.privacy.bindings import ProtocolError
+from everfed.privacy.differential import NAME, BudgetSpent
+from everfed.privacy.spending import DELTA, ClientLedger, hides_failures, protection
 from everfed.session import OtherWeights
 from everfed.store.clients import ClientStore
 from everfed.store.files import make_folder, write_atomic
@@ -53,6 +57,10 @@ class ClientRuntime:
 
 
 LEDGER = "ledger.jsonl"  # what this client has revealed, in all runs: never rolled back, never removed with a run
+# what the server is told: the same words whatever the samples, files and folders here are
+STEP_FAILED = "the step failed; the reason is in the client's log"
+DISK_FULL = "the client's disk is full"
+OTHER_WEIGHTS = "model.frozen_sha256: the frozen weights here are not the run's; see the client's log"
 _LOG = logging.getLogger("everfed.site")
 BuildRuntime = Callable[[str, float], ClientRuntime]  # recipe in TOML, scale
 
@@ -80,6 +88,11 @@ class Run:
             return None
         data = self.recipe_file.read_bytes()
         return data.decode() if digest(data) == name else None
+
+    def keep_recipe(self, text: str) -> None:
+        data = text.encode()
+        if self.recipe(digest(data)) is None:
+            write_atomic(self.recipe_file, data)
 
 
 class Site:
@@ -116,15 +129,25 @@ class Site:
                 _LOG.warning("the server refuses %s: %s", self.identity.name, packet.text("reason")[:1000])
                 return Answer(REPLY).packet()
             return self._steps(packet, Request.of(packet)).packet()
-        except (PacketError, Stale) as error:
+        except (PacketError, Stale, BudgetSpent, NotAllowed) as error:
+            _LOG.warning("a request was refused: %s", error)
             return Answer(REFUSED, reason=f"{type(error).__name__}: {error}").packet()
-        except (BudgetSpent, OtherWeights) as error:
+        except OtherWeights as error:
+            _LOG.warning("a request was refused: %s", error)
+            return Answer(REFUSED, reason=OTHER_WEIGHTS).packet()
+        except ClientError as error:
+            if not isinstance(error.__cause__, ProtocolError):
+                return self._failed()
             _LOG.warning("a request was refused: %s", error)
             return Answer(REFUSED, reason=str(error)).packet()
-        except Exception as error:  # a user's own stream or part may raise anything
-            _LOG.exception("a step failed; the error was sent to the server")
-            reason = str(error) if is_user_error(error) else f"{type(error).__name__}: {error}"
-            return Answer(FAILED, reason=reason).packet()
+        except OSError as error:
+            return self._failed(DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else STEP_FAILED)
+        except Exception:  # a user's own stream or part may raise anything, and name samples, files and folders in it
+            return self._failed()
+
+    def _failed(self, reason: str = STEP_FAILED) -> Packet:
+        _LOG.exception("a step failed")
+        return Answer(FAILED, reason=reason).packet()
 
     def _hello(self) -> Packet:
         _LOG.info("%s is connected to a server", self.identity.name)
@@ -133,23 +156,25 @@ class Site:
         return Packet(header)
 
     def _steps(self, packet: Packet, request: Request) -> Answer:
+        text = self._recipe(request, packet)
+        if text is None:
+            return Answer(MISSING, fingerprint(request), missing=(RECIPE, *_contents(request, packet)))
+        runtime = self._runtime_for(text, request)  # before anything is stored: its recipe may be refused
+        self._spending.check(runtime.setup.method)
         run = self._run(request.run)
         run.journal.accept_epoch(request.epoch)
-        recipe = self._recipe(run, request, packet)
-        missing = self._missing(run, request, packet)
-        if recipe is None:
-            missing = (RECIPE, *missing)
-        if recipe is None or missing:
+        run.keep_recipe(text)
+        missing = tuple(name for name in _contents(request, packet) if not run.payloads.has(name))
+        if missing:
             return Answer(MISSING, fingerprint(request), missing=missing, holds=tuple(run.payloads.names()))
         run.journal.forget(request.durable)
         fresh = run.journal.before(request.steps[0].place) is None
-        replies = tuple(self._step(run, request, step, recipe, packet) for step in request.steps)
+        replies = tuple(self._step(run, runtime, request, step, packet) for step in request.steps)
         self._mark_active(request.run)
         return Answer(REPLY, fingerprint(request), holds=tuple(run.payloads.names()), fresh=fresh, replies=replies)
 
-    def _step(self, run: Run, request: Request, step: Step, recipe: str, packet: Packet) -> bytes:
+    def _step(self, run: Run, runtime: ClientRuntime, request: Request, step: Step, packet: Packet) -> bytes:
         """Make a step, or repeat the reply of one that was made before."""
-        runtime = self._runtime_for(recipe, request)
         name = f"{step.name}.{request.client}"
         if any(part.per_epoch for part in runtime.setup.method.protections):
             name = f"{name}.{request.epoch}"  # masked with other keys for a server that was started again
@@ -162,33 +187,43 @@ class Site:
             if content in packet.pieces:
                 run.payloads.put(part, key, content, packet.pieces[content])
         message = to_message(packet.piece(step.body), step.once, run.payloads.get) if step.body else None
-        before, method = run.journal.before(step.place), runtime.setup.method
-        asked = _asked_alike(runtime.setup, request, step)
-        attempt = Attempt(request.run, request.epoch, self._ledger, self._credentials, request.recipe, asked)
-        self._spending.check(method)
-        state, reply = _call(runtime, request.client, step, message, before, attempt)
-        self._spending.charge(method, request.run, step.place, state, reply)
+        state, reply = self._computed(run, runtime, request, step, message)
         tree = reply_to_tree(reply)
         data = to_bytes(tree)
         run.journal.record(step.place, name, state, tree)
         _LOG.info("%s: done", where)
         return data
 
-    def _missing(self, run: Run, request: Request, packet: Packet) -> tuple[str, ...]:
-        """The names of payloads and trees that were neither sent nor stored."""
-        wanted = {name for step in request.steps for _, _, name in step.once}
-        bodies = {step.body for step in request.steps if step.body}
-        absent = {name for name in wanted if name not in packet.pieces and not run.payloads.has(name)}
-        return tuple(sorted(absent | {name for name in bodies if name not in packet.pieces}))
+    def _computed(
+        self, run: Run, runtime: ClientRuntime, request: Request, step: Step, message: Message | None
+    ) -> tuple[State, Reply]:
+        """(state, reply) of a step, which is charged before it is computed."""
+        before, method = run.journal.before(step.place), runtime.setup.method
+        asked = _asked_alike(runtime.setup, request, step)
+        attempt = Attempt(request.run, request.epoch, self._ledger, self._credentials, request.recipe, asked)
+        call = _Call(runtime, request.client, step, message, before, attempt)
+        charged = _computed_from(request, step, before)
+        self._spending.charge(method, call.phase, request.run, step.place, charged)
+        try:
+            state, reply = call.answered()
+        except PacketError:
+            raise
+        except Exception:
+            if call.phase.when is When.INSIDE or not hides_failures(method):
+                raise
+            _LOG.exception("a step failed; its reply is noise alone")
+            state, reply = call.nothing()
+        self._spending.record(method, request.run, step.place, charged, state)
+        return state, reply
 
-    def _recipe(self, run: Run, request: Request, packet: Packet) -> str | None:
-        known = run.recipe(request.recipe)
+    def _recipe(self, request: Request, packet: Packet) -> str | None:
+        """The text of the run's recipe, as it is stored or was sent."""
+        known = self._run(request.run).recipe(request.recipe) if (self.folder / request.run).is_dir() else None
         if known is not None or RECIPE not in packet.pieces:
             return known
         data = packet.pieces[RECIPE]
         if digest(data) != request.recipe:
             raise PacketError("the recipe was damaged in transit")
-        write_atomic(run.recipe_file, data)
         return data.decode()
 
     def _mark_active(self, name: str) -> None:
@@ -225,24 +260,60 @@ def _asked_alike(setup: Setup, request: Request, step: Step) -> str:
     return digest(json.dumps([request.recipe, request.scale, step.phase, step.body, step.once, tasks]).encode())
 
 
-def _call(
-    runtime: ClientRuntime, client: int, step: Step, message: Message | None, before: Any, attempt: Attempt
-) -> tuple[Any, Any]:
-    """(state, reply) of one step."""
-    phases = runtime.setup.method.phases_by_name()
-    if step.phase not in phases:
-        raise PacketError(f"the recipe's method has no phase {step.phase[:80]!r}")
-    if not 0 <= client < runtime.setup.facts.clients:
-        raise PacketError(f"no client {client}: the recipe has {runtime.setup.facts.clients}")
-    round_index, position, repeat, stage = step.place
-    tasks = {client: step.task} if step.task >= 0 else {}
-    plan = RoundPlan(max(step.task, 0), (client,), tasks, drifting=frozenset({client} if step.drifting else ()))
-    store = runtime.store
-    store.clear()
-    if before is not None:
-        store.put(client, before)
-    moment = Moment(round_index, plan, repeat, position, stage, attempt)
-    ((_, reply),) = runtime.engine.exchange(phases[step.phase], (client,), message, moment)
-    if isinstance(reply, Absent):
-        raise ClientError(client, step.phase, round_index, reply.reason)
-    return store.get(client) or {}, reply
+def _contents(request: Request, packet: Packet) -> tuple[str, ...]:
+    """The names of the payloads and trees that a request needs and does not hold."""
+    wanted = {name for step in request.steps for _, _, name in step.once}
+    return tuple(sorted((wanted | {step.body for step in request.steps if step.body}) - set(packet.pieces)))
+
+
+def _computed_from(request: Request, step: Step, before: State | None) -> str:
+    """Digest of all that a reply is computed from, but for the client's samples. Its state follows from the messages
+    before, whose digest differential privacy keeps."""
+    history = (before or {}).get(NAME, {}).get("history")
+    earlier = "" if history is None else bytes(history.tolist()).hex()
+    return digest(json.dumps([request.recipe, request.scale, request.client, step.name, earlier]).encode())
+
+
+class _Call:
+    """A call of one step on the client's engine. Raises PacketError where the recipe has no such phase or client."""
+
+    def __init__(
+        self,
+        runtime: ClientRuntime,
+        client: int,
+        step: Step,
+        message: Message | None,
+        before: State | None,
+        attempt: Attempt,
+    ) -> None:
+        phases, setup = runtime.setup.method.phases_by_name(), runtime.setup
+        if step.phase not in phases:
+            raise PacketError(f"the recipe's method has no phase {step.phase[:80]!r}")
+        if not 0 <= client < setup.facts.clients:
+            raise PacketError(f"no client {client}: the recipe has {setup.facts.clients}")
+        self.runtime, self.client, self.message, self.before = runtime, client, message, before
+        self.phase = phases[step.phase]
+        round_index, position, repeat, stage = step.place
+        tasks = {client: step.task} if step.task >= 0 else {}
+        plan = RoundPlan(max(step.task, 0), (client,), tasks, drifting=frozenset({client} if step.drifting else ()))
+        self.moment = Moment(round_index, plan, repeat, position, stage, attempt)
+
+    def answered(self) -> tuple[State, Reply]:
+        store = self.runtime.store
+        store.clear()
+        if self.before is not None:
+            store.put(self.client, self.before)
+        ((_, reply),) = self.runtime.engine.exchange(self.phase, (self.client,), self.message, self.moment)
+        if isinstance(reply, Absent):
+            raise ClientError(self.client, self.phase.name, self.moment.round, reply.reason)
+        return store.get(self.client) or {}, reply
+
+    def nothing(self) -> tuple[State, Reply]:
+        """The reply to a step that failed, under noise of the client's own: its state is as before."""
+        setup, message = self.runtime.setup, None if self.message is None else unwrap(self.message)
+        context = setup.client(self.client, self.phase, self.moment, self.runtime.engine.workbench())
+        state = self.before or new_state(setup.method, context)
+        part = protection(setup.method)
+        assert part is not None  # hides_failures
+        reply = part.nothing(Client(NAME, state, context, message or {}, None, setup.facts.blank), self.phase)
+        return sealed(setup.method, self.phase, state, message, reply, context)

@@ -15,12 +15,12 @@ from torch import nn
 from everfed.core import random
 from everfed.models import lora
 from everfed.models.acgan import ACGANCNN
-from everfed.models.cnn import MLP, Conv4, McMahanCNN, SmallCNN, TwoConvCNN
-from everfed.models.deep_head import ResNet18Deep, SConvNet
+from everfed.models.cnn import MLP, Conv4, McMahanCNN, SConvNet, SmallCNN, TwoConvCNN
 from everfed.models.pretrained import (
     HF,
     TIMM,
     ModelError,
+    SwinT,
     build_hf,
     build_timm,
     constant_norms,
@@ -28,8 +28,7 @@ from everfed.models.pretrained import (
     frozen_digest,
     load_weights,
 )
-from everfed.models.resnet import ResNet18, ResNet18ImageNet
-from everfed.models.swin import SwinT
+from everfed.models.resnet import ResNet18, ResNet18Deep, ResNet18ImageNet
 from everfed.models.tinybert import TinyBERT
 from everfed.models.vit import ViT
 from everfed.models.yolo import MicroYOLO, TinyYOLO

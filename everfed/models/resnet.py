@@ -7,6 +7,7 @@ import itertools
 from torch import Tensor, nn
 from torch.nn import functional
 
+from everfed.models.cnn import dense_layers
 from everfed.models.convolution import convolve
 from everfed.models.fused import batch_norm_act, batch_norm_act_twice
 
@@ -96,3 +97,12 @@ class ResNet18ImageNet(ResNet18):
         """(n, 64, height / 4, width / 4) before the blocks, twice."""
         pooled = functional.max_pool2d(super().stem(x)[0], 3, 2, 1)
         return pooled, pooled
+
+
+class ResNet18Deep(ResNet18):
+    """ResNet-18 with a head of three linear layers: 11,745,444 parameters with 100 classes. (The release has 139,124
+    more in attention modules and a layer that it does not use.) Pooling is global, so that any size will do."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(input_shape, classes)
+        self.head = nn.Sequential(*dense_layers(512, 512, 512, classes))  # type: ignore[assignment]

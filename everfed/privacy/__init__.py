@@ -32,13 +32,16 @@ def protect(method: Method, section: PrivacySection) -> Method:
 
 def check(setup: Setup) -> None:
     """Refuse models and options that the protections do not cover. Raises CompositionError."""
-    from everfed.privacy.differential import check_setup
+    if setup.method.protections:
+        from everfed.privacy.differential import check_setup
 
-    check_setup(setup)
+        check_setup(setup)
 
 
 def accounting(setup: Setup, folder: Path, notify: Observer) -> Callable[[RunState], None] | None:
     """A function that records what a run has released in a ledger in its folder; None where nothing is counted."""
+    if not setup.method.protections:
+        return None
     from everfed.privacy.spending import RunLedger, protection
 
     part = protection(setup.method)
@@ -47,6 +50,8 @@ def accounting(setup: Setup, folder: Path, notify: Observer) -> Callable[[RunSta
 
 def wrap(engine: Engine, setup: Setup, device: str, notify: Observer, ledger: Ledger | None = None) -> Engine:
     """The engine with the server's side of the method's protections. ledger: of the run, where clients are real."""
+    if not setup.method.protections:
+        return engine
     from everfed.privacy.secure import NAME
     from everfed.privacy.spending import protection
 

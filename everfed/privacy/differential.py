@@ -10,11 +10,16 @@ themselves and, on a client, every message that it has received up to then. A ru
 values from the same messages, so it releases the same numbers again, which reveals nothing new and is counted once.
 Anything else, such as the same place asked again with another model or a sum over another set of clients, gets fresh
 noise and is a further release; the ledgers (`everfed.privacy.spending`) count it.
+
+A value that is not finite counts as zero: whether a model overflows on a client's samples depends on the samples, so
+nothing but noise may tell. Real clients answer a step that failed likewise (`nothing`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,11 +50,12 @@ from everfed.method import (
     option,
 )
 from everfed.privacy import accountant
-from everfed.privacy.encoding import flat
+from everfed.privacy.encoding import NUMBER, flat, form_of
 from everfed.privacy.noise import standard_normal, tree_digest
 
 NAME = "dp"
 CENTRAL, LOCAL = "central", "local"
+_LOG = logging.getLogger("everfed.privacy")
 Means = Mapping[str, Mapping[str, bool]]  # phase -> "part/key" -> a mean (else a sum)?
 
 
@@ -79,7 +85,8 @@ class DifferentialPrivacy(Protection):
 
     def init(self, side: Client | Server) -> None:
         """Server: spent is {number of values: releases}; release, values: of the last one, for the ledger of the run.
-        Client: history is the digest of all messages so far; release, multiplier: of the last reply, for its ledger."""
+        Client: history is the digest of all messages so far; release, multiplier: of the last reply, for its ledger;
+        forms: of its last reply to each phase, where it adds noise itself."""
         if isinstance(side, Server):
             side.state = {"key": self._new_key("server"), "spent": {}, "release": "", "values": 0}
             return
@@ -104,7 +111,31 @@ class DifferentialPrivacy(Protection):
                 self._sent(path, value, clipped[path], content, client) if path in clipped else value
             )
         own |= {"release": content.hex() if clipped else "", "multiplier": self.multiplier(len(clipped))}
+        if self.kind == LOCAL:
+            own["forms"] = {**own.get("forms", {}), phase.name: json.dumps(form_of(reply.values))}
         return Reply(values)
+
+    def nothing(self, client: Client, phase: Phase) -> Reply:
+        """The reply to a step that failed, before it is sealed: of the form of the last one, or of the model, and no
+        number in it. As values that are not finite these count as zero."""
+        form = json.loads(client.state.get("forms", {}).get(phase.name, "{}"))
+        if phase.name == TRAIN and MODEL in client.messages:
+            params = client.messages[MODEL]["params"]
+            form[self.model] = [str(params.dtype).removeprefix("torch."), list(params.shape)]
+        values: dict[str, Tree] = {}
+        for path, (kind, shape) in form.items():
+            part, key = path.split("/", 1)
+            number = kind == NUMBER
+            found = math.nan if number else torch.full(shape, math.nan, dtype=getattr(torch, kind))
+            values.setdefault(part, {})[key] = found
+        return Reply(values)
+
+    def most_values(self, phase: Phase) -> int:
+        """How many values a reply to the phase may hold. Statistics of the aggregating part are empty (`check_setup`);
+        scores on a client's own tests are not sent."""
+        aggregator = self.model.partition("/")[0]
+        empty = {f"{aggregator}/stats", f"{aggregator}/counters"}
+        return len(set(self.means.get(phase.name, {})) - empty)
 
     def _clipped(self, path: str, value: Any, message: Mapping[str, Any]) -> Tensor:
         """In float64; of the model, the update."""
@@ -205,10 +236,11 @@ def _weight(weights: Weights, path: str) -> float:
 
 
 def clip_norm(value: Tensor, limit: float) -> Tensor:
-    """Scaled down to an L2 norm of `limit` at most; untouched within. Raises ValueError on what is not finite."""
+    """Scaled down to an L2 norm of `limit` at most; untouched within. Zero for what is not finite."""
     norm = float(value.norm())
     if not math.isfinite(norm):
-        raise ValueError("a reply that is not finite cannot be clipped")
+        _LOG.warning("a value of a reply is not finite and counts as zero")
+        return torch.zeros_like(value)
     return value if norm <= limit else value * (limit / norm)
 
 

@@ -11,17 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everfed.core.client import Reply
 from everfed.core.context import Place
 from everfed.core.events import Observer
 from everfed.core.message import State
 from everfed.core.method import Method
+from everfed.core.phase import Phase
 from everfed.core.server import RunState
 from everfed.privacy import accountant
-from everfed.privacy.differential import NAME, BudgetSpent, DifferentialPrivacy
+from everfed.privacy.differential import LOCAL, NAME, BudgetSpent, DifferentialPrivacy
 from everfed.store.ledger import PRIVACY_LEDGER, AppendedFile
 
 DELTA = 1e-5
+BARE = "bare"  # the entry of a run without noise
 
 
 def protection(method: Method) -> DifferentialPrivacy | None:
@@ -29,20 +30,29 @@ def protection(method: Method) -> DifferentialPrivacy | None:
     return next((part for part in method.parts if isinstance(part, DifferentialPrivacy)), None)
 
 
+def hides_failures(method: Method) -> bool:
+    """Does every client add noise of its own, under which a step that failed must look like any other?"""
+    part = protection(method)
+    return part is not None and part.kind == LOCAL
+
+
 class ClientLedger:
     """What a client has released, whatever the recipe and the server. budget: the epsilon at `delta` that its replies
     may cost in all, 0 for no limit (they are still recorded).
 
     Under local noise an entry is a noised reply; under central noise it is one participation, whose noise the server is
-    trusted to add. A run without noise is one entry that costs an infinite epsilon.
+    trusted to add. A run without noise is one entry that costs an infinite epsilon. A reply is charged before it is
+    computed, at the most that it may cost, so that whether it is refused does not depend on the samples.
     """
 
     def __init__(self, folder: Path, budget: float = 0.0, delta: float = DELTA) -> None:
         if budget > 0:
             accountant.check_installed()
         self.file, self.budget, self.delta = AppendedFile(folder / PRIVACY_LEDGER), budget, delta
-        self._known = {(entry["run"], entry["release"]) for entry in self.file.entries}
-        self._spent = Counter(float(entry["multiplier"]) for entry in self.file.entries)
+        entries = self.file.entries
+        self._known = {(entry["run"], entry["release"]) for entry in entries}
+        self._answered = {(entry["run"], entry["request"]) for entry in entries if "request" in entry}
+        self._spent = Counter(float(entry["multiplier"]) for entry in entries if "multiplier" in entry)
 
     def check(self, method: Method) -> None:
         """Refuse a recipe whose replies would be bare. Raises BudgetSpent."""
@@ -51,28 +61,41 @@ class ClientLedger:
             why = "no [privacy.dp]" if part is None else "privacy.dp.seed set, so that its noise hides nothing"
             raise BudgetSpent(f"this client has a privacy budget of {self.budget:g}, and the recipe has {why}")
 
-    def charge(self, method: Method, run: str, place: Place, state: State, reply: Reply) -> None:
-        """Record a reply before it is sent. state: the client's, after the step. Raises BudgetSpent."""
+    def charge(self, method: Method, phase: Phase, run: str, place: Place, request: str) -> None:
+        """Charge what the reply to a request may cost, once. request: a digest of all that the reply is computed from,
+        but for the samples. Raises BudgetSpent."""
         part = protection(method)
         if part is None or part.seed >= 0:
-            name, multiplier = "bare", 0.0
-            if not (reply.values or reply.samples):
-                return
+            self._add(run, place, BARE, 0.0)
+        elif part.most_values(phase):
+            self._add(run, place, request, part.multiplier(part.most_values(phase)))
+
+    def record(self, method: Method, run: str, place: Place, request: str, state: State) -> None:
+        """Record the content of a reply before it is sent. state: the client's, after the step. The first content of a
+        request is paid for; another one, of samples that changed, is a further release. Raises BudgetSpent."""
+        part = protection(method)
+        content = "" if part is None or part.seed >= 0 else str(state[NAME]["release"])
+        if not content or (run, content) in self._known:
+            return
+        if (run, request) in self._known and (run, request) not in self._answered:
+            self._answered.add((run, request))
+            self._known.add((run, content))
+            self.file.add({"run": run, "place": list(place), "release": content, "request": request})
         else:
-            name, multiplier = str(state[NAME]["release"]), float(state[NAME]["multiplier"])
-            if not name:
-                return
-        if (run, name) in self._known:
+            self._add(run, place, content, float(state[NAME]["multiplier"]))
+
+    def _add(self, run: str, place: Place, release: str, multiplier: float) -> None:
+        if (run, release) in self._known:
             return
         after = Counter({**self._spent, multiplier: self._spent[multiplier] + 1})
         if self.budget and (epsilon := accountant.composed(after, self.delta)) > self.budget:
             raise BudgetSpent(
                 f"this client's privacy budget of {self.budget:g} does not allow the reply of round {place[0] + 1}: "
                 f"epsilon would be {epsilon:.3f} (delta = {self.delta:g}); {self.spent():.3f} is spent by "
-                f"{self._spent.total()} replies, listed in {self.file.path}"
+                f"{self._spent.total()} replies"
             )
-        self.file.add({"run": run, "place": list(place), "release": name, "multiplier": multiplier})
-        self._known.add((run, name))
+        self.file.add({"run": run, "place": list(place), "release": release, "multiplier": multiplier})
+        self._known.add((run, release))
         self._spent = after
 
     def spent(self) -> float:

@@ -66,7 +66,7 @@ class Result:
 
     def report(self, out: str | Path | None = None, *, figures: bool | None = None) -> Path:
         """Write the report of this run (`everfed.report`)."""
-        from everfed.reports import write
+        from everfed.reports.html import write
 
         return write([self.folder], out, figures=figures)
 

@@ -23,17 +23,15 @@ from everfed.data.source import Source, make_source
 from everfed.data.sources import TextOptions, data_folder, load
 from everfed.data.tables import SUFFIXES as TABLES
 from everfed.data.targets import CLASSES
-from everfed.streams.class_incremental import ClassIncremental
+from everfed.streams.class_incremental import ClassIncremental, TaskIncremental
 from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
 from everfed.streams.driving import Driving
-from everfed.streams.feed import MakeStream, Period
 from everfed.streams.incremental import IncrementalStream
 from everfed.streams.multi_domain import MultiDomain
 from everfed.streams.options import OptionError, Options, require_choice, require_whole
-from everfed.streams.own import Own
+from everfed.streams.own import MakeStream, Own, Period
 from everfed.streams.periods import Periods
 from everfed.streams.planned import PlannedStream
-from everfed.streams.task_incremental import TaskIncremental
 from everfed.streams.task_pool import TaskPool
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Class-incremental: every task has new classes, divided among the clients by a new draw."""
+"""Class- and task-incremental: every task has new classes, divided among the clients by a new draw."""
 
 from __future__ import annotations
 
@@ -72,6 +72,14 @@ class ClassIncremental(IncrementalStream):
         order = self.class_order if isinstance(self.class_order, str) else list(self.class_order)
         first = {} if self.first_task is None else {"first_task": self.first_task}
         return {"class_order": order, **first, "labels": [list(block) for block in self._blocks]}
+
+
+class TaskIncremental(ClassIncremental):
+    """As class-incremental, but a test sample comes with its task, so that only that task's classes compete."""
+
+    scenario = "task-incremental"
+    about = "new classes in every task; the task of a test sample is known"
+    task_ids = True
 
 
 def _check_order(class_order: Any, classes: int) -> None:

@@ -48,12 +48,14 @@ SCHEDULE = traces.Form(("client", "task", "round"), _by_task, "[0, 12, 25]")
 
 @dataclass(frozen=True)
 class Clocks:
-    """first: (clients, tasks + 1), b above; its last column is the number of rounds. server: (tasks + 1,) the same for
-    the server. fingerprint: of the file that it was read from."""
+    """first: (clients, tasks + 1), b above; its last column is the number of rounds; one row for all clients where they
+    share the `common` clock, whatever their number. server: (tasks + 1,) the same for the server. fingerprint: of the
+    file that it was read from."""
 
     first: np.ndarray
     server: np.ndarray
     fingerprint: str = ""
+    common: bool = False
 
     @property
     def together(self) -> bool:
@@ -75,11 +77,14 @@ def check(options: Mapping[str, Any]) -> None:
     require_number(f"{KEY}.quorum", options.get("quorum", 0.5), above=0.0, to=1.0)
 
 
-def make(options: Mapping[str, Any], clients: int, tasks: int, rounds_per_task: int, seed: int) -> Clocks:
+def make(options: Mapping[str, Any] | None, clients: int, tasks: int, rounds_per_task: int, seed: int) -> Clocks:
     """The clocks that the option `asynchronous` describes."""
-    check(options)
     end, fingerprint = tasks * rounds_per_task, ""
     common = np.arange(tasks + 1) * rounds_per_task
+    synchronous = Clocks(common[None], common, common=True)
+    if options is None:
+        return synchronous
+    check(options)
     if options["kind"] == "jitter":
         jitter = options.get("jitter", rounds_per_task // 2)
         require_whole(f"{KEY}.jitter", jitter, least=0)
@@ -95,6 +100,8 @@ def make(options: Mapping[str, Any], clients: int, tasks: int, rounds_per_task: 
         rows = traces.table_rows(f"{KEY}.first", options.get("first"), SCHEDULE, clients)
         inner = scheduled(rows, clients, tasks, common)
     first = np.concatenate([np.zeros((clients, 1), np.int64), inner, np.full((clients, 1), end)], axis=1)
+    if (first == common).all():  # without jitter, say
+        return synchronous
     return Clocks(first, _quorum(first, options.get("quorum", 0.5)), fingerprint)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,21 +16,16 @@ from torch import Tensor
 
 from everfed.core.data import Data
 from everfed.core.stream import RoundPlan
-from everfed.data.detection import YoloLoss, padded
-from everfed.data.detection.picturing import pictures
-from everfed.data.detection.scoring import precision
+from everfed.data.average_precision import precision
+from everfed.data.detection import YoloLoss, padded, pictures
 from everfed.data.errors import DataError
 from everfed.data.scenes import PARTS, Scene, Scenes, load_scenes, pixels
 from everfed.data.split import held_out
 from everfed.streams.draws import generator
-from everfed.streams.options import OptionError, Options, refuse_unused, require_whole
-from everfed.streams.planned import PlannedStream
+from everfed.streams.options import OptionError, Options, require_whole
+from everfed.streams.planned import PlannedStream, require_split
 
 HOME, AWAY = 0, 1
-_MEANINGLESS = (  # augment: a mirrored image would need mirrored boxes
-    *("partition", "normalise", "augment", "image_size", "channels", "encoder", "label", "label_kind"),
-    *("asynchronous", "without", "order", "drift"),
-)
 
 
 class Driving(PlannedStream):
@@ -45,6 +39,11 @@ class Driving(PlannedStream):
 
     scenario = "driving"
     about = "vehicles that detect what is on the road, some of which move to another place; scored by mAP"
+    unused = (
+        *("partition", "normalise", "image_size", "channels", "encoder", "label", "label_kind"),
+        *("augment",),  # a mirrored image would need mirrored boxes
+        *("asynchronous", "without", "order", "drift"),
+    )
     score = "map"
     also = ("map_50_95",)
     has_pictures = True
@@ -97,25 +96,25 @@ class Driving(PlannedStream):
         """All clients begin at home; those in `moving` are away from round `moves_at` on."""
         if not 0 <= index < self.rounds:
             raise IndexError(f"round {index} is not within 0..{self.rounds - 1}")
-        there = self.calendar.attendance.present(index).tolist()
+        there = self.attendance.present(index).tolist()
         moves, last = index == self.moves_at, index == self.rounds - 1
         begins = there if index == 0 else [one for one in there if moves and one in self.moving]
         leaving = [one for one in there if index == self.moves_at - 1 and one in self.moving]
         return RoundPlan(
             task=AWAY if index >= self.moves_at else HOME,
-            participants=self.calendar.attendance.chosen(index)[0],
-            tasks={client: self._place(client, index) for client in there},
+            participants=self.attendance.chosen(index)[0],
+            tasks={client: self._scene_of(client, index) for client in there},
             begins=tuple(begins) if self.boundaries else (),
             ends=tuple(there if last else leaving) if self.boundaries else (),
             evaluate=last or index == self.moves_at - 1,
         )
 
-    def _place(self, client: int, index: int) -> int:
+    def _scene_of(self, client: int, index: int) -> int:
         return AWAY if index >= self.moves_at and client in self.moving else HOME
 
     def clock_of(self, client: int, index: int) -> tuple[int, int]:
         """(rounds of the client at this place before `index`, rounds that it stays)."""
-        if self._place(client, index) == AWAY:
+        if self._scene_of(client, index) == AWAY:
             return index - self.moves_at, self.rounds - self.moves_at
         return index, self.moves_at if client in self.moving else self.rounds
 
@@ -125,8 +124,7 @@ class Driving(PlannedStream):
 
     def test(self, task: int, split: str = "test") -> Data:
         """The test images of home or away, or the validation ones held out of the training images."""
-        if split not in self._data[task] or split == "train":
-            raise OptionError("validation", "no validation split was held out; set a share above 0")
+        require_split(split, self.options.validation)
         return self._data[task][split]
 
     def labels(self, task: int) -> tuple[int, ...]:
@@ -150,13 +148,11 @@ class Driving(PlannedStream):
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, and how many images every client has."""
-        given = [field.name for field in fields(Options) if field.name not in _MEANINGLESS]
         return {
             **self.outline(),
             "dataset": self.scenes.name,
             "origin": self.scenes.origin,
             "class_names": list(self.scenes.class_names),
-            **{key: getattr(self.options, key) for key in given},
             "home": list(self.home),
             "away": list(self.away),
             "moving": list(self.moving),
@@ -215,7 +211,6 @@ class Driving(PlannedStream):
 def _check(source: Scenes, options: Options, **whole: int) -> None:
     if not hasattr(source, "class_names") or not hasattr(source, "part"):
         raise OptionError("scenario", "driving takes images with boxes; arrays fit the other scenarios")
-    refuse_unused(options, _MEANINGLESS, "driving scenes")
     if options.tasks != 2:
         raise OptionError("tasks", f"driving has 2, home and away; got {options.tasks}")
     for key, value in whole.items():

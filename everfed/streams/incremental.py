@@ -15,22 +15,45 @@ from torch import Tensor
 from everfed.core.data import Data, DataCache
 from everfed.core.stream import digest_of
 from everfed.data import transforms
-from everfed.data.augment import described
 from everfed.data.errors import PartitionError
 from everfed.data.lazy import MAPPED_BYTES, Samples
 from everfed.data.partition import partition, who_got_what
 from everfed.data.source import Source
+from everfed.data.split import held_out, stratified
 from everfed.data.targets import CLASSES
 from everfed.streams.draws import generator
 from everfed.streams.objectives import ByObjective, objective_of
-from everfed.streams.options import (
-    USUAL_NORMALISATION,
-    OptionError,
-    Options,
-    normalisation,
-)
-from everfed.streams.planned import CACHE_BYTES, SPLITS, PlannedStream, require_index
-from everfed.streams.rows import choose_rows
+from everfed.streams.options import USUAL_NORMALISATION, OptionError, Options, normalisation
+from everfed.streams.planned import CACHE_BYTES, PlannedStream, plain, require_index, require_split
+
+LEAST_TESTS = 20  # of a class, at any scale
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Ascending positions: train and validation in the source's training part, test in its test part."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+
+def choose_rows(source: Source, options: Options, seed: int, scale: float) -> Rows:
+    """The samples that a stream may use: a share of them at scales below 1, with a validation part held out, which
+    never comes from the test part."""
+    y_train, y_test = source.strata("train"), source.strata("test")
+    pool = _thinned(y_train, scale, options.max_train, generator(seed, "thin train"))
+    least = min(1.0, LEAST_TESTS * source.classes / len(y_test))  # a handful of tests would score 0 or 100 %
+    test = _thinned(y_test, max(scale, least), options.max_test, generator(seed, "thin test"))
+    kept, held = held_out(y_train[pool], options.validation, generator(seed, "validation"))
+    return Rows(pool[kept], pool[held], test)
+
+
+def _thinned(labels: np.ndarray, scale: float, cap: int | None, rng: np.random.Generator) -> np.ndarray:
+    """Positions of `scale` of the samples, `cap` at most, every class in proportion."""
+    count = max(1, round(scale * len(labels)))
+    count = count if cap is None else min(count, cap)
+    return np.arange(len(labels)) if count == len(labels) else stratified(labels, count, rng)
 
 
 @dataclass(frozen=True)
@@ -80,7 +103,7 @@ class IncrementalStream(ByObjective, PlannedStream):
             self.colour_draws = self._chain.colour_draws
         self.normalise = options.normalise or _usual_normalisation(source)
         self._mean, self._std = _constants(self.normalise, source)
-        self._rows = choose_rows(source, self.seed, self.scale, options.validation, options.max_train, options.max_test)
+        self._rows = self._choose_rows()
         # groups decide which task and client has a sample; they are the classes where every sample has one
         self._y_train, self._y_test = source.strata("train"), source.strata("test")
         self._score_by(objective_of(source.targets, source.classes, source.y_train))
@@ -123,12 +146,7 @@ class IncrementalStream(ByObjective, PlannedStream):
     def test(self, task: int, split: str = "test") -> Data:
         """The test samples of `task`, or the validation samples held out of the training data."""
         require_index("task", task, self.tasks)
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} is not one of the allowed values: {', '.join(SPLITS)}")
-        if split == "validation" and not len(self._rows.validation):
-            raise OptionError(
-                "validation", "no validation split was held out; set a share that gives at least one sample"
-            )
+        require_split(split, len(self._rows.validation))
         kind = self.options.kind_of(task)
         return self._cache.get((split, kind), lambda: self._held_out(kind, split))
 
@@ -143,7 +161,7 @@ class IncrementalStream(ByObjective, PlannedStream):
         tensors = (*x, source.y_train, source.y_test)
         # without label_kind: the type of the targets has it, and streams of earlier versions keep their identity
         options = {key: value for key, value in vars(self.options).items() if key != "label_kind"}
-        return digest_of(json.dumps([self.scenario, _plain(options)], sort_keys=True), *tensors)
+        return digest_of(json.dumps([self.scenario, plain(options)], sort_keys=True), *tensors)
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, the sizes, and the classes of every client in every division."""
@@ -154,14 +172,17 @@ class IncrementalStream(ByObjective, PlannedStream):
             "samples": {part: len(rows) for part, rows in vars(self._rows).items()},
             "test_labels": self.source.test_labels,
             "targets": self.source.targets,
-            **_plain(vars(self.options)),
-            "normalise": _plain(self.normalise),
+            "normalise": plain(self.normalise),
             "encoder": self.source.encoder or None,
             **self.facts(),
             "who_got_what": [self._report(d) for d in sorted(self._divisions)],
         }
 
     # How data comes about
+
+    def _choose_rows(self) -> Rows:
+        """The samples of the source that are used."""
+        return choose_rows(self.source, self.options, self.seed, self.scale)
 
     def _check_tests(self) -> None:
         for task in range(self.options.tasks):
@@ -249,12 +270,3 @@ def _constants(normalise: str | Mapping[str, Any], source: Source) -> tuple[tupl
 def _check_augment(augment: Any, source: Source) -> None:
     if augment != "none" and source.x_train.dim() != 4:
         raise OptionError("augment", f"{augment!r} needs images; these samples are {tuple(source.x_train.shape[1:])}")
-
-
-def _plain(value: Any) -> Any:
-    """The same value in dicts and lists only, as JSON has them."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if callable(value):
-        return described(value)
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

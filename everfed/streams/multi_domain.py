@@ -14,9 +14,8 @@ from everfed.data import transforms
 from everfed.data.domains import Domains, load_domains
 from everfed.data.errors import DataError
 from everfed.data.source import Source
-from everfed.streams.incremental import IncrementalStream
+from everfed.streams.incremental import IncrementalStream, Rows, choose_rows
 from everfed.streams.options import OptionError, Options
-from everfed.streams.rows import Rows, choose_rows
 
 
 class MultiDomain(IncrementalStream):
@@ -44,16 +43,12 @@ class MultiDomain(IncrementalStream):
         super().__init__(whole, replace(options, image_size=None, channels=None), **settings)
         self.name = f"{source.name}-domains"
 
-    def _use(self, source: Source) -> None:
-        super()._use(source)
-        options, sources = self.options, self.domains.sources
+    def _choose_rows(self) -> Rows:
+        sources = self.domains.sources
         self._train_ends = np.cumsum([0, *(len(one.y_train) for one in sources)])
         self._test_ends = np.cumsum([0, *(len(one.y_test) for one in sources)])
-        chosen = [
-            choose_rows(one, self.seed, self.scale, options.validation, options.max_train, options.max_test)
-            for one in sources
-        ]
-        self._rows = Rows(
+        chosen = [choose_rows(one, self.options, self.seed, self.scale) for one in sources]
+        return Rows(
             _shifted([rows.train for rows in chosen], self._train_ends),
             _shifted([rows.validation for rows in chosen], self._train_ends),
             _shifted([rows.test for rows in chosen], self._test_ends),

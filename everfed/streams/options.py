@@ -160,12 +160,12 @@ def require_choice(key: str, value: Any, allowed: Mapping[str, Any] | tuple[str,
         raise OptionError(key, f"{value!r} is not one of the allowed values: {', '.join(allowed)}")
 
 
-def refuse_unused(options: Options, unused: Sequence[str], kind: str) -> None:
-    """Raises OptionError for options that are set but have no effect for a kind of stream."""
+def refuse_unused(options: Options, unused: Sequence[str], scenario: str) -> None:
+    """Raises OptionError for options that are set but have no effect in a scenario."""
     usual = Options()
     for key in unused:
         if getattr(options, key) != getattr(usual, key):
-            raise OptionError(key, f"has no effect for {kind}; leave it out")
+            raise OptionError(key, f"has no effect in the scenario {scenario}; leave it out")
 
 
 def _check_augment(augment: Any) -> None:

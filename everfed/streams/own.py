@@ -1,15 +1,25 @@
-"""A user's own stream: `dataset = "package.module:make_stream"`, periods of data as they arrive (see `feed.py`).
+"""A user's own data, period by period, from a user's function: `dataset = "package.module:make_stream"`.
 
-A run uses the first `tasks` periods of every client, `rounds_per_task` rounds each; a client whose stream ends before
-has no data from then on. Periods are read on demand, and for a client only its own feed, so a real client builds the
-same stream from the same recipe. Each client is scored on its own tests.
+    def make_stream(client: int) -> Iterable[Period]:
+        ...
+
+The function is called with a client's number and gives that client's periods in the order in which they arrive: a list,
+or a generator that blocks until the next period is there. When it ends, the client has no further data. A period is a
+`Period`, or simply a pair (x, y). Classes may appear at any time, as long as they are below `classes`, the width of the
+head.
+
+A run uses the first `tasks` periods of every client, `rounds_per_task` rounds each. Periods are read on demand, and for
+a client only its own feed, so a real client builds the same stream from the same recipe. A simulation may call the
+function more than once and must get the same periods again: a resumed run, and every worker process, reads them from
+the beginning. Each client is scored on its own tests.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +28,39 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data, DataCache
-from everfed.data.targets import CLASSES, blank_targets
+from everfed.data.errors import DataError
+from everfed.data.source import storage_form, storage_labels
+from everfed.data.split import held_out
+from everfed.data.targets import CLASSES, blank_targets, storage_targets, strata
+from everfed.naming import load_object
 from everfed.streams.draws import generator
-from everfed.streams.feed import Arrived, Feed, MakeStream, named_function
 from everfed.streams.objectives import ByObjective, objective_of
 from everfed.streams.options import (
     OptionError,
     Options,
     normalisation,
-    refuse_unused,
     require_choice,
     require_number,
     require_whole,
 )
-from everfed.streams.planned import CACHE_BYTES, PlannedStream
+from everfed.streams.planned import CACHE_BYTES, PlannedStream, require_split
 
-_MEANINGLESS = (
-    "partition", "validation", "max_train", "max_test", "image_size", "channels", "encoder", "label", "order",
-)  # fmt: skip
 DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int64": torch.int64}
+Array = np.ndarray | Tensor
+
+
+@dataclass(frozen=True)
+class Period:
+    """Data of one period. x: (n, ...) images, features or tokens in any of the usual layouts; y: (n,) class numbers
+    from 0, or the targets that stream.label_kind names. test: a pair (x, y) for scoring, never for training; None: a
+    share of x and y is held out instead."""
+
+    x: Array
+    y: Array
+    test: tuple[Array, Array] | None = None
+
+
+MakeStream = Callable[[int], Iterable[Any]]
 
 
 class Own(ByObjective, PlannedStream):
@@ -47,6 +71,7 @@ class Own(ByObjective, PlannedStream):
 
     scenario = "own"
     about = "periods that a function of your own yields for every client; scored on each client's own tests"
+    unused = ("partition", "max_train", "max_test", "image_size", "channels", "encoder", "label", "order")
     own_tests = True
     private_data = True
 
@@ -65,7 +90,6 @@ class Own(ByObjective, PlannedStream):
     ) -> None:
         if not callable(make):
             raise OptionError("scenario", "own takes a function of a client's number; arrays fit the other scenarios")
-        refuse_unused(options, _MEANINGLESS, "a stream of your own")
         super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
         require_number("test_share", test_share, least=0.0, below=1.0)
         if classes is None:
@@ -99,10 +123,9 @@ class Own(ByObjective, PlannedStream):
         return self._cache.get((client, task), lambda: self._thinned(client, task))
 
     def test_of(self, client: int, task: int, split: str = "test") -> Data:
-        """The client's own tests of a period."""
-        if split != "test":
-            raise OptionError("validation", "periods as they arrive have a test split only")
-        found = self._feed(client).test(task)
+        """The client's own tests of a period, or the validation samples held out of its training samples."""
+        require_split(split, self.options.validation)
+        found = self._feed(client).test(task, split)
         return self._blank if found is None else found
 
     def labels_of(self, client: int, task: int) -> tuple[int, ...]:
@@ -126,11 +149,9 @@ class Own(ByObjective, PlannedStream):
 
     def describe(self) -> dict[str, Any]:
         """The settings in full; what will arrive is not known."""
-        given = {f.name: getattr(self.options, f.name) for f in fields(Options) if f.name not in _MEANINGLESS}
         return {
             **self.outline(),
             "dataset": f"{getattr(self.make, '__module__', '')}:{getattr(self.make, '__name__', 'stream')}",
-            **given,
             "test_share": self.test_share,
             "own_tests": True,
         }
@@ -143,12 +164,13 @@ class Own(ByObjective, PlannedStream):
             self._feeds = (os.getpid(), {})
         feeds = self._feeds[1]
         if client not in feeds:
-            options: dict[str, Any] = {"test_share": self.test_share, "seed": self.seed, "form": self._form}
-            feeds[client] = Feed(self.make, client, self.classes, **options, targets=self.targets)
+            shares: dict[str, Any] = {"test_share": self.test_share, "validation": self.options.validation}
+            options: dict[str, Any] = {"seed": self.seed, "form": self._form, "targets": self.targets}
+            feeds[client] = Feed(self.make, client, self.classes, **shares, **options)
         return feeds[client]
 
     def _thinned(self, client: int, task: int) -> Data:
-        arrived: Arrived | None = self._feed(client).period(task)
+        arrived = self._feed(client).period(task)
         if arrived is None:
             return self._blank
         data = arrived.train
@@ -172,3 +194,171 @@ class Own(ByObjective, PlannedStream):
         require_choice("dtype", dtype, DTYPES)
         none = torch.zeros((0, *input_shape), dtype=DTYPES[dtype])
         return Data(none, blank_targets(self.targets, self.classes), np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A period as clients use it: samples in storage form, with ids that are unique for the client."""
+
+    train: Data
+    test: Data
+    validation: Data
+
+
+class Feed:
+    """The periods of one client, read one after the other on demand.
+
+    make: the user's function. classes: the width of the head. test_share: of every class of a period without tests of
+    its own, held out by `seed`. validation: share of what is left to train on, held out, too. form: an empty tensor
+    with the dtype and shape of samples; by default those of the first period. targets: one of
+    `everfed.data.targets.KINDS`. Only the newest period's training samples are kept; for an earlier one the function
+    is called again.
+    """
+
+    def __init__(
+        self,
+        make: MakeStream,
+        client: int,
+        classes: int,
+        *,
+        test_share: float = 0.2,
+        validation: float = 0.0,
+        seed: int = 0,
+        form: Tensor | None = None,
+        targets: str = CLASSES,
+    ) -> None:
+        self.make, self.client, self.classes, self.targets = make, client, classes, targets
+        self.test_share, self.validation, self.seed = test_share, validation, seed
+        self._form = form
+        self.held_out: list[dict[str, Data]] = []  # by period, for good
+        self._ends: list[int] = []
+        self._newest: Arrived | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        given: Any = self.make(self.client)
+        if not isinstance(given, Iterable):
+            name = getattr(self.make, "__name__", "the function")
+            raise DataError(
+                f"client {self.client}: {name} gave {type(given).__name__}; expected the client's periods: a list of "
+                "pairs (x, y), or a generator that yields them"
+            )
+        self._periods: Iterator[Any] = iter(given)
+        self._read, self._samples, self._over = 0, 0, False
+
+    def period(self, index: int) -> Arrived | None:
+        """The period with this number (from 0); waits until it arrives; None when the stream ends before.
+
+        Raises DataError for samples that do not fit: labels beyond the head, another shape, not one label per sample.
+        """
+        if index < self._read - 1:
+            self._restart()
+        while self._read <= index and not self._over:
+            self._next()
+        return None if self._read <= index else self._newest
+
+    def test(self, index: int, split: str = "test") -> Data | None:
+        """The period's tests, or its validation samples; None when the stream ends before."""
+        if index >= len(self.held_out):
+            self.period(index)
+        return self.held_out[index][split] if index < len(self.held_out) else None
+
+    def periods_of(self, ids: np.ndarray) -> np.ndarray:
+        """The periods in which samples with these ids arrived, (n,)."""
+        while len(ids) and not (self._ends and ids.max() < self._ends[-1]) and not self._over:
+            self._next()
+        return np.searchsorted(np.array(self._ends), ids, side="right")
+
+    def _next(self) -> None:
+        try:
+            found = next(self._periods)
+        except StopIteration:
+            self._over = True
+            return
+        self._newest = self._prepared(found if isinstance(found, Period) else _pair(found, self._where()))
+        if self._read == len(self.held_out):
+            self.held_out.append({"test": self._newest.test, "validation": self._newest.validation})
+            self._ends.append(self._samples)
+        self._read += 1
+
+    def _where(self) -> str:
+        return f"client {self.client}, period {self._read}"
+
+    def _prepared(self, period: Period) -> Arrived:
+        x, y = self._checked(period.x, period.y)
+        if period.test is not None:
+            x_test, y_test = self._checked(*period.test)
+        else:
+            x, y, x_test, y_test = self._parted(x, y, self.test_share, "held out of a period")
+        x, y, *validation = self._parted(x, y, self.validation, "validation of a period")
+        return Arrived(self._numbered(x, y), self._numbered(x_test, y_test), self._numbered(*validation))
+
+    def _parted(self, x: Tensor, y: Tensor, share: float, purpose: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(samples and labels that are kept, those of the share that is held out)."""
+        rng = generator(self.seed, purpose, self.client, self._read)
+        kept, held = (torch.from_numpy(rows) for rows in held_out(strata(y), share, rng))
+        return x[kept], y[kept], x[held], y[held]
+
+    def _numbered(self, x: Tensor, y: Tensor) -> Data:
+        first = self._samples
+        self._samples += len(y)
+        return Data(x, y, np.arange(first, self._samples, dtype=np.int64))
+
+    def _checked(self, x: Array, y: Array) -> tuple[Tensor, Tensor]:
+        where = self._where()
+        samples, labels = storage_form(x, where), self._labels(y, where)
+        if len(samples) != len(labels):
+            raise DataError(f"{where}: {len(samples)} samples but {len(labels)} labels")
+        self._form = samples[:0] if self._form is None else self._form
+        if samples.shape[1:] != self._form.shape[1:] or samples.dtype != self._form.dtype:
+            raise DataError(
+                f"{where}: samples are {_form(samples)}, those of the stream {_form(self._form)}; all periods of all "
+                "clients must have the same dtype and shape, those of stream.input_shape and stream.dtype if given"
+            )
+        return samples, labels
+
+    def _labels(self, y: Array, where: str) -> Tensor:
+        if self.targets == CLASSES:
+            labels = storage_labels(y, where)
+            _check_classes(labels, self.classes, where)
+            return labels
+        labels = storage_targets(y, self.targets, where)
+        if labels.shape[1] != self.classes:
+            raise DataError(
+                f"{where}: targets have {labels.shape[1]} columns, expected stream.classes = {self.classes}"
+            )
+        return labels
+
+
+def _form(samples: Tensor) -> str:
+    return f"{str(samples.dtype).removeprefix('torch.')} {tuple(samples.shape[1:])}"
+
+
+def named_function(name: str) -> MakeStream:
+    """The function called `package.module:make_stream`."""
+    found = load_object(name, "stream.dataset")
+    if not callable(found):
+        raise DataError(f"stream.dataset = {name!r} is not a function of a client's number")
+    try:
+        inspect.signature(found).bind(0)
+    except TypeError as problem:
+        raise DataError(f"stream.dataset = {name!r} must take a client's number, and nothing else: {problem}") from None
+    except ValueError:  # some callables have no signature
+        pass
+    make: MakeStream = found
+    return make
+
+
+def _check_classes(labels: Tensor, classes: int, where: str) -> None:
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        wrong = int(labels.min()) if int(labels.min()) < 0 else int(labels.max())
+        raise DataError(
+            f"{where}: class {wrong} does not fit the head, which has classes 0 to {classes - 1}; "
+            f"set stream.classes to as many as may ever appear"
+        )
+
+
+def _pair(found: Any, where: str) -> Period:
+    if isinstance(found, (tuple, list)) and len(found) == 2:
+        return Period(*found)
+    raise DataError(f"{where}: expected a Period or a pair (x, y), got {type(found).__name__}")

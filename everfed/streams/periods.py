@@ -8,7 +8,6 @@ utterances are for testing. The tokenizer is trained on the first period's train
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,28 +15,16 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import Data, DataCache
-from everfed.data.tokenizer import SPECIAL, Tokenizer
+from everfed.data.masked_text import SPECIAL, Tokenizer, draw_masks, mask_anew, mask_tokens, masked_counts, masked_loss
 from everfed.data.utterances import SECONDS_PER_DAY, Utterances, load_utterances
 from everfed.streams.draws import generator
-from everfed.streams.masking import draw_masks, mask_anew, mask_tokens, masked_counts, masked_loss
-from everfed.streams.options import OptionError, Options, refuse_unused, require_choice, require_number, require_whole
-from everfed.streams.planned import CACHE_BYTES, SPLITS, PlannedStream, require_index
+from everfed.streams.options import OptionError, Options, require_choice, require_number, require_whole
+from everfed.streams.planned import CACHE_BYTES, PlannedStream, require_index, require_split
 
 MASKING = ("dynamic", "static")
-_MEANINGLESS = (
-    "partition",
-    "normalise",
-    "augment",
-    "image_size",
-    "channels",
-    "encoder",
-    "label",
-    "label_kind",
-    "order",
-)
 
 
-class Division(NamedTuple):
+class PeriodSplit(NamedTuple):
     """Of every utterance: its period (-1: none) and whether it is for testing. starts: where each period begins."""
 
     period: np.ndarray
@@ -58,6 +45,7 @@ class Periods(PlannedStream):
     """
 
     scenario = "periods"
+    unused = ("partition", "normalise", "augment", "image_size", "channels", "encoder", "label", "label_kind", "order")
     about = "users' utterances over periods of time; masked language modelling, scored by perplexity"
     score = "perplexity"
     loss = staticmethod(masked_loss)
@@ -85,7 +73,6 @@ class Periods(PlannedStream):
     ) -> None:
         if not isinstance(source, Utterances):
             raise OptionError("scenario", "periods takes utterances; arrays fit the other scenarios")
-        refuse_unused(options, _MEANINGLESS, "utterances")
         super().__init__(options, seed=seed, rounds_per_task=rounds_per_task, scale=scale)
         require_whole("min_utterances", min_utterances)
         require_whole("left_out", left_out, least=0)
@@ -127,10 +114,7 @@ class Periods(PlannedStream):
 
     def test(self, task: int, split: str = "test") -> Data:
         """All clients' test utterances of the period, or the validation ones held out of the training text."""
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} is not one of the allowed values: {', '.join(SPLITS)}")
-        if split == "validation" and not self.options.validation:
-            raise OptionError("validation", "no validation split was held out; set a share above 0")
+        require_split(split, self.options.validation)
         rows = (self._test if split == "test" else self._validation)[require_index("task", task, self.tasks)]
         return self._cache.get((split, task), lambda: self._masked(rows, split, task))
 
@@ -148,13 +132,11 @@ class Periods(PlannedStream):
 
     def describe(self) -> dict[str, Any]:
         """The settings in full, and how many utterances every client has in every period."""
-        given = [f.name for f in fields(Options) if f.name not in _MEANINGLESS]
         return {
             **self.outline(),
             "dataset": self.utterances.name,
             "origin": self.utterances.origin,
             "stands_for": self.utterances.stands_for,
-            **{key: getattr(self.options, key) for key in given},
             **self._settings,
             "vocabulary": self.classes,
             "period_starts": list(self.starts),
@@ -167,7 +149,7 @@ class Periods(PlannedStream):
 
     # How data comes about
 
-    def _use_periods(self, division: Division, min_utterances: int, vocabulary: int, left_out: int) -> None:
+    def _use_periods(self, division: PeriodSplit, min_utterances: int, vocabulary: int, left_out: int) -> None:
         """Choose the clients, train the tokenizer, and encode all texts that are used."""
         if self.tasks > len(division.starts):
             raise OptionError(
@@ -191,7 +173,7 @@ class Periods(PlannedStream):
         """(n, length) token numbers of the training text of the users that are left out, without masks."""
         return self.tokenizer.encode([self.utterances.texts[row] for row in self._outside], self.input_shape[0])
 
-    def _choose_users(self, division: Division, least: int, left_out: int) -> tuple[np.ndarray, np.ndarray]:
+    def _choose_users(self, division: PeriodSplit, least: int, left_out: int) -> tuple[np.ndarray, np.ndarray]:
         """(the clients, drawn by the stream's seed; the users that are left out, whatever the seed)."""
         counts = np.bincount(self.utterances.user[self._trainable(division)], minlength=len(self.utterances.users))
         eligible = np.flatnonzero(counts >= least)
@@ -205,11 +187,11 @@ class Periods(PlannedStream):
         inside = np.setdiff1d(eligible, outside)
         return np.sort(generator(self.seed, "users").choice(inside, size=self.clients, replace=False)), outside
 
-    def _trainable(self, division: Division) -> np.ndarray:
+    def _trainable(self, division: PeriodSplit) -> np.ndarray:
         """(n,) is this an utterance for training, of a period that is used?"""
         return (division.period >= 0) & (division.period < self.tasks) & ~division.testing
 
-    def _split(self, division: Division) -> tuple[list[dict[int, np.ndarray]], list[np.ndarray]]:
+    def _split(self, division: PeriodSplit) -> tuple[list[dict[int, np.ndarray]], list[np.ndarray]]:
         """By period: the training rows of every chosen user, and the test rows of all of them."""
         options, user = self.options, self.utterances.user
         ours, train, test = np.isin(user, self.chosen), [], []
@@ -254,7 +236,7 @@ class Periods(PlannedStream):
         return Data(torch.from_numpy(x.astype(np.int64)), torch.from_numpy(y.astype(np.int64)), rows)
 
 
-def divide_dated(source: Utterances, train_weeks: int, test_weeks: int) -> Division:
+def divide_dated(source: Utterances, train_weeks: int, test_weeks: int) -> PeriodSplit:
     """Periods of train_weeks + test_weeks weeks, counted from the first day on."""
     require_whole("train_weeks", train_weeks)
     require_whole("test_weeks", test_weeks)
@@ -263,10 +245,10 @@ def divide_dated(source: Utterances, train_weeks: int, test_weeks: int) -> Divis
     week = (source.time - first) // (7 * SECONDS_PER_DAY)
     testing = week % weeks >= train_weeks
     period, starts = _renumbered(week // weeks, testing)
-    return Division(period, testing, tuple(first + int(s) * weeks * 7 * SECONDS_PER_DAY for s in starts))
+    return PeriodSplit(period, testing, tuple(first + int(s) * weeks * 7 * SECONDS_PER_DAY for s in starts))
 
 
-def divide_numbered(source: Utterances, test_share: float) -> Division:
+def divide_numbered(source: Utterances, test_share: float) -> PeriodSplit:
     """A period for every number; each user's last utterances in it are for testing, as long as one is left to train."""
     require_number("test_share", test_share, above=0.0, below=1.0)
     testing = np.zeros(len(source), dtype=bool)
@@ -276,7 +258,7 @@ def divide_numbered(source: Utterances, test_share: float) -> Division:
         count = min(len(rows) - 1, math.ceil(test_share * len(rows)))
         testing[rows[len(rows) - count :]] = True
     period, starts = _renumbered(source.time, testing)
-    return Division(period, testing, tuple(int(s) for s in starts))
+    return PeriodSplit(period, testing, tuple(int(s) for s in starts))
 
 
 def _renumbered(period: np.ndarray, testing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

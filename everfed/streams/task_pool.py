@@ -27,7 +27,7 @@ from everfed.data.sources import data_folder, load
 from everfed.streams.draws import generator
 from everfed.streams.incremental import Division, IncrementalStream
 from everfed.streams.options import OptionError, Options, require_choice, require_whole
-from everfed.streams.planned import SPLITS
+from everfed.streams.planned import require_index, require_split
 
 SAMPLE_SPLITS = ("shared", "disjoint")
 OVERLAPS = ("random", "forbid")
@@ -78,20 +78,15 @@ class TaskPool(IncrementalStream):
 
     def labels_of(self, client: int, task: int) -> tuple[int, ...]:
         """The classes of a client's task, ascending."""
-        if not (0 <= client < self.clients and 0 <= task < self.tasks):
-            raise IndexError(
-                f"client {client} and task {task}: there are {self.clients} clients and {self.tasks} tasks"
-            )
+        require_index("client", client, self.clients)
+        require_index("task", task, self.tasks)
         begin = task % self._in_a_pass * self.classes_per_task
         return tuple(sorted(self.orders[client, begin : begin + self.classes_per_task].tolist()))
 
     def test_of(self, client: int, task: int, split: str = "test") -> Data:
         """The held-out samples of a client's task."""
         labels = self.labels_of(client, task)
-        if split not in SPLITS:
-            raise ValueError(f"split {split!r} is not one of the allowed values: {', '.join(SPLITS)}")
-        if split == "validation" and not len(self._rows.validation):
-            raise OptionError("validation", "no validation split was held out; set a share above 0")
+        require_split(split, len(self._rows.validation))
         return self._cache.get((split, labels), lambda: self._held_out_of(labels, split))
 
     def data(self, client: int, task: int) -> Data:

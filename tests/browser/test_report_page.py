@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everfed.reports import write
+from everfed.reports.html import write
 from tests.browser.conftest import EVERYWHERE
 from tests.reports.folders import evaluation, finished, log, long_run, phase
 

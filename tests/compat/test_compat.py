@@ -13,7 +13,7 @@ import torch
 
 import everfed
 from everfed.methods import registry
-from everfed.methods.replay.policy import Policy
+from everfed.methods.replay.memory import Policy
 from everfed.naming import load_object
 from everfed.session import saved_model
 from tests.compat import make

@@ -10,11 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed import models
-from everfed.data.detection import YoloLoss, corners, decode, detections
-from everfed.data.detection.boxes import overlap
-from everfed.data.detection.decoding import _best
-from everfed.data.detection.picturing import pictures
-from everfed.data.detection.scoring import precision, truth_of
+from everfed.data.average_precision import precision
+from everfed.data.detection import (
+    YoloLoss,
+    _best,
+    corners,
+    decode,
+    detections,
+    overlap,
+    pictures,
+    truth_of,
+)
 
 ANCHORS = torch.tensor([[0.1, 0.1], [0.5, 0.25]])
 CLASSES = 3

@@ -24,7 +24,7 @@ from everfed.federation import request as wire
 from everfed.federation.packet import Packet, PacketError
 from everfed.federation.phase_options import PhaseOptions
 from everfed.federation.request import Answer, Request
-from everfed.federation.site import ClientRuntime, Identity, Site
+from everfed.federation.site import STEP_FAILED, ClientRuntime, Identity, Site
 from everfed.federation.transport import Failure
 from everfed.methods import registry as methods
 from everfed.methods.monitor import FeatureShift
@@ -248,7 +248,7 @@ def test_a_client_that_always_fails_is_left_out_after_some_tries(tmp_path: Path)
     assert given_up(outcome.events) == [(1, 3), (1, 1), (1, 1), (1, 1)]
     assert outcome.state.absent == {"failed": 4}
     named = [event["absent"]["1"] for event in outcome.events if event["event"] == "phase"]
-    assert named == [f"failed: given up after {n} tries: Broken: no images today" for n in (3, 1, 1, 1)]
+    assert named == [f"failed: given up after {n} tries: {STEP_FAILED}" for n in (3, 1, 1, 1)]
     reported = [event for event in outcome.events if event["event"] == "client"]
     assert [event.get("again_in") for event in reported[:3]] == [0.0, 0.0, None]
 
@@ -291,7 +291,7 @@ def test_a_run_with_too_few_left_ends_and_says_why(minimum: int, said: str, tmp_
     for client in (1,) if minimum else (0, 1, 2):
         loop.sites[client] = broken(tmp_path, client)
     first = 1 if minimum else 0
-    with pytest.raises(ClientError, match=f"client {first} failed .* after 2 tries: Broken: no images today; {said}"):
+    with pytest.raises(ClientError, match=f"client {first} failed .* after 2 tries: {STEP_FAILED}; {said}"):
         federated(bench, loop, options=PhaseOptions(retry=0.0, tries=2, minimum=minimum))
 
 
@@ -361,7 +361,7 @@ def test_a_full_disk_stops_nothing_but_the_step(tmp_path: Path, monkeypatch: pyt
     outcome = federated(bench, loop_of(bench, tmp_path))
     assert_same(bench, bench.run(), outcome, tmp_path)
     reported = [event for event in outcome.events if event["event"] == "client"]
-    assert [(e["client"], "No space left" in str(e["reason"])) for e in reported] == [(1, True)] * 3
+    assert [(e["client"], "disk is full" in str(e["reason"])) for e in reported] == [(1, True)] * 3
 
 
 def test_a_wiped_client_is_noticed(tmp_path: Path) -> None:

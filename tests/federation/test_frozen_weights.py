@@ -56,7 +56,7 @@ def test_a_client_with_other_frozen_weights_refuses(tmp_path: Path) -> None:
     text = to_toml(_with_frozen(recipe(), server.frozen)).encode()
     same = answered(text, tmp_path / "a", weights(tmp_path / "same", 0.0))
     other = answered(text, tmp_path / "b", weights(tmp_path / "other", 1e-6))
-    assert other.kind == ask.REFUSED and "frozen_sha256" in other.reason and server.frozen[:16] in other.reason
+    assert other.kind == ask.REFUSED and "frozen_sha256" in other.reason
     assert same.kind != ask.REFUSED
 
 

@@ -68,7 +68,7 @@ def test_a_recipe_that_asks_for_more_is_refused_by_name(
         answer = answered(tmp_path, Policy(**policy), *sets, method=method)
     assert answer.kind == ask.REFUSED and reason in answer.reason
     assert any(reason in record.getMessage() for record in caplog.records)
-    assert not list((tmp_path / "state").glob("*/steps/*.safetensors"))
+    assert not list((tmp_path / "state").glob("*/*")), "what is refused is not stored either"
 
 
 @pytest.mark.parametrize(

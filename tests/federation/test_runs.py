@@ -84,6 +84,15 @@ def test_nothing_else_in_the_folder_is_touched(tmp_path: Path, first: Packet) ->
     assert {path.name for path in tmp_path.iterdir()} == {"flwr", "my-own", "worker.log", *own}
 
 
+def test_a_run_with_the_name_of_another_folder_is_refused(tmp_path: Path, first: Packet) -> None:
+    """As a run, `flwr` was pruned after a few others, and the SuperNode's folder with it."""
+    made = site(tmp_path, keep=0)
+    for name in ("flwr", "audit", "ledger"):
+        answer = answer_to(made, first, name)
+        assert answer.kind == wire.REFUSED and "not a run's identity" in answer.reason
+        assert not (tmp_path / name).exists()
+
+
 def test_a_kill_while_a_run_is_removed_leaves_nothing_behind(
     tmp_path: Path, first: Packet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,17 +19,20 @@ from everfed.core.part import options_of
 from everfed.core.step import Substeps
 from everfed.method import MODEL, Layout, Optimizer, Phase, Step, TrainOptions
 from everfed.methods import registry as methods
-from everfed.methods.common.features import head_inputs
+from everfed.methods.common.layers import head_inputs
 from everfed.methods.common.teacher import soft_cross_entropy
 from everfed.methods.generative.af_fcl import (
     AFFCL,
+    ConditionalFlow,
+    FlowBlueprint,
     credibility,
     feature_width,
     head_of,
+    log_normal,
+    permutations,
     replay_factor,
     replayed_layers,
 )
-from everfed.models.flow import ConditionalFlow, FlowBlueprint, log_normal, permutations
 from tests.parity.test_resume import assert_resumes
 from tests.parity.test_wire import assert_same
 from tests.support.rehearsal_free import ClassToy, PoolToy

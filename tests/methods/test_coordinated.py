@@ -19,8 +19,7 @@ from everfed.method import Data, Mean, Optimizer, Server, TrainOptions, When
 from everfed.methods.replay import coordinated
 from everfed.methods.replay.coordinated import SELECT, Coordinated, coordinate
 from everfed.methods.replay.diversity import Candidates, select
-from everfed.methods.replay.memory import NAME, make_policy, stored
-from everfed.methods.replay.policy import Pool
+from everfed.methods.replay.memory import NAME, Pool, make_policy, stored
 from everfed.methods.replay.sample_gradients import GradientOptions, gradients_at
 from tests.support.phases import phase_of
 from tests.support.toy import Bench, Given, Linear, Norm, Outcome, Toy, mean_square

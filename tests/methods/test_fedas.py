@@ -16,7 +16,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.core.phase import TRAIN, Phase
 from everfed.methods import registry as methods
-from everfed.methods.common.features import class_means, features
+from everfed.methods.common.layers import class_means, features
 from everfed.methods.personal.fedas import FedAS, alignment_loss, fisher_trace, shares
 from tests.support.toy import Bench, Linear, Norm, Toy
 

@@ -12,7 +12,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.message import Model
 from everfed.core.optimizer import Optimizer
 from everfed.methods import registry as methods
-from everfed.methods.common.features import features
+from everfed.methods.common.layers import features
 from everfed.methods.personal.feddbe import DBE
 from tests.support.toy import Bench, Norm, Toy
 

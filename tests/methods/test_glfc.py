@@ -17,15 +17,13 @@ from everfed.core.engine import ClientError
 from everfed.core.replica import initial_weights
 from everfed.method import BOUNDARIES, Cohort, CompositionError, Layout, Optimizer, TrainOptions, Tree, When
 from everfed.methods import registry as methods
-from everfed.methods.common.features import features
+from everfed.methods.common.layers import features
 from everfed.methods.generative.glfc import GLFC, class_weights
-from everfed.methods.generative.prototypes import encoded, label_of, nearest_to_mean, reconstructed
+from everfed.methods.generative.prototypes import EncoderBlueprint, encoded, label_of, nearest_to_mean, reconstructed
 from everfed.methods.replay.herding import herd
-from everfed.methods.replay.memory import Memory, stored
-from everfed.methods.replay.policy import Pool
+from everfed.methods.replay.memory import Memory, Pool, stored
 from everfed.methods.replay.sample_gradients import GradientOptions
 from everfed.methods.replay.transition import OnTransition, entropy
-from everfed.models.lenet import EncoderBlueprint
 from tests.parity.test_resume import assert_resumes
 from tests.parity.test_wire import assert_same
 from tests.support.phases import phase_of

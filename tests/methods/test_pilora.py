@@ -16,8 +16,7 @@ from everfed.core.context import TrainOptions
 from everfed.core.evaluate import correct_counts
 from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
-from everfed.methods.pretrained.pilora import PILoRA, nearness_weights, prototype_weights
-from everfed.models.pilora import Prototypes, QueryValueLoRA
+from everfed.methods.pretrained.pilora import PILoRA, Prototypes, QueryValueLoRA, nearness_weights, prototype_weights
 from everfed.models.vit import ViT
 from tests.methods.test_lora import ClassToy, entries
 from tests.support.toy import Bench, Toy, tiny_vit

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from everfed.core import tree
 from everfed.method import CLASSES, EAGER, Client, CompositionError, Data, Optimizer, TrainOptions, option
 from everfed.methods import registry as methods
-from everfed.methods.common.features import features
+from everfed.methods.common.layers import features
 from everfed.methods.replay.diversity import select
-from everfed.methods.replay.memory import NAME, POLICIES, Memory, make_policy, stored
-from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.memory import NAME, POLICIES, Memory, Policy, Pool, make_policy, stored
 from everfed.methods.replay.refed import ReFed
 from everfed.methods.replay.sample_gradients import GradientOptions, gradients_at
 from tests.support.phases import phase_of

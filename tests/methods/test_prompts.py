@@ -17,7 +17,7 @@ from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError, Part
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
-from everfed.methods.common.features import features
+from everfed.methods.common.layers import features
 from everfed.methods.pretrained.prompts import FedCPrompt, PromptShared, before_task, contrast, orthonormal
 from everfed.models.prompts import CodaPrompts, DualPrompts, PoolPrompts, SharedPrompts
 from everfed.models.vit import ViT

@@ -25,9 +25,8 @@ from everfed.method import Batch, CompositionError, Optimizer, Server, State, St
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.common.teacher import among, soft_cross_entropy
-from everfed.methods.generative.image_pool import affine, cycled, to_bytes
 from everfed.methods.generative.lander import Lander
-from everfed.methods.generative.student import divergences
+from everfed.methods.generative.student import affine, cycled, divergences, to_bytes
 from everfed.methods.generative.synthesis import adversarial, statistics_distance
 from everfed.methods.generative.synthetic_replay import SyntheticReplay
 from everfed.methods.generative.target import Target

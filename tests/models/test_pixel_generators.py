@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from everfed.models.pixel_generators import NoisyBlueprint, NoisyGenerator, PixelBlueprint
+from everfed.models.generators import NoisyBlueprint, NoisyGenerator, PixelBlueprint
 
 
 def parameters(module: nn.Module) -> int:

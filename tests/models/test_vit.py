@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from everfed import models
-from everfed.methods.common.features import head, through_head
+from everfed.methods.common.layers import head, through_head
 from everfed.models.vit import Attention, Prompts, ViT, own_names, resized_positions
 
 NANO = {"patch": 2, "width": 64, "depth": 3, "heads": 4}

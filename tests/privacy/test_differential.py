@@ -18,6 +18,7 @@ from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.core.handle import Server
 from everfed.core.method import Method
+from everfed.core.optimizer import Optimizer
 from everfed.core.part import CompositionError
 from everfed.core.phase import Phase
 from everfed.methods import registry as methods
@@ -54,9 +55,12 @@ def test_clipping_keeps_the_direction_and_bounds_the_norm(values: list[float], l
         assert torch.allclose(clipped, vector * (limit / vector.norm()), rtol=1e-12)
 
 
-def test_what_is_not_finite_cannot_be_clipped() -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        clip_norm(torch.tensor([math.nan]), 1.0)
+@pytest.mark.parametrize("kind", ["local", "central"])
+def test_what_is_not_finite_counts_as_zero(kind: str) -> None:
+    assert torch.equal(clip_norm(torch.tensor([math.nan, 1.0]), 1.0), torch.zeros(2))
+    bench = protected(Bench("fedavg"), kind=kind, noise=1e-9)
+    start = replace(bench, train=replace(bench.train, optimizer=Optimizer(lr=1e38))).run(rounds=1)
+    assert torch.allclose(start.params, bench.model()["params"], atol=1e-6)
 
 
 def test_of_the_model_it_is_the_update_that_is_clipped() -> None:

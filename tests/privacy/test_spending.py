@@ -13,11 +13,11 @@ import torch
 
 import everfed
 from everfed import privacy
-from everfed.core.client import Reply
 from everfed.core.context import Setup
 from everfed.core.engine import Engine
 from everfed.core.method import Method
 from everfed.core.part import CompositionError
+from everfed.core.phase import When
 from everfed.core.server import RunState
 from everfed.engines.ranks import Ranks
 from everfed.errors import UserError
@@ -55,7 +55,9 @@ def loop(bench: Bench, folder: Path, budget: float = 0.0) -> Loop:
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / PRIVACY_LEDGER).read_text().splitlines()]
+    """What was charged, or of a run released."""
+    found = [json.loads(line) for line in (folder / PRIVACY_LEDGER).read_text().splitlines()]
+    return [entry for entry in found if "request" not in entry]  # these say which content was paid for
 
 
 # the client's own ----------------------------------------------------------------------------------------------------
@@ -110,6 +112,21 @@ def test_a_second_draw_for_the_same_place_is_charged_and_a_repeated_reply_is_not
         assert [len(ledger(tmp_path / str(client))) for client in range(3)] == [entries] * 3
 
 
+def test_another_content_of_the_same_request_is_a_further_release(tmp_path: Path) -> None:
+    """A client whose samples change between two equal requests draws other noise: the second reply is charged, too."""
+    bench = protected(kind="local", noise=4.0)
+    state = bench.run(rounds=1).clients[0]
+    book, method = ClientLedger(tmp_path), bench.build_method()
+    train = method.train_phase()
+    for name in ("a", "a", "b", "b"):
+        book.charge(method, train, "a1", (0, 0, 0, 0), "asked")
+        book.record(method, "a1", (0, 0, 0, 0), "asked", {**state, NAME: {**state[NAME], "release": name}})
+    assert len(ledger(tmp_path)) == 2
+    again = ClientLedger(tmp_path)
+    again.record(method, "a1", (0, 0, 0, 0), "asked", {**state, NAME: {**state[NAME], "release": "a"}})
+    assert len(ledger(tmp_path)) == 2 and again.spent() == pytest.approx(book.spent())
+
+
 def test_a_bare_run_is_one_entry_that_no_later_budget_can_hold(tmp_path: Path) -> None:
     federated(PLAIN, loop(PLAIN, tmp_path))
     (entry,) = ledger(tmp_path / "0")
@@ -128,9 +145,10 @@ def test_a_participation_under_secure_aggregation_is_charged_once(tmp_path: Path
         return Secured(bench.eager(setup, store), setup)
 
     outcome: Outcome = bench.run(engine)
-    book = ClientLedger(tmp_path, budget=100.0)
-    for _ in range(4):  # the phase and its three steps
-        book.charge(both(), "a1", (0, 0, 0, 0), outcome.clients[0], Reply({"secure": {"keys": torch.zeros(1)}}))
+    book, method = ClientLedger(tmp_path, budget=100.0), both()
+    for phase in ("train", *(step.name for step in method.phases(When.INSIDE))):
+        book.charge(method, method.phases_by_name()[phase], "a1", (0, 0, 0, 0), phase)
+        book.record(method, "a1", (0, 0, 0, 0), phase, outcome.clients[0])
     assert len(ledger(tmp_path)) == 1 and ledger(tmp_path)[0]["multiplier"] == 2.0
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from everfed.commands.report import report
 from everfed.errors import UserError
-from everfed.reports import write
+from everfed.reports.html import write
 from tests.reports.folders import finished
 
 TABLES = {"comparison", "cost", "bytes_by_part", "accuracy_matrix", "runs"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from everfed import api, streams
-from everfed.data.detection.boxes import WIDTH
+from everfed.data.detection import WIDTH
 from everfed.data.errors import DataError
 from everfed.errors import UserError
 from everfed.streams.options import OptionError
@@ -183,7 +183,7 @@ def test_engines_agree(tmp_path: Path) -> None:
 
 
 def test_the_report_shows_samples_with_boxes(tmp_path: Path) -> None:
-    from everfed.reports import write
+    from everfed.reports.html import write
 
     api.run(recipe("fedavg"), out=tmp_path / "run")
     files = sorted(path.name for path in (tmp_path / "run/pictures").iterdir())

@@ -48,7 +48,7 @@ def knows_nothing(ctx: Context) -> None:
     with pytest.raises(Hidden):
         _ = ctx.task
     if ctx.trainer is not None:
-        for name in ("tasks", "labels", "round", "data", "test", "calendar"):
+        for name in ("tasks", "labels", "round", "data", "test", "clocks"):
             with pytest.raises(Hidden):
                 getattr(ctx.train.stream, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import tomllib
 from collections.abc import Callable, Iterator
@@ -76,6 +77,29 @@ def test_nothing_is_read_but_what_is_asked_for() -> None:
     assert READ == [(2, 0), (2, 1)]
 
 
+def test_a_validation_part_is_held_out_of_every_period_and_trained_on_by_nobody() -> None:
+    own, whole = stream(validation=0.25), stream()
+    for client, task in ((0, 0), (2, 3)):
+        kept, held = own.data(client, task), own.test_of(client, task, "validation")
+        assert (len(kept), len(held), len(whole.data(client, task))) == (12, 4, 16)
+        parts = [kept.ids, held.ids, own.test_of(client, task).ids]
+        assert len(np.unique(np.concatenate(parts))) == 20
+        assert torch.equal(own.test_of(client, task).x, whole.test_of(client, task).x)
+    assert len(own.test_of(0, 2, "validation")) == 0  # its stream is over
+    with pytest.raises(OptionError, match="no validation split was held out"):
+        whole.test_of(0, 0, "validation")
+
+
+def test_a_sweep_chooses_on_the_validation_part_of_a_stream_of_ones_own(tmp_path: Path) -> None:
+    keys = {"dataset": f"{__name__}:arriving", "scenario": "own", "classes": 6, "clients": 2, "tasks": 2}
+    table = {"stream": keys, "method": {"name": "fedavg"}, "model": {"kind": "mlp"}, "train": {"rounds_per_task": 1}}
+    found = everfed.sweep(table, {"train.optimizer.lr": [0.001, 0.1]}, out=tmp_path / "sweep", progress=False)
+    facts = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert found.best and facts["split"] == "validation"
+    results = [json.loads(path.read_text()) for path in (tmp_path / "sweep").rglob("result.json")]
+    assert len(results) == 2 and all(result["stream"]["validation"] == 0.1 for result in results)
+
+
 def test_a_forked_process_takes_no_periods_from_the_open_files_of_its_parent(tmp_path: Path) -> None:
     """A file that is open before a fork has one position for both processes."""
     path = tmp_path / "periods"
@@ -141,7 +165,7 @@ def test_an_error_of_the_users_own_kind_arrives_as_it_is(run: Callable[[Bench], 
     ("options", "message"),
     [
         ({"classes": None}, "stream.classes: expected the number of classes that may ever appear"),
-        ({"partition": {"kind": "shards"}}, "stream.partition: has no effect for a stream of your own"),
+        ({"partition": {"kind": "shards"}}, "stream.partition: has no effect in the scenario own"),
         ({"order": [0, 1]}, "stream.order: has no effect"),
         ({"dtype": "complex64", "input_shape": [3]}, "stream.dtype: 'complex64' is not one of"),
         ({"augment": "crop-flip", "input_shape": [3]}, "stream.augment: 'crop-flip' needs images"),

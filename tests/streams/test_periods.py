@@ -25,10 +25,9 @@ from everfed.core.context import TrainOptions
 from everfed.core.step import Training
 from everfed.core.stream import Stream
 from everfed.data.errors import DataError
-from everfed.data.tokenizer import MASK, PAD, SPECIAL, Tokenizer
+from everfed.data.masked_text import IGNORED, MASK, PAD, SPECIAL, Tokenizer, mask_tokens, masked_counts, masked_loss
 from everfed.data.utterances import load_utterances
 from everfed.models.tinybert import TinyBERT
-from everfed.streams.masking import IGNORED, mask_tokens, masked_counts, masked_loss
 from everfed.streams.options import OptionError
 from tests.support.toy import Bench
 
@@ -185,7 +184,7 @@ def test_every_process_trains_the_same_tokenizer(file: Path) -> None:
     """Two trainings here and one elsewhere: words are counted in tables whose order is another every time."""
     code = f"""
 import json, hashlib
-from everfed.data.tokenizer import Tokenizer
+from everfed.data.masked_text import Tokenizer
 texts = [json.loads(line)["text"] for line in open({str(file)!r})]
 print(hashlib.sha256(Tokenizer.train(texts, 60).text.encode()).hexdigest())
 """
@@ -331,7 +330,7 @@ def test_the_public_sets_stand_in_for_private_text(name: str, tasks: int) -> Non
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"partition": {"kind": "dirichlet", "alpha": 1.0}}, "stream.partition: has no effect for utterances"),
+        ({"partition": {"kind": "dirichlet", "alpha": 1.0}}, "stream.partition: has no effect in the scenario periods"),
         ({"augment": "crop-flip"}, "stream.augment: has no effect"),
         ({"train_weeks": 0}, "stream.train_weeks"),
         ({"mask_rate": 0.0}, "stream.mask_rate"),

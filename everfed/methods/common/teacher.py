@@ -15,8 +15,7 @@ from torch.nn import functional
 from everfed.core.handle import Handle
 from everfed.core.replica import frozen_forward
 from everfed.method import Model, Step
-from everfed.methods.common.features import head_inputs
-from everfed.methods.common.layers import in_precision
+from everfed.methods.common.layers import head_inputs, in_precision
 
 OUT = -1e9  # the logit of an excluded class: softmax gives it exactly 0, and 0 times it is 0
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.method import END, Client, Cohort, Collect, Layout, Mean, Phase, Reducer, Server, State, Sum, Tree, option
-from everfed.methods.common.features import head_entries, head_weight
+from everfed.methods.common.layers import head_entries, head_weight
 from everfed.methods.features.statistics import (
     ReplacesHead,
     class_moments,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from everfed.method import CLASSES, SHARED, WHOLE, AddsParameters, Batch, Client, Mean, Part, Server, Step, Sum, option
-from everfed.methods.common.features import keep_features, kept_features
+from everfed.methods.common.layers import keep_features, kept_features
 from everfed.methods.features.statistics import class_moments, class_numbers, of_all_classes, task_classes
 
 

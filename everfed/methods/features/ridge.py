@@ -56,7 +56,7 @@ from everfed.method import (
     option,
     overrides,
 )
-from everfed.methods.common.features import head_entries, head_weight
+from everfed.methods.common.layers import head_entries, head_weight
 from everfed.methods.features.statistics import (
     MOST_SAMPLES,
     ReplacesHead,

@@ -18,8 +18,7 @@ from torch.nn import functional
 from everfed.core.layout import head_name, keeps_some
 from everfed.core.tree import on_device
 from everfed.method import CLASSES, Client, CompositionError, Data, Part, Personal, Server
-from everfed.methods.common.features import head, head_inputs, head_weight
-from everfed.methods.common.layers import in_precision
+from everfed.methods.common.layers import head, head_inputs, head_weight, in_precision
 
 LARGEST = 2**14  # of a rounded feature, in steps
 MOST_SAMPLES = 2**24

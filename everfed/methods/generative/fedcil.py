@@ -47,7 +47,7 @@ from everfed.method import (
     Tree,
     option,
 )
-from everfed.methods.common.features import head_weight, span, through_head
+from everfed.methods.common.layers import head_weight, span, through_head
 from everfed.methods.common.teacher import competing, mask_of
 from everfed.methods.generative.acgan import ACGAN, GENERATOR, LOSSES, Consolidation, labels_of, live_generator
 from everfed.models.acgan import KINDS, ACGANBlueprint

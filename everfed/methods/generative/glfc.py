@@ -45,9 +45,15 @@ from everfed.method import (
 )
 from everfed.methods.common.layers import in_precision
 from everfed.methods.common.teacher import among, competing, frozen_outputs, mask_of
-from everfed.methods.generative.prototypes import encoded, label_of, nearest_to_mean, perturbed, reconstructed
+from everfed.methods.generative.prototypes import (
+    EncoderBlueprint,
+    encoded,
+    label_of,
+    nearest_to_mean,
+    perturbed,
+    reconstructed,
+)
 from everfed.methods.replay import memory
-from everfed.models.lenet import EncoderBlueprint
 
 _MANY = 100_000  # the most prototypes of one round
 

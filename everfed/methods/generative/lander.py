@@ -48,14 +48,13 @@ from everfed.method import (
     When,
     option,
 )
-from everfed.methods.common.features import head_weight, through_head
+from everfed.methods.common.layers import head_weight, through_head
 from everfed.methods.common.teacher import classes_of, frozen_pass
 from everfed.methods.generative.anchors import FROM_NAMES, GAUSSIAN, anchors_of, check_named, read_anchors
-from everfed.methods.generative.image_pool import LEVELS
-from everfed.methods.generative.student import Lesson, Projection
+from everfed.methods.generative.student import LEVELS, Lesson, Projection
 from everfed.methods.generative.synthesis import Synthesis, Synthesizer, Turn
 from everfed.methods.generative.synthetic_replay import SyntheticReplay
-from everfed.models.pixel_generators import NoisyBlueprint
+from everfed.models.generators import NoisyBlueprint
 
 HINGES = ("batch", "sample")
 STUDENT = Optimizer(momentum=0.9, weight_decay=2e-4)

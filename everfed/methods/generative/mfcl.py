@@ -44,8 +44,7 @@ from everfed.method import (
     Tree,
     option,
 )
-from everfed.methods.common.features import head, head_weight, through_head
-from everfed.methods.common.layers import in_precision
+from everfed.methods.common.layers import head, head_weight, in_precision, through_head
 from everfed.methods.common.teacher import classes_of, frozen_pass, mask_of, tasks_before
 from everfed.methods.generative.inversion import TERMS, Inversion, draw, labels_of, only, training_on
 from everfed.models.generators import GeneratorBlueprint, image

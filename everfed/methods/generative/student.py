@@ -12,14 +12,14 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everfed.core.replica import tensors
+from everfed.core.stream import Stream, StreamView
 from everfed.core.trainer import Trainer
 from everfed.core.tree import clone
 from everfed.method import Model, Optimizer, Server, Tree
-from everfed.methods.common.features import head_inputs
-from everfed.methods.common.layers import in_precision
+from everfed.methods.common.layers import head_inputs, in_precision
 from everfed.methods.common.teacher import among
-from everfed.methods.generative.image_pool import Augmentation, cycled
 
+LEVELS = 255.0  # of an 8-bit pixel
 GAIN_SPREAD = 0.02  # of the first BatchNorm weights about 1
 
 
@@ -168,3 +168,55 @@ def _xavier(shape: tuple[int, ...]) -> float:
     """sqrt(2 / (inputs + outputs)) of a matrix (outputs, inputs) or of kernels (outputs, inputs, ...)."""
     field = int(np.prod(shape[2:]))
     return float(np.sqrt(2.0 / ((shape[0] + shape[1]) * field)))
+
+
+# a pool of synthetic images: bytes, drawing, augmentation, the map to network inputs ----------------------------------
+def to_bytes(images: Tensor) -> Tensor:
+    """Images with values in [0, 1] as uint8."""
+    return (images * LEVELS).round().clamp(0, LEVELS).to(torch.uint8)
+
+
+def cycled(size: int, steps: int, batch: int, rng: np.random.Generator) -> np.ndarray:
+    """(steps, batch) positions in a pool of `size` images; each is used once before any is used again."""
+    passes = -(-steps * batch // size)
+    order = np.concatenate([rng.permutation(size) for _ in range(passes)])
+    return order[: steps * batch].reshape(steps, batch)
+
+
+def draw_geometry(stream: StreamView, rng: np.random.Generator, count: int) -> np.ndarray | None:
+    """Draws of the stream's augmentation of `count` images that leave their colours as they are, as the released code
+    of TARGET and LANDER has it for synthetic images."""
+    draws = stream.draw_augmentation(rng, count)
+    if draws is not None and stream.colour_draws:
+        draws[:, -stream.colour_draws :] = 0
+    return None if draws is None else np.asarray(draws)
+
+
+class Augmentation:
+    """The stream's own augmentation without its changes of colour, drawn ahead for `steps` steps of `batch` images."""
+
+    def __init__(self, stream: StreamView, steps: int, batch: int, device: torch.device) -> None:
+        self.stream, self.count = stream, steps * batch
+        probe = draw_geometry(stream, np.random.default_rng(0), 1)
+        shape = None if probe is None else (steps, batch, *probe.shape[1:])
+        self.table = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def draw(self, rng: np.random.Generator) -> None:
+        if self.table is not None:
+            draws = draw_geometry(self.stream, rng, self.count)
+            assert draws is not None
+            self.table.copy_(torch.from_numpy(draws.astype(np.int64)).view(self.table.shape))
+
+    def __call__(self, pixels: Tensor, step: Tensor) -> Tensor:
+        """Images in storage form, or floats of the same range, as augmented in `step` (1,)."""
+        if self.table is None:
+            return pixels
+        return self.stream.augment(pixels, self.table.index_select(0, step)[0])
+
+
+def affine(stream: Stream | StreamView, shape: tuple[int, ...], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """(offset, scale), each (1, *shape): the network input of an image x in [0, 1] is offset + scale x."""
+    black, white = (
+        stream.inputs(torch.full((1, *shape), level, dtype=torch.uint8, device=device)) for level in (0, 255)
+    )
+    return black, white - black

@@ -26,12 +26,19 @@ from torch.nn import functional
 from everfed.core.replica import Blueprint, initial_weights
 from everfed.core.trainer import Trainer
 from everfed.method import Model, Optimizer, Server, Tree
-from everfed.methods.common.features import head_inputs
-from everfed.methods.common.layers import in_precision
+from everfed.methods.common.layers import head_inputs, in_precision
 from everfed.methods.common.teacher import among
-from everfed.methods.generative.image_pool import LEVELS, Augmentation, affine, to_bytes
 from everfed.methods.generative.inversion import Statistics, batch_statistics
-from everfed.methods.generative.student import Lesson, Student, divergences, fresh_student
+from everfed.methods.generative.student import (
+    LEVELS,
+    Augmentation,
+    Lesson,
+    Student,
+    affine,
+    divergences,
+    fresh_student,
+    to_bytes,
+)
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,9 @@ from everfed.method import (
     overrides,
 )
 from everfed.methods.common.teacher import among, classes_of, mask_of, soft_cross_entropy, tasks_before
-from everfed.methods.generative.image_pool import cycled, draw_geometry
-from everfed.methods.generative.student import Lesson
+from everfed.methods.generative.student import Lesson, cycled, draw_geometry
 from everfed.methods.generative.synthesis import Synthesis, Synthesizer, Turn
-from everfed.models.pixel_generators import checked
+from everfed.models.generators import checked
 
 SYNTHESIS = "synthesis"
 

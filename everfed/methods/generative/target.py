@@ -25,7 +25,7 @@ from everfed.methods.common.teacher import frozen_outputs
 from everfed.methods.generative.student import Lesson
 from everfed.methods.generative.synthesis import Synthesis, Synthesizer, Turn
 from everfed.methods.generative.synthetic_replay import SyntheticReplay
-from everfed.models.pixel_generators import PixelBlueprint
+from everfed.models.generators import PixelBlueprint
 
 REPTILE = 67.0  # the code's factor on the generator's displacement
 STUDENT = Optimizer(momentum=0.9, weight_decay=1e-4)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from everfed.method import Client, Data, Gradient, Layout, Model, Optimizer, Part, Personal, Step, option
-from everfed.methods.common.features import network, span
+from everfed.methods.common.layers import network, span
 
 
 @dataclass(frozen=True)

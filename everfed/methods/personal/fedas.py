@@ -35,8 +35,7 @@ from everfed.method import (
     Step,
     option,
 )
-from everfed.methods.common.features import class_means, features, through_head
-from everfed.methods.common.layers import in_precision
+from everfed.methods.common.layers import class_means, features, in_precision, through_head
 from everfed.methods.project.matching import combine
 
 

@@ -42,7 +42,7 @@ from everfed.method import (
     When,
     option,
 )
-from everfed.methods.common.features import head_weight, through_head
+from everfed.methods.common.layers import head_weight, through_head
 
 
 @dataclass(frozen=True)

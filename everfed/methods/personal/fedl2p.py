@@ -52,7 +52,7 @@ from everfed.method import (
     Tree,
     option,
 )
-from everfed.methods.common.features import network
+from everfed.methods.common.layers import network
 from everfed.methods.personal.meta_nets import (
     MEAN,
     VARIANCE,

@@ -59,8 +59,7 @@ from everfed.method import (
     option,
     overrides,
 )
-from everfed.methods.common.features import network
-from everfed.methods.common.layers import hidden_names, hidden_weights
+from everfed.methods.common.layers import hidden_names, hidden_weights, network
 from everfed.methods.common.teacher import classes_of
 
 MASK_SPREAD = 0.1  # deviation of the first mask logits, so that channels differ from the first round on

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from everfed.method import Client, Layout
-from everfed.methods.common.features import CHUNK, network
-from everfed.methods.common.layers import in_precision
+from everfed.methods.common.layers import CHUNK, in_precision, network
 
 MEAN, VARIANCE = "running_mean", "running_var"
 

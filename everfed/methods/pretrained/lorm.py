@@ -39,7 +39,7 @@ from everfed.method import (
     Sum,
     option,
 )
-from everfed.methods.common.features import head_entries
+from everfed.methods.common.layers import head_entries
 from everfed.methods.pretrained.lora import LoRA
 from everfed.methods.pretrained.piecewise import task_of
 from everfed.methods.pretrained.regmean import (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from everfed.core.layout import Spans, trained_spans
 from everfed.method import BOUNDARIES, TOGETHER, Client, Entry, Gradient, Layout, Model, Part, Server, Step
-from everfed.methods.common.features import head_entries
+from everfed.methods.common.layers import head_entries
 
 
 @dataclass(frozen=True)

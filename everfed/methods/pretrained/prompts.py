@@ -34,7 +34,7 @@ from everfed.method import (
     When,
     option,
 )
-from everfed.methods.common.features import keep_features, kept_features
+from everfed.methods.common.layers import keep_features, kept_features
 from everfed.methods.common.teacher import frozen_pass
 from everfed.methods.pretrained.piecewise import Piecewise, at_task, head_pieces, of_task, row_of, task_of
 from everfed.models import lora

@@ -32,8 +32,7 @@ from everfed.method import (
     Sum,
     option,
 )
-from everfed.methods.common.features import network
-from everfed.methods.common.layers import in_precision
+from everfed.methods.common.layers import in_precision, network
 from everfed.models.lora import LoRALinear
 
 AT_ONCE = 256  # samples in a pass over a client's data

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.method import PLAIN, SHARED, Batch, Client, Part, Step, option
-from everfed.methods.common.features import keep_features, kept_features
+from everfed.methods.common.layers import keep_features, kept_features
 from everfed.methods.common.teacher import frozen_pass
 
 

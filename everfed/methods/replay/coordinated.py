@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,10 +34,7 @@ from everfed.methods.replay.diversity import (
     select,
     zero_diagonal_weights,
 )
-from everfed.methods.replay.policy import Policy, Pool
-
-if TYPE_CHECKING:
-    from everfed.methods.replay.memory import Memory
+from everfed.methods.replay.memory import Memory, Policy, Pool
 
 SELECT = "select"
 COHORTS = {"all": Cohort.BOUNDARY, "sampled": Cohort.SAMPLED}

@@ -8,7 +8,6 @@ Gradients are those of single-sample losses at the current model; a zero gradien
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +15,9 @@ from torch import Tensor
 
 from everfed.method import EAGER, Client, Schedule, Step, Table, Tree, option
 from everfed.methods.replay.diversity import unit_rows
-from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.memory import Memory, Policy, Pool
 from everfed.methods.replay.reservoir import offers
 from everfed.methods.replay.sample_gradients import gradients_here
-
-if TYPE_CHECKING:
-    from everfed.methods.replay.memory import Memory
 
 FIRST_SCORE = 0.1  # of the sample that meets an empty buffer
 _SAME = 1e-12  # distances below are rounding: the two directions are one

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from everfed.method import CLASSES, Tree
-from everfed.methods.common.features import features
+from everfed.methods.common.layers import features
 from everfed.methods.replay.diversity import unit_rows
-from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.memory import Policy, Pool
 
 
 @dataclass(frozen=True)

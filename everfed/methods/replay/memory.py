@@ -1,12 +1,15 @@
-"""Memory: the one replay buffer of a client, shared by every part that replays.
+"""Memory: the one replay buffer of a client, shared by every part that replays; and the interface of the policies that
+decide what it holds, the reservoir over the client's whole life by default, or another of `POLICIES`.
 
-Its policy decides what it holds: the reservoir over the client's whole life by default, or one of `POLICIES`, most of
-which choose once, at the end of a task, from its samples and the stored ones.
+A policy is a frozen dataclass of options. It decides in the training steps (`plan`, `after`: reservoir, GSS-greedy) or
+in phases of the memory. By default that is one phase at the end of a task, which offers the task's samples and the
+stored ones together; such a policy defines `choose` and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,36 +19,126 @@ import torch
 from torch import Tensor
 
 from everfed.core.data import take_rows
-from everfed.method import CLASSES, Batch, Client, Data, Part, Schedule, Server, Step, Table, Tree, option
-from everfed.methods.replay.coordinated import Coordinated, Uncoordinated
-from everfed.methods.replay.gss import GSSCluster, GSSGreedy
-from everfed.methods.replay.herding import Herding
-from everfed.methods.replay.policy import NAME, Policy, Pool
-from everfed.methods.replay.random_selection import ApproximateUniform, FixedProportion, NaiveUniform
-from everfed.methods.replay.refed import ReFed
-from everfed.methods.replay.reservoir import Reservoir
-from everfed.methods.replay.sample_gradients import GradientOptions
-from everfed.methods.replay.transition import OnTransition
+from everfed.core.option import Options
+from everfed.method import (
+    CLASSES,
+    END,
+    MODEL,
+    Batch,
+    Client,
+    Cohort,
+    CompositionError,
+    Data,
+    Model,
+    Part,
+    Phase,
+    Schedule,
+    Server,
+    Step,
+    Table,
+    Tables,
+    Tree,
+    option,
+)
+from everfed.methods.replay.sample_gradients import GradientOptions, gradients_at
 from everfed.naming import load_object, with_options
 
-POLICIES: Mapping[str, type[Policy]] = {
-    policy.kind: policy
-    for policy in (
-        Reservoir,
-        NaiveUniform,
-        ApproximateUniform,
-        FixedProportion,
-        Herding,
-        OnTransition,
-        GSSGreedy,
-        GSSCluster,
-        Uncoordinated,
-        Coordinated,
-        ReFed,
-    )
+# where every policy lies: kind -> module:Class in everfed.methods.replay
+POLICIES: Mapping[str, str] = {
+    "reservoir": "reservoir:Reservoir",
+    "naive-uniform": "random_selection:NaiveUniform",
+    "approximate-uniform": "random_selection:ApproximateUniform",
+    "fixed-proportion": "random_selection:FixedProportion",
+    "herding": "herding:Herding",
+    "on-transition": "transition:OnTransition",
+    "gss-greedy": "gss:GSSGreedy",
+    "gss-cluster": "gss:GSSCluster",
+    "uncoordinated": "coordinated:Uncoordinated",
+    "coordinated": "coordinated:Coordinated",
+    "re-fed": "refed:ReFed",
 }
+NAME = "memory"  # of the part: the namespace of its state and messages
+REMEMBER = "remember"  # the phase in which clients choose
 
 
+@dataclass(frozen=True)
+class Pool:
+    """The samples that a client chooses from: its current samples X_t first, then its stored ones R_t.
+
+    x, y: (new + stored, ...) in storage form. ids: (new + stored,). seen_before: samples seen in all earlier tasks,
+    stored or not. state: what the policy remembers, a dict to read and write. gradient_options: how gradients are made.
+    """
+
+    client: Client
+    x: Tensor
+    y: Tensor
+    ids: np.ndarray
+    new: int
+    stored: int
+    seen_before: int
+    state: Tree
+    gradient_options: GradientOptions
+
+    def __len__(self) -> int:
+        return self.new + self.stored
+
+    @property
+    def model(self) -> Model:
+        """The shared model, for policies that need one."""
+        if MODEL not in self.client.messages:
+            raise ValueError("this policy uses the model, so it must set needs_model = True")
+        return self.client.model
+
+    @property
+    def message(self) -> Mapping[str, Any]:
+        """What the policy's server side sent."""
+        return self.client.message
+
+    def rng(self, tag: str) -> np.random.Generator:
+        """A generator of this choice's own, for `tag`."""
+        return self.client.rng(tag)
+
+    def gradients(self) -> Tensor:
+        """(new + stored, d) gradients of the single-sample losses at the model."""
+        return gradients_at(self.client.context, self.model, self.x, self.y, self.gradient_options)
+
+
+@dataclass(frozen=True)
+class Policy(Options):
+    """Base of all policies. `kind` is its name in recipes; one of a user's own goes by package.module:Name."""
+
+    kind = ""
+    about = ""
+    needs_model = True  # does `choose` use the model?
+
+    def needs(self) -> AbstractSet[str]:
+        """What it must know or have, in the words of a part's `needs` (CLASSES, TOGETHER, EAGER)."""
+        return frozenset()
+
+    def init(self, size: int) -> Tree:
+        """What it remembers beside a buffer of so many rows, in host memory."""
+        return {}
+
+    # in phases of its own ----------------------------------------------------------------------------------------
+    def phases(self, memory: Memory) -> tuple[Phase, ...]:
+        """One phase at the end of every task but the last, after which nothing is replayed."""
+        sends = self.needs_model or memory.logits
+        return (Phase(REMEMBER, Cohort.BOUNDARY, END, in_last_round=False, sends=sends, run=memory.choose),)
+
+    def choose(self, pool: Pool, size: int) -> np.ndarray:
+        """Different positions of the pool, at most `size`, in the order of the buffer."""
+        raise CompositionError(f"policy {self.kind or type(self).__name__!r} has a phase to choose in, but no choose()")
+
+    # in training -------------------------------------------------------------------------------------------------
+    def plan(self, memory: Memory, client: Client, schedule: Schedule) -> Tables:
+        """Tables for every step; "fill" holds the number of valid rows before it. May change `client.state["host"]`."""
+        return {"fill": Table.of([np.array([int(client.state["host"]["stored"])])] * schedule.steps)}
+
+    def after(self, memory: Memory, step: Step) -> None:
+        """After a training step; nothing to do for a policy that chooses in a phase."""
+
+
+# the part -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Memory(Part):
     """What clients store. In Python a policy may also be an object of `Policy` or its class."""
@@ -207,14 +300,16 @@ def make_policy(value: str | Mapping[str, Any] | type[Policy] | Policy) -> Polic
         return value
     options = dict(value) if isinstance(value, Mapping) else {"kind": value}
     kind = options.pop("kind", "")
-    cls = _find(kind, "policy.kind" if isinstance(value, Mapping) else "policy")
+    cls = policy_class(kind, "policy.kind" if isinstance(value, Mapping) else "policy")
     return with_options(cls, options, "policy", f" of {kind!r}")
 
 
-def _find(kind: Any, key: str) -> type[Policy]:
+def policy_class(kind: Any, key: str = "policy") -> type[Policy]:
+    """The policy of that kind, or `package.module:Name`. Raises ValueError, which names the key."""
     found = kind
     if isinstance(kind, str):
-        found = load_object(kind, key) if ":" in kind else POLICIES.get(kind)
+        where = f"everfed.methods.replay.{POLICIES[kind]}" if kind in POLICIES else kind
+        found = load_object(where, key) if ":" in where else None
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ValueError(
             f"{key} must be one of {', '.join(POLICIES)}, or package.module:Name of a Policy; got {kind!r}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from everfed.method import option
-from everfed.methods.replay.policy import Policy, Pool
+from everfed.methods.replay.memory import Policy, Pool
 
 
 @dataclass(frozen=True)

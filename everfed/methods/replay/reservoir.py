@@ -7,17 +7,13 @@ sample goes into which row is decided on the host before training (`plan`); the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from everfed.core.data import put_rows
 from everfed.method import Client, Schedule, Step, Table, Tables
-from everfed.methods.replay.policy import Policy
-
-if TYPE_CHECKING:
-    from everfed.methods.replay.memory import Memory
+from everfed.methods.replay.memory import Memory, Policy
 
 
 @dataclass(frozen=True)

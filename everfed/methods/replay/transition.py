@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,13 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from everfed.method import CLASSES, Cohort, Phase, Tree, When, option
-from everfed.methods.common.features import outputs_and_features
+from everfed.methods.common.layers import outputs_and_features
 from everfed.methods.common.teacher import competing
 from everfed.methods.replay.herding import herd, quota
-from everfed.methods.replay.policy import REMEMBER, Policy, Pool
-
-if TYPE_CHECKING:
-    from everfed.methods.replay.memory import Memory
+from everfed.methods.replay.memory import REMEMBER, Memory, Policy, Pool
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import math
 import numpy as np
 import pytest
 
-from everfed.data.detection.scoring import Detected, Truth, mean_average_precision, overlaps
+from everfed.data.average_precision import mean_average_precision, overlaps
+from everfed.data.detection import Detected, Truth
 
 BOX = np.array([[0.1, 0.1, 0.3, 0.3]])
 

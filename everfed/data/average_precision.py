@@ -13,27 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from everfed.data.detection.boxes import CX, LABEL, WIDTH, corners
-from everfed.data.detection.decoding import detections
+from everfed.data.detection import Detected, Truth, found_in, truth_of
 
 THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(10))
 MOST_DETECTIONS = 100
 _RECALLS = np.linspace(0.0, 1.0, 101)
-
-
-class Detected(NamedTuple):
-    """The detections in one image: boxes (n, 4) as x0, y0, x1, y1, scores (n,), labels (n,)."""
-
-    boxes: np.ndarray
-    scores: np.ndarray
-    labels: np.ndarray
-
-
-class Truth(NamedTuple):
-    """The boxes of one image, (m, 4) as x0, y0, x1, y1, and their labels (m,)."""
-
-    boxes: np.ndarray
-    labels: np.ndarray
 
 
 class Precision(NamedTuple):
@@ -47,20 +31,6 @@ def precision(outputs: Iterable[Tensor], y: Tensor, anchors: Tensor) -> Precisio
     """mAP over the whole set; outputs come in pieces, in the order of y."""
     found = [one for piece in outputs for one in found_in(piece, anchors)]
     return mean_average_precision(found, truth_of(y))
-
-
-def found_in(outputs: Tensor, anchors: Tensor) -> list[Detected]:
-    """The detections of every image, on the host."""
-    boxes, scores, labels = (one.cpu().numpy() for one in detections(outputs, anchors.to(outputs.device)))
-    kept = (np.flatnonzero(row > 0) for row in scores)
-    return [Detected(boxes[i][rows], scores[i][rows], labels[i][rows]) for i, rows in enumerate(kept)]
-
-
-def truth_of(y: Tensor) -> list[Truth]:
-    """The boxes of every image, without padding."""
-    corner, rows = corners(y[..., CX:]).cpu().numpy(), y.cpu().numpy()
-    real = rows[..., WIDTH] > 0
-    return [Truth(corner[i][real[i]], rows[i][real[i]][:, LABEL].astype(np.int64)) for i in range(len(rows))]
 
 
 def mean_average_precision(found: Sequence[Detected], truth: Sequence[Truth]) -> Precision:
