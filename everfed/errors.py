@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 from typing import Any
 
 USERS, FAULT = 2, 1  # exit codes
@@ -34,7 +35,8 @@ class ClientError(RuntimeError):
     """A call on a client failed; says which client, in which phase, and why. The error itself is its `__cause__`."""
 
     def __init__(self, client: int, phase: str, round_index: int, cause: BaseException | str) -> None:
-        super().__init__(f"client {client} failed in phase {phase!r} of round {round_index}: {cause}")
+        why = cause if isinstance(cause, str) or exit_code(cause) is not None else described(cause)
+        super().__init__(f"client {client} failed in phase {phase!r} of round {round_index}: {why}")
         self.client, self.phase, self.round, self.cause = client, phase, round_index, cause
 
 
@@ -79,15 +81,26 @@ def _is_place(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _PLACES and error.filename is not None
 
 
+def described(error: BaseException) -> str:
+    """The class, the message and the place of a bug: `KeyError: 'x' (my_part.py, line 9, in loss)`."""
+    place = place_of(error)
+    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"
+
+
 def place_of(error: BaseException) -> str:
-    """File, line and function where an error was raised, in the innermost code that is no installed package's."""
+    """File, line and function where an error was raised: in a user's code where some is involved, else in everfed's,
+    else in an installed package. Empty for an error that was not raised."""
     import sysconfig
     import traceback
 
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
     installed = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib"))
-    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(installed)), frames[-1])
-    return f"{last.filename}, line {last.lineno}, in {last.name}"
+    ours = os.path.dirname(__file__)
+    known = [frame for frame in frames if not frame.filename.startswith((*installed, "<"))]
+    own = [frame for frame in known if not frame.filename.startswith(ours)]
+    for frame in (*own, *known, *frames):
+        return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return ""
 
 
 Note = dict[str, Any]  # JSON-ready

@@ -1,6 +1,9 @@
-"""What the author of a method or a stream writes against: `from everfed.method import Part, Client, Step`."""
+"""What the author of a method, a policy or a stream writes against: `from everfed.method import Part, Client, Step`."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from everfed.core.context import Facts, TrainOptions
 from everfed.core.data import Data, Schedule, Table
@@ -37,6 +40,18 @@ from everfed.core.trainer import Fitted
 from everfed.core.tree import Tree
 from everfed.errors import CompositionError
 
+if TYPE_CHECKING:
+    from everfed.methods.replay.memory import Policy, Pool
+    from everfed.streams.incremental import IncrementalStream
+    from everfed.streams.planned import PlannedStream
+
+_ABOVE = {  # names of packages that import this module themselves, looked up when they are used
+    "IncrementalStream": "everfed.streams.incremental",
+    "PlannedStream": "everfed.streams.planned",
+    "Policy": "everfed.methods.replay.memory",
+    "Pool": "everfed.methods.replay.memory",
+}
+
 __all__ = [
     "ALWAYS",
     "BEGIN",
@@ -66,6 +81,7 @@ __all__ = [
     "Facts",
     "Fitted",
     "Gradient",
+    "IncrementalStream",
     "Layout",
     "Mean",
     "Method",
@@ -75,6 +91,9 @@ __all__ = [
     "PerClient",
     "Personal",
     "Phase",
+    "PlannedStream",
+    "Policy",
+    "Pool",
     "Protection",
     "Reducer",
     "RoundPlan",
@@ -96,3 +115,9 @@ __all__ = [
     "option",
     "overrides",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_ABOVE[name]), name)

@@ -253,6 +253,8 @@ def test_the_stream_of_the_streams_page_runs(tmp_path: Path) -> None:
 # contributing ----------------------------------------------------------------------------------------------------
 
 REGISTERED = """\
+import sys
+
 from dusk import Dusk
 
 from everfed import streams
@@ -261,7 +263,8 @@ from everfed.methods import registry as methods
 
 methods.PRESETS.update(eval({preset!r}, vars(methods)))
 catalogue.KNOWN.update(eval({known!r}, vars(catalogue)))
-streams._CLASSES[Dusk.scenario], streams.SCENARIOS[Dusk.scenario] = Dusk, Dusk.about
+sys.modules["everfed.streams.dusk"] = sys.modules["dusk"]
+streams.SCENARIOS[Dusk.scenario] = ("dusk:Dusk", "the same images, darker in every task")
 """
 TOGETHER = """\
 import everfed

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from everfed import api
 from everfed.cli import app
-from everfed.commands.leaderboard import _kept_samples
 from everfed.errors import UserError, is_user_error
 from everfed.experiments.jobs import Outcome
 from everfed.experiments.leaderboard import page, pareto, records, tuning
@@ -140,7 +139,7 @@ def test_stored_samples_are_those_of_a_client_at_the_end(tmp_path: Path) -> None
     lines = [{"event": "buffer", "round": at, "by_task": counts} for at, counts in ((1, [60, 0]), (3, [30, 50]))]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     cell = SimpleNamespace(folder=tmp_path)
-    assert _kept_samples(Outcome(cell, {"stream": {"clients": 4}})) == 20.0  # type: ignore[arg-type]
+    assert tuning._kept_samples(Outcome(cell, {"stream": {"clients": 4}})) == 20.0  # type: ignore[arg-type]
 
 
 def test_what_is_there_stays(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_show_explains_a_method() -> None:
             "logits: True",
         ),
         *("reference: this round's clients, in every round", "server sees: sums and means over clients suffice"),
-        *("needs: nothing", "--dry-run"),
+        *("needs: nothing", "not beside:\n  parts that keep some parameters on the clients", "--dry-run"),
     ):
         assert words in found, words
     assert all(len(line) <= 100 for line in found.splitlines())

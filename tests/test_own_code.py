@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import everfed
 from everfed.cli import app
-from everfed.method import Client, Gradient, Server, Stream
+from everfed.method import Client, Gradient, Mean, Phase, Server, Step, Stream
 from everfed.methods import registry as methods
 from everfed.methods.aggregate.fedavg import FedAvg
 from everfed.methods.replay.er import Replay
@@ -380,3 +380,117 @@ class _Rates(everfed.method.Part):
 
     def receive(self, client: Client) -> None:
         RATES.append(client.rate)
+
+
+# mistakes in code of one's own ----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class NothingReturned(everfed.method.Part):
+    name = "mistaken"
+
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        gradient.vector.mul_(0.5)  # and forgets to return it
+
+
+@dataclass(frozen=True)
+class SomeReturned(everfed.method.Part):
+    name = "mistaken"
+
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        return gradient.vector[:5]
+
+
+@dataclass(frozen=True)
+class WordMissing(everfed.method.Part):
+    name = "mistaken"
+
+    def gradient(self, step: Step, gradient: Gradient) -> Tensor:
+        return gradient.vector * step.message["never sent"]
+
+
+@dataclass(frozen=True)
+class OnePhase(everfed.method.Part):
+    name = "mistaken"
+
+    def phases(self) -> Any:
+        return Phase("measure", run=lambda client: {})
+
+
+@dataclass(frozen=True)
+class VectorReported(everfed.method.Part):
+    name = "mistaken"
+
+    def update(self, server: Server) -> None:
+        server.report("update", server.model["params"])
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (NothingReturned(), r"part 'mistaken': gradient\(\) must return the gradient, .*, not NoneType"),
+        (SomeReturned(), r"a vector of shape \(\d+,\) made from gradient.vector, not a tensor of shape \(5,\)"),
+        (WordMissing(), r"client 0 failed in .*: KeyError: 'never sent' \(.*test_own_code.py, line \d+, in gradient\)"),
+        (OnePhase(), r"part 'mistaken': phases\(\) must return a tuple, \(Phase\(...\),\), not a Phase"),
+        (VectorReported(), r"part 'mistaken': report\('update'\) takes one number, not a tensor of shape \(\d+,\)"),
+    ],
+)
+def test_a_mistake_in_an_own_part_is_named(part: everfed.method.Part, words: str, work: Path) -> None:
+    with pytest.raises(Exception, match=words):
+        everfed.run(recipe(method={"parts": ["fedavg", part]}), work / "run", stream=own_stream())
+
+
+@dataclass(frozen=True)
+class LengthReported(everfed.method.Part):
+    """Sends a number, a tensor that the server reports as it is."""
+
+    name = "lengths"
+
+    def phases(self) -> tuple[Phase, ...]:
+        return (Phase("lengths", reduce={"length": Mean()}, run=self.measure, update=self.keep),)
+
+    def measure(self, client: Client) -> dict[str, Tensor]:
+        return {"length": client.gradient(client.data.x, client.data.y).norm()}
+
+    def keep(self, server: Server) -> None:
+        server.report("length", server.reduced["length"])
+
+
+def test_a_reduced_tensor_is_reported_as_the_number_in_it(work: Path) -> None:
+    everfed.run(recipe(method={"parts": ["fedavg", LengthReported()]}), work / "run", stream=own_stream())
+    lines = [json.loads(line) for line in (work / "run/events.jsonl").read_text().splitlines()]
+    lengths = [line["length"] for line in lines if line["event"] == "measure"]
+    assert len(lengths) == 6 and all(isinstance(one, float) and one > 0 for one in lengths)
+
+
+@dataclass(frozen=True)
+class Chooses(Policy):
+    """Gives what it is told to."""
+
+    what: str = "too many"
+    about = "for tests"
+    needs_model = False
+
+    def choose(self, pool: Pool, size: int) -> Any:
+        found = {"too many": np.arange(len(pool)), "twice": np.zeros(size, dtype=int), "torch": torch.arange(size)}
+        return found[self.what]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("too many", r"policy 'Chooses': choose\(\) must return at most 4 different positions from 0 to \d+, not \d+"),
+        ("twice", "at most 4 different positions from 0 to .*, not 4"),
+        ("torch", r"policy 'Chooses': choose\(\) must return a numpy array of positions, not tensor"),
+    ],
+)
+def test_a_policy_that_chooses_wrongly_is_named(what: str, words: str, work: Path) -> None:
+    parts = ["fedavg", Memory(size=4, policy={"kind": f"{__name__}:Chooses", "what": what}), "er"]
+    with pytest.raises(Exception, match=words):
+        everfed.run(recipe(method={"parts": parts}), work / "run", stream=own_stream())
+
+
+def test_everything_that_authors_write_against_comes_through_one_door() -> None:
+    names = {name: getattr(everfed.method, name) for name in everfed.method.__all__}
+    assert names["Policy"] is Policy and names["Pool"] is Pool
+    assert {"IncrementalStream", "PlannedStream", "Part", "Phase"} <= names.keys()
+    with pytest.raises(AttributeError, match="no attribute 'Polcy'"):
+        _ = everfed.method.Polcy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from everfed import api
-from everfed.data import available
+from everfed.data.available import available
 from everfed.data.domains import KNOWN
 from everfed.experiments.papers.tables import papers
 from everfed.method import Optimizer

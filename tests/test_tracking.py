@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from everfed.cli import app
-from everfed.commands.tracking import Tracker
+from everfed.commands.options import Tracker
 from everfed.reports.trackers import TRACKERS
 
 TINY = ("--set", "stream.tasks=2", "--set", "stream.clients=3", "--set", "stream.max_train=90")

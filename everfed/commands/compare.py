@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from everfed.commands import options, tracking
+from everfed.commands import options
 
 if TYPE_CHECKING:
     from everfed.experiments import Comparison
@@ -30,7 +30,7 @@ def compare(
     scale: options.Scale = 1.0,
     checkpoint_every: options.CheckpointEvery = 5.0,
     jobs: options.Jobs = 0,
-    track: tracking.Track = [],  # noqa: B006 (typer copies it)
+    track: options.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Run several methods over several seeds and print one table, the best first.
@@ -68,10 +68,10 @@ def compared(
     """Run the comparison and write its table."""
     from everfed.commands.terminal import Terminal
     from everfed.experiments.grid import plan_comparison
-    from everfed.experiments.jobs import parse_seeds
 
-    numbers = parse_seeds(seeds) if seeds is not None else None
-    return plan_comparison(recipe, methods, numbers, out, sets=sets).run(settings, Terminal(settings.as_json))
+    return plan_comparison(recipe, methods, options.parse_seeds(seeds), out, sets=sets).run(
+        settings, Terminal(settings.as_json)
+    )
 
 
 def print_comparison(comparison: Comparison, as_json: bool) -> None:

@@ -73,7 +73,7 @@ def _packages_by_extra() -> dict[str, list[str]]:
 
 
 def _data(folder: options.Data) -> Findings:
-    from everfed.data import available
+    from everfed.data.available import available
     from everfed.data.sources import data_folder
 
     where = data_folder(folder)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from everfed.commands.interrupts import interrupt_message, same_command
+from everfed.commands.output import interrupt_message, same_command
 from everfed.errors import UserError
 from everfed.federation.runs import KEPT
 from everfed.naming import load_object

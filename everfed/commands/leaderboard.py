@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,12 +13,7 @@ from everfed.commands import options
 from everfed.errors import RecipeError
 from everfed.naming import split_names
 
-if TYPE_CHECKING:
-    from everfed.experiments.jobs import GridJob, Outcome
-    from everfed.experiments.leaderboard.records import Record
-
 RECORDS = Path("results") / "leaderboard"
-TUNING_SEED = 100  # of the tries; tests have the seeds 0, 1, 2, ...
 
 
 def leaderboard(
@@ -56,12 +50,12 @@ def leaderboard(
       everfed leaderboard --only-page --page docs/leaderboard.md --html leaderboard.html
     """
     from everfed.commands.terminal import Terminal
-    from everfed.experiments.jobs import JobSettings, run_all
+    from everfed.experiments.jobs import JobSettings
     from everfed.experiments.leaderboard import tuning
     from everfed.experiments.leaderboard.records import forget_failures
 
     chosen = _named("--streams", streams, tuning.streams()), _named("--methods", methods, tuning.compared())
-    board = Board(out, records, tries, range(seeds), device)
+    board = tuning.Board(out, records, tries, range(seeds), device)
     if page is not None:
         from everfed.experiments.leaderboard.page import marked_page
 
@@ -69,100 +63,11 @@ def leaderboard(
     if not only_page:
         if again:
             forget_failures(records, *chosen)
-        places = [(stream, method) for stream in chosen[0] for method in tuning.slowest_first(chosen[1])]
         settings = JobSettings(
             options.absolute(data), 1.0, 1e9 if limit else 30.0, as_json, jobs=jobs, keep_going=True, limit=limit
         )
-        run_all(list(board.first_jobs(places)), settings, board.then, Terminal(as_json))
+        board.run(*chosen, settings, Terminal(as_json))
     _print_summary(records, _write_pages(records, page, html), as_json)
-
-
-@dataclass(frozen=True)
-class Board:
-    """What is run: tries, then tests, of methods on streams."""
-
-    out: Path
-    records: Path
-    tries: int
-    seeds: Sequence[int]
-    device: str | None
-
-    def first_jobs(self, places: Iterable[tuple[str, str]]) -> Iterator[GridJob]:
-        """Every try that has no record, and the tests of methods whose tries all have one."""
-        for stream, method in places:
-            record = self._record(stream, method)
-            missing = [number for number in range(self.tries) if not _has(record["tries"], "number", number)]
-            yield from (self._try(stream, method, number) for number in missing)
-            if not missing:
-                yield from self._tests(record)
-
-    def then(self, outcome: Outcome) -> list[GridJob]:
-        """Keep a finished run; after the last try of a method come its tests."""
-        from everfed.experiments.leaderboard import records
-
-        stream, method, kind, number, *rest = outcome.job.row.split(" ")
-        known = self._hash(stream)
-        entry = records.measured(outcome.result, outcome.problem, _kept_samples(outcome))
-        if kind == "test":
-            of_try = {"seed": int(number), "try": int(rest[-1])}
-            records.add(self.records, known, stream, method, "tests", {**of_try, **entry})
-            return []
-        about = {"number": int(number), "seed": TUNING_SEED, "sets": list(self._sets(stream, method, int(number)))}
-        record = records.add(self.records, known, stream, method, "tries", {**about, **entry})
-        whole = all(_has(record["tries"], "number", one) for one in range(self.tries))
-        return list(self._tests(record)) if whole else []
-
-    def _record(self, stream: str, method: str) -> Record:
-        from everfed.experiments.leaderboard import records
-
-        return records.opened(self.records, stream, method, self._hash(stream))
-
-    def _hash(self, stream: str) -> str:
-        """Of the stream's recipe, as it is without a method's settings."""
-        from everfed.experiments.papers.records import recipe_hash, settings_of
-        from everfed.recipe import read
-
-        return recipe_hash(settings_of(read(_recipe(stream))))[:16]
-
-    def _sets(self, stream: str, method: str, number: int) -> tuple[str, ...]:
-        from everfed.experiments.leaderboard import tuning
-
-        return tuning.tries(method, stream, number + 1)[number]
-
-    def _try(self, stream: str, method: str, number: int) -> GridJob:
-        sets = ["eval.split=validation", *self._sets(stream, method, number)]
-        return self._job(stream, method, f"try {number}", TUNING_SEED, sets)
-
-    def _tests(self, record: Record) -> Iterator[GridJob]:
-        """The tests that have no record, with the best of the tries; none where no try finished."""
-        from everfed.experiments.leaderboard.records import best_try, tests_of_best
-
-        best = best_try(record)
-        if best is None:
-            return
-        for seed in self.seeds:
-            if not _has(tests_of_best(record), "seed", seed):
-                name = f"test {seed} try {best['number']}"  # after other tries it would be another run
-                yield self._job(record["stream"], record["method"], name, seed, best["sets"])
-
-    def _job(self, stream: str, method: str, name: str, seed: int, sets: Sequence[str]) -> GridJob:
-        from everfed.experiments.jobs import new_job
-
-        kind = "eager" if self.device == "cpu" else "auto"  # on a CPU runs are side by side, not clients
-        where = [f"engine.device={self.device}", f"engine.kind={kind}"] if self.device else []
-        folder = self.out / stream / method / name.replace(" ", "-")
-        row = f"{stream} {method} {name}"
-        return new_job(row, _recipe(stream), folder, method=method, seed=seed, sets=[*where, *sets])
-
-
-def _recipe(stream: str) -> str:
-    from everfed.experiments.leaderboard.tuning import RECIPES
-
-    return f"{RECIPES}{stream}"
-
-
-def _has(entries: Iterable[Mapping[str, Any]], key: str, value: int) -> bool:
-    return any(entry[key] == value for entry in entries)
 
 
 def _named(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
@@ -173,16 +78,6 @@ def _named(option: str, text: str | None, allowed: Sequence[str]) -> list[str]:
         if name not in allowed:
             raise RecipeError(f"{option} {name}: use some of {', '.join(allowed)}")
     return [name for name in allowed if name in wanted]
-
-
-def _kept_samples(outcome: Outcome) -> float | None:
-    """Samples in a client's buffer at the end, on average; None where the method has no buffer."""
-    from everfed.store.event_log import read_log
-
-    buffers = read_log(outcome.job.folder).buffers
-    if outcome.result is None or not buffers:
-        return None
-    return sum(buffers[max(buffers)]) / outcome.result["stream"]["clients"]
 
 
 def _write_pages(records: Path, page: Path | None, html: Path | None) -> list[str]:

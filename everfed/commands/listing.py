@@ -57,14 +57,14 @@ def _streams(data: Path | None) -> Rows:
     from everfed import streams
 
     return [
-        *streams.SCENARIOS.items(),
+        *((name, about) for name, (_, about) in streams.SCENARIOS.items()),
         *((f"transform = {name}", about) for name, about in streams.TRANSFORMS.items()),
         *((f"partition.kind = {name}", about) for name, about in streams.PARTITIONS.items()),
     ]
 
 
 def _datasets(data: Path | None) -> Rows:
-    from everfed.data import available
+    from everfed.data.available import available
 
     return [(name, f"found: {where}" if found else where) for name, found, where in available(data)]
 

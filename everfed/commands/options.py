@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from everfed.errors import RecipeError
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A TOML file, or a shipped recipe (everfed list recipes).")
@@ -41,6 +44,30 @@ Jobs = Annotated[
 Seeds = Annotated[str | None, typer.Option("--seeds", metavar="S,S,...", help="Seeds, such as 0,1,2.")]
 
 
+class Tracker(StrEnum):
+    """What `--track` can name."""
+
+    tensorboard = "tensorboard"
+    mlflow = "mlflow"
+    wandb = "wandb"
+
+
+Track = Annotated[
+    list[Tracker],
+    typer.Option("--track", metavar="T", help="Also write to tensorboard, mlflow or wandb; may be given again."),
+]
+
+
 def absolute(folder: Path | None) -> Path | None:
     """An absolute path: a run may be resumed from another folder."""
     return None if folder is None else folder.expanduser().absolute()
+
+
+def parse_seeds(text: str | None) -> list[int] | None:
+    """`0,1,2`; None where nothing is said. Raises RecipeError."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise RecipeError(f"--seeds {text}: write whole numbers of at least 0 with commas between, such as 0,1,2")
+    return list(dict.fromkeys(int(part) for part in parts))

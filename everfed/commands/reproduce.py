@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from everfed.commands import options, tracking
+from everfed.commands import options
 from everfed.commands.record import RECORDS, Records
 from everfed.errors import UserError
 
@@ -51,7 +51,7 @@ def reproduce(
     ] = "1",
     checkpoint_every: options.CheckpointEvery = 5.0,
     jobs: options.Jobs = 0,
-    track: tracking.Track = [],  # noqa: B006 (typer copies it)
+    track: options.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Run a table of a paper and print our numbers, the paper's, and the verdicts on levels and effects.

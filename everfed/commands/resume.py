@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from everfed.commands import options, tracking
-from everfed.commands.interrupts import interrupt_message
-from everfed.commands.output import print_result, stdout
+from everfed.commands import options
+from everfed.commands.output import interrupt_message, print_result, stdout
 
 
 def resume(
@@ -18,7 +17,7 @@ def resume(
         Path | None, typer.Option("--data", metavar="DIR", help="Folder of data sets, if they lie elsewhere now.")
     ] = None,
     checkpoint_every: options.CheckpointEvery = 5.0,
-    track: tracking.Track = [],  # noqa: B006 (typer copies it)
+    track: options.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Go on with a run from its newest checkpoint, to the same bits as if it had never stopped.
@@ -30,13 +29,11 @@ def resume(
       everfed resume runs/demo-fedgp+der-0
     """
     from everfed import api
-    from everfed.recipe import read
     from everfed.reports.progress import watching
     from everfed.store.run import RunFolder
 
     if RunFolder.open(run).read_result() is not None and not as_json:
         typer.echo(f"{run} is already finished; nothing was done", err=True)
-    trackers = tracking.observers(track, run, read(RunFolder.open(run).recipe)) if track else []
 
     def remedy() -> str:
         return f"`everfed resume {run}` goes on where it stopped"
@@ -45,7 +42,8 @@ def resume(
         result = api.resume(
             run,
             progress=False,
-            observers=[observer, *trackers, interrupts],
+            track=track,
+            observers=[observer, interrupts],
             checkpoint_every=checkpoint_every,
             data_dir=data,
         )

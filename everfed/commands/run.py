@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everfed.commands import options, tracking
-from everfed.commands.interrupts import interrupt_message
-from everfed.commands.output import print_result, show_table, stdout
+from everfed.commands import options
+from everfed.commands.output import interrupt_message, print_result, show_table, stdout
 
 if TYPE_CHECKING:
     from everfed.core.events import Observer
@@ -33,7 +32,7 @@ def run(
         bool, typer.Option("--dry-run", help="Check, run two rounds, and print shapes, time, memory and bytes.")
     ] = False,
     checkpoint_every: options.CheckpointEvery = 5.0,
-    track: tracking.Track = [],  # noqa: B006 (typer copies it)
+    track: options.Track = [],  # noqa: B006 (typer copies it)
     as_json: options.Json = False,
 ) -> None:
     """Run a recipe; the run folder holds the recipe, events, checkpoints, the model and result.json.
@@ -74,7 +73,7 @@ def run(
     def observers(chosen: Path) -> list[Observer]:
         nonlocal folder
         folder = chosen
-        return [observer, *tracking.observers(track, chosen, reading.recipe), interrupts]
+        return [observer, interrupts]
 
     with interrupt_message(remedy) as interrupts, watching(stdout(), as_json) as observer:
         result = api.run(
@@ -85,6 +84,7 @@ def run(
             overwrite=overwrite,
             resume_or_run=resume_or_run,
             progress=False,
+            track=track,
             observers=observers,
             checkpoint_every=checkpoint_every,
         )

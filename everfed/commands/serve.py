@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from everfed.commands import options
-from everfed.commands.interrupts import interrupt_message, same_command
-from everfed.commands.output import print_result, stdout
+from everfed.commands.output import interrupt_message, print_result, same_command, stdout
 
 
 def serve(

@@ -47,7 +47,7 @@ def show(
 
 
 def _facts(name: str, data: Path | None) -> Facts:
-    from everfed.data import available
+    from everfed.data.available import available
     from everfed.methods import registry as methods
     from everfed.recipe import shipped as recipes
 
@@ -66,18 +66,26 @@ def _facts(name: str, data: Path | None) -> Facts:
 
 
 def _method(name: str) -> Facts:
+    from everfed.core.part import PLAIN, SHARED, WHOLE
     from everfed.methods import registry as methods
     from everfed.privacy.reveals import sentence
 
     method = methods.build(name)
+    excluding = {
+        SHARED: "parts that keep some parameters on the clients",
+        WHOLE: "parts that train some parameters at a time",
+        PLAIN: "parts that change the network's forward pass",
+    }
     beside = [_exchange(phase) for phase in method.own_phases]
-    needs = sorted({need for part in method.parts for need in part.needs()} - {part.name for part in method.parts})
+    words = {word for part in method.parts for word in part.needs()} - {part.name for part in method.parts}
+    rules_out = [about for word, about in excluding.items() if word in words]
     return {
         "method": name,
         "about": methods.names()[name],
         "parts": {part.name: _part(type(part), part) for part in method.parts},
         "exchanges beside training": beside or "none",
-        "needs": needs or "nothing",
+        "needs": sorted(words - excluding.keys()) or "nothing",
+        **({"not beside": rules_out} if rules_out else {}),
         "scored": "on the clients, with their own models" if method.personal else "on the server, the shared model",
         "server sees": sentence(method.reveals()),
         "cost": f"on your data: everfed run RECIPE --method {name} --dry-run",

@@ -48,10 +48,11 @@ def sweep(
     """
     from everfed.commands.terminal import Terminal
     from everfed.experiments.grid import plan_sweep
-    from everfed.experiments.jobs import JobSettings, parse_seeds
+    from everfed.experiments.jobs import JobSettings
 
-    numbers = parse_seeds(seeds) if seeds is not None else None
-    planned = plan_sweep(recipe, [axis(entry) for entry in grid], numbers, out, method=method, sets=sets)
+    planned = plan_sweep(
+        recipe, [axis(entry) for entry in grid], options.parse_seeds(seeds), out, method=method, sets=sets
+    )
     if planned.held_out and not as_json:
         typer.echo(f"the recipe holds out no validation data; using {planned.held_out}")
     settings = JobSettings(options.absolute(data), scale, checkpoint_every, as_json, jobs=jobs)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from everfed.commands.interrupts import interrupt_message, same_command
-from everfed.commands.output import stdout
+from everfed.commands.output import interrupt_message, same_command, stdout
 from everfed.experiments.jobs import MOST_NAMED, GridJob, Output
 from everfed.metrics.scores import score_of
 from everfed.reports.formats import clock

@@ -296,8 +296,13 @@ class Server(Handle):
         self.before: Model = self.model if before is None else before
         self.reports: dict[str, float] = {}
 
-    def report(self, name: str, value: float) -> None:
-        """A number for the run's events, result and report; it changes nothing."""
+    def report(self, name: str, value: float | Tensor) -> None:
+        """A number, or a tensor of one element, for the run's events, result and report; it changes nothing."""
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                shape = tuple(value.shape)
+                raise TypeError(f"part {self.name!r}: report({name!r}) takes one number, not a tensor of shape {shape}")
+            value = float(value)
         self.reports[name] = value
 
 

@@ -291,7 +291,10 @@ def _misspelt(part: type) -> tuple[tuple[str, str], ...]:
 
 
 def _check_phases(part: Part) -> None:
-    for phase in part.phases():
+    phases = part.phases()
+    if isinstance(phases, Phase):
+        raise CompositionError(f"part {part.name!r}: phases() must return a tuple, (Phase(...),), not a Phase")
+    for phase in phases:
         if phase.name in (TRAIN, EVALUATE) or (phase.cohort is Cohort.SERVER and (phase.reduce or phase.run)):
             raise CompositionError(f"part {part.name!r}: phase {phase.name!r} is not a legal phase of a part")
         if phase.cohort is not Cohort.SERVER and phase.run is None:

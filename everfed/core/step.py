@@ -289,7 +289,7 @@ def _descend(
     gradient = Gradient(replica, passes)
     for part in defining(parts, "gradient"):
         changed = part.gradient(training.of(part.name), gradient)
-        gradient = changed if isinstance(changed, Gradient) else Gradient.of(replica, changed)
+        gradient = changed if isinstance(changed, Gradient) else Gradient.of(replica, _whole(changed, part, replica))
     kernel = gradient.lazy and _has_kernel(replica, parts, optimizer)
     if kernel:
         velocity = moments.get("momentum")
@@ -303,6 +303,17 @@ def _descend(
         part.after(training.of(part.name))
     if not kernel or replica.params._version != before:  # a part changed the parameters
         replica.refresh()
+
+
+def _whole(changed: object, part: Part, replica: Replica) -> Tensor:
+    """A gradient that a part returned as a vector, checked for its form."""
+    if isinstance(changed, Tensor) and changed.shape == replica.params.shape:
+        return changed
+    found = f"a tensor of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else type(changed).__name__
+    raise TypeError(
+        f"part {part.name!r}: gradient() must return the gradient, or a vector of shape {tuple(replica.params.shape)} "
+        f"made from gradient.vector, not {found}"
+    )
 
 
 def _has_kernel(replica: Replica, parts: Sequence[Part], optimizer: Optimizer) -> bool:

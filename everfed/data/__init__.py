@@ -1,8 +1,7 @@
 """Data sets, how they are divided among clients, and the transforms that run on the device."""
 
-from everfed.data.available import available
 from everfed.data.errors import DataError, PartitionError
 from everfed.data.source import Source, make_source
 from everfed.data.sources import load
 
-__all__ = ["DataError", "PartitionError", "Source", "available", "load", "make_source"]
+__all__ = ["DataError", "PartitionError", "Source", "load", "make_source"]

@@ -32,7 +32,7 @@ from everfed.engines.eager import CLIENT_FAULTS, BuildModule, ClientStore, call,
 from everfed.engines.forking import interrupts_wait
 from everfed.engines.mailbox import Lane, Mailbox
 from everfed.engines.slots import deal
-from everfed.errors import from_note, note_of, place_of
+from everfed.errors import described, from_note, note_of
 
 LANES = 2  # clients at a worker at a time: one runs, one waits
 REPLY_BYTES = 1 << 30  # replies that may wait for their turn; beyond, clients start in order
@@ -243,7 +243,7 @@ def serve(
             note = note_of(error)
             if note is None and not isinstance(error, CLIENT_FAULTS):
                 raise
-            answer = {"error": f"{type(error).__name__}: {error} ({place_of(error)})", "note": note}
+            answer = {"error": described(error), "note": note}
         try:
             pipe.send_bytes(json.dumps(answer).encode())
         except OSError:  # nobody waits for it any more

@@ -15,10 +15,10 @@ from everfed.api import CHECKPOINT_EVERY
 from everfed.errors import RecipeError, UserError
 from everfed.experiments import comparison
 from everfed.experiments.comparison import Comparison
-from everfed.experiments.jobs import GridJob, JobSettings, Output, Shown, check, key_of_set, new_job, run_all
+from everfed.experiments.jobs import GridJob, JobSettings, Output, Shown, check, new_job, run_all
 from everfed.methods.registry import canonical
 from everfed.naming import split_names
-from everfed.recipe import MethodSection, Recipe, Sets, Source, as_entries, read
+from everfed.recipe import MethodSection, Recipe, Sets, Source, as_entries, parse_set, read
 
 if TYPE_CHECKING:
     from everfed.core.events import Observer
@@ -173,7 +173,7 @@ def _jobs(
 
 def _is_method_option(entry: str) -> bool:
     """Is this `--set` an option of a part?"""
-    key = key_of_set(entry)
+    key = parse_set(entry).key
     return key[0] == "method" and len(key) > 1 and key[1] not in MethodSection.model_fields
 
 
@@ -184,7 +184,7 @@ def _applies(entry: str, method: str) -> bool:
     if not _is_method_option(entry):
         return True
     parts: Any = methods.build(method).parts
-    return key_of_set(entry)[1] in {part.name for part in parts}
+    return parse_set(entry).key[1] in {part.name for part in parts}
 
 
 # a grid over keys ----------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def plan_sweep(
 def _held_out(base: Recipe, sets: Sequence[str], own: bool) -> dict[str, str]:
     """{key: --set} that make a run score on validation data, holding some out where the recipe does not. own: the
     stream was made in Python, and holds out what it holds out."""
-    if any(".".join(key_of_set(entry)) == SPLIT for entry in sets):
+    if any(".".join(parse_set(entry).key) == SPLIT for entry in sets):
         raise RecipeError(f"{SPLIT} cannot be set here: a sweep chooses on validation data, never on test data")
     needed = {SPLIT: f"{SPLIT}=validation"}
     if not own and not (base.stream.model_extra or {}).get("validation"):

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everfed import api
-from everfed.errors import FAULT, RecipeError, UserError, exit_code
+from everfed.errors import FAULT, UserError, exit_code
 from everfed.experiments import workers
 from everfed.experiments.concurrency import choose
 from everfed.recipe import Places, Reading, Recipe, Source, placed, read, read_placed, settled, to_toml
-from everfed.recipe.problems import Key
-from everfed.recipe.settings import parse_set
 from everfed.reports.progress import Several, shown
 from everfed.store.event_log import read_log
 from everfed.store.run import RunFolder, RunHeld, SameRun
@@ -154,19 +152,6 @@ def new_job(
     with placed(reading.places):
         own = settled(reading.recipe).model_copy(update={"compare": None})
     return GridJob(row, own, folder, reading.places, stream)
-
-
-def parse_seeds(text: str) -> list[int]:
-    """`0,1,2`. Raises RecipeError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise RecipeError(f"--seeds {text}: write whole numbers of at least 0 with commas between, such as 0,1,2")
-    return list(dict.fromkeys(int(part) for part in parts))
-
-
-def key_of_set(entry: str) -> Key:
-    """The key that a `--set` names."""
-    return parse_set(entry).key
 
 
 def check(jobs: Sequence[GridJob], settings: JobSettings) -> None:

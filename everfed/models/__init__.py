@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,10 @@ import torch
 from torch import nn
 
 from everfed.core import random
-from everfed.models import lora
-from everfed.models.acgan import ACGANCNN
-from everfed.models.cnn import MLP, Conv4, McMahanCNN, SConvNet, SmallCNN, TwoConvCNN
 from everfed.models.pretrained import (
     HF,
     TIMM,
     ModelError,
-    SwinT,
     build_hf,
     build_timm,
     constant_norms,
@@ -28,41 +25,34 @@ from everfed.models.pretrained import (
     frozen_digest,
     load_weights,
 )
-from everfed.models.resnet import ResNet18, ResNet18Deep, ResNet18ImageNet
-from everfed.models.tinybert import TinyBERT
-from everfed.models.vit import ViT
-from everfed.models.yolo import MicroYOLO, TinyYOLO
 from everfed.naming import load_object, nearest
 
-__all__ = ["INITS", "MODELS", "ModelError", "automatic", "build", "draw_he", "frozen_digest"]
+__all__ = ["INITS", "MODELS", "ModelError", "build", "draw_he", "frozen_digest"]
 
 AUTO = "auto"
-SMALLEST_IMAGE = 16  # pixels a side from which convolutions pay
 
 
-def automatic(input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """A network that suits the form of the data."""
-    square = len(input_shape) == 3 and input_shape[1] == input_shape[2] >= SMALLEST_IMAGE
-    return McMahanCNN(input_shape, classes) if square else MLP(input_shape, classes)
-
-
-MODELS: dict[str, tuple[Callable[..., nn.Module], str]] = {
-    AUTO: (automatic, "by the data: mcmahan-cnn for square images of 16 pixels or more, else mlp"),
-    "mlp": (MLP, "flatten and hidden ReLU layers; option hidden = [100, 100]"),
-    "small-cnn": (SmallCNN, "the 21,840-parameter CNN of FedGP's code; option dropout = 0.5"),
-    "mcmahan-cnn": (McMahanCNN, "the 1,663,370-parameter CNN of the FedAvg paper"),
-    "two-conv-cnn": (TwoConvCNN, "the two-convolution CNN of STAMP's code, 924,708 parameters on CIFAR-100"),
-    "conv-4": (Conv4, "four 3x3 convolutions with BatchNorm, 138,788 parameters on CIFAR-100; option width = 64"),
-    "swin-t": (SwinT, "Swin-T from random weights; needs the package transformers"),
-    "vit": (ViT, "a small Vision Transformer; options patch = 4, width = 192, depth = 6, heads = 3, image = 0"),
-    "tinybert": (TinyBERT, "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
-    "tiny-yolo": (TinyYOLO, "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
-    "micro-yolo": (MicroYOLO, "a small detector for CPUs, 64,890 parameters with 5 classes; option anchors = 5"),
-    "s-convnet": (SConvNet, "AF-FCL's small network, 2,112,986 parameters on 28x28 grey images with 26 classes"),
-    "resnet18-deep": (ResNet18Deep, "ResNet-18 with a head of three layers, as in AF-FCL's code"),
-    "acgan-cnn": (ACGANCNN, "the discriminators of FedCIL's code, for grey or for colour images"),
-    "resnet18": (ResNet18, "ResNet-18 with a 3x3 stem for small images"),
-    "resnet18-imagenet": (ResNet18ImageNet, "ResNet-18 as published, with a 7x7 stem and a max-pool for large images"),
+# name -> where the network lies, imported when it is built, and a line for `everfed list models`
+MODELS: dict[str, tuple[str, str]] = {
+    AUTO: ("cnn:automatic", "by the data: mcmahan-cnn for square images of 16 pixels or more, else mlp"),
+    "mlp": ("cnn:MLP", "flatten and hidden ReLU layers; option hidden = [100, 100]"),
+    "small-cnn": ("cnn:SmallCNN", "the 21,840-parameter CNN of FedGP's code; option dropout = 0.5"),
+    "mcmahan-cnn": ("cnn:McMahanCNN", "the 1,663,370-parameter CNN of the FedAvg paper"),
+    "two-conv-cnn": ("cnn:TwoConvCNN", "the two-convolution CNN of STAMP's code, 924,708 parameters on CIFAR-100"),
+    "conv-4": ("cnn:Conv4", "four 3x3 convolutions with BatchNorm, 138,788 parameters on CIFAR-100; option width = 64"),
+    "swin-t": ("pretrained:SwinT", "Swin-T from random weights; needs the package transformers"),
+    "vit": ("vit:ViT", "a small Vision Transformer; options patch = 4, width = 192, depth = 6, heads = 3, image = 0"),
+    "tinybert": ("tinybert:TinyBERT", "TinyBERT for masked language modelling, 4 layers of 312; option dropout = 0.1"),
+    "tiny-yolo": ("yolo:TinyYOLO", "the v2-tiny detector, 11 M parameters; options stride = 32, anchors = 5"),
+    "micro-yolo": ("yolo:MicroYOLO", "a small detector for CPUs, 64,890 parameters with 5 classes; option anchors = 5"),
+    "s-convnet": ("cnn:SConvNet", "AF-FCL's small network, 2,112,986 parameters on 28x28 grey images with 26 classes"),
+    "resnet18-deep": ("resnet:ResNet18Deep", "ResNet-18 with a head of three layers, as in AF-FCL's code"),
+    "acgan-cnn": ("acgan:ACGANCNN", "the discriminators of FedCIL's code, for grey or for colour images"),
+    "resnet18": ("resnet:ResNet18", "ResNet-18 with a 3x3 stem for small images"),
+    "resnet18-imagenet": (
+        "resnet:ResNet18ImageNet",
+        "ResNet-18 as published, with a 7x7 stem and a max-pool for large images",
+    ),
 }
 INITS = ("torch", "he-fan-out")
 COMMON = ("init", "weights", "trainable", "lora")  # options of every kind
@@ -120,6 +110,8 @@ def build(
 def _add_lora(module: nn.Module, options: Any, seed: int) -> None:
     if not isinstance(options, Mapping):
         raise ModelError(f"model.lora must be a table such as {{ rank = 8 }}; got {options!r}")
+    from everfed.models import lora
+
     try:
         lora.add(module, options, seed)
     except ValueError as error:
@@ -166,7 +158,9 @@ def _factory(
     if isinstance(kind, nn.Module):
         return lambda input_shape, classes: copy.deepcopy(kind)
     if kind in MODELS:
-        return MODELS[kind][0]
+        module, _, name = MODELS[kind][0].partition(":")
+        network: Callable[..., nn.Module] = getattr(import_module(f"everfed.models.{module}"), name)
+        return network
     if kind.startswith(TIMM):
         return partial(build_timm, kind.removeprefix(TIMM))
     if kind.startswith(HF):

@@ -11,6 +11,14 @@ from torch.nn import functional
 from everfed.core.random import Dropout
 from everfed.models.fused import conv_relu_pool, dense_relu_dense
 
+SMALLEST_IMAGE = 16  # pixels a side from which convolutions pay
+
+
+def automatic(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A network that suits the form of the data."""
+    square = len(input_shape) == 3 and input_shape[1] == input_shape[2] >= SMALLEST_IMAGE
+    return McMahanCNN(input_shape, classes) if square else MLP(input_shape, classes)
+
 
 class MLP(nn.Module):
     """Flatten, hidden layers with ReLU, one linear head."""

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,17 @@ import torch
 from torch import Tensor
 
 from everfed.core.stream import Stream
-from everfed.data.encoders import is_of_texts, make_image_encoder
-from everfed.data.features import encoded_images
 from everfed.data.lazy import lazy_source
 from everfed.data.partition import FLWR_PREFIX, KINDS
 from everfed.data.source import Source, make_source
 from everfed.data.sources import TextOptions, data_folder, load
 from everfed.data.tables import SUFFIXES as TABLES
 from everfed.data.targets import CLASSES
-from everfed.streams.class_incremental import ClassIncremental, TaskIncremental
-from everfed.streams.domain_incremental import TRANSFORMS, DomainIncremental
-from everfed.streams.driving import Driving
+from everfed.streams.domain_incremental import TRANSFORMS
 from everfed.streams.incremental import IncrementalStream
-from everfed.streams.multi_domain import MultiDomain
 from everfed.streams.options import OptionError, Options, require_choice, require_whole
 from everfed.streams.own import MakeStream, Own, Period
-from everfed.streams.periods import Periods
 from everfed.streams.planned import PlannedStream
-from everfed.streams.task_pool import TaskPool
 
 __all__ = [
     "PARTITIONS",
@@ -47,15 +41,52 @@ __all__ = [
     "from_function",
 ]
 
-_CLASSES: Mapping[str, type[PlannedStream]] = {
-    kind.scenario: kind
-    for kind in (DomainIncremental, ClassIncremental, TaskIncremental, MultiDomain, TaskPool, Periods, Driving, Own)
+# name -> where its class lies, imported when it is asked for, and a line for `everfed list streams`
+SCENARIOS: dict[str, tuple[str, str]] = {
+    "domain-incremental": (
+        "domain_incremental:DomainIncremental",
+        "the same classes in every task, seen through another rotation or pixel permutation",
+    ),
+    "class-incremental": (
+        "class_incremental:ClassIncremental",
+        "new classes in every task; a test sample may be of any class",
+    ),
+    "task-incremental": (
+        "class_incremental:TaskIncremental",
+        "new classes in every task; the task of a test sample is known",
+    ),
+    "multi-domain": (
+        "multi_domain:MultiDomain",
+        "the same classes in every task, from another data set or domain each time",
+    ),
+    "task-pool": (
+        "task_pool:TaskPool",
+        "every client draws tasks of its own from all classes; scored on each client's own tests",
+    ),
+    "periods": (
+        "periods:Periods",
+        "users' utterances over periods of time; masked language modelling, scored by perplexity",
+    ),
+    "driving": (
+        "driving:Driving",
+        "vehicles that detect what is on the road, some of which move to another place; scored by mAP",
+    ),
+    "own": (
+        "own:Own",
+        "periods that a function of your own yields for every client; scored on each client's own tests",
+    ),
 }
-SCENARIOS: Mapping[str, str] = {name: kind.about for name, kind in _CLASSES.items()}
 PARTITIONS: Mapping[str, str] = {
     **{name: (divide.__doc__ or "").splitlines()[0] for name, divide in KINDS.items()},
     f"{FLWR_PREFIX}<PartitionerName>": "Any sample partitioner of flwr-datasets, with its own options.",
 }
+
+
+def class_of(scenario: str) -> type[PlannedStream]:
+    """The class of a scenario."""
+    module, _, name = SCENARIOS[scenario][0].partition(":")
+    kind: type[PlannedStream] = getattr(import_module(f"everfed.streams.{module}"), name)
+    return kind
 
 
 def build(
@@ -92,6 +123,9 @@ def _read(common: Options, dataset: str | Path, data_dir: str | Path | None) -> 
     )
     if common.encoder is None or source.encoder:
         return source
+    from everfed.data.encoders import is_of_texts, make_image_encoder
+    from everfed.data.features import encoded_images
+
     if is_of_texts(common.encoder):
         raise OptionError("encoder", f"{source.name} has no texts; leave it out")
     if source.x_train.dtype != torch.uint8:
@@ -150,7 +184,7 @@ def from_datasets(
     would be drawn only once.
     """
     kind, common, own = _split_options({"scenario": scenario, **options})
-    if not issubclass(kind, IncrementalStream) or kind is MultiDomain:
+    if not issubclass(kind, IncrementalStream) or scenario == "multi-domain":
         raise OptionError("scenario", f"{scenario} is not made from two data sets; use another scenario")
     require_whole("workers", workers, least=0)
     source = lazy_source(
@@ -185,7 +219,8 @@ def _make(kind: type[PlannedStream], source: Any, common: Options, **settings: A
     if targets is not None and common.label_kind not in (None, targets):
         raise OptionError("label_kind", f"{source.name} has {targets} targets, not {common.label_kind}; leave it out")
     if targets not in (None, CLASSES) and issubclass(kind, IncrementalStream) and not kind.any_targets:
-        able = [name for name, one in _CLASSES.items() if issubclass(one, IncrementalStream) and one.any_targets]
+        kinds = {name: class_of(name) for name in SCENARIOS}
+        able = [name for name, one in kinds.items() if issubclass(one, IncrementalStream) and one.any_targets]
         raise OptionError(
             "scenario",
             f"{kind.scenario} divides single classes among tasks, and {source.name} has {targets} targets; allowed: "
@@ -200,7 +235,7 @@ def _split_options(table: Mapping[str, Any]) -> tuple[type[PlannedStream], Optio
     rest = dict(table)
     scenario = rest.pop("scenario", None)
     require_choice("scenario", scenario, SCENARIOS)
-    kind = _CLASSES[scenario]
+    kind = class_of(scenario)
     shared, own = {f.name for f in fields(Options)}, {*_own_keys(kind), "seed"}
     for key in rest:
         if key not in shared | own:

@@ -26,7 +26,6 @@ class ClassIncremental(IncrementalStream):
     """
 
     scenario = "class-incremental"
-    about = "new classes in every task; a test sample may be of any class"
 
     def __init__(
         self,
@@ -78,7 +77,6 @@ class TaskIncremental(ClassIncremental):
     """As class-incremental, but a test sample comes with its task, so that only that task's classes compete."""
 
     scenario = "task-incremental"
-    about = "new classes in every task; the task of a test sample is known"
     task_ids = True
 
 

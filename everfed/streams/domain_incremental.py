@@ -25,7 +25,6 @@ class DomainIncremental(IncrementalStream):
     """One transform per task, shared by all clients and by training and test samples; the first task has one too."""
 
     scenario = "domain-incremental"
-    about = "the same classes in every task, seen through another rotation or pixel permutation"
     any_targets = True
 
     def __init__(self, source: Source, options: Options, *, transform: str = "rotate", **settings: Any) -> None:

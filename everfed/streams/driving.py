@@ -38,7 +38,6 @@ class Driving(PlannedStream):
     """
 
     scenario = "driving"
-    about = "vehicles that detect what is on the road, some of which move to another place; scored by mAP"
     unused = (
         *("partition", "normalise", "image_size", "channels", "encoder", "label", "label_kind"),
         *("augment",),  # a mirrored image would need mirrored boxes

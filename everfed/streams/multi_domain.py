@@ -23,7 +23,6 @@ class MultiDomain(IncrementalStream):
     a quick look count per domain."""
 
     scenario = "multi-domain"
-    about = "the same classes in every task, from another data set or domain each time"
     any_targets = True
 
     read = staticmethod(load_domains)

@@ -70,7 +70,6 @@ class Own(ByObjective, PlannedStream):
     those of the first period (a server without data needs them)."""
 
     scenario = "own"
-    about = "periods that a function of your own yields for every client; scored on each client's own tests"
     unused = ("partition", "max_train", "max_test", "image_size", "channels", "encoder", "label", "order")
     own_tests = True
     private_data = True

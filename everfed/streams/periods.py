@@ -46,7 +46,6 @@ class Periods(PlannedStream):
 
     scenario = "periods"
     unused = ("partition", "normalise", "augment", "image_size", "channels", "encoder", "label", "label_kind", "order")
-    about = "users' utterances over periods of time; masked language modelling, scored by perplexity"
     score = "perplexity"
     loss = staticmethod(masked_loss)
     measure = staticmethod(masked_counts)

@@ -34,7 +34,6 @@ class PlannedStream(Stream):
     """
 
     scenario: ClassVar[str]
-    about: ClassVar[str]
     unused: ClassVar[tuple[str, ...]] = ()  # options that have no effect in this scenario, and are refused
     task_ids = False
     checked = True

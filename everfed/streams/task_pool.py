@@ -40,7 +40,6 @@ class TaskPool(IncrementalStream):
     same class at the same time ("random") or may not ("forbid", which needs clients * C <= classes)."""
 
     scenario = "task-pool"
-    about = "every client draws tasks of its own from all classes; scored on each client's own tests"
     own_tests = True
 
     def __init__(

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 
 from everfed import streams
 from everfed.cli import app
-from everfed.data import DataError, available, load
+from everfed.data import DataError, load
 from everfed.data import download as downloads
+from everfed.data.available import available
 from everfed.data.download import Archive, fetch
 from everfed.streams.options import OptionError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everfed.data import available, load
+from everfed.data import load
+from everfed.data.available import available
 
 FOUND = {name for name, found, _ in available() if found}
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from everfed.data import DataError, available, load
+from everfed.data import DataError, load
+from everfed.data.available import available
 from everfed.data.catalogue import KNOWN
 from everfed.data.domains import KNOWN as DOMAINS
 from everfed.data.imagenet import SIZES

@@ -121,7 +121,7 @@ def test_permutations_are_two_reversals_and_two_drawn_ones() -> None:
 )
 def test_networks_have_the_sizes_of_the_release(kind: str, shape: Any, classes: int, parameters: int) -> None:
     with torch.device("meta"):
-        module = models.MODELS[kind][0](shape, classes)
+        module = models.build(kind, shape, classes, 0)
     assert sum(p.numel() for p in module.parameters()) == parameters
     assert feature_width(Layout.of(module)) == 512
 

@@ -84,7 +84,7 @@ def test_options_that_are_not_there_are_refused() -> None:
 def test_the_stem_of_the_paper() -> None:
     """He et al.: 11,689,512 parameters with 1000 classes; at 224 pixels the blocks begin at 56 pixels and end at 7."""
     with torch.device("meta"):
-        module = models.MODELS["resnet18-imagenet"][0]((3, 224, 224), 1000)
+        module = models.build("resnet18-imagenet", (3, 224, 224), 1000, 0)
     assert sum(p.numel() for p in module.parameters()) == 11_689_512
     sides: list[int] = []
     module.blocks.register_forward_hook(

@@ -331,7 +331,9 @@ def test_listings_have_one_line_each():
     incremental = {"domain-incremental", "class-incremental", "task-incremental", "multi-domain"}
     assert set(SCENARIOS) == {*incremental, "task-pool", "periods", "driving", "own"}
     assert {"iid", "shards", "exact-labels", "dirichlet", "pathological"} < set(PARTITIONS)
-    assert all(text and "\n" not in text for text in (*SCENARIOS.values(), *PARTITIONS.values()))
+    assert all(
+        text and "\n" not in text for text in (*(about for _, about in SCENARIOS.values()), *PARTITIONS.values())
+    )
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 50))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from everfed import streams
 from everfed.core import tree
 from everfed.core.stream import Stream
-from everfed.data import available
+from everfed.data.available import available
 from everfed.streams import OptionError
 from everfed.streams.task_pool import TaskPool, _different_orders, disjoint_slots
 from tests.support.toy import Bench, Outcome, comparable

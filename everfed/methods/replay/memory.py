@@ -226,6 +226,7 @@ class Memory(Part):
         """Refill the buffer with what the policy chooses."""
         pool = self.pool(client)
         chosen = self.chooser.choose(pool, self.size)
+        _check_choice(self.chooser.kind or type(self.chooser).__name__, chosen, len(pool), self.size)
         self._refill(client, pool, chosen)
         return {}
 
@@ -257,6 +258,19 @@ class Memory(Part):
         ids = torch.full_like(own["host"]["ids"], -1)
         ids[:count] = torch.from_numpy(pool.ids[chosen])
         own["host"] = {**own["host"], "n": pool.seen_before + pool.new, "ids": ids, "stored": count}
+
+
+def _check_choice(policy: str, chosen: object, pool: int, size: int) -> None:
+    """Refuses what is no choice of at most `size` different positions of the pool."""
+    right = isinstance(chosen, np.ndarray) and chosen.ndim == 1 and (len(chosen) == 0 or chosen.dtype.kind in "iu")
+    if not right:
+        raise TypeError(f"policy {policy!r}: choose() must return a numpy array of positions, not {chosen!r:.80}")
+    assert isinstance(chosen, np.ndarray)
+    if len(chosen) > size or len(np.unique(chosen)) < len(chosen) or not ((chosen >= 0) & (chosen < pool)).all():
+        raise ValueError(
+            f"policy {policy!r}: choose() must return at most {size} different positions from 0 to {pool - 1}, "
+            f"not {len(chosen)}: {chosen!s:.80}"
+        )
 
 
 # for parts that replay ------------------------------------------------------------------------------------------------
